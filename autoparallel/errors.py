@@ -1,0 +1,68 @@
+"""The exception tree.
+
+    AutoparallelError
+      ClusterError          a cluster name or description that cannot be used
+      CaptureError          the model cannot be traced (data-dependent branch, unsupported construct)
+      RuleError             an op without a rule, or a rule that does not fit its op
+      PinError              a pin that names nothing, or a placement that cannot hold
+      PlanError             a plan that does not belong to this model, version or mesh
+      InfeasibleError       no plan meets the limits; says by how much and what would do
+      SearchError           a search asked for something it cannot do (unknown name, malformed problem)
+      LoweringError         the rewritten program failed its own check (a bug of ours: please report)
+      MeshError             no process group, or a mesh that does not fit the world
+      InputError            a call whose inputs do not fit the traced program
+
+Every message says what was given, what is required and what to write instead.
+"""
+
+from cost_models.errors import AutoparallelError, ClusterError
+
+__all__ = [
+    "AutoparallelError",
+    "CaptureError",
+    "ClusterError",
+    "InfeasibleError",
+    "InputError",
+    "LoweringError",
+    "MeshError",
+    "PinError",
+    "PlanError",
+    "RuleError",
+    "SearchError",
+]
+
+
+class CaptureError(AutoparallelError, RuntimeError):
+    """The model cannot be traced."""
+
+
+class RuleError(AutoparallelError, RuntimeError):
+    """An op without a sharding rule, or a rule that does not fit its op."""
+
+
+class PinError(AutoparallelError, ValueError):
+    """A pin that names no parameter, input or module, or whose placement cannot hold there."""
+
+
+class PlanError(AutoparallelError, ValueError):
+    """A plan that does not belong to this model, format version or mesh."""
+
+
+class InfeasibleError(AutoparallelError, ValueError):
+    """No plan meets the limits."""
+
+
+class SearchError(AutoparallelError, ValueError):
+    """A search was asked for something that it cannot do."""
+
+
+class LoweringError(AutoparallelError, RuntimeError):
+    """The rewritten program failed its own check."""
+
+
+class MeshError(AutoparallelError, RuntimeError):
+    """No process group, or a mesh that does not fit the world."""
+
+
+class InputError(AutoparallelError, ValueError):
+    """A call whose inputs do not fit the traced program."""
