@@ -11,16 +11,42 @@ label per mesh axis, so that a search may take the axes one at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from autoparallel.errors import SearchError
+from autoparallel.errors import InfeasibleError, SearchError
 
 FORBIDDEN = float("inf")
 Label = tuple[int, ...]
+
+
+class MemoryLimitError(InfeasibleError):
+    """No choice meets the memory limit: ``needed_bytes`` is the least that any plan needs, ``limit_bytes`` the limit."""
+
+    def __init__(self, name: str, needed_bytes: float, limit_bytes: float, exact: bool = True) -> None:
+        self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
+        least = "" if exact else "at least "
+        super().__init__(
+            f"{name}: no plan fits in {limit_bytes:,.0f} bytes. Every plan needs {least}{needed_bytes:,.0f} bytes, "
+            f"{needed_bytes - limit_bytes:,.0f} more than the limit. Raise the limit to {needed_bytes:,.0f} bytes, use "
+            "more devices, or remove pins that keep values whole.")
+
+
+def _check_table(owner: str, what: str, values: np.ndarray, finite: bool) -> None:
+    """Raise SearchError unless values are numbers >= 0 (and finite, where asked)."""
+    low, high = values.min(), values.max()
+    if not low >= 0 or (finite and not high < FORBIDDEN):
+        allowed = "finite numbers >= 0" if finite else "numbers >= 0 (inf = forbidden)"
+        raise SearchError(f"{owner}: {what} must be {allowed}, but they run from {low} to {high}")
+
+
+def _check_interval(owner: str, interval: tuple[int, int]) -> None:
+    if interval[0] > interval[1]:
+        raise SearchError(f"{owner}: interval {interval} ends before it starts; write (start, end) with start <= end")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +70,9 @@ class Node:
                               "equal, one-dimensional and not empty")
         if self.labels is not None and len(self.labels) != len(self.costs):
             raise SearchError(f"node {self.name!r}: {len(self.labels)} labels for {len(self.costs)} choices")
+        _check_table(f"node {self.name!r}", "costs", self.costs, finite=False)
+        _check_table(f"node {self.name!r}", "usages", self.usages, finite=True)
+        _check_interval(f"node {self.name!r}", self.interval)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +85,19 @@ class Edge:
     usages: np.ndarray | None = None
     interval: tuple[int, int] = (0, 0)
 
+    def __post_init__(self) -> None:
+        owner = f"edge {self.source} -> {self.target}"
+        if self.source == self.target:
+            raise SearchError(f"{owner}: an edge needs two different nodes; add its diagonal to the node's costs")
+        if self.costs.ndim != 2 or not self.costs.size:
+            raise SearchError(f"{owner}: costs must be a table of two dimensions, not {self.costs.shape}")
+        _check_table(owner, "costs", self.costs, finite=False)
+        _check_interval(owner, self.interval)
+        if self.usages is not None:
+            if self.usages.shape != self.costs.shape:
+                raise SearchError(f"{owner}: usages {self.usages.shape} must have the shape of costs {self.costs.shape}")
+            _check_table(owner, "usages", self.usages, finite=True)
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -66,12 +108,25 @@ class Problem:
     limit: float = FORBIDDEN
     name: str = "problem"
 
+    def __post_init__(self) -> None:
+        if not self.limit >= 0:
+            raise SearchError(f"{self.name}: the limit must be >= 0 bytes (inf: none), not {self.limit}")
+        for number, edge in enumerate(self.edges):
+            for end in (edge.source, edge.target):
+                if not 0 <= end < len(self.nodes):
+                    raise SearchError(f"{self.name}: edge {number} names node {end}; there are {len(self.nodes)} nodes")
+            shape = len(self.nodes[edge.source].costs), len(self.nodes[edge.target].costs)
+            if edge.costs.shape != shape:
+                raise SearchError(f"{self.name}: edge {number} ({edge.source} -> {edge.target}) has a table of "
+                                  f"{edge.costs.shape} for nodes with {shape} choices")
+
 
 class Pricer(Protocol):
     """What a search may ask for beyond one problem: the same nodes with other choices.
 
     ``labels(v)`` lists every label of node v, one row number per axis; ``problem(allowed)`` prices exactly the labels
-    given for each node. ``axis_names`` runs from the axis with the slowest links to the fastest.
+    given for each node, in that order. ``axis_names`` runs from the axis with the slowest links to the fastest.
+    ``repeat_row(v, a)`` is the row that splits nothing on axis a: what an axis that is not decided yet is taken to do.
     """
 
     axis_names: tuple[str, ...]
@@ -80,6 +135,10 @@ class Pricer(Protocol):
     def num_nodes(self) -> int: ...
 
     def rows(self, node: int, axis: int) -> Sequence[int]: ...
+
+    def labels(self, node: int) -> Sequence[Label]: ...
+
+    def repeat_row(self, node: int, axis: int) -> int: ...
 
     def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem: ...
 
@@ -103,3 +162,54 @@ class Solution:
     @property
     def gap(self) -> float:
         return 0.0 if self.objective <= 0 else max(0.0, (self.objective - self.lower_bound) / self.objective)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a choice costs: seconds, the highest memory use in bytes, and the first time at which it is reached."""
+
+    objective: float
+    peak_bytes: float
+    feasible: bool
+    peak_time: int
+
+
+def load_profile(intervals: np.ndarray, usages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Times at which the summed usage changes, and the usage from each of them on. O(n log n).
+
+    ``intervals`` has one row (start, end) per usage.
+    """
+    live = (intervals[:, 0] < intervals[:, 1]) & (usages != 0)
+    if not live.any():
+        return np.zeros(1, np.int64), np.zeros(1)
+    intervals, usages = intervals[live], usages[live]
+    times, where = np.unique(intervals, return_inverse=True)
+    where = where.reshape(intervals.shape)
+    change = np.zeros(len(times))
+    np.add.at(change, where[:, 0], usages)
+    np.subtract.at(change, where[:, 1], usages)
+    return times, np.cumsum(change)
+
+
+def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
+    """Judge a choice: the only place where objective and memory are defined. O((n + m) log(n + m)).
+
+    Costs are summed exactly (`math.fsum`), so that the order of nodes does not matter.
+    """
+    nodes, edges = problem.nodes, problem.edges
+    if len(choice) != len(nodes):
+        raise SearchError(f"{problem.name}: {len(choice)} choices for {len(nodes)} nodes")
+    for number, (node, pick) in enumerate(zip(nodes, choice, strict=True)):
+        if not 0 <= pick < len(node.costs):
+            raise SearchError(f"{problem.name}: choice {pick} of node {number} ({node.name!r}) is not in "
+                              f"0..{len(node.costs) - 1}")
+    costs = [float(node.costs[pick]) for node, pick in zip(nodes, choice, strict=True)]
+    costs += [float(edge.costs[choice[edge.source], choice[edge.target]]) for edge in edges]
+    users = [(node.interval, float(node.usages[pick])) for node, pick in zip(nodes, choice, strict=True)]
+    users += [(edge.interval, float(edge.usages[choice[edge.source], choice[edge.target]]))
+              for edge in edges if edge.usages is not None]
+    times, load = load_profile(np.array([interval for interval, _ in users], np.int64).reshape(-1, 2),
+                               np.array([usage for _, usage in users]))
+    at = int(load.argmax())
+    objective, peak = math.fsum(costs), float(load[at])
+    return Evaluation(objective, peak, objective < FORBIDDEN and peak <= problem.limit, int(times[at]))
