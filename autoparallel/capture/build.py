@@ -1,0 +1,156 @@
+"""Model and example inputs -> OpGraph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.fx import Node as FxNode
+
+from autoparallel.capture.export import trace
+from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
+from autoparallel.capture.normalise import normalise
+from autoparallel.errors import CaptureError
+
+PLACEHOLDERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "buffer",
+                InputKind.USER_INPUT: "input"}
+
+
+def canonical_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The one form of a call: keyword arguments sorted by name, so that their order never matters."""
+    return tuple(args), dict(sorted(kwargs.items()))
+
+
+def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> OpGraph:
+    """Trace and normalise ``model(*args, **kwargs)``, in the model's present mode (train or eval).
+
+    The tensors may be on the meta device; nothing is computed. Raises CaptureError, with the user's source line.
+    """
+    args, kwargs = canonical_call(args, kwargs or {})
+    program = trace(model, args, kwargs)
+    return _Builder(model, program, pytree.tree_flatten((args, kwargs))).build()
+
+
+class _Builder:
+    def __init__(self, model: torch.nn.Module, program: ExportedProgram, call: tuple[list[Any], pytree.TreeSpec]):
+        self.program = program
+        self.leaves, self.in_spec = call
+        self.named = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers(remove_duplicate=False)
+        )
+        first: dict[int, str] = {}
+        self.aliases = {name: first.setdefault(id(t), name) for name, t in self.named.items()}
+        self.nodes: list[Node] = []
+        self.refs: dict[FxNode, Any] = {}
+        self.constants: dict[int, Any] = {
+            i: leaf for i, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor)
+        }
+        self.constant_tensors: dict[str, torch.Tensor] = {}
+
+    def build(self) -> OpGraph:
+        signature = self.program.graph_signature
+        specs = {spec.arg.name: spec for spec in signature.input_specs if not isinstance(spec.arg, ConstantArgument)}
+        buffers = {
+            name: spec.target for name, spec in specs.items() if spec.kind is InputKind.BUFFER and spec.target
+        }
+        self._refuse_mutated_inputs(signature)
+        mutated = normalise(self.program.graph_module, buffers)
+        outputs: tuple[Any, ...] = ()
+        leaf_of = self._input_positions(signature)
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                if node.name in specs:
+                    self._placeholder(node, specs[node.name], leaf_of)
+            elif node.op == "call_function":
+                self._op(node)
+            elif node.op == "output":
+                values = pytree.tree_leaves(node.args[0])
+                user = [v for v, spec in zip(values, signature.output_specs, strict=True)
+                        if spec.kind is OutputKind.USER_OUTPUT]
+                outputs = tuple(self.refs[v] if isinstance(v, FxNode) else v for v in user)
+                self._add("output", "output", None, outputs, {}, ())
+            else:
+                raise CaptureError(f"{node.op} {node.target} is left in the traced graph and is not supported")
+        mutations = {buffers[name]: self.refs[value] for name, value in mutated.items()}
+        aliases = {name: first for name, first in self.aliases.items() if name != first}
+        return OpGraph(tuple(self.nodes), self.in_spec, self.program.call_spec.out_spec, self.constants, outputs,
+                       mutations, aliases, self.constant_tensors)
+
+    @staticmethod
+    def _refuse_mutated_inputs(signature: Any) -> None:
+        if signature.user_inputs_to_mutate:
+            names = sorted(set(signature.user_inputs_to_mutate.values()))
+            raise CaptureError(f"the model writes in place to its inputs {names}; write to copies (x.clone())")
+
+    def _input_positions(self, signature: Any) -> dict[str, int]:
+        specs = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
+        if len(specs) != len(self.leaves):
+            raise CaptureError(f"the traced program has {len(specs)} inputs and the call {len(self.leaves)} leaves")
+        return {spec.arg.name: position for position, spec in enumerate(specs)}
+
+    def _add(self, kind: str, name: str, target: Any, args: Any, kwargs: Any, outputs: tuple[TensorMeta, ...],
+             **where: Any) -> Node:
+        node = Node(len(self.nodes), name, kind, target, args, kwargs, outputs, **where)
+        self.nodes.append(node)
+        return node
+
+    def _placeholder(self, node: FxNode, spec: Any, leaf_of: Mapping[str, int]) -> None:
+        kind = PLACEHOLDERS.get(spec.kind)
+        if kind is None:
+            raise CaptureError(f"inputs of kind {spec.kind} are not supported ({spec.target})")
+        requires_grad = False
+        if kind == "input":
+            path = str(leaf_of[node.name])
+            requires_grad = self.leaves[int(path)].requires_grad
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            path = f"constant.{spec.target}"
+            self.constant_tensors[path] = self.program.constants[spec.target]
+        else:
+            path = self.aliases[spec.target]
+            requires_grad = self.named[spec.target].requires_grad
+        known = next((n for n in self.nodes if n.kind == kind and n.path == path), None)
+        if known is None:
+            value = node.meta["val"]
+            meta = TensorMeta(tuple(value.shape), value.dtype, requires_grad)
+            name = path if kind != "input" else node.name
+            known = self._add(kind, name, None, (), {}, (meta,), path=path)
+        self.refs[node] = Ref(known.index)
+
+    def _op(self, node: FxNode) -> None:
+        if node.target.__name__ == "getitem":
+            source, index = node.args
+            self.refs[node] = Ref(self.refs[source].node, index)
+            return
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise CaptureError(f"{node.target} is not supported{_where(node)}")
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.refs.__getitem__)
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
+        no_grad = bool(node.meta.get("no_grad")) or node.target is torch.ops.aten.detach.default
+        grad = not no_grad and any(self.nodes[r.node].outputs[r.output].requires_grad for r in inputs)
+        values = node.meta["val"]
+        values = tuple(values) if isinstance(values, (tuple, list)) else (values,)
+        if not all(isinstance(v, torch.Tensor) for v in values):
+            raise CaptureError(f"{node.target} returns {type(values[0]).__name__}, not tensors{_where(node)}\n"
+                               "  Its value would depend on the data; keep it a tensor.")
+        metas = tuple(TensorMeta(tuple(v.shape), v.dtype, grad and is_floating(v.dtype)) for v in values)
+        made = self._add("op", node.name, node.target, tuple(args), kwargs, metas, no_grad=no_grad,
+                         module_path=_module_path(node), source=_where(node).strip())
+        self.refs[node] = Ref(made.index)
+
+
+def _module_path(node: FxNode) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return next(reversed(stack.values()))[0] if stack else ""
+
+
+def _where(node: FxNode) -> str:
+    """`` file:line in function: code`` of the innermost frame outside torch."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    frames = [(lines[i].strip(), lines[i + 1].strip()) for i in range(0, len(lines) - 1)
+              if lines[i].lstrip().startswith("File ")]
+    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    return f" {own[-1][0]}: {own[-1][1]}" if own else ""

@@ -1,0 +1,68 @@
+"""The one place that touches torch.export: model and example inputs -> ExportedProgram, or an error with a source line."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.export import ExportedProgram
+
+from autoparallel.errors import CaptureError
+
+
+def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExportedProgram:
+    """Trace ``model(*args, **kwargs)`` in the mode (train or eval) that the model is in.
+
+    Raises CaptureError when the model branches on the data, naming the line of the user's source.
+    """
+    args, kwargs = _distinct(args, kwargs)
+    export_log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = export_log.level
+    export_log.setLevel(logging.CRITICAL)  # its dump of the half-traced graph is replaced by our message
+    try:
+        with torch.enable_grad():
+            return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
+    except Exception as error:
+        raise CaptureError(_explain(model, error)) from error
+    finally:
+        export_log.setLevel(level)
+
+
+def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give every tensor its own storage: export takes one tensor passed twice for one input, now and at every call."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        leaf = leaf.detach() if not leaf.requires_grad else leaf
+        if id(leaf) in seen or (leaf.device.type != "meta" and leaf.data_ptr() in seen):
+            leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        seen.update((id(leaf), leaf.data_ptr() if leaf.device.type != "meta" else id(leaf)))
+        kept.append(leaf)
+        return leaf
+
+    kept: list[torch.Tensor] = []  # ids stay taken while their tensors live
+    return pytree.tree_map(own, (tuple(args), dict(kwargs)))
+
+
+def _explain(model: torch.nn.Module, error: Exception) -> str:
+    text = str(error)
+    where = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)', text)
+    user = [w for w in where if "/torch/" not in w[0]]
+    place = ""
+    if user:
+        path, line, function, code = user[-1]
+        place = f"\n  at {path}:{line} in {function}: {code.strip()}"
+    if "data-dependent" in text:
+        return (
+            f"{type(model).__name__} decides by the values of a tensor, which no traced program can follow.{place}\n"
+            "  Required: control flow that depends on shapes and Python values only.\n"
+            "  Write torch.where(condition, a, b) instead of `if condition:`, or torch.cond for large branches."
+        )
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}{place}"

@@ -1,0 +1,140 @@
+"""The operator graph: what capture hands to everything after it.
+
+    OpGraph
+      nodes     in execution order: placeholders (parameter, buffer, input), ops, one output
+      Node      target, args with `Ref`s in place of tensors, what each output looks like, where it came from
+      Ref       (node index, output index): one tensor value
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Global shape and dtype of a value, and whether a gradient flows back through it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """One tensor value: output ``output`` of node ``node``."""
+
+    node: int
+    output: int = 0
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value or op of the program.
+
+    ``kind`` is parameter, buffer, input, op or output. ``args``/``kwargs`` hold Refs where the op reads tensors.
+    ``module_path`` and ``source`` say where in the user's code it came from; ``path`` is the parameter's or buffer's
+    name in the model, or the input's place in the call. ``no_grad`` ops run under torch.no_grad.
+    """
+
+    index: int
+    name: str
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[TensorMeta, ...]
+    module_path: str = ""
+    source: str = ""
+    path: str = ""
+    no_grad: bool = False
+
+    @cached_property
+    def inputs(self) -> tuple[Ref, ...]:
+        """The tensors that the node reads, in argument order (a tensor read twice occurs twice)."""
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Ref))
+
+    @property
+    def op_name(self) -> str:
+        """``aten.linear.default`` for ops, the kind for everything else."""
+        return str(self.target) if self.kind == "op" else self.kind
+
+    def __str__(self) -> str:
+        where = f" in {self.module_path}" if self.module_path else ""
+        return f"{self.name} ({self.op_name}{where})"
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """A traced program.
+
+    ``in_spec``/``out_spec`` are the pytree structures of ``(args, kwargs)`` and of the result; ``constants`` are the
+    non-tensor leaves of the call by position; ``outputs`` lists the leaves of the result (Refs or Python values);
+    ``mutations`` maps buffer names to the value that each has after the call; ``aliases`` maps every other name of a
+    tied parameter or buffer to the name under which the graph knows it.
+    """
+
+    nodes: tuple[Node, ...]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    constants: Mapping[int, Any]
+    outputs: tuple[Any, ...]
+    mutations: Mapping[str, Ref]
+    aliases: Mapping[str, str]
+    constant_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def meta(self, ref: Ref) -> TensorMeta:
+        return self.nodes[ref.node].outputs[ref.output]
+
+    def of_kind(self, *kinds: str) -> list[Node]:
+        return [node for node in self.nodes if node.kind in kinds]
+
+    @cached_property
+    def consumers(self) -> Mapping[Ref, tuple[tuple[int, int], ...]]:
+        """For each value the (node, input position) pairs that read it, in execution order."""
+        found: dict[Ref, list[tuple[int, int]]] = {}
+        for node in self.nodes:
+            for position, ref in enumerate(node.inputs):
+                found.setdefault(ref, []).append((node.index, position))
+        return {ref: tuple(uses) for ref, uses in found.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when the program, a shape, a dtype or a parameter's name changes; the same on every machine."""
+        digest = hashlib.sha256()
+        for node in self.nodes:
+            digest.update(f"{node.op_name}|{node.path}|{node.args}|{sorted(node.kwargs.items(), key=str)}|"
+                          f"{[(m.shape, m.dtype, m.requires_grad) for m in node.outputs]}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+def is_floating(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

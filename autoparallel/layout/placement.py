@@ -1,0 +1,104 @@
+"""Placements and layouts: how a tensor lies on the axes of a mesh, forward and backward.
+
+A placement says both what each rank of one mesh axis holds and what the gradient of that value will be:
+
+    | placement | each rank holds            | its gradient is | spmd-types |
+    |-----------|----------------------------|-----------------|------------|
+    | S(d)      | its piece of dim d         | S(d)            | V, S(d)    |
+    | R         | all, for its own work      | P               | R          |
+    | I         | all, for everybody's work  | replicated      | I          |
+    | P         | a summand                  | replicated      | P          |
+
+R and I are both torch's ``Replicate()``; they differ only in what backward must do. A value that needs no gradient is
+never R: I says the same. A layout is one placement per mesh axis; a dim sharded by several axes is cut by the
+leftmost axis first, as DTensor does.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement as TorchPlacement
+
+
+class Placement(NamedTuple):
+    """One of ``S(dim)``, ``R``, ``I``, ``P`` on one mesh axis."""
+
+    kind: str
+    dim: int = -1
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.kind == "S" else self.kind
+
+    @staticmethod
+    def parse(text: str) -> Placement:
+        """The inverse of ``str``.
+
+        >>> Placement.parse("S(1)") == shard(1)
+        True
+        """
+        if text in ("R", "I", "P"):
+            return Placement(text)
+        if match := re.fullmatch(r"S\((\d+)\)", text):
+            return shard(int(match[1]))
+        raise ValueError(f"not a placement: {text!r} (one of S(dim), R, I, P)")
+
+
+REPLICATE = Placement("R")
+INVARIANT = Placement("I")
+PARTIAL = Placement("P")
+Layout = tuple[Placement, ...]
+
+
+@lru_cache(maxsize=None)
+def shard(dim: int) -> Placement:
+    return Placement("S", dim)
+
+
+def layout_str(layout: Layout) -> str:
+    """``S(0)·I``, one placement per axis."""
+    return "·".join(map(str, layout))
+
+
+def parse_layout(text: str) -> Layout:
+    return tuple(Placement.parse(part) for part in text.split("·"))
+
+
+def without_gradient(placement: Placement) -> Placement:
+    """The placement of a value that needs no gradient: R and I are one."""
+    return INVARIANT if placement == REPLICATE else placement
+
+
+def to_torch(layout: Layout) -> tuple[TorchPlacement, ...]:
+    """As ``torch.distributed.tensor`` placements (R and I both become ``Replicate()``)."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    return tuple(
+        Shard(p.dim) if p.is_shard else Partial() if p.kind == "P" else Replicate() for p in layout
+    )
+
+
+def from_torch(placements: tuple[TorchPlacement, ...]) -> Layout:
+    """From torch's placements; ``Replicate()`` becomes I (what an optimizer or a caller means by it)."""
+    from torch.distributed.tensor import Partial, Shard
+
+    out: list[Placement] = []
+    for p in placements:
+        if isinstance(p, Shard):
+            out.append(shard(p.dim))
+        elif isinstance(p, Partial):
+            if p.reduce_op != "sum":
+                raise ValueError(f"only Partial('sum') can be placed, not {p}")
+            out.append(PARTIAL)
+        elif p.is_replicate():
+            out.append(INVARIANT)
+        else:
+            raise ValueError(f"unknown placement {p}: use Shard, Replicate or Partial")
+    return tuple(out)

@@ -1,0 +1,206 @@
+"""Redistribution: every way from one layout of a tensor to another, as shortest paths over single steps.
+
+A step changes the placement on one axis. Which collectives it needs, forward and backward, follows from the two
+placements alone (the gradient of the source must come out of the gradient of the target):
+
+    | step        | forward         | backward        | known as                          |
+    |-------------|-----------------|-----------------|-----------------------------------|
+    | S -> R      | all_gather      | reduce_scatter  | FSDP's parameter                  |
+    | S -> I      | all_gather      | slice           |                                   |
+    | S -> S'     | all_to_all      | all_to_all      | Ulysses                           |
+    | S -> P      | pad             | slice           |                                   |
+    | P -> I      | all_reduce      | -               | Megatron's g                      |
+    | P -> R      | all_reduce      | all_reduce      |                                   |
+    | P -> S      | reduce_scatter  | all_gather      | sequence parallelism              |
+    | I -> R      | -               | all_reduce      | Megatron's f; DDP's gradient      |
+    | I -> S      | slice           | all_gather      |                                   |
+    | I -> P      | mask            | -               | a bias added once                 |
+    | R -> I      | -               | mask            |                                   |
+    | R -> S      | slice           | pad             |                                   |
+    | R -> P      | mask            | mask            |                                   |
+
+``mask`` keeps the value on the axis's first rank and zeroes it elsewhere. A dim sharded by several axes can only be
+gathered or cut further on the innermost of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoparallel.layout.placement import INVARIANT, PARTIAL, REPLICATE, Layout, Placement, shard
+from autoparallel.layout.shapes import Shape, largest_local_shape, layout_fits
+
+#: (forward, backward) action by the kinds of source and target.
+ACTIONS: dict[tuple[str, str], tuple[str, str]] = {
+    ("S", "R"): ("all_gather", "reduce_scatter"),
+    ("S", "I"): ("all_gather", "slice"),
+    ("S", "S"): ("all_to_all", "all_to_all"),
+    ("S", "P"): ("pad", "slice"),
+    ("P", "I"): ("all_reduce", "none"),
+    ("P", "R"): ("all_reduce", "all_reduce"),
+    ("P", "S"): ("reduce_scatter", "all_gather"),
+    ("I", "R"): ("none", "all_reduce"),
+    ("I", "S"): ("slice", "all_gather"),
+    ("I", "P"): ("mask", "none"),
+    ("R", "I"): ("none", "mask"),
+    ("R", "S"): ("slice", "pad"),
+    ("R", "P"): ("mask", "mask"),
+}
+COLLECTIVES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One placement change on one axis; ``before`` and ``after`` are whole layouts that differ on ``axis`` only."""
+
+    axis: int
+    before: Layout
+    after: Layout
+
+    def __post_init__(self) -> None:
+        changed = [a for a, (p, q) in enumerate(zip(self.before, self.after, strict=True)) if p != q]
+        if changed != [self.axis]:
+            raise ValueError(f"a step changes exactly its axis {self.axis}, not {changed}")
+
+    @property
+    def source(self) -> Placement:
+        return self.before[self.axis]
+
+    @property
+    def target(self) -> Placement:
+        return self.after[self.axis]
+
+    @property
+    def forward(self) -> str:
+        return ACTIONS[self.source.kind, self.target.kind][0]
+
+    @property
+    def backward(self) -> str:
+        return ACTIONS[self.source.kind, self.target.kind][1]
+
+
+#: Seconds (forward and, where the tensor needs a gradient, backward) of steps on one axis, given arrays over steps:
+#: (axis, source placement, target placement, largest local bytes before, after) -> seconds.
+StepCost = Callable[[int, Placement, Placement, np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class LayoutSpace:
+    """All layouts of a tensor of ``shape`` on a mesh, numbered: index = sum of code * radix over axes.
+
+    Codes on one axis: 0 I, 1 R, 2 P, 3 + d for S(d). Layouts that do not fit (a rank left without elements) keep
+    their number but are not ``legal``.
+    """
+
+    shape: Shape
+    mesh_shape: tuple[int, ...]
+    requires_grad: bool
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        return (INVARIANT, REPLICATE, PARTIAL, *(shard(d) for d in range(len(self.shape))))
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        return tuple(itertools.product(self.placements, repeat=len(self.mesh_shape)))
+
+    @cached_property
+    def radices(self) -> np.ndarray:
+        base, axes = len(self.placements), len(self.mesh_shape)
+        return np.array([base ** (axes - 1 - a) for a in range(axes)], dtype=np.int64)
+
+    @cached_property
+    def legal(self) -> np.ndarray:
+        return np.array([
+            layout_fits(self.shape, layout, self.mesh_shape)
+            and (self.requires_grad or REPLICATE not in layout)
+            for layout in self.layouts
+        ])
+
+    @cached_property
+    def local_elements(self) -> np.ndarray:
+        """Elements on the fullest rank, by layout number."""
+        return np.array([
+            np.prod(largest_local_shape(self.shape, layout, self.mesh_shape), dtype=np.float64)
+            for layout in self.layouts
+        ])
+
+    def code(self, placement: Placement) -> int:
+        return 3 + placement.dim if placement.is_shard else {"I": 0, "R": 1, "P": 2}[placement.kind]
+
+    def index(self, layout: Layout) -> int:
+        return int(sum(self.code(p) * int(r) for p, r in zip(layout, self.radices, strict=True)))
+
+
+class RedistributionTable:
+    """Seconds of the cheapest path between any two layouts of one tensor, and the path itself.
+
+    Built once per distinct (shape, item size, needs gradient): min-plus closure, O(layouts^3) in numpy.
+    """
+
+    def __init__(self, space: LayoutSpace, item_bytes: int, step_cost: StepCost) -> None:
+        self.space = space
+        self.seconds = self._single_steps(step_cost, item_bytes)
+        count = len(space.layouts)
+        self._via = np.tile(np.arange(count, dtype=np.int32), (count, 1))
+        reachable = np.flatnonzero(space.legal)
+        for k in reachable:
+            through = self.seconds[:, k, None] + self.seconds[None, k, :]
+            better = through < self.seconds * (1 - 1e-12)
+            self.seconds = np.where(better, through, self.seconds)
+            self._via = np.where(better, self._via[:, k, None], self._via)
+
+    def _single_steps(self, step_cost: StepCost, item_bytes: int) -> np.ndarray:
+        space = self.space
+        count, base = len(space.layouts), len(space.placements)
+        seconds = np.full((count, count), np.inf)
+        np.fill_diagonal(seconds, 0.0)
+        local_bytes = space.local_elements * item_bytes
+        numbers = np.arange(count)
+        codes = (numbers[:, None] // space.radices) % base
+        for axis in range(len(space.mesh_shape)):
+            inner = codes[:, axis + 1 :]
+            for source, target in itertools.permutations(range(base), 2):
+                p, q = space.placements[source], space.placements[target]
+                if (p.kind, q.kind) not in ACTIONS:
+                    continue
+                before = numbers[codes[:, axis] == source]
+                after = before + (target - source) * space.radices[axis]
+                ok = space.legal[before] & space.legal[after]
+                for placement in (p, q):
+                    if placement.is_shard:
+                        ok &= ~(inner[before] == 3 + placement.dim).any(axis=1)
+                before, after = before[ok], after[ok]
+                if len(before):
+                    seconds[before, after] = step_cost(axis, p, q, local_bytes[before], local_bytes[after])
+        return seconds
+
+    def path(self, source: Layout, target: Layout) -> list[Step]:
+        """The steps of the cheapest way from source to target (empty when they are equal).
+
+        Raises ValueError when there is no way (a layout that does not fit the tensor).
+        """
+        layouts = self.space.layouts
+        here, goal = self.space.index(source), self.space.index(target)
+        if not np.isfinite(self.seconds[here, goal]):
+            raise ValueError(f"no redistribution from {source} to {target} for a tensor of shape {self.space.shape}")
+        steps: list[Step] = []
+        while here != goal:
+            there = int(self._via[here, goal])
+            before, after = layouts[here], layouts[there]
+            axis = next(a for a in range(len(before)) if before[a] != after[a])
+            steps.append(Step(axis, before, after))
+            here = there
+        return steps
+
+
+def is_local(steps: Sequence[Step], requires_grad: bool) -> bool:
+    """Whether a path needs no communication, forward and (where there is a gradient) backward."""
+    return not any(
+        s.forward in COLLECTIVES or (requires_grad and s.backward in COLLECTIVES) for s in steps
+    )

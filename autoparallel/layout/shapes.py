@@ -1,0 +1,82 @@
+"""Global and local shapes.
+
+A dim of size s cut over n ranks gives pieces of ceil(s/n), the last ones smaller (as ``torch.chunk`` and DTensor do). A
+cut that would leave some rank without elements is not allowed. Several axes on one dim cut piece by piece, the leftmost
+axis first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from autoparallel.layout.placement import Layout
+
+Shape = tuple[int, ...]
+
+
+@lru_cache(maxsize=None)
+def pieces(size: int, num_ranks: int) -> tuple[int, ...]:
+    """Sizes of the pieces of a dim, rank by rank.
+
+    >>> pieces(10, 4)
+    (3, 3, 3, 1)
+    """
+    step = -(-size // num_ranks)
+    return tuple(max(0, min(step, size - rank * step)) for rank in range(num_ranks))
+
+
+def piece_of(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """(start, length) of one rank's piece."""
+    step = -(-size // num_ranks)
+    start = min(size, rank * step)
+    return start, max(0, min(step, size - start))
+
+
+@lru_cache(maxsize=None)
+def can_cut(size: int, cuts: tuple[int, ...]) -> bool:
+    """Whether cutting a dim by each of ``cuts`` in turn leaves every rank at least one element.
+
+    >>> can_cut(9, (8,)), can_cut(9, (3, 3)), can_cut(10, (4,))
+    (False, True, True)
+    """
+    if not cuts:
+        return size > 0
+    return all(can_cut(piece, cuts[1:]) for piece in set(pieces(size, cuts[0])))
+
+
+def cuts_of_dim(layout: Layout, mesh_shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    return tuple(n for p, n in zip(layout, mesh_shape, strict=True) if p.is_shard and p.dim == dim)
+
+
+def layout_fits(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> bool:
+    """Whether a tensor of this global shape can have this layout."""
+    if any(p.is_shard and p.dim >= len(shape) for p in layout):
+        return False
+    return all(can_cut(size, cuts_of_dim(layout, mesh_shape, dim)) for dim, size in enumerate(shape))
+
+
+def largest_local_shape(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> Shape:
+    """The local shape of the rank that holds most: ceil(size / n) axis by axis."""
+    local = list(shape)
+    for p, n in zip(layout, mesh_shape, strict=True):
+        if p.is_shard:
+            local[p.dim] = -(-local[p.dim] // n)
+    return tuple(local)
+
+
+def local_box(
+    shape: Shape, layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> tuple[Shape, Shape]:
+    """(offsets, local shape) of the piece that the rank at ``coordinate`` holds."""
+    offsets, local = [0] * len(shape), list(shape)
+    for p, n, rank in zip(layout, mesh_shape, coordinate, strict=True):
+        if p.is_shard:
+            start, local[p.dim] = piece_of(local[p.dim], n, rank)
+            offsets[p.dim] += start
+    return tuple(offsets), tuple(local)
+
+
+def local_shape(shape: Shape, layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> Shape:
+    """The shape of the piece that the rank at ``coordinate`` holds."""
+    return local_box(shape, layout, mesh_shape, coordinate)[1]
