@@ -1,0 +1,19 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.ranks import RankPool, pool_of, stop_pools
+
+# Tiny models gain nothing from threads, and on a busy machine lose tenfold: OpenMP's threads wait for each other.
+torch.set_num_threads(1)
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """ranks(4).run(function, *args): run on 4 ranks; the pools live through the session."""
+    yield pool_of
+    stop_pools()
