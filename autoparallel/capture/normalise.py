@@ -287,6 +287,16 @@ def _addmm(graph: Graph, node: Node) -> Node | None:
     return emit(graph, node, aten.linear.default, x, transposed, bias)
 
 
+def _filled(graph: Graph, node: Node) -> Node | None:
+    """new_ones(x, ...), zeros_like(x): x gives only a dtype and a shape, both known now."""
+    name = node.target._schema.name.split("::")[1]
+    value = node.meta["val"]
+    fill = 0 if "zeros" in name else 1 if "ones" in name else node.args[2 if name == "new_full" else 1]
+    if isinstance(fill, Node):
+        return None
+    return emit(graph, node, aten.full.default, list(value.shape), fill, dtype=value.dtype, device=value.device)
+
+
 def _loss_mean(position: int) -> Rewrite:
     """loss(x, y, mean) -> loss(x, y, sum) / number of elements."""
 
@@ -318,25 +328,41 @@ def _cross_entropy(graph: Graph, node: Node) -> Node | None:
     return emit(graph, node, aten.div.Tensor, total, counts)
 
 
-def _batch_norm(graph: Graph, node: Node) -> Node | None:
-    """Into sums and element-wise ops: a batch cut over ranks then gives synchronised statistics by itself."""
+def batch_norm(graph: Graph, mutations: dict[str, Node]) -> None:
+    """Batch norm into sums and element-wise ops: a batch cut over ranks then gives synchronised statistics by itself.
+
+    The running statistics, which the op updates behind its schema's back, become buffer updates like any other.
+    """
+    for node in list(graph.nodes):
+        if node.target is aten.batch_norm.default:
+            with graph.inserting_before(node):
+                new = _batch_norm(graph, node, mutations)
+            replace(node, new, mutations)
+
+
+def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
     x, weight, bias, running_mean, running_var, training, momentum, eps = node.args[:8]
     value = x.meta["val"]
     dims = [d for d in range(value.dim()) if d != 1]
-    per_channel = [1, value.shape[1]] + [1] * (value.dim() - 2)
+    channels = value.shape[1]
+    count = value.numel() // channels
 
     def e(target: Any, *args: Any) -> Node:
         return emit(graph, node, target, *args)
 
     def wide(vector: Node) -> Node:
-        return e(aten.reshape.default, vector, per_channel)
+        return e(aten.reshape.default, vector, [1, channels] + [1] * (value.dim() - 2))
 
     if training:
-        count = value.numel() // value.shape[1]
         mean = e(aten.mul.Tensor, e(aten.sum.dim_IntList, x, dims, True), 1.0 / count)
         centred = e(aten.sub.Tensor, x, mean)
         squares = e(aten.sum.dim_IntList, e(aten.mul.Tensor, centred, centred), dims, True)
         variance = e(aten.mul.Tensor, squares, 1.0 / count)
+        if running_mean is not None:
+            for buffer, statistic, scale in ((running_mean, mean, 1.0), (running_var, squares, 1.0 / max(1, count - 1))):
+                batch = e(aten.reshape.default, e(aten.detach.default, statistic), [channels])
+                kept = e(aten.mul.Tensor, mutations.get(buffer.name, buffer), 1.0 - momentum)
+                mutations[buffer.name] = e(aten.add.Tensor, kept, e(aten.mul.Tensor, batch, scale * momentum))
     else:
         mean, variance = wide(running_mean), wide(running_var)
         centred = e(aten.sub.Tensor, x, mean)
@@ -344,41 +370,6 @@ def _batch_norm(graph: Graph, node: Node) -> Node | None:
     if weight is not None:
         out = e(aten.mul.Tensor, out, wide(weight))
     return e(aten.add.Tensor, out, wide(bias)) if bias is not None else out
-
-
-def batch_norm(graph: Graph, mutations: dict[str, Node]) -> None:
-    """Batch norm, together with the running statistics that it updates behind the schema's back."""
-    for node in list(graph.nodes):
-        if node.target is not aten.batch_norm.default:
-            continue
-        x, _, _, running_mean, running_var, training, momentum, _ = node.args[:8]
-        with graph.inserting_before(node):
-            new = _batch_norm(graph, node)
-            if training and running_mean is not None:
-                _update_running(graph, node, mutations, momentum, count=x.meta["val"].numel() // x.meta["val"].shape[1])
-        if new is not None:
-            replace(node, new, mutations)
-
-
-def _update_running(graph: Graph, node: Node, mutations: dict[str, Node], momentum: float, count: int) -> None:
-    x, _, _, running_mean, running_var = node.args[:5]
-    dims = [d for d in range(x.meta["val"].dim()) if d != 1]
-
-    def e(target: Any, *args: Any) -> Node:
-        made = emit(graph, node, target, *args)
-        made.meta["no_grad"] = True
-        return made
-
-    batch = e(aten.detach.default, x)
-    mean = e(aten.mul.Tensor, e(aten.sum.dim_IntList, batch, dims, False), 1.0 / count)
-    per_channel = [1, x.meta["val"].shape[1]] + [1] * (x.meta["val"].dim() - 2)
-    centred = e(aten.sub.Tensor, batch, e(aten.reshape.default, mean, per_channel))
-    squares = e(aten.sum.dim_IntList, e(aten.mul.Tensor, centred, centred), dims, False)
-    variance = e(aten.mul.Tensor, squares, 1.0 / max(1, count - 1))
-    for buffer, batch_value in ((running_mean, mean), (running_var, variance)):
-        old = mutations.get(buffer.name, buffer)
-        kept = e(aten.mul.Tensor, old, 1.0 - momentum)
-        mutations[buffer.name] = e(aten.add.Tensor, kept, e(aten.mul.Tensor, batch_value, momentum))
 
 
 def fold_getitem(graph: Graph, mutations: dict[str, Node]) -> None:
@@ -397,6 +388,8 @@ COPIES = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.def
           aten.type_as.default)
 IDENTITIES = (aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
               aten.clone.default, aten.positive.default)
+FILLED = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.zeros_like.default,
+          aten.ones_like.default, aten.full_like.default)
 
 PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     drop_asserts,
@@ -409,6 +402,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each(dict.fromkeys((aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default), _permute)),
     _each(dict.fromkeys((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default), _expand)),
     _each({aten.slice.Tensor: _slice}),
+    _each(dict.fromkeys(FILLED, _filled)),
     _each({aten.mean.default: _mean, aten.mean.dim: _mean, aten.sum.default: _sum_all}),
     _each({aten.dropout.default: _dropout}),
     _each({aten.cross_entropy_loss.default: _cross_entropy}),

@@ -1,0 +1,6 @@
+"""Rules: what each op allows. See README.md."""
+
+from autoparallel.rules.registry import find_rule, rule_for
+from autoparallel.rules.rule import Row, Rule, einsum_rule
+
+__all__ = ["Row", "Rule", "einsum_rule", "find_rule", "rule_for"]

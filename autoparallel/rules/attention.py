@@ -1,0 +1,34 @@
+"""Scaled dot-product attention: batch and heads may be cut; grouped queries cut with their key-value head."""
+
+from __future__ import annotations
+
+import torch
+
+from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.rule import Dims, Rule
+
+aten = torch.ops.aten
+
+
+@rule_for(aten.scaled_dot_product_attention.default)
+def attention(op: OpView) -> Rule | None:
+    q, k, v = op.shapes[:3]
+    if len(q) != 4:
+        return None
+    batch, heads, s, d = q
+    kv_heads, t, e = k[1], k[2], v[3]
+    mask = op.arg("attn_mask")
+    sizes = {f: n for f, n in (("b", batch), ("h", heads)) if n != 1}
+    lead = tuple(f if f in sizes else None for f in ("b", "h"))
+    inputs: list[Dims] = [(*lead, None, None)] * 3
+    if mask is not None:
+        own = lead[4 - len(mask.shape) :]
+        inputs.append((*(f if n != 1 else None for f, n in zip(own, mask.shape, strict=False)), None, None))
+    even = {"h": (heads, kv_heads)} if heads != kv_heads else {}
+    causal = 0.5 if op.arg("is_causal") else 1.0
+    points = float(batch * heads * s * t)
+    dropout = float(op.arg("dropout_p") or 0.0)
+    return Rule(
+        tuple(inputs), ((*lead, None, None),), sizes, even=even, flops=2.0 * points * (d + e) * causal,
+        op_class="attention", saves=frozenset({0, 1, 2}), saves_output=True, random=dropout > 0, backward_flops=2.5,
+    )

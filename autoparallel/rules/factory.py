@@ -1,0 +1,16 @@
+"""Ops that make tensors out of nothing: repeated on every rank, and free."""
+
+from __future__ import annotations
+
+import torch
+
+from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.rule import Rule
+
+aten = torch.ops.aten
+
+
+@rule_for(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
+          aten.ones.default, aten.scalar_tensor.default, aten.linspace.default, aten.eye.default)
+def factory(op: OpView) -> Rule:
+    return Rule(tuple((None,) * len(s) for s in op.shapes), ((None,) * len(op.out.shape),), {}, fixed=True)

@@ -1,0 +1,43 @@
+"""Losses that sum over elements (capture turned the means into sums and counts)."""
+
+from __future__ import annotations
+
+import torch
+
+from autoparallel.layout import INVARIANT, shard
+from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.rule import Row, Rule
+
+aten = torch.ops.aten
+SUM = 2
+
+
+@rule_for(aten.cross_entropy_loss.default)
+def cross_entropy(op: OpView) -> Rule | None:
+    """Sum over targets; with cut classes a variant exchanges the normalisers (one number per target)."""
+    logits, target = op.shapes[:2]
+    if op.arg("reduction") != SUM or op.arg("weight") is not None or len(target) != len(logits) - 1:
+        return None
+    names = tuple(f"n{i}" if i != 1 and n != 1 else None for i, n in enumerate(logits))
+    if len(logits) == 1:
+        return None
+    sizes = {n: logits[i] for i, n in enumerate(names) if n is not None}
+    variants: tuple[Row, ...] = ()
+    if len(logits) == 2 and not op.arg("label_smoothing"):
+        variants = (Row("classes", (shard(1), INVARIANT), (INVARIANT,), "classes", variant="classes"),)
+    return Rule(
+        (names, (names[0], *names[2:])), ((),), sizes, reduce=frozenset(sizes),
+        flops=6.0 * op.inputs[0].num_elements, op_class="reduction", saves=frozenset({0}), variants=variants,
+        extra_bytes=float(op.inputs[0].num_bytes),
+    )
+
+
+@rule_for(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default)
+def elementwise_loss(op: OpView) -> Rule | None:
+    a, b = op.shapes[:2]
+    if op.arg("reduction") != SUM or a != b:
+        return None
+    names = tuple(f"d{i}" if n != 1 else None for i, n in enumerate(a))
+    sizes = {n: a[i] for i, n in enumerate(names) if n is not None}
+    return Rule((names, names), ((),), sizes, reduce=frozenset(sizes), flops=3.0 * op.inputs[0].num_elements,
+                op_class="reduction", saves=frozenset({0, 1}))

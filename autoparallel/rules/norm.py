@@ -1,0 +1,30 @@
+"""Layer, RMS and group norm: what is normalised over stays whole. (Batch norm is taken apart at capture.)"""
+
+from __future__ import annotations
+
+import torch
+
+from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.rule import Rule
+
+aten = torch.ops.aten
+
+
+@rule_for(aten.layer_norm.default, aten.rms_norm.default)
+def layer_norm(op: OpView) -> Rule:
+    rank, kept = len(op.out.shape), len(op.out.shape) - len(op.arg("normalized_shape"))
+    names = tuple(f"d{i}" if i < kept and op.out.shape[i] != 1 else None for i in range(rank))
+    sizes = {f"d{i}": op.out.shape[i] for i in range(kept) if op.out.shape[i] != 1}
+    rest = tuple((None,) * len(shape) for shape in op.shapes[1:])
+    return Rule((names, *rest), (names,), sizes, flops=8.0 * op.out.num_elements, op_class="reduction",
+                saves=frozenset({0}))
+
+
+@rule_for(aten.group_norm.default)
+def group_norm(op: OpView) -> Rule:
+    rank = len(op.out.shape)
+    names = ("b" if op.out.shape[0] != 1 else None,) + (None,) * (rank - 1)
+    sizes = {"b": op.out.shape[0]} if op.out.shape[0] != 1 else {}
+    rest = tuple((None,) * len(shape) for shape in op.shapes[1:])
+    return Rule((names, *rest), (names,), sizes, flops=8.0 * op.out.num_elements, op_class="reduction",
+                saves=frozenset({0}))

@@ -1,0 +1,76 @@
+"""Element-wise ops: every dim of the result is a factor; broadcast dims stay whole."""
+
+from __future__ import annotations
+
+import torch
+
+from autoparallel.capture.graph import TensorMeta
+from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.rule import Dims, Rule
+
+aten = torch.ops.aten
+
+#: Ops linear in these groups of tensor inputs (by position): a sum over ranks passes through them.
+LINEAR: dict[object, tuple[tuple[int, ...], ...]] = {
+    aten.neg.default: ((0,),),
+    aten.mul.Tensor: ((0,), (1,)),
+    aten.mul.Scalar: ((0,),),
+    aten.div.Tensor: ((0,),),
+    aten.div.Scalar: ((0,),),
+    aten.add.Tensor: ((0, 1),),
+    aten.sub.Tensor: ((0, 1),),
+    aten.masked_fill.Scalar: (),
+}
+#: Ops whose backward needs neither input nor output.
+NOTHING_SAVED = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.to.dtype, aten.add.Scalar, aten.sub.Scalar,
+                 aten.mul.Scalar, aten.div.Scalar}
+OUTPUT_SAVED = {aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten.exp.default, aten.rsqrt.default,
+                aten.sqrt.default, aten.reciprocal.default}
+
+
+def broadcast_dims(meta: TensorMeta, out: TensorMeta) -> Dims:
+    offset = len(out.shape) - len(meta.shape)
+    return tuple(f"d{offset + d}" if size != 1 else None for d, size in enumerate(meta.shape))
+
+
+@rule_for("pointwise", aten.to.dtype, aten.where.self, aten.relu.default, aten.gelu.default, aten.silu.default,
+          aten.detach.default, aten.__and__.Tensor, aten.__or__.Tensor, aten.masked_fill.Scalar, aten.tril.default,
+          aten.softplus.default, aten.clamp.default)
+def pointwise(op: OpView) -> Rule | None:
+    if op.target is aten.tril.default:
+        return None
+    out = op.out
+    sizes = {f"d{i}": size for i, size in enumerate(out.shape) if size != 1}
+    groups = LINEAR.get(op.target, ())
+    if op.target in (aten.add.Tensor, aten.sub.Tensor) and len(op.inputs) < 2:
+        groups = ()  # adding a number to each summand would add it several times
+    return Rule(
+        tuple(broadcast_dims(m, out) for m in op.inputs),
+        (tuple(f"d{i}" if size != 1 else None for i, size in enumerate(out.shape)),),
+        sizes,
+        linear=tuple(frozenset(g) for g in groups if all(i < len(op.inputs) for i in g)),
+        flops=float(out.num_elements),
+        saves=_saved(op),
+        saves_output=op.target in OUTPUT_SAVED,
+        alias=op.target is aten.detach.default,
+    )
+
+
+def _saved(op: OpView) -> frozenset[int]:
+    """Inputs kept for backward: none of a linear op; for a product each factor that the other one's gradient needs."""
+    if op.target in NOTHING_SAVED or op.target in OUTPUT_SAVED:
+        return frozenset()
+    if op.target is aten.mul.Tensor:
+        if len(op.inputs) < 2:
+            return frozenset()
+        return frozenset(i for i in (0, 1) if op.inputs[1 - i].requires_grad)
+    if op.target is aten.div.Tensor and len(op.inputs) < 2:
+        return frozenset()
+    return frozenset(range(len(op.inputs)))
+
+
+@rule_for(aten.dropout.default)
+def dropout(op: OpView) -> Rule:
+    sizes = {f"d{i}": size for i, size in enumerate(op.out.shape) if size != 1}
+    dims = tuple(f"d{i}" if size != 1 else None for i, size in enumerate(op.out.shape))
+    return Rule((dims,), (dims,), sizes, flops=float(op.out.num_elements), random=True, extra_bytes=1.0)

@@ -1,0 +1,61 @@
+"""Sums and other reductions, cumulative ops."""
+
+from __future__ import annotations
+
+import torch
+
+from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.rule import Rule
+from autoparallel.rules.views import whole_dims
+
+aten = torch.ops.aten
+
+
+@rule_for(aten.sum.dim_IntList)
+def sum_(op: OpView) -> Rule | None:
+    """Over a cut dim each rank has a summand of the result."""
+    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), partial=op.arg("dtype") is None)
+
+
+@rule_for(aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim, aten.argmax.default, aten.argmin.default,
+          aten.max.dim, aten.min.dim)
+def other(op: OpView) -> Rule | None:
+    """Only the dims that stay may be cut."""
+    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), partial=False)
+
+
+def _reduction(op: OpView, dim: object, keepdim: bool, partial: bool) -> Rule | None:
+    shape = op.shapes[0]
+    if not shape:
+        return None
+    dims = [dim] if isinstance(dim, int) else list(dim or range(len(shape)))  # type: ignore[call-overload]
+    reduced = {d % len(shape) for d in dims}
+    names = tuple(f"d{i}" if n != 1 and (partial or i not in reduced) else None for i, n in enumerate(shape))
+    out = tuple(None if i in reduced else names[i] for i in range(len(shape)) if keepdim or i not in reduced)
+    sizes = {n: shape[i] for i, n in enumerate(names) if n is not None}
+    return Rule(
+        (names,),
+        (out,) * len(op.outputs),
+        sizes,
+        reduce=frozenset(f"d{i}" for i in reduced if names[i] is not None),
+        linear=(frozenset({0}),) if partial else (),
+        flops=float(op.inputs[0].num_elements),
+        op_class="reduction",
+        saves=frozenset() if partial else frozenset({0}),
+    )
+
+
+@rule_for(aten.cumsum.default)
+def cumsum(op: OpView) -> Rule | None:
+    if not op.out.shape:
+        return None
+    linear = (frozenset({0}),) if op.arg("dtype") is None and op.inputs[0].dtype == op.out.dtype else ()
+    return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, linear=linear, flops=float(op.out.num_elements))
+
+
+@rule_for(aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default)
+def softmax(op: OpView) -> Rule | None:
+    if not op.out.shape:
+        return None
+    return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, flops=5.0 * op.out.num_elements, op_class="reduction",
+                      saves_output=True)

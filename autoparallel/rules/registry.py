@@ -1,0 +1,92 @@
+"""Which rule describes an op: families register builders by op; what nobody describes is repeated on every rank."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from autoparallel.capture.graph import Node, OpGraph, TensorMeta
+from autoparallel.rules.rule import Rule
+
+Builder = Callable[["OpView"], Rule | None]
+FAMILIES = ("matmul", "attention", "pointwise", "views", "reduce", "norm", "conv", "embedding", "loss", "factory")
+_BUILDERS: dict[Any, Builder] = {}
+
+
+class OpView:
+    """What a rule builder sees: argument values by schema name, tensors as their metas."""
+
+    def __init__(self, graph: OpGraph, node: Node) -> None:
+        self.target = node.target
+        self.outputs = node.outputs
+        self.inputs: tuple[TensorMeta, ...] = tuple(graph.meta(ref) for ref in node.inputs)
+        self.node = node
+        self._graph = graph
+
+    def arg(self, name: str) -> Any:
+        """The value of a schema argument (its default when not given); Refs become TensorMetas."""
+        from autoparallel.capture.graph import Ref
+
+        for position, argument in enumerate(self.target._schema.arguments):
+            if argument.name == name:
+                if name in self.node.kwargs:
+                    value = self.node.kwargs[name]
+                elif position < len(self.node.args):
+                    value = self.node.args[position]
+                else:
+                    value = argument.default_value
+                return self._graph.meta(value) if isinstance(value, Ref) else value
+        raise KeyError(f"{self.target} has no argument {name!r}")
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [meta.shape for meta in self.inputs]
+
+    @property
+    def out(self) -> TensorMeta:
+        return self.outputs[0]
+
+
+def rule_for(*targets: Any) -> Callable[[Builder], Builder]:
+    """Register a builder for these ops. It may return None: then the op is repeated on every rank."""
+
+    def register(builder: Builder) -> Builder:
+        for target in targets:
+            _BUILDERS[target] = builder
+        return builder
+
+    return register
+
+
+@lru_cache(maxsize=1)
+def _load_families() -> None:
+    for family in FAMILIES:
+        importlib.import_module(f"autoparallel.rules.{family}")
+
+
+def find_rule(graph: OpGraph, node: Node) -> tuple[Rule, bool]:
+    """(rule, known): the op's rule, and False when it is only the last resort."""
+    _load_families()
+    view = OpView(graph, node)
+    builder = _BUILDERS.get(node.target)
+    if builder is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        builder = _BUILDERS["pointwise"]
+    rule = builder(view) if builder is not None else None
+    return (rule, True) if rule is not None else (repeated(view), False)
+
+
+def repeated(view: OpView) -> Rule:
+    """The last resort: every tensor whole, the work done on every rank."""
+    random = torch.Tag.nondeterministic_seeded in getattr(view.target, "tags", ())
+    return Rule(
+        tuple((None,) * len(m.shape) for m in view.inputs),
+        tuple((None,) * len(m.shape) for m in view.outputs),
+        {},
+        flops=float(view.out.num_elements) if view.outputs else 0.0,
+        saves=frozenset(i for i, m in enumerate(view.inputs) if m.requires_grad),
+        random=random,
+    )

@@ -1,0 +1,265 @@
+"""The strategy space of a program on a mesh: every decision to be made, and what may be chosen for each.
+
+    site      one decision: an op's strategy, a parameter's or input's storage layout, the layout in which a value
+              with several readers is read (a *hub*: what two readers share is redistributed once), an output's layout
+    link      one tensor going from a site to a site: where the layouts differ there is one redistribution, no more
+    label     a strategy of a site: one row number per mesh axis
+
+What search prices, the plan records and lowering emits are all these same sites and links.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoparallel.capture import OpGraph, Ref, TensorMeta, op_signature
+from autoparallel.capture.graph import Node
+from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, shard, without_gradient
+from autoparallel.rules.registry import find_rule
+from autoparallel.rules.rule import Row, Rule
+
+Label = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One decision. ``kind``: parameter, buffer, input, op, hub, output or update (a buffer's new value).
+
+    ``node`` is the graph node of an op or placeholder, ``ref`` the value of a hub, output or update.
+    """
+
+    index: int
+    name: str
+    kind: str
+    node: int = -1
+    ref: Ref | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A tensor from output ``output`` of site ``source`` to input ``position`` of site ``target``."""
+
+    source: int
+    output: int
+    target: int
+    position: int
+    meta: TensorMeta
+
+
+class StrategySet:
+    """The strategies of one kind of site (shared by all sites with the same signature).
+
+    ``rows`` are what one axis may do; ``labels[c]`` is strategy c, a row number per axis; ``inputs[i][c]`` and
+    ``outputs[o][c]`` are layout numbers in the tensor's `LayoutSpace`.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        inputs: Sequence[TensorMeta],
+        outputs: Sequence[TensorMeta],
+        mesh_shape: tuple[int, ...],
+        spaces: Spaces,
+        rule: Rule | None = None,
+        known: bool = True,
+    ) -> None:
+        self.rule, self.known, self.mesh_shape = rule, known, mesh_shape
+        self.input_metas, self.output_metas = tuple(inputs), tuple(outputs)
+        self.rows = _distinct_rows(rows, inputs, outputs)
+        spaces_in, spaces_out = [spaces(m) for m in inputs], [spaces(m) for m in outputs]
+        allowed = [[r for r, row in enumerate(self.rows) if _even(row, (n,))] for n in mesh_shape]
+        grid = list(itertools.product(*allowed))
+        labels = np.array(grid, dtype=np.int64).reshape(len(grid), len(mesh_shape))
+        keep = np.array([self._even_together(label) for label in grid], dtype=bool)
+        self.inputs = [self._numbers(labels, s, [row.inputs[i] for row in self.rows]) for i, s in enumerate(spaces_in)]
+        self.outputs = [
+            self._numbers(labels, s, [row.outputs[o] for row in self.rows]) for o, s in enumerate(spaces_out)
+        ]
+        for numbers, space in zip(self.inputs + self.outputs, spaces_in + spaces_out, strict=True):
+            keep &= space.legal[numbers]
+        self.array = labels[keep]
+        self.labels: tuple[Label, ...] = tuple(tuple(int(r) for r in row) for row in self.array)
+        self.inputs = [numbers[keep] for numbers in self.inputs]
+        self.outputs = [numbers[keep] for numbers in self.outputs]
+
+    @staticmethod
+    def _numbers(labels: np.ndarray, space: LayoutSpace, placements: Sequence[object]) -> np.ndarray:
+        codes = np.array([space.code(p) for p in placements], dtype=np.int64)  # type: ignore[arg-type]
+        return (codes[labels] * space.radices).sum(axis=1)
+
+    def _even_together(self, label: Label) -> bool:
+        pieces: dict[str, int] = {}
+        for r, n in zip(label, self.mesh_shape, strict=True):
+            if factor := self.rows[r].factor:
+                pieces[factor] = pieces.get(factor, 1) * n
+        return all(
+            size % pieces[self.rows[r].factor] == 0 for r in label if self.rows[r].factor for size in self.rows[r].even
+        )
+
+    @cached_property
+    def position(self) -> Mapping[Label, int]:
+        return {label: c for c, label in enumerate(self.labels)}
+
+    def row_named(self, name: str) -> int:
+        """The number of the row of that name; KeyError when there is none."""
+        for number, row in enumerate(self.rows):
+            if row.name == name:
+                return number
+        raise KeyError(name)
+
+    def names(self, label: Label) -> tuple[str, ...]:
+        return tuple(self.rows[r].name for r in label)
+
+    def input_layout(self, label: Label, position: int) -> Layout:
+        return tuple(self.rows[r].inputs[position] for r in label)
+
+    def output_layout(self, label: Label, output: int = 0) -> Layout:
+        return tuple(self.rows[r].outputs[output] for r in label)
+
+
+def _even(row: Row, cuts: tuple[int, ...]) -> bool:
+    return all(size % n == 0 for n in cuts for size in row.even)
+
+
+def _distinct_rows(
+    rows: Sequence[Row], inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]
+) -> tuple[Row, ...]:
+    """R becomes I on values without gradient; of rows that then say the same the first stays."""
+    found: dict[object, Row] = {}
+    for row in rows:
+        ins = tuple(p if m.requires_grad else without_gradient(p) for p, m in zip(row.inputs, inputs, strict=True))
+        outs = tuple(p if m.requires_grad else without_gradient(p) for p, m in zip(row.outputs, outputs, strict=True))
+        made = Row(row.name, ins, outs, row.factor, row.even, row.variant)
+        found.setdefault((ins, outs, row.variant), made)
+    return tuple(found.values())
+
+
+class Spaces:
+    """The `LayoutSpace` of every tensor shape met, made once."""
+
+    def __init__(self, mesh_shape: tuple[int, ...]) -> None:
+        self.mesh_shape = mesh_shape
+        self._made: dict[tuple[tuple[int, ...], bool], LayoutSpace] = {}
+
+    def __call__(self, meta: TensorMeta) -> LayoutSpace:
+        key = (meta.shape, meta.requires_grad)
+        if key not in self._made:
+            self._made[key] = LayoutSpace(meta.shape, self.mesh_shape, meta.requires_grad)
+        return self._made[key]
+
+
+def _identity_rows(meta: TensorMeta, kinds: str) -> list[Row]:
+    placements = [p for p in (INVARIANT, REPLICATE, PARTIAL) if p.kind in kinds]
+    placements += [shard(d) for d, size in enumerate(meta.shape) if size > 1]
+    return [Row(str(p), (p,), (p,), factor=str(p) if p.is_shard else "") for p in placements]
+
+
+class StrategySpace:
+    """All sites and links of a graph on a mesh of ``mesh_shape``, with the strategies of each site."""
+
+    def __init__(self, graph: OpGraph, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None) -> None:
+        self.graph = graph
+        self.mesh_shape = tuple(mesh_shape)
+        self.axis_names = tuple(axis_names or (f"axis{i}" for i in range(len(self.mesh_shape))))
+        self.spaces = Spaces(self.mesh_shape)
+        self.sites: list[Site] = []
+        self.links: list[Link] = []
+        self.strategies: list[StrategySet] = []
+        self._sets: dict[object, StrategySet] = {}
+        self._source: dict[Ref, tuple[int, int]] = {}
+        for node in graph:
+            if node.kind == "output":
+                self._add_results()
+            else:
+                self._add_node(node)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    @cached_property
+    def site_named(self) -> Mapping[str, int]:
+        return {site.name: site.index for site in self.sites}
+
+    @cached_property
+    def links_into(self) -> Mapping[int, tuple[Link, ...]]:
+        found: dict[int, list[Link]] = {}
+        for link in self.links:
+            found.setdefault(link.target, []).append(link)
+        return {target: tuple(sorted(links, key=lambda k: k.position)) for target, links in found.items()}
+
+    def _add_site(self, name: str, kind: str, strategies: StrategySet, **rest: object) -> Site:
+        site = Site(len(self.sites), name, kind, **rest)  # type: ignore[arg-type]
+        self.sites.append(site)
+        self.strategies.append(strategies)
+        return site
+
+    def _link(self, ref: Ref, target: Site, position: int) -> None:
+        source, output = self._source[ref]
+        self.links.append(Link(source, output, target.index, position, self.graph.meta(ref)))
+
+    def _add_node(self, node: Node) -> None:
+        site = self._add_site(node.name, node.kind, self._set_of(node), node=node.index, path=node.path)
+        for position, ref in enumerate(node.inputs):
+            self._link(ref, site, position)
+        for output, meta in enumerate(node.outputs):
+            ref = Ref(node.index, output)
+            self._source[ref] = (site.index, output)
+            if len(self.graph.consumers.get(ref, ())) > 1 and meta.requires_grad:
+                self._add_hub(ref, meta, node)
+
+    def _add_hub(self, ref: Ref, meta: TensorMeta, node: Node) -> None:
+        name = f"{node.name}:{ref.output}:read" if len(node.outputs) > 1 else f"{node.name}:read"
+        strategies = self._shared(("hub", meta), lambda: self._identity(meta, "IRP"))
+        hub = self._add_site(name, "hub", strategies, ref=ref, path=node.path)
+        self._link(ref, hub, 0)
+        self._source[ref] = (hub.index, 0)
+
+    def _add_results(self) -> None:
+        for number, value in enumerate(self.graph.outputs):
+            if isinstance(value, Ref):
+                self._add_end(f"output:{number}", "output", value, "I", str(number))
+        for name, value in self.graph.mutations.items():
+            self._add_end(f"update:{name}", "update", value, "", name)
+
+    def _add_end(self, name: str, kind: str, ref: Ref, kinds: str, path: str) -> None:
+        meta = self.graph.meta(ref)
+        if kind == "update":
+            strategies = self._shared((kind, meta), lambda: self._only_whole(meta))
+        else:
+            strategies = self._shared((kind, meta), lambda: self._identity(meta, kinds))
+        self._link(ref, self._add_site(name, kind, strategies, ref=ref, path=path), 0)
+
+    def _shared(self, key: object, make: object) -> StrategySet:
+        if key not in self._sets:
+            self._sets[key] = make()  # type: ignore[operator]
+        return self._sets[key]
+
+    def _identity(self, meta: TensorMeta, kinds: str) -> StrategySet:
+        return StrategySet(_identity_rows(meta, kinds), [meta], [meta], self.mesh_shape, self.spaces)
+
+    def _only_whole(self, meta: TensorMeta) -> StrategySet:
+        rows = [Row("I", (INVARIANT,), (INVARIANT,))]
+        return StrategySet(rows, [meta], [meta], self.mesh_shape, self.spaces)
+
+    def _set_of(self, node: Node) -> StrategySet:
+        if node.kind == "op":
+            return self._shared(op_signature(self.graph, node), lambda: self._op_set(node))
+        meta = node.outputs[0]
+        if node.kind == "buffer":
+            rows = [Row("I", (), (INVARIANT,))]
+        else:
+            rows = [Row(r.name, (), r.outputs, r.factor) for r in _identity_rows(meta, "I")]
+        return self._shared(
+            (node.kind, meta), lambda: StrategySet(rows, [], [meta], self.mesh_shape, self.spaces)
+        )
+
+    def _op_set(self, node: Node) -> StrategySet:
+        rule, known = find_rule(self.graph, node)
+        inputs = [self.graph.meta(ref) for ref in node.inputs]
+        return StrategySet(rule.rows(), inputs, node.outputs, self.mesh_shape, self.spaces, rule, known)

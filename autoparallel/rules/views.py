@@ -1,0 +1,134 @@
+"""Views and data movement: reshape, permute, expand, slice, select, cat, pad, flip, roll.
+
+A reshape is taken apart into groups of dims with equal products. In each group only the leading dim can be cut, and
+only into pieces that divide the leading dim on both sides: [b, s, (h d)] -> [b, s, h, d] cuts h.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.rule import Rule
+
+aten = torch.ops.aten
+
+
+def reshape_groups(source: tuple[int, ...], target: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Dims of source and target that hold the same elements, group by group (dims of size 1 are left out).
+
+    >>> reshape_groups((8, 16, 32), (8, 16, 4, 8))
+    [([0], [0]), ([1], [1]), ([2], [2, 3])]
+    """
+    left = [(d, n) for d, n in enumerate(source) if n != 1]
+    right = [(d, n) for d, n in enumerate(target) if n != 1]
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        a, b = [left[i][0]], [right[j][0]]
+        p, q = left[i][1], right[j][1]
+        i, j = i + 1, j + 1
+        while p != q:
+            if p < q:
+                a.append(left[i][0])
+                p *= left[i][1]
+                i += 1
+            else:
+                b.append(right[j][0])
+                q *= right[j][1]
+                j += 1
+        groups.append((a, b))
+    return groups
+
+
+@rule_for(aten.reshape.default)
+def reshape(op: OpView) -> Rule | None:
+    source, target = op.shapes[0], op.out.shape
+    if 0 in source:
+        return None
+    sizes: dict[str, int] = {}
+    even: dict[str, tuple[int, ...]] = {}
+    a: list[str | None] = [None] * len(source)
+    b: list[str | None] = [None] * len(target)
+    for number, (left, right) in enumerate(reshape_groups(source, target)):
+        factor = f"d{number}"
+        a[left[0]] = b[right[0]] = factor
+        sizes[factor] = min(source[left[0]], target[right[0]])
+        if len(left) > 1 or len(right) > 1:
+            even[factor] = (source[left[0]], target[right[0]])
+    return Rule((tuple(a),), (tuple(b),), sizes, even=even, linear=(frozenset({0}),), alias=True)
+
+
+@rule_for(aten.permute.default)
+def permute(op: OpView) -> Rule:
+    names = [f"d{i}" if size != 1 else None for i, size in enumerate(op.shapes[0])]
+    sizes = {f"d{i}": size for i, size in enumerate(op.shapes[0]) if size != 1}
+    out = tuple(names[d] for d in op.arg("dims"))
+    return Rule((tuple(names),), (out,), sizes, linear=(frozenset({0}),), alias=True)
+
+
+@rule_for(aten.expand.default)
+def expand(op: OpView) -> Rule:
+    source, target = op.shapes[0], op.out.shape
+    offset = len(target) - len(source)
+    names = tuple(f"d{i}" if n != 1 else None for i, n in enumerate(target))
+    inputs = tuple(names[offset + d] if n == target[offset + d] else None for d, n in enumerate(source))
+    sizes = {f"d{i}": n for i, n in enumerate(target) if n != 1}
+    return Rule((inputs,), (names,), sizes, linear=(frozenset({0}),), alias=True)
+
+
+def whole_dims(op: OpView, whole: set[int], **rest: object) -> Rule:
+    """Input and output alike, with every dim a factor but those in ``whole``."""
+    rank = len(op.out.shape)
+    names = tuple(f"d{i}" if i not in whole and op.out.shape[i] != 1 else None for i in range(rank))
+    sizes = {n: op.out.shape[i] for i, n in enumerate(names) if n is not None}
+    inputs = tuple(names if len(shape) == rank else (None,) * len(shape) for shape in op.shapes)
+    return Rule(inputs, (names,), sizes, **rest)  # type: ignore[arg-type]
+
+
+@rule_for(aten.slice.Tensor)
+def slice_(op: OpView) -> Rule:
+    return whole_dims(op, {op.arg("dim")}, linear=(frozenset({0}),), alias=True)
+
+
+@rule_for(aten.select.int)
+def select(op: OpView) -> Rule:
+    shape = op.shapes[0]
+    dim = op.arg("dim") % len(shape)
+    names = tuple(f"d{i}" if i != dim and n != 1 else None for i, n in enumerate(shape))
+    sizes = {f"d{i}": n for i, n in enumerate(shape) if i != dim and n != 1}
+    return Rule((names,), (names[:dim] + names[dim + 1 :],), sizes, linear=(frozenset({0}),), alias=True)
+
+
+@rule_for(aten.cat.default)
+def cat(op: OpView) -> Rule | None:
+    rank = len(op.out.shape)
+    if any(len(shape) != rank for shape in op.shapes):
+        return None
+    return whole_dims(op, {op.arg("dim") % rank}, linear=(frozenset(range(len(op.inputs))),))
+
+
+@rule_for(aten.stack.default)
+def stack(op: OpView) -> Rule:
+    shape = op.out.shape
+    dim = op.arg("dim") % len(shape)
+    names = tuple(f"d{i}" if i != dim and n != 1 else None for i, n in enumerate(shape))
+    sizes = {n: shape[i] for i, n in enumerate(names) if n is not None}
+    inner = names[:dim] + names[dim + 1 :]
+    return Rule((inner,) * len(op.inputs), (names,), sizes, linear=(frozenset(range(len(op.inputs))),))
+
+
+@rule_for(aten.pad.default, aten.constant_pad_nd.default)
+def pad(op: OpView) -> Rule:
+    rank, amounts = len(op.out.shape), op.arg("pad")
+    padded = {rank - 1 - i // 2 for i, n in enumerate(amounts) if n}
+    value = op.arg("value")
+    return whole_dims(op, padded, linear=(frozenset({0}),) if not value else ())
+
+
+@rule_for(aten.flip.default, aten.roll.default)
+def flip(op: OpView) -> Rule | None:
+    dims = op.arg("dims")
+    if not dims:
+        return None
+    return whole_dims(op, {d % len(op.out.shape) for d in dims}, linear=(frozenset({0}),))
