@@ -1,0 +1,168 @@
+"""Differentiable redistribution steps: what the emitted program calls, one line for each.
+
+Each function changes the placement on one axis; forward and backward actions come from the one table in
+`autoparallel.layout.redistribution`. ``sizes`` are the lengths of the ranks' pieces along the dims that are cut
+(``source_sizes`` along the source's dim, ``target_sizes`` along the target's), so uneven pieces need nothing special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoparallel.layout import Placement
+from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.runtime import groups
+from autoparallel.runtime.groups import Axis
+
+Sizes = tuple[int, ...]
+_c10d = torch.ops._c10d_functional
+
+
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
+    return _c10d.wait_tensor(tensor)
+
+
+def _leading(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.movedim(dim, 0).contiguous()
+
+
+def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
+    """x with its first dim filled up to ``length`` with zeros."""
+    if x.shape[0] == length:
+        return x
+    return torch.cat([x, x.new_zeros((length - x.shape[0], *x.shape[1:]))])
+
+
+def all_reduce_tensor(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    return _wait(_c10d.all_reduce(x.contiguous(), op, axis.group_name))
+
+
+def all_gather_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
+    longest = max(sizes)
+    whole = _wait(_c10d.all_gather_into_tensor(_padded(_leading(x, dim), longest), axis.size, axis.group_name))
+    if any(size != longest for size in sizes):
+        whole = torch.cat([p[:size] for p, size in zip(whole.split(longest), sizes, strict=True)])
+    return whole.movedim(0, dim).contiguous()
+
+
+def reduce_scatter_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
+    longest = max(sizes)
+    moved = _leading(x, dim)
+    if any(size != longest for size in sizes):
+        moved = torch.cat([_padded(p, longest) for p in moved.split(list(sizes))])
+    mine = _wait(_c10d.reduce_scatter_tensor(moved, "sum", axis.size, axis.group_name))
+    return mine[: sizes[axis.rank]].movedim(0, dim).contiguous()
+
+
+def all_to_all_tensor(
+    x: torch.Tensor, axis: Axis, source: int, source_sizes: Sizes, target: int, target_sizes: Sizes
+) -> torch.Tensor:
+    """Cut along ``target``, send each rank its piece, join what comes along ``source``."""
+    pieces = [p.contiguous() for p in x.split(list(target_sizes), dim=target)]
+    shape = list(pieces[axis.rank].shape)
+    shapes = [[*shape[:source], size, *shape[source + 1 :]] for size in source_sizes]
+    counts = [int(torch.Size(s).numel()) for s in shapes]
+    received = _wait(
+        _c10d.all_to_all_single(
+            torch.cat([p.reshape(-1) for p in pieces]), counts, [p.numel() for p in pieces], axis.group_name
+        )
+    )
+    return torch.cat([r.reshape(s) for r, s in zip(received.split(counts), shapes, strict=True)], dim=source)
+
+
+def slice_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
+    return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
+
+
+def pad_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
+    whole = x.new_zeros((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+    whole.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).copy_(x)
+    return whole
+
+
+def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes):
+    """Carry out one action that takes a value from placement a to placement b."""
+    match action:
+        case "none":
+            return x
+        case "mask":
+            return x if axis.rank == 0 else torch.zeros_like(x)
+        case "all_reduce":
+            return all_reduce_tensor(x, axis)
+        case "all_gather":
+            return all_gather_tensor(x, axis, a.dim, a_sizes)
+        case "pad":
+            return pad_tensor(x, axis, a.dim, a_sizes)
+        case "slice":
+            return slice_tensor(x, axis, b.dim, b_sizes)
+        case "reduce_scatter":
+            return reduce_scatter_tensor(x, axis, b.dim, b_sizes)
+        case "all_to_all":
+            return all_to_all_tensor(x, axis, a.dim, a_sizes, b.dim, b_sizes)
+    raise ValueError(f"unknown action {action!r}")
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes,
+                target_sizes: Sizes) -> torch.Tensor:
+        ctx.step = axis, source, target, source_sizes, target_sizes
+        action = ACTIONS[source.kind, target.kind][0]
+        return x.view_as(x) if action == "none" else _act(action, x, axis, source, source_sizes, target, target_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        axis, source, target, source_sizes, target_sizes = ctx.step
+        action = ACTIONS[source.kind, target.kind][1]
+        back = _act(action, gradient, axis, target, target_sizes, source, source_sizes)
+        return back, None, None, None, None, None
+
+
+def redistribute(
+    x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = ()
+) -> torch.Tensor:
+    """Take the local piece of a tensor from one placement on ``axis`` to another (``"S(0)"``, ``"R"``, ``"I"``, ``"P"``)."""
+    return _Redistribute.apply(
+        x, groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes, target_sizes
+    )
+
+
+def _named(name: str, doc: str) -> Callable[..., torch.Tensor]:
+    def step(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (),
+             target_sizes: Sizes = ()) -> torch.Tensor:
+        return redistribute(x, axis, source, target, source_sizes, target_sizes)
+
+    step.__name__ = step.__qualname__ = name
+    step.__doc__ = doc
+    step.__module__ = __name__
+    return step
+
+
+all_gather = _named("all_gather", "S -> R or I: the whole tensor on every rank of the axis.")
+all_reduce = _named("all_reduce", "P -> I or R: the sum on every rank of the axis.")
+reduce_scatter = _named("reduce_scatter", "P -> S: each rank a piece of the sum.")
+all_to_all = _named("all_to_all", "S -> S': cut along another dim.")
+take_piece = _named("take_piece", "I or R -> S: each rank its piece; local forward.")
+place_piece = _named("place_piece", "S -> P: the piece among zeros; local.")
+only_first = _named("only_first", "I or R -> P: the value on the first rank, zeros elsewhere; local.")
+reduce_gradient = _named("reduce_gradient", "I -> R: nothing forward; backward all_reduce.")
+share_gradient = _named("share_gradient", "R -> I: nothing forward; backward keeps the first rank's.")
+
+STEP_FUNCTIONS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
+    ("S", "R"): all_gather,
+    ("S", "I"): all_gather,
+    ("S", "S"): all_to_all,
+    ("S", "P"): place_piece,
+    ("P", "I"): all_reduce,
+    ("P", "R"): all_reduce,
+    ("P", "S"): reduce_scatter,
+    ("I", "R"): reduce_gradient,
+    ("I", "S"): take_piece,
+    ("I", "P"): only_first,
+    ("R", "I"): share_gradient,
+    ("R", "S"): take_piece,
+    ("R", "P"): only_first,
+}

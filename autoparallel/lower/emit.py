@@ -1,0 +1,217 @@
+"""Emission: strategy space and a label per site -> one rank's program, a readable torch.fx.GraphModule.
+
+Every op runs on local pieces with local sizes; every link whose layouts differ becomes a chain of redistribution
+steps, each one line that names its axis and its placements. Node metadata: ``layout``, ``global_meta``, ``site``, and
+``val`` (a meta tensor of the local shape).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.fx import Graph, GraphModule
+from torch.fx import Node as FxNode
+
+from autoparallel.capture import Ref, TensorMeta
+from autoparallel.capture.graph import Node
+from autoparallel.layout import Layout, Step, local_box, local_shape, pieces
+from autoparallel.layout.shapes import piece_of
+from autoparallel.lower import variants
+from autoparallel.lower.collectives import STEP_FUNCTIONS
+from autoparallel.rules.rule import Row
+from autoparallel.rules.space import Label, Link, Site, StrategySpace
+from autoparallel.runtime.rng import random_op
+
+aten = torch.ops.aten
+
+#: Position of the argument that gives the result's sizes.
+SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1}
+#: The cheapest steps between two layouts of a tensor.
+PathFinder = Callable[[TensorMeta, Layout, Layout], Sequence[Step]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's program.
+
+    ``module(*placeholders)`` takes local tensors in the order of ``placeholders`` and returns the local outputs
+    followed by the new values of the buffers in ``updates``.
+    """
+
+    module: GraphModule
+    placeholders: tuple[Site, ...]
+    placeholder_layouts: tuple[Layout, ...]
+    output_layouts: tuple[Layout | None, ...]
+    updates: tuple[str, ...]
+
+
+def emit(
+    space: StrategySpace,
+    labels: Sequence[Label],
+    path: PathFinder,
+    coordinate: Sequence[int],
+    device: torch.device | str = "cpu",
+) -> Program:
+    """Write the program of the rank at ``coordinate`` for one label per site."""
+    return _Emitter(space, labels, path, tuple(coordinate), torch.device(device)).run()
+
+
+def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[
+    tuple[int, ...], tuple[int, ...]
+]:
+    """Lengths of the pieces along the source's and the target's cut dim, for the ranks of this rank's group."""
+    found = []
+    for placement, layout in ((step.source, step.before), (step.target, step.after)):
+        if not placement.is_shard:
+            found.append(())
+            continue
+        size = shape[placement.dim]
+        for other in range(step.axis):
+            if layout[other].is_shard and layout[other].dim == placement.dim:
+                size = piece_of(size, mesh_shape[other], coordinate[other])[1]
+        found.append(pieces(size, mesh_shape[step.axis]))
+    return found[0], found[1]
+
+
+class _Emitter:
+    def __init__(self, space: StrategySpace, labels: Sequence[Label], path: PathFinder, coordinate: tuple[int, ...],
+                 device: torch.device) -> None:
+        self.space, self.labels, self.path = space, labels, path
+        self.coordinate, self.device = coordinate, device
+        self.graph = Graph()
+        self.values: dict[tuple[int, int], FxNode] = {}
+
+    def run(self) -> Program:
+        placeholders, layouts = [], []
+        for site in self.space.sites:
+            if site.kind in ("parameter", "buffer", "input"):
+                placeholders.append(site)
+                layouts.append(self._placeholder(site))
+        results: dict[str, FxNode] = {}
+        for site in self.space.sites:
+            if site.kind == "op":
+                self._op(site)
+            elif site.kind == "hub":
+                self.values[site.index, 0] = self._read(self.space.links_into[site.index][0])
+            elif site.kind in ("output", "update"):
+                results[site.name] = self._read(self.space.links_into[site.index][0])
+        outputs = [
+            results[f"output:{i}"] if isinstance(value, Ref) else value
+            for i, value in enumerate(self.space.graph.outputs)
+        ]
+        updates = tuple(self.space.graph.mutations)
+        self.graph.output((tuple(outputs), tuple(results[f"update:{name}"] for name in updates)))
+        self.graph.lint()
+        output_layouts = tuple(
+            results[f"output:{i}"].meta["layout"] if isinstance(value, Ref) else None
+            for i, value in enumerate(self.space.graph.outputs)
+        )
+        module = GraphModule({}, self.graph, class_name="ParallelProgram")
+        return Program(module, tuple(placeholders), tuple(layouts), output_layouts, updates)
+
+    def _describe(self, node: FxNode, site: Site, meta: TensorMeta, layout: Layout) -> FxNode:
+        local = local_shape(meta.shape, layout, self.space.mesh_shape, self.coordinate)
+        node.meta.update(layout=layout, global_meta=meta, site=site.index,
+                         val=torch.empty(local, dtype=meta.dtype, device="meta"))
+        return node
+
+    def _placeholder(self, site: Site) -> Layout:
+        meta = self.space.graph.nodes[site.node].outputs[0]
+        layout = self.space.strategies[site.index].output_layout(self.labels[site.index])
+        name = "".join(c if c.isalnum() else "_" for c in site.name)
+        self.values[site.index, 0] = self._describe(self.graph.placeholder(name), site, meta, layout)
+        return layout
+
+    def _read(self, link: Link) -> FxNode:
+        """The link's tensor in the layout that its target asks for."""
+        value = self.values[link.source, link.output]
+        wanted = self.space.strategies[link.target].input_layout(self.labels[link.target], link.position)
+        for step in self.path(link.meta, value.meta["layout"], wanted):
+            source_sizes, target_sizes = step_sizes(link.meta.shape, step, self.space.mesh_shape, self.coordinate)
+            keywords: dict[str, Any] = {"source_sizes": source_sizes} if source_sizes else {}
+            keywords |= {"target_sizes": target_sizes} if target_sizes else {}
+            node = self.graph.call_function(
+                STEP_FUNCTIONS[step.source.kind, step.target.kind],
+                (value, self.space.axis_names[step.axis], str(step.source), str(step.target)), keywords,
+            )
+            value = self._describe(node, self.space.sites[link.target], link.meta, step.after)
+            value.meta["step"] = step
+        return value
+
+    def _op(self, site: Site) -> None:
+        node = self.space.graph.nodes[site.node]
+        strategies, label = self.space.strategies[site.index], self.labels[site.index]
+        operands = iter([self._read(link) for link in self.space.links_into.get(site.index, ())])
+        args, kwargs = pytree.tree_map(
+            lambda leaf: next(operands) if isinstance(leaf, Ref) else leaf, (node.args, dict(node.kwargs))
+        )
+        layouts = [strategies.output_layout(label, o) for o in range(len(node.outputs))]
+        made = self._call(site, node, list(args), self._on_device(kwargs), layouts)
+        if len(node.outputs) == 1 and not _returns_tuple(node):
+            results = [made]
+        else:
+            results = [self.graph.call_function(_item, (made, o)) for o in range(len(node.outputs))]
+        for output, (result, meta, layout) in enumerate(zip(results, node.outputs, layouts, strict=True)):
+            self._describe(result, site, meta, layout)
+            if node.no_grad and node.target is not aten.detach.default:
+                result = self._describe(self.graph.call_function(aten.detach.default, (result,)), site, meta, layout)
+            self.values[site.index, output] = result
+
+    def _on_device(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        found = {k: self.device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+        found.pop("pin_memory", None)
+        return found
+
+    def _call(self, site: Site, node: Node, args: list[Any], kwargs: dict[str, Any], layouts: list[Layout]) -> FxNode:
+        if node.target in SIZE_ARGUMENT:
+            shape = local_shape(node.outputs[0].shape, layouts[0], self.space.mesh_shape, self.coordinate)
+            args[SIZE_ARGUMENT[node.target]] = list(shape)
+        rows = [self.space.strategies[site.index].rows[r] for r in self.labels[site.index]]
+        if any(row.variant for row in rows):
+            return self._variant(site, node, args, rows)
+        rule = self.space.strategies[site.index].rule
+        if rule is not None and rule.random:
+            return self.graph.call_function(
+                random_op, (node.target, site.index, self._piece_number(rows), *args), kwargs
+            )
+        node_name = node.name if node.name.isidentifier() else None
+        return self.graph.create_node("call_function", node.target, tuple(args), kwargs, name=node_name)
+
+    def _piece_number(self, rows: Sequence[Row]) -> int:
+        """Numbers the pieces of a random op: equal where ranks repeat the same work."""
+        number = 0
+        for row, n, rank in zip(rows, self.space.mesh_shape, self.coordinate, strict=True):
+            number = number * n + (rank if row.factor else 0)
+        return number
+
+    def _variant(self, site: Site, node: Node, args: list[Any], rows: Sequence[Row]) -> FxNode:
+        names = self.space.axis_names
+        (kind,) = {row.variant for row in rows if row.variant}
+        position, dim = {"vocabulary": (0, 0), "classes": (0, 1)}[kind]
+        operand: FxNode = args[position]
+        offsets, _ = local_box(
+            operand.meta["global_meta"].shape, operand.meta["layout"], self.space.mesh_shape, self.coordinate
+        )
+        if kind == "vocabulary":
+            return self.graph.call_function(
+                variants.vocabulary_embedding, tuple(args[:3]), {"start": offsets[dim]}
+            )
+        axes = tuple(name for name, row in zip(names, rows, strict=True) if row.variant)
+        ignore_index = args[4] if len(args) > 4 else -100
+        return self.graph.call_function(
+            variants.class_cross_entropy, (args[0], args[1], ignore_index), {"start": offsets[dim], "axes": axes}
+        )
+
+
+def _returns_tuple(node: Node) -> bool:
+    returns = node.target._schema.returns
+    return len(returns) > 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
+
+
+def _item(values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    return values[index]
+

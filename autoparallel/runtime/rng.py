@@ -1,0 +1,42 @@
+"""Random ops: ranks that hold the same value draw the same numbers, ranks that hold different pieces draw different ones.
+
+Every random op of every call has its own seed, made of the run's seed (rank 0's, shared once), the call's number, the
+op and the piece. The global generator is left as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+_call_seed: ContextVar[int] = ContextVar("call_seed", default=0)
+
+
+@contextmanager
+def use_seed(seed: int) -> Iterator[None]:
+    """Give the random ops of one call their seed."""
+    token = _call_seed.set(seed)
+    try:
+        yield
+    finally:
+        _call_seed.reset(token)
+
+
+def mix(*parts: int) -> int:
+    """A 63-bit hash of integers, the same on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def random_op(op: Any, site: int, piece: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a random op with the seed of (call, site, piece)."""
+    device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
+    devices = [] if device.type in ("cpu", "meta") else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(mix(_call_seed.get(), site, piece))
+        return op(*args, **kwargs)
