@@ -1,0 +1,34 @@
+"""autoparallel: the fastest correct way to run a PyTorch model on many devices.
+
+    parallel = autoparallel.compile(model, mesh)
+    plan = autoparallel.plan(model, autoparallel.Cluster.load("h100-sxm", num_devices=64), example_kwargs=...)
+
+Names are imported when first used, so that importing the package is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoparallel.compiler import compile, plan
+    from autoparallel.plans import Plan
+    from autoparallel.runtime.module import ParallelModule
+    from cost_models import Cluster
+
+__version__ = "0.1.0"
+_HOMES = {
+    "compile": "autoparallel.compiler",
+    "plan": "autoparallel.compiler",
+    "Plan": "autoparallel.plans",
+    "ParallelModule": "autoparallel.runtime.module",
+    "Cluster": "cost_models",
+}
+__all__ = ["Cluster", "ParallelModule", "Plan", "__version__", "compile", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'autoparallel' has no attribute {name!r}")

@@ -144,7 +144,7 @@ class RedistributionTable:
     """
 
     def __init__(self, space: LayoutSpace, item_bytes: int, step_cost: StepCost) -> None:
-        self.space = space
+        self.space, self.item_bytes = space, item_bytes
         self.seconds = self._single_steps(step_cost, item_bytes)
         count = len(space.layouts)
         self._via = np.tile(np.arange(count, dtype=np.int32), (count, 1))
@@ -179,6 +179,23 @@ class RedistributionTable:
                 if len(before):
                     seconds[before, after] = step_cost(axis, p, q, local_bytes[before], local_bytes[after])
         return seconds
+
+    def sum_along(self, value: StepCost) -> np.ndarray:
+        """Sums of another value of single steps along the cheapest paths, by (source, target)."""
+        single = self._single_steps(value, self.item_bytes)
+        rows = np.arange(len(single))[:, None]
+        total = np.zeros_like(single)
+        for _ in range(3 * len(self.space.mesh_shape)):  # no cheapest path is longer
+            total = np.where(self._via == rows, 0.0, single[rows, self._via] + total[self._via, rows.T])
+        return np.where(np.isfinite(self.seconds), total, np.inf)
+
+    @cached_property
+    def moves(self) -> np.ndarray:
+        """Whether a path makes a copy, by (source, target): false for equal layouts and for changes of meaning only."""
+        numbers = np.arange(len(self.space.layouts))
+        codes = (numbers[:, None] // self.space.radices) % len(self.space.placements)
+        held = np.where(codes == 1, 0, codes)  # R and I hold the same
+        return ~(held[:, None, :] == held[None, :, :]).all(axis=2)
 
     def path(self, source: Layout, target: Layout) -> list[Step]:
         """The steps of the cheapest way from source to target (empty when they are equal).

@@ -1,5 +1,6 @@
 """Lowering: a plan becomes one program per rank. See README.md."""
 
+from autoparallel.lower.check import check, count_collectives, order_digest
 from autoparallel.lower.emit import Program, emit
 
-__all__ = ["Program", "emit"]
+__all__ = ["Program", "check", "count_collectives", "emit", "order_digest"]

@@ -154,7 +154,7 @@ class _Emitter:
         if len(node.outputs) == 1 and not _returns_tuple(node):
             results = [made]
         else:
-            results = [self.graph.call_function(_item, (made, o)) for o in range(len(node.outputs))]
+            results = [self.graph.call_function(item, (made, o)) for o in range(len(node.outputs))]
         for output, (result, meta, layout) in enumerate(zip(results, node.outputs, layouts, strict=True)):
             self._describe(result, site, meta, layout)
             if node.no_grad and node.target is not aten.detach.default:
@@ -212,6 +212,7 @@ def _returns_tuple(node: Node) -> bool:
     return len(returns) > 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
 
 
-def _item(values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+def item(values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    """One result of an op that returns several."""
     return values[index]
 

@@ -28,7 +28,7 @@ def cross_entropy(op: OpView) -> Rule | None:
     return Rule(
         (names, (names[0], *names[2:])), ((),), sizes, reduce=frozenset(sizes),
         flops=6.0 * op.inputs[0].num_elements, op_class="reduction", saves=frozenset({0}), variants=variants,
-        extra_bytes=float(op.inputs[0].num_bytes),
+        extra_bytes=float(op.inputs[0].dtype.itemsize),
     )
 
 

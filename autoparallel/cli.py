@@ -1,0 +1,176 @@
+"""The command line: ``autoparallel plan``, ``autoparallel demo``, ``autoparallel clusters``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoparallel.errors import AutoparallelError, InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+app = typer.Typer(help="The fastest correct way to run a PyTorch model on these devices.", no_args_is_help=True,
+                  add_completion=False, pretty_exceptions_enable=False)
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")] = "h100-sxm",
+    devices: Annotated[int | None, typer.Option(help="how many devices; the search chooses the axes")] = None,
+    mesh: Annotated[str | None, typer.Option(help="fix the axes, for example 8x8 (slowest links first)")] = None,
+    global_batch: Annotated[int, typer.Option(help="sequences (or images) per step")] = 16,
+    sequence_length: Annotated[int, typer.Option(help="tokens per sequence")] = 2048,
+    search: Annotated[str, typer.Option(help="auto, ilp, recursive or exact")] = "auto",
+    memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
+    baseline: Annotated[str | None, typer.Option(help="price a classical plan instead: ddp, fsdp, ...")] = None,
+    time_limit: Annotated[float, typer.Option(help="seconds for the search")] = 60.0,
+    output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
+) -> None:
+    """Plan one training step; needs no devices and loads no weights."""
+    from rich.console import Console
+
+    import autoparallel
+    from autoparallel.report import print_report
+
+    shape = _mesh_shape(mesh)
+    count = devices if devices is not None else _product(shape) if shape else 8
+    if shape and _product(shape) != count:
+        raise InputError(f"--mesh {mesh} has {_product(shape)} devices and --devices says {count}: give one of them")
+    machine = autoparallel.Cluster.load(cluster, num_devices=count)
+    network, args, kwargs = load_model(model, global_batch, sequence_length, dtype)
+    made = autoparallel.plan(
+        network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
+        memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
+    )
+    print_report(made, Console())
+    if output is not None:
+        made.save(output)
+        typer.echo(f"plan written to {output}")
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int, typer.Option(help="local processes")] = 4,
+    mesh: Annotated[str | None, typer.Option(help="axes, for example 2x2")] = None,
+) -> None:
+    """Plan a small Llama, train it on local processes, and compare with one process."""
+    from autoparallel import demo as job
+
+    shape = _mesh_shape(mesh) or ((2, ranks // 2) if ranks % 2 == 0 and ranks > 2 else (ranks,))
+    if _product(shape) != ranks:
+        raise InputError(f"--mesh {mesh} has {_product(shape)} devices and there are {ranks} ranks")
+    raise typer.Exit(0 if job.main(ranks, shape) else 1)
+
+
+@app.command()
+def clusters() -> None:
+    """List the known clusters."""
+    from cost_models import known_clusters
+
+    for name in known_clusters():
+        typer.echo(name)
+
+
+def load_model(
+    source: str, global_batch: int, sequence_length: int, dtype: str
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) on the meta device, from a Hugging Face config file or a ``module:function`` factory.
+
+    The factory is called as ``function(global_batch, sequence_length)`` and returns (model, args, kwargs).
+    """
+    import torch
+
+    precision = getattr(torch, dtype, None)
+    if not isinstance(precision, torch.dtype):
+        raise InputError(f"unknown dtype {dtype!r}: bfloat16, float16 or float32")
+    if ":" in source and not Path(source).exists():
+        module, function = source.split(":", 1)
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            factory = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise InputError(f"{source}: {error}; write module:function, with the module importable from here") from error
+        with torch.device("meta"):
+            made, args, kwargs = factory(global_batch, sequence_length)
+        return made, args, kwargs
+    return _hugging_face(source, global_batch, sequence_length, precision)
+
+
+def _hugging_face(path: str, batch: int, sequence: int, dtype: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    import torch
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError("a Hugging Face config needs transformers: pip install 'autoparallel[models]'") from error
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise InputError(f"cannot read the config file {path}: {error}") from error
+    if "model_type" not in data:
+        raise InputError(f"{path} has no model_type: a Hugging Face config.json is required")
+    config = transformers.AutoConfig.for_model(**{k: v for k, v in data.items() if k != "architectures"})
+    config.use_cache = False
+    architecture = (data.get("architectures") or [None])[0]
+    with torch.device("meta"):
+        if architecture is not None:
+            network = getattr(transformers, architecture)(config)
+        else:
+            network = transformers.AutoModelForCausalLM.from_config(config)
+        network = network.to(dtype).train()
+        if network.main_input_name == "pixel_values":
+            size = config.image_size
+            images = torch.empty(batch, config.num_channels, size, size, dtype=dtype)
+            return network, (), {"pixel_values": images, "labels": torch.zeros(batch, dtype=torch.long)}
+        tokens = {k: torch.zeros(batch, sequence, dtype=torch.long) for k in ("input_ids", "labels")}
+    return network, (), tokens
+
+
+def _mesh_shape(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise InputError(f"cannot read the mesh {text!r}: write sizes with x between them, for example 8x8")
+    return tuple(int(p) for p in parts)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def _bytes(text: str | None) -> float | None:
+    if text is None:
+        return None
+    number = text.rstrip("BbIiKkMmGgTt ")
+    unit = text[len(number):].strip().upper()
+    try:
+        return float(number) * UNITS[unit]
+    except (ValueError, KeyError):
+        raise InputError(f"cannot read the memory limit {text!r}: write for example 70GiB") from None
+
+
+def main() -> None:
+    """Entry point: errors of our own tree are printed without a traceback."""
+    try:
+        app()
+    except AutoparallelError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

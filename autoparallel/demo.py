@@ -1,0 +1,108 @@
+"""The main job on a small real model: plan it, train it on local processes, compare with one process.
+
+Run by ``autoparallel demo``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+STEPS = 5
+BATCH, SEQUENCE = 8, 64
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Losses by step, largest relative difference of a parameter after the last step, seconds per step."""
+
+    losses: tuple[float, ...]
+    parameter_error: float
+    step_s: float
+    report: str
+
+
+def small_llama() -> nn.Module:
+    """A Llama of about 3 million parameters with grouped-query attention, from transformers, random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=SEQUENCE, use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 2048, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(model: nn.Module) -> tuple[list[float], float]:
+    """Losses of `STEPS` AdamW steps, and the median seconds of a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+    losses, times = [], []
+    for step in range(STEPS):
+        started = time.perf_counter()
+        loss = model(**batch(step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        times.append(time.perf_counter() - started)
+    return losses, sorted(times)[len(times) // 2]
+
+
+def parallel_run(mesh_shape: tuple[int, ...], reference: dict[str, torch.Tensor]) -> Measured:
+    """What each rank does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+
+    import autoparallel
+
+    names = ("data", "model")[-len(mesh_shape):]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, mesh_shape, mesh_dim_names=names)
+    parallel = autoparallel.compile(small_llama(), mesh, example_kwargs=batch(0))
+    losses, seconds = train(parallel)
+    error = 0.0
+    for name, parameter in parallel.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        expected = reference[name]
+        error = max(error, float((whole.detach().cpu() - expected).abs().max() / expected.abs().max()))
+    return Measured(tuple(losses), error, seconds, parallel.plan.report())
+
+
+def main(num_ranks: int, mesh_shape: tuple[int, ...]) -> bool:
+    """Run the demo and print it; True when every number agrees with the single process."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from autoparallel.runtime.launch import launch
+
+    console = Console()
+    model = small_llama()
+    losses, seconds = train(model)
+    reference = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ranks: list[Any] = launch(parallel_run, num_ranks, mesh_shape, reference)
+    first: Measured = ranks[0]
+    console.print(first.report, markup=False, highlight=False)
+    table = Table(title=f"training on {num_ranks} processes against one", title_justify="left")
+    for column in ("step", "loss, one process", f"loss, {num_ranks} processes", "relative difference"):
+        table.add_column(column, justify="right")
+    worst = 0.0
+    for step, (one, many) in enumerate(zip(losses, first.losses, strict=True)):
+        worst = max(worst, abs(one - many) / abs(one))
+        table.add_row(str(step), f"{one:.7f}", f"{many:.7f}", f"{abs(one - many) / abs(one):.1e}")
+    console.print(table)
+    console.print(f"parameters after {STEPS} AdamW steps: largest relative difference {first.parameter_error:.1e}")
+    console.print(f"step time, median: one process {seconds * 1e3:.0f} ms, {num_ranks} processes {first.step_s * 1e3:.0f} "
+                  "ms (processes share this machine's cores: no speed-up is to be expected)")
+    agrees = worst < 1e-5 and first.parameter_error < 1e-4
+    console.print("[bold green]the numbers agree[/]" if agrees else "[bold red]the numbers differ[/]")
+    return agrees

@@ -1,0 +1,121 @@
+"""The check before anything runs: every value's layout against the rules, every step against the table.
+
+It reads the emitted program alone (layouts as annotated, functions and arguments as they will run) and asks for each
+op whether, axis by axis, the rules have a row from these input placements to these output placements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node as FxNode
+
+from autoparallel.errors import LoweringError
+from autoparallel.layout import COLLECTIVES, Layout, Placement, layout_fits, layout_str, local_shape
+from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.lower import variants
+from autoparallel.lower.collectives import STEP_FUNCTIONS
+from autoparallel.lower.emit import Program, item
+from autoparallel.rules.space import StrategySpace
+
+aten = torch.ops.aten
+_STEPS = frozenset(STEP_FUNCTIONS.values())
+
+
+def check(program: Program, space: StrategySpace, coordinate: Sequence[int]) -> None:
+    """Raises LoweringError, naming the line of the program, when a value's layout does not follow from its inputs'."""
+    for node in program.module.graph.nodes:
+        if node.op == "output":
+            _check_results(program, node)
+            continue
+        if "layout" not in node.meta or node.target is item:
+            continue
+        layout: Layout = node.meta["layout"]
+        _check_shape(space, node, layout, coordinate)
+        if node.op == "placeholder":
+            continue
+        if node.target in _STEPS:
+            _check_step(space, node, layout)
+        elif node.target is aten.detach.default and space.graph.nodes[_graph_node(space, node)].target is not node.target:
+            _expect(node, node.args[0].meta["layout"] == layout, "detach changes the layout")
+        else:
+            _check_op(space, node)
+
+
+def order_digest(program: Program) -> str:
+    """Equal on two ranks exactly when their programs issue the same collectives in the same order."""
+    digest = hashlib.sha256()
+    for node in program.module.graph.nodes:
+        if node.target in _STEPS:
+            digest.update(f"{node.target.__name__}{node.args[1:]}{node.meta['global_meta']}".encode())
+        elif node.target is variants.class_cross_entropy:
+            digest.update(f"classes{node.kwargs['axes']}".encode())
+    return digest.hexdigest()
+
+
+def _expect(node: FxNode, condition: bool, message: str) -> None:
+    if not condition:
+        raise LoweringError(f"the emitted program is wrong at {node.format_node()}: {message}")
+
+
+def _graph_node(space: StrategySpace, node: FxNode) -> int:
+    return space.sites[node.meta["site"]].node
+
+
+def _check_shape(space: StrategySpace, node: FxNode, layout: Layout, coordinate: Sequence[int]) -> None:
+    meta = node.meta["global_meta"]
+    _expect(node, layout_fits(meta.shape, layout, space.mesh_shape), f"{meta} cannot be {layout_str(layout)}")
+    shape = local_shape(meta.shape, layout, space.mesh_shape, coordinate)
+    _expect(node, tuple(node.meta["val"].shape) == shape, f"local shape {tuple(node.meta['val'].shape)}, not {shape}")
+
+
+def _check_step(space: StrategySpace, node: FxNode, layout: Layout) -> None:
+    value, axis_name, source_text, target_text = node.args
+    axis = space.axis_names.index(axis_name)
+    source, target = Placement.parse(source_text), Placement.parse(target_text)
+    before: Layout = value.meta["layout"]
+    _expect(node, (source.kind, target.kind) in ACTIONS, "no such step")
+    _expect(node, STEP_FUNCTIONS[source.kind, target.kind] is node.target, "the wrong function for this step")
+    _expect(node, before[axis] == source, f"its input is {layout_str(before)}")
+    _expect(node, layout == (*before[:axis], target, *before[axis + 1 :]), f"its result is {layout_str(layout)}")
+    for placement in (source, target):
+        inner = [p for p in before[axis + 1 :] if placement.is_shard and p == placement]
+        _expect(node, not inner, "an inner axis cuts the same dim")
+
+
+def _check_op(space: StrategySpace, node: FxNode) -> None:
+    site = space.sites[node.meta["site"]]
+    strategies = space.strategies[site.index]
+    leaves: list[FxNode] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), leaves.append)
+    given = [leaf.meta["layout"] for leaf in leaves]
+    _expect(node, len(leaves) == len(strategies.input_metas), "wrong number of tensors")
+    for axis in range(len(space.mesh_shape)):
+        ins = tuple(layout[axis] for layout in given)
+        out = node.meta["layout"][axis]
+        found = any(row.inputs == ins and row.outputs[0] == out for row in strategies.rows)
+        _expect(node, found, f"no rule takes {[str(p) for p in ins]} to {out} on axis {space.axis_names[axis]}")
+
+
+def _check_results(program: Program, node: FxNode) -> None:
+    outputs, updates = node.args[0]
+    for value in (*outputs, *updates):
+        if isinstance(value, FxNode):
+            kinds = {p.kind for p in value.meta["layout"]}
+            _expect(node, kinds <= {"I", "S"}, f"result {value.name} leaves as {layout_str(value.meta['layout'])}")
+
+
+def count_collectives(program: Program) -> dict[tuple[str, str], int]:
+    """How often the program runs each collective: {("forward" or "backward", kind): count}, scalars left out."""
+    counts: dict[tuple[str, str], int] = {}
+    for node in program.module.graph.nodes:
+        if node.target not in _STEPS or node.meta["global_meta"].num_elements <= 1:
+            continue
+        step, meta = node.meta["step"], node.meta["global_meta"]
+        directions = [("forward", step.forward)] + ([("backward", step.backward)] if meta.requires_grad else [])
+        for direction, action in directions:
+            if action in COLLECTIVES:
+                counts[direction, action] = counts.get((direction, action), 0) + 1
+    return counts

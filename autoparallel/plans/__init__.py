@@ -1,0 +1,6 @@
+"""Plans and pins. See README.md."""
+
+from autoparallel.plans.pins import apply_pins, pin_strings
+from autoparallel.plans.plan import BlockLayouts, CollectiveUse, Evidence, Plan, Prediction
+
+__all__ = ["BlockLayouts", "CollectiveUse", "Evidence", "Plan", "Prediction", "apply_pins", "pin_strings"]

@@ -1,0 +1,111 @@
+"""Pins: placements that the user fixes; the search fills in the rest.
+
+    pins={"*.q_proj.weight": (Replicate(), Shard(0)),       a parameter's storage, one placement per mesh axis
+          "model.layers.*.mlp": {"tp": Replicate()},        a module's output, on one axis only
+          "input_ids": {"dp": Shard(0)}}                    an input
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from autoparallel.errors import PinError
+from autoparallel.layout import Placement, from_torch
+from autoparallel.rules.space import Site, StrategySpace
+
+Pin = Sequence[Any] | Mapping[str, Any] | Any
+
+
+def apply_pins(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[int, np.ndarray]:
+    """Choice numbers that the pins leave, by site.
+
+    Raises PinError when a pattern names nothing, or a placement cannot hold; says what could.
+    """
+    allowed: dict[int, np.ndarray] = {}
+    for pattern, pin in pins.items():
+        wanted = _per_axis(space, pattern, pin)
+        for site in _matches(space, pattern):
+            before = allowed.get(site.index, np.arange(len(space.strategies[site.index].labels)))
+            left = before[_holds(space, site.index, wanted)[before]]
+            if not len(left):
+                raise PinError(_why_not(space, site, pattern, wanted))
+            allowed[site.index] = left
+    return allowed
+
+
+def pin_strings(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[str, str]:
+    """Pins as text, for the plan's record."""
+    return {
+        pattern: "·".join("*" if p is None else str(p) for p in _per_axis(space, pattern, pin))
+        for pattern, pin in pins.items()
+    }
+
+
+def _per_axis(space: StrategySpace, pattern: str, pin: Pin) -> list[Placement | None]:
+    names = space.axis_names
+    if isinstance(pin, Mapping):
+        unknown = [axis for axis in pin if axis not in names]
+        if unknown:
+            raise PinError(f"pin {pattern!r} names mesh axes {unknown}; the mesh has {list(names)}")
+        given = [pin.get(axis) for axis in names]
+    else:
+        given = list(pin) if isinstance(pin, (tuple, list)) else [pin]
+        if len(given) != len(names):
+            raise PinError(f"pin {pattern!r} gives {len(given)} placements; the mesh has {len(names)} axes {list(names)}: "
+                           "write one per axis, or a dict by axis name")
+    try:
+        return [None if p is None else from_torch((p,))[0] for p in given]
+    except (ValueError, AttributeError) as error:
+        raise PinError(f"pin {pattern!r}: {error}") from None
+
+
+def _matches(space: StrategySpace, pattern: str) -> list[Site]:
+    graph = space.graph
+    pattern = graph.aliases.get(pattern, pattern)
+    placeholders = [s for s in space.sites if s.kind in ("parameter", "input") and fnmatchcase(s.name, pattern)]
+    if placeholders:
+        return placeholders
+    paths = {parent for node in graph.of_kind("op") for parent in _parents(node.module_path)}
+    found = []
+    for path in sorted(p for p in paths if fnmatchcase(p, pattern)):
+        last = max(n.index for n in graph.of_kind("op") if n.module_path == path or n.module_path.startswith(path + "."))
+        found.append(space.sites[space.site_named[graph.nodes[last].name]])
+    if not found:
+        names = [s.name for s in space.sites if s.kind in ("parameter", "input")] + sorted(paths)
+        close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5) or names[:3]
+        raise PinError(f"pin {pattern!r} names no parameter, input or module; did you mean {close}?")
+    return found
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _holds(space: StrategySpace, index: int, wanted: Sequence[Placement | None]) -> np.ndarray:
+    strategies = space.strategies[index]
+
+    def fits(p: Placement, w: Placement | None) -> bool:
+        return w is None or p == w or (w.kind == "I" and p.kind == "R")
+
+    return np.array([
+        all(fits(p, w) for p, w in zip(strategies.output_layout(label), wanted, strict=True))
+        for label in strategies.labels
+    ])
+
+
+def _why_not(space: StrategySpace, site: Site, pattern: str, wanted: Sequence[Placement | None]) -> str:
+    strategies = space.strategies[site.index]
+    meta = strategies.output_metas[0]
+    text = "·".join("*" if w is None else str(w) for w in wanted)
+    for w in wanted:
+        if w is not None and w.is_shard and w.dim >= len(meta.shape):
+            return f"pin {pattern!r}: {site.name} is {meta} and has no dim {w.dim} to shard"
+    can = sorted({str(p) for label in strategies.labels for p in strategies.output_layout(label)})
+    return (f"pin {pattern!r}: {site.name} ({meta}) cannot be {text} on a mesh of {space.mesh_shape}; "
+            f"on one axis it can be {can} (a dim must leave every rank at least one element)")

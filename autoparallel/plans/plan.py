@@ -1,0 +1,190 @@
+"""The plan: what was decided, why, and what it is predicted to cost; JSON that people can read, edit and diff."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoparallel.errors import PlanError
+from autoparallel.rules.space import Label, StrategySpace
+
+VERSION = 1
+Strategies = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How good the search knows its answer to be: objective and lower bound in seconds of the additive cost."""
+
+    solver: str
+    objective_s: float
+    lower_bound_s: float
+    gap: float
+    stop_reason: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CollectiveUse:
+    """All collectives of one kind, axis and direction in a step: how many, bytes per rank, predicted seconds."""
+
+    kind: str
+    axis: str
+    direction: str
+    count: int
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted seconds of one step by part, and bytes on the fullest rank by part."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    forward_communication_s: float
+    backward_communication_s: float
+    state_bytes: float
+    activation_bytes: float
+    peak_bytes: float
+    collectives: tuple[CollectiveUse, ...] = ()
+    repeated_ops: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        return (self.forward_s + self.backward_s + self.optimizer_s + self.forward_communication_s
+                + self.backward_communication_s)
+
+
+@dataclass(frozen=True)
+class BlockLayouts:
+    """The strategies of one distinct block: which blocks it stands for, and (op, strategy, output layout) lines."""
+
+    paths: tuple[str, ...]
+    lines: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy for every site of one program on one mesh.
+
+    ``strategies`` maps site names to row names, one per mesh axis, and is all that lowering needs; the rest explains.
+    ``fingerprint`` ties the plan to the traced program. Change a strategy by hand and compile it again: it is checked.
+    """
+
+    fingerprint: str
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    strategies: Strategies
+    cluster: str
+    evidence: Evidence
+    prediction: Prediction
+    blocks: tuple[BlockLayouts, ...] = ()
+    pins: Mapping[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    def labels(self, space: StrategySpace) -> list[Label]:
+        """The plan's labels for a strategy space.
+
+        Raises PlanError when the plan is of another model or mesh, or names a strategy that the site does not have.
+        """
+        if self.mesh_shape != space.mesh_shape:
+            raise PlanError(f"the plan is for a mesh of shape {self.mesh_shape}, this mesh has {space.mesh_shape}: "
+                            "plan again for this mesh, or run on the plan's")
+        if self.fingerprint != space.graph.fingerprint:
+            raise PlanError(f"the plan belongs to another program (fingerprint {self.fingerprint}, this model with these "
+                            f"inputs has {space.graph.fingerprint}): same model, mode, shapes and dtypes are required")
+        return [self._label(space, index) for index in range(len(space))]
+
+    def _label(self, space: StrategySpace, index: int) -> Label:
+        site, strategies = space.sites[index], space.strategies[index]
+        names = self.strategies.get(site.name)
+        if names is None:
+            raise PlanError(f"the plan says nothing about {site.name!r}")
+        try:
+            label = tuple(strategies.row_named(name) for name in names)
+        except KeyError as error:
+            known = [row.name for row in strategies.rows]
+            raise PlanError(f"{site.name!r} has no strategy {error.args[0]!r}; it has {known}") from None
+        if label not in strategies.position:
+            raise PlanError(f"{site.name!r} cannot take {names} on a mesh of {space.mesh_shape}: a dim does not divide")
+        return label
+
+    def report(self, width: int = 100) -> str:
+        """The plan as text: step time and its parts, memory, collectives, layouts per block, bound and gap."""
+        from autoparallel.report import text_report
+
+        return text_report(self, width)
+
+    def diff(self, other: Plan) -> str:
+        """What ``other`` decides differently, one line per site, and the difference in predicted cost."""
+        lines = []
+        for name in {**self.strategies, **other.strategies}:
+            mine, theirs = self.strategies.get(name), other.strategies.get(name)
+            if mine != theirs:
+                lines.append(f"{name}: {_names(mine)} -> {_names(theirs)}")
+        if self.mesh_shape != other.mesh_shape:
+            lines.append(f"mesh: {self.mesh_shape} -> {other.mesh_shape}")
+        head = (f"{len(lines)} differences; predicted step {self.prediction.step_s:.6g} s -> "
+                f"{other.prediction.step_s:.6g} s, peak {self.prediction.peak_bytes:.4g} B -> "
+                f"{other.prediction.peak_bytes:.4g} B")
+        return "\n".join([head, *lines])
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan written by `save`. Raises PlanError when it is not one, or of another format version."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot read the plan file {path}: {error.strerror}") from error
+        return Plan.from_json(text, str(path))
+
+    @staticmethod
+    def from_json(text: str, origin: str = "plan") -> Plan:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{origin} is not JSON: {error}") from error
+        version = data.get("version") if isinstance(data, dict) else None
+        if version != VERSION:
+            raise PlanError(f"{origin} has plan format version {version!r}, this autoparallel reads {VERSION}: plan again")
+        try:
+            return _plan_of(data)
+        except (KeyError, TypeError) as error:
+            raise PlanError(f"{origin} is not a plan of format {VERSION}: {error}") from error
+
+
+def _names(names: tuple[str, ...] | None) -> str:
+    return "nothing" if names is None else "·".join(names)
+
+
+def _plan_of(data: dict[str, Any]) -> Plan:
+    prediction = dict(data["prediction"])
+    prediction["collectives"] = tuple(CollectiveUse(**use) for use in prediction["collectives"])
+    prediction["repeated_ops"] = tuple(prediction["repeated_ops"])
+    blocks = tuple(
+        BlockLayouts(tuple(b["paths"]), tuple((a, s, x) for a, s, x in b["lines"])) for b in data["blocks"]
+    )
+    return Plan(
+        fingerprint=data["fingerprint"],
+        mesh_shape=tuple(data["mesh_shape"]),
+        axis_names=tuple(data["axis_names"]),
+        strategies={name: tuple(rows) for name, rows in data["strategies"].items()},
+        cluster=data["cluster"],
+        evidence=Evidence(**data["evidence"]),
+        prediction=Prediction(**prediction),
+        blocks=blocks,
+        pins=data["pins"],
+        version=data["version"],
+    )

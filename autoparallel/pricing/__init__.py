@@ -1,0 +1,7 @@
+"""Pricing: strategies x cost models -> the search problem. See README.md."""
+
+from autoparallel.pricing.breakdown import predict
+from autoparallel.pricing.prices import Prices
+from autoparallel.pricing.problem import SpacePricer
+
+__all__ = ["Prices", "SpacePricer", "predict"]

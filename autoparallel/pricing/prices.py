@@ -1,0 +1,202 @@
+"""Seconds and bytes of strategies and redistributions on one cluster: `cost_models` applied to the strategy space.
+
+Everything is an array over the strategies (or layouts) of one kind of site, made once per kind; sites of the same kind
+share the arrays, so the price of a model hardly grows with its depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from autoparallel.capture import TensorMeta
+from autoparallel.layout import Layout, Placement, RedistributionTable, Step
+from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.rules.space import Link, StrategySet, StrategySpace
+from cost_models import Cluster, collectives, compute, memory
+
+
+@dataclass(frozen=True)
+class OpPrice:
+    """Per strategy of one kind of op: seconds forward, seconds backward, of which communication inside the op."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    inside_s: np.ndarray
+
+    @property
+    def total_s(self) -> np.ndarray:
+        return self.forward_s + self.backward_s
+
+
+class Prices:
+    """Prices of one strategy space on one cluster; ``optimizer`` names the recipe for state bytes and step time."""
+
+    def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True) -> None:
+        self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
+        self.groups = [cluster.group(space.mesh_shape, axis) for axis in range(len(space.mesh_shape))]
+        self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
+        self._ops: dict[int, OpPrice] = {}
+
+    # --- redistribution -----------------------------------------------------------------------------------------
+
+    def table(self, meta: TensorMeta) -> RedistributionTable:
+        """Cheapest paths between all layouts of a tensor like this, forward and backward together."""
+        grad = meta.requires_grad and self.training
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad)
+        if key not in self._tables:
+
+            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                forward, backward = ACTIONS[source.kind, target.kind]
+                seconds = self.action_s(forward, axis, source, target, before, after)
+                return seconds + self.action_s(backward, axis, target, source, after, before) if grad else seconds
+
+            self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost)
+        return self._tables[key]
+
+    def path(self, meta: TensorMeta, source: Layout, target: Layout) -> Sequence[Step]:
+        """The steps that a link takes; lowering emits exactly these."""
+        return self.table(meta).path(source, target)
+
+    def action_s(
+        self, action: str, axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of one action from ``before`` to ``after`` local bytes (arrays), on one axis."""
+        group, device = self.groups[axis], self.cluster.device
+        match action:
+            case "none":
+                return np.zeros_like(before)
+            case "mask" | "slice" | "pad":
+                return collectives.copy_s(np.maximum(before, after), device)
+            case "all_reduce":
+                return collectives.all_reduce_s(before, group)
+            case "all_gather":
+                copy = collectives.copy_s(after, device) if source.dim > 0 else 0.0
+                return collectives.all_gather_s(after, group) + copy
+            case "reduce_scatter":
+                copy = collectives.copy_s(before, device) if target.dim > 0 else 0.0
+                return collectives.reduce_scatter_s(before, group) + copy
+            case "all_to_all":
+                return collectives.all_to_all_s(before, group) + collectives.copy_s(before, device)
+        raise ValueError(f"unknown action {action!r}")
+
+    def step_s(self, meta: TensorMeta, step: Step) -> tuple[float, float]:
+        """(forward, backward) seconds of one step."""
+        space = self.space.spaces(meta)
+        before, after = (
+            np.array([space.local_elements[space.index(x)] * meta.dtype.itemsize]) for x in (step.before, step.after)
+        )
+        forward = self.action_s(step.forward, step.axis, step.source, step.target, before, after)
+        if not (meta.requires_grad and self.training):
+            return float(forward[0]), 0.0
+        backward = self.action_s(step.backward, step.axis, step.target, step.source, after, before)
+        return float(forward[0]), float(backward[0])
+
+    def link_s(self, link: Link) -> np.ndarray:
+        """Seconds of a link, by (strategy of its source, strategy of its target)."""
+        rows = self.space.strategies[link.source].outputs[link.output]
+        columns = self.space.strategies[link.target].inputs[link.position]
+        return self.table(link.meta).seconds[np.ix_(rows, columns)]
+
+    def link_copies(self, link: Link) -> np.ndarray:
+        """Bytes that the redistributed copy takes, by (strategy of source, strategy of target)."""
+        rows = self.space.strategies[link.source].outputs[link.output]
+        columns = self.space.strategies[link.target].inputs[link.position]
+        elements = self.space.spaces(link.meta).local_elements[columns] * link.meta.dtype.itemsize
+        moved = self.table(link.meta).moves[np.ix_(rows, columns)]
+        return np.where(moved, elements[None, :], 0.0)
+
+    # --- ops ----------------------------------------------------------------------------------------------------
+
+    def op(self, strategies: StrategySet) -> OpPrice:
+        """Prices of an op's strategies."""
+        key = id(strategies)
+        if key not in self._ops:
+            self._ops[key] = self._price_op(strategies)
+        return self._ops[key]
+
+    def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
+        """Bytes on the fullest rank, for layout numbers of a tensor."""
+        return self.space.spaces(meta).local_elements[numbers] * meta.dtype.itemsize
+
+    def _price_op(self, s: StrategySet) -> OpPrice:
+        rule, count = s.rule, len(s.labels)
+        zeros = np.zeros(count)
+        if rule is None or rule.fixed or rule.alias:
+            return OpPrice(zeros, zeros, zeros)
+        flops = rule.flops * self._share_of_work(s)
+        inputs = [self.local_bytes(m, n) for m, n in zip(s.input_metas, s.inputs, strict=True)]
+        outputs = [self.local_bytes(m, n) for m, n in zip(s.output_metas, s.outputs, strict=True)]
+        inside = self._inside_s(s)
+        device, dtype = self.cluster.device, dtype_name(s.output_metas[0] if s.output_metas else s.input_metas[0])
+        forward = compute.op_time_s(rule.op_class, flops, sum(inputs, zeros) + sum(outputs, zeros), dtype, device)
+        if not self.training or not any(m.requires_grad for m in s.output_metas):
+            return OpPrice(forward + inside, zeros, inside)
+        wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
+        floating = [i for i, m in enumerate(s.input_metas) if m.dtype.is_floating_point]
+        share = min(1.0, len(wanted) / 2) if rule.op_class in ("matmul", "conv") and len(floating) > 1 else 1.0
+        traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
+        traffic = traffic + sum((inputs[i] for i in wanted), zeros)
+        backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)
+        return OpPrice(forward + inside, backward, inside)
+
+    def _share_of_work(self, s: StrategySet) -> np.ndarray:
+        """Largest rank's part of the op's work, by strategy: ceil(size / pieces) / size over the cut factors."""
+        sizes = {row.factor: _factor_size(s, row_number) for row_number, row in enumerate(s.rows) if row.factor}
+        share = np.ones(len(s.labels))
+        for factor, size in sizes.items():
+            uses = np.array([row.factor == factor for row in s.rows])[s.array]
+            length = np.full(len(s.labels), float(size))
+            for axis, n in enumerate(s.mesh_shape):
+                length = np.where(uses[:, axis], np.ceil(length / n), length)
+            share *= length / size
+        return share
+
+    def _inside_s(self, s: StrategySet) -> np.ndarray:
+        """Communication inside variants: class-parallel cross-entropy exchanges three numbers per target."""
+        seconds = np.zeros(len(s.labels))
+        uses = np.array([row.variant == "classes" for row in s.rows])[s.array]
+        if uses.any():
+            numbers = self.local_bytes(s.input_metas[1], s.inputs[1]) / s.input_metas[1].dtype.itemsize * 4
+            for axis, group in enumerate(self.groups):
+                seconds += np.where(uses[:, axis], 3 * collectives.all_reduce_s(numbers, group), 0.0)
+        return seconds
+
+    # --- parameters ---------------------------------------------------------------------------------------------
+
+    def parameter_bytes(self, strategies: StrategySet) -> np.ndarray:
+        """Parameter, gradient and optimizer state on the fullest rank, by strategy."""
+        (meta,), (numbers,) = strategies.output_metas, strategies.outputs
+        elements = self.space.spaces(meta).local_elements[numbers]
+        if not (meta.requires_grad and self.training):
+            return elements * meta.dtype.itemsize
+        return memory.training_bytes(elements, dtype_name(meta), self.optimizer)
+
+    def parameter_s(self, strategies: StrategySet) -> np.ndarray:
+        """Seconds of the optimizer's step on the fullest rank, by strategy."""
+        (meta,), (numbers,) = strategies.output_metas, strategies.outputs
+        if not (meta.requires_grad and self.training):
+            return np.zeros(len(numbers))
+        elements = self.space.spaces(meta).local_elements[numbers]
+        return memory.optimizer_step_s(elements, dtype_name(meta), self.optimizer, self.cluster.device)
+
+
+def _factor_size(s: StrategySet, row_number: int) -> int:
+    row = s.rows[row_number]
+    metas = zip((*row.inputs, *row.outputs), (*s.input_metas, *s.output_metas), strict=True)
+    return min(meta.shape[p.dim] for p, meta in metas if p.is_shard)
+
+
+@lru_cache(maxsize=None)
+def _name_of(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return name if dtype.is_floating_point else "float32"
+
+
+def dtype_name(meta: TensorMeta) -> str:
+    """The dtype by which a device's speed is known; integers count as float32."""
+    return _name_of(meta.dtype)

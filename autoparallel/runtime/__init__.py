@@ -1,0 +1,1 @@
+"""Run time: the parallel module, process groups, random numbers, state. See README.md."""

@@ -1,0 +1,146 @@
+"""Placing state on a mesh: parameters as DTensors, initial weights of meta-device models, loading by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from autoparallel.errors import InputError
+from autoparallel.layout import Layout, from_torch, local_box, local_shape, to_torch
+
+
+def container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """(module, attribute) of a dotted name under ``root``; plain modules are made where none are yet."""
+    *parts, leaf = name.split(".")
+    owner = root
+    for part in parts:
+        if part not in owner._modules:
+            owner.add_module(part, nn.Module())
+        owner = owner._modules[part]  # type: ignore[assignment]
+    return owner, leaf
+
+
+def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...] | None = None) -> DTensor:
+    """The DTensor whose piece here is ``local``; ``shape`` is the global shape (uneven pieces need it)."""
+    if shape is None:
+        return DTensor.from_local(local, mesh, to_torch(layout), run_check=False)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, to_torch(layout), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def place(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: torch.device) -> DTensor:
+    """A parameter on the mesh: rank 0's value in pieces, or an empty meta piece of a meta value."""
+    if value.device.type != "meta":
+        return distribute_tensor(value.to(device), mesh, to_torch(layout))
+    shape = local_shape(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ())
+    return as_dtensor(torch.empty(shape, dtype=value.dtype, device="meta"), mesh, layout, tuple(value.shape))
+
+
+def same_everywhere(value: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
+    """A buffer with rank 0's value on every rank."""
+    if value.device.type == "meta":
+        return value
+    value = value.to(device).clone()
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+    return value
+
+
+def shared_seed(seed: int) -> int:
+    """Rank 0's seed."""
+    box = [seed]
+    dist.broadcast_object_list(box, src=0)
+    return int(box[0])
+
+
+def piece(value: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
+    """This rank's piece of a global tensor."""
+    offsets, shape = local_box(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ())
+    for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
+        value = value.narrow(dim, start, length)
+    return value
+
+
+def _set(parallel: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
+    """Give a parameter or buffer of the parallel module a (global) value."""
+    owner, leaf = container(parallel, name)
+    old = owner._parameters.get(leaf) if leaf in owner._parameters else owner._buffers.get(leaf)
+    if old is None:
+        raise InputError(f"the model has no parameter or buffer {name!r}")
+    if tuple(old.shape) != tuple(value.shape):
+        raise InputError(f"{name} has shape {list(old.shape)}, the value given {list(value.shape)}")
+    if not isinstance(old, DTensor):
+        made: torch.Tensor = value.to(device=device, dtype=old.dtype).clone()
+    else:
+        mesh, layout = old.device_mesh, from_torch(tuple(old.placements))
+        if isinstance(value, DTensor):
+            local = value.redistribute(mesh, to_torch(layout)).to_local()
+        else:
+            local = piece(value, mesh, layout)
+        made = as_dtensor(local.to(device=device, dtype=old.dtype).contiguous().clone(), mesh, layout, tuple(old.shape))
+    if old.device.type != "meta":
+        with torch.no_grad():
+            old.copy_(made)
+        return
+    replacement = nn.Parameter(made, old.requires_grad) if isinstance(old, nn.Parameter) else made
+    for module in parallel.modules():  # tied names share one tensor
+        for table in (module._parameters, module._buffers):
+            for key, value_there in table.items():
+                if value_there is old:
+                    table[key] = replacement  # type: ignore[assignment]
+
+
+def load_state_dict(parallel: nn.Module, state: Mapping[str, Any], device: torch.device, strict: bool) -> Any:
+    """Load global values by name. With ``strict``, missing and unexpected names raise InputError."""
+    known = {name for name, _ in parallel.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in parallel.named_buffers(remove_duplicate=False)}
+    persistent = set(nn.Module.state_dict(parallel))
+    missing, unexpected = sorted(persistent - set(state)), sorted(set(state) - known)
+    if strict and (missing or unexpected):
+        raise InputError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; strict=False loads the rest")
+    for name, value in state.items():
+        if name in known:
+            _set(parallel, name, value.detach(), device)
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def init_weights(model: nn.Module, parallel: nn.Module, mesh: DeviceMesh, device: torch.device, seed: int) -> None:
+    """Initialise module by module: one module's whole tensors exist at a time, of which the local pieces are kept."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        done: set[int] = set()
+        for path, module in model.named_modules():
+            tensors = {**module._parameters, **module._buffers}
+            owned = {k: t for k, t in tensors.items() if t is not None and id(t) not in done}
+            if not owned or not any(t.device.type == "meta" for t in owned.values()):
+                continue
+            done.update(id(t) for t in owned.values())
+            for leaf, value in _initialised(model, module, path, device).items():
+                if leaf in owned:
+                    _set(parallel, f"{path}.{leaf}" if path else leaf, value, device)
+
+
+def _initialised(model: nn.Module, module: nn.Module, path: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """The module's own tensors with fresh values; the module itself is left on the meta device."""
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    try:
+        module._apply(lambda t: torch.empty_like(t, device=device), recurse=False)
+        with torch.no_grad():
+            if callable(hook := getattr(model, "_init_weights", None)):
+                hook(module)
+            elif callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+            else:
+                raise InputError(f"{path or 'the model'} ({type(module).__name__}) owns tensors and has no "
+                                 "reset_parameters(): define it, or load a state dict instead")
+        return {k: t.detach() for k, t in {**module._parameters, **module._buffers}.items() if t is not None}
+    finally:
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
