@@ -21,7 +21,7 @@ def container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     owner = root
     for part in parts:
         if part not in owner._modules:
-            owner.add_module(part, nn.Module())
+            owner._modules[part] = nn.Module()  # add_module refuses names that the original model has
         owner = owner._modules[part]  # type: ignore[assignment]
     return owner, leaf
 

@@ -200,7 +200,7 @@ class ParallelModule(nn.Module):
                 placed[id(parameter)] = nn.Parameter(
                     initialise.place(parameter.detach(), mesh, layout, state.device), parameter.requires_grad
                 )
-            owner.register_parameter(leaf, placed[id(parameter)])  # type: ignore[arg-type]
+            owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
         for path, owner_module in model.named_modules():
             for leaf, buffer in owner_module._buffers.items():
                 if buffer is not None:
@@ -208,8 +208,9 @@ class ParallelModule(nn.Module):
                     owner, _ = initialise.container(self, name)
                     if id(buffer) not in placed:
                         placed[id(buffer)] = initialise.same_everywhere(buffer.detach(), mesh, state.device)
-                    owner.register_buffer(leaf, placed[id(buffer)],
-                                          leaf not in owner_module._non_persistent_buffers_set)
+                    owner._buffers[leaf] = placed[id(buffer)]
+                    if leaf in owner_module._non_persistent_buffers_set:
+                        owner._non_persistent_buffers_set.add(leaf)
         self.train(self.training)
 
     def _local_state(self, path: str, space: StrategySpace) -> torch.Tensor:
