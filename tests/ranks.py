@@ -4,9 +4,9 @@
 
 The ranks are processes that live through the session with one gloo process group, so that a test pays neither for
 importing torch nor for connecting. They are forked from multiprocessing's fork server, which has torch and
-transformers imported: starting 8 ranks takes 0.2 s, where spawning them takes 6 s on two cores. A failure of any
-kind (an exception, a dead process, a rank that never answers) kills the pool, and the next `run` starts it afresh:
-nothing of a broken collective reaches the next test.
+transformers imported: starting 8 ranks on two cores takes 0.2 s (1-2 s on a busy machine), where spawning them takes
+6 s. A failure of any kind (an exception, a dead process, a rank that never answers) kills the pool, and the next
+`run` starts it afresh: nothing of a broken collective reaches the next test.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -196,6 +196,21 @@ def _fork_server() -> Any:
     return context
 
 
+@contextlib.contextmanager
+def _main_that_can_be_imported() -> Iterator[None]:
+    """multiprocessing imports the main script in each process, which cannot be when it was read from a pipe."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or Path(file).exists():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
 class RankPool:
     """`num_ranks` processes in one gloo process group that perform one job after another.
 
@@ -270,7 +285,8 @@ class RankPool:
             here, there = context.Pipe()
             arguments = (rank, self.num_ranks, self._store.port, self._folder, there)
             process = context.Process(target=_serve, args=arguments, name=f"rank {rank} of {self.num_ranks}")
-            process.start()
+            with _main_that_can_be_imported():
+                process.start()
             there.close()
             self._processes.append(process)
             self._connections.append(here)
@@ -338,7 +354,7 @@ class RankPool:
         time.sleep(0.05)  # for the last of them to be written to its end
         stacks = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
         return {
-            rank: _Outcome(STUCK, b"", "Timeout", "no answer", _without_watcher(stack) or "(no Python stack)\n")
+            rank: _Outcome(STUCK, b"", "Timeout", "no answer", _own_frames_removed(stack) or "(no Python stack)\n")
             for rank, stack in stacks.items()
         }
 
@@ -376,9 +392,10 @@ def _message(what: str, rank: int, outcomes: dict[int, _Outcome], states: dict[i
     return "\n".join(lines)
 
 
-def _without_watcher(stacks: str) -> str:
-    """A faulthandler dump less the thread that waits for the parent's end, and less the threads' addresses."""
+def _own_frames_removed(stacks: str) -> str:
+    """A faulthandler dump less our own frames, the thread that waits for the parent's end, and threads' addresses."""
     threads = [text for text in stacks.split("\n\n") if "_exit_with_parent" not in text]
+    threads = [re.sub(r'\n  File "[^"]*ranks.py", line \d+ in _perform\n.*', "", text, flags=re.S) for text in threads]
     return re.sub(r"hread 0x\w+", "hread", "\n\n".join(threads))
 
 
