@@ -1,0 +1,104 @@
+"""Memory at the few times that matter: where the limit could be exceeded, and that no other time implies.
+
+A time is *dominated* when everything live at it is live at another time too; only times between a start and the next
+end are not. A time is *slack* when even the greediest choices fit. What is left is usually a few per cent of all times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem
+
+Users = list[tuple[tuple[int, int], np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """The limit as rows: at each of ``times``, usage above the least possible must be at most ``room`` bytes.
+
+    ``extra[u]`` is user u's usage minus its least usage; ``spans[u]`` is its half-open range of indices into ``times``.
+    Users are the problem's nodes, then its edges (those without usages have an empty span).
+    """
+
+    times: np.ndarray
+    room: np.ndarray
+    extra: tuple[np.ndarray, ...]
+    spans: np.ndarray
+    num_nodes: int
+
+    @property
+    def binds(self) -> bool:
+        return len(self.times) > 0
+
+    def uses(self, user: int) -> bool:
+        """Whether the user's choice changes the memory at a time that matters."""
+        return bool(self.spans[user, 0] < self.spans[user, 1])
+
+    def load(self, problem: Problem, choice: Sequence[int]) -> np.ndarray:
+        """Extra usage of a choice at each of ``times``. O(users + times)."""
+        change = np.zeros(len(self.times) + 1)
+        for user in np.flatnonzero(self.spans[:, 0] < self.spans[:, 1]):
+            low, high = self.spans[user]
+            if user < self.num_nodes:
+                usage = self.extra[user][choice[user]]
+            else:
+                edge = problem.edges[user - self.num_nodes]
+                usage = self.extra[user][choice[edge.source], choice[edge.target]]
+            change[low] += usage
+            change[high] -= usage
+        return np.cumsum(change)[:-1]
+
+    def prices_per_user(self, prices: np.ndarray) -> np.ndarray:
+        """Seconds per byte of each user, from seconds per byte at each of ``times``."""
+        total = np.concatenate([[0.0], np.cumsum(prices)])
+        return np.maximum(0.0, total[self.spans[:, 1]] - total[self.spans[:, 0]])
+
+
+def _users(problem: Problem) -> Users:
+    """Interval, usages and which of them are allowed, of every node and edge."""
+    users: Users = [(node.interval, node.usages, node.costs < FORBIDDEN) for node in problem.nodes]
+    nothing = np.zeros((1, 1))
+    users += [((0, 0), nothing, nothing == 0) if edge.usages is None
+              else (edge.interval, edge.usages, edge.costs < FORBIDDEN) for edge in problem.edges]
+    return users
+
+
+def undominated_times(intervals: np.ndarray) -> np.ndarray:
+    """Times that no other time dominates, among half-open intervals (start < end). O(n log n)."""
+    if not len(intervals):
+        return np.zeros(0, np.int64)
+    starts, ends = np.unique(intervals[:, 0]), np.unique(intervals[:, 1])
+    following_end = np.searchsorted(ends, starts, side="right")
+    last = np.append(following_end[1:] != following_end[:-1], True)
+    return starts[last]
+
+
+def load_at(times: np.ndarray, intervals: np.ndarray, usages: np.ndarray) -> np.ndarray:
+    """Summed usage of the intervals that hold each of the ascending ``times``."""
+    change = np.zeros(len(times) + 1)
+    np.add.at(change, np.searchsorted(times, intervals[:, 0]), usages)
+    np.subtract.at(change, np.searchsorted(times, intervals[:, 1]), usages)
+    return np.cumsum(change)[:-1]
+
+
+def memory_of(problem: Problem) -> Memory:
+    """Set up the rows. Raises MemoryLimitError when the least usages alone exceed the limit. O(n log n)."""
+    users = _users(problem)
+    intervals = np.array([interval for interval, _, _ in users], np.int64).reshape(-1, 2)
+    low = np.array([usages[allowed].min() if allowed.any() else 0.0 for _, usages, allowed in users])
+    high = np.array([usages[allowed].max() if allowed.any() else 0.0 for _, usages, allowed in users])
+    live = (intervals[:, 0] < intervals[:, 1]) & (high > 0)
+    times = undominated_times(intervals[live])
+    least, most = load_at(times, intervals[live], low[live]), load_at(times, intervals[live], high[live])
+    if len(times) and least.max() > problem.limit:
+        raise MemoryLimitError(problem.name, float(least.max()), problem.limit, exact=False)
+    kept = most > problem.limit
+    times, room = times[kept], problem.limit - least[kept]
+    spans = np.searchsorted(times, intervals)
+    spans[high <= low] = 0
+    extra = tuple(np.maximum(usages - lowest, 0.0) for (_, usages, _), lowest in zip(users, low, strict=True))
+    return Memory(times, room, extra, spans, len(problem.nodes))
