@@ -59,6 +59,10 @@ class SpacePricer:
     def rows(self, node: int, axis: int) -> Sequence[int]:
         return sorted({int(r) for r in self.space.strategies[node].array[self.choices(node), axis]})
 
+    def labels(self, node: int) -> Sequence[Label]:
+        s = self.space.strategies[node]
+        return [s.labels[c] for c in self.choices(node)]
+
     def repeat_row(self, node: int, axis: int) -> int:
         return self.rows(node, axis)[0]
 
