@@ -20,6 +20,7 @@ from autoparallel.search.problem import Edge, Node, Problem
 Allowed = Mapping[int, np.ndarray]
 #: Seconds that one fault counts for: more than any step takes.
 FAULT_S = 1e3
+SIDE_SHARE = 1e-3
 
 
 class Faults(Protocol):
@@ -34,14 +35,15 @@ class SpacePricer:
     """Builds problems for one strategy space: all strategies, or only some labels of each site.
 
     ``allowed`` (choice numbers by site; sites left out are free) holds what pins leave; it binds every problem.
-    ``faults`` are priced above everything else.
+    ``faults`` are priced above everything else. Side computations (masks, positions, rotary tables: no gradient and
+    hardly any bytes) are done on every rank; who needs a piece of one takes it, which is local.
     """
 
     def __init__(self, prices: Prices, limit_bytes: float = float("inf"), allowed: Allowed | None = None,
                  faults: Faults | None = None) -> None:
         self.faults = faults
         self.prices, self.space, self.limit_bytes = prices, prices.space, limit_bytes
-        self.allowed = dict(allowed or {})
+        self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self.kept = _kept_values(self.space) if prices.training else frozenset()
         self.last_use = _last_uses(self.space)
@@ -171,6 +173,19 @@ def _kept_values(space: StrategySpace) -> frozenset[object]:
                 kept.add(("copy", index, link.position))
                 kept.add((link.source, link.output))
     return frozenset(kept)
+
+
+def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:
+    """Ops without gradient whose results are at most `SIDE_SHARE` of all ops' bytes: only the repeated strategy."""
+    ops = [site for site in space.sites if site.kind == "op"]
+    sizes = {s.index: sum(m.num_bytes for m in space.strategies[s.index].output_metas) for s in ops}
+    most = SIDE_SHARE * sum(sizes.values())
+    found = {}
+    for index, size in sizes.items():
+        s = space.strategies[index]
+        if size <= most and not any(m.requires_grad for m in (*s.input_metas, *s.output_metas)):
+            found[index] = np.flatnonzero((s.array == 0).all(axis=1))
+    return found
 
 
 def _last_uses(space: StrategySpace) -> dict[int, int]:

@@ -126,13 +126,22 @@ class Eliminator:
     def __init__(self, problem: Problem) -> None:
         self.sizes = [len(node.costs) for node in problem.nodes]
         self._pairs = [(edge.source, edge.target) for edge in problem.edges]
-        self.order = elimination_order(self.sizes, self._pairs)
+        open_pairs = [(u, v) for u, v in self._pairs if self.sizes[u] > 1 and self.sizes[v] > 1]
+        self.order = elimination_order(self.sizes, open_pairs)
         if self.order.max_cells > CHUNK_CELLS:
-            other = elimination_order(self.sizes, self._pairs, by_fill=True)
+            other = elimination_order(self.sizes, open_pairs, by_fill=True)
             self.order = min(self.order, other, key=lambda order: order.max_cells)
+        self._lines: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._rank = [0] * len(self.sizes)
         for rank, v in enumerate(self.order.nodes):
             self._rank[v] = rank
+
+    def _only(self, table: np.ndarray, axis: int) -> np.ndarray:
+        """The table of an edge whose node on ``axis`` has one choice, as costs of the other; the same object again."""
+        known = self._lines.get((id(table), axis))
+        if known is None:
+            known = self._lines[id(table), axis] = table, table[0] if axis == 0 else table[:, 0]
+        return known[1]
 
     def work(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> float:
         """Cells that `solve` would touch: the sum over distinct steps."""
@@ -165,8 +174,13 @@ class Eliminator:
             waiting[v].append(Factor((v,), names.of_array(array)))
             arrays[waiting[v][-1].name] = array
         for (u, v), table in zip(self._pairs, tables, strict=True):
-            first = u if self._rank[u] < self._rank[v] else v
-            waiting[first].append(Factor((u, v), names.of_array(table)))
+            scope = (u, v)
+            if self.sizes[u] == 1:  # a node with one choice joins nothing
+                scope, table = (v,), self._only(table, 0)
+            elif self.sizes[v] == 1:
+                scope, table = (u,), self._only(table, 1)
+            first = min(scope, key=self._rank.__getitem__)
+            waiting[first].append(Factor(scope, names.of_array(table)))
             arrays[waiting[first][-1].name] = table
         steps = []
         for v, near in zip(self.order.nodes, self.order.neighbours, strict=True):

@@ -21,7 +21,7 @@ import numpy as np
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.search.exact import Incumbent, Outcome, trivial_bound
 from autoparallel.search.memory import Memory, memory_of
-from autoparallel.search.problem import FORBIDDEN, Edge, MemoryLimitError, Problem
+from autoparallel.search.problem import FORBIDDEN, Edge, MemoryLimitError, Problem, evaluate
 
 RELATIVE_GAP = 1e-9
 MEMORY_SCALE = 1e3
@@ -75,6 +75,7 @@ class IlpModel:
     def __init__(self, problem: Problem, memory: Memory) -> None:
         self.problem, self.memory, self.model = problem, memory, LinearModel()
         self.x: list[dict[int, int]] = []
+        self.memory_rows: list[tuple[int, float]] = []
         shared: dict[tuple[int, int], Any] = {}
         costs = [node.costs.copy() for node in problem.nodes]
         residues = []
@@ -139,7 +140,8 @@ class IlpModel:
             for at in range(low, high):
                 rows[at][variable] = usage
         for at, terms in enumerate(rows):
-            scale = MEMORY_SCALE / max(float(self.memory.room[at]), 1.0)
+            scale = MEMORY_SCALE / max(float(self.memory.room[at]), max(terms.values(), default=1.0))
+            self.memory_rows.append((len(self.model.lows), scale))
             self.model.row(-FORBIDDEN, float(self.memory.room[at]) * scale, {v: u * scale for v, u in terms.items()})
 
     def choice(self, values: dict[int, float]) -> tuple[int, ...]:
@@ -173,6 +175,7 @@ def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN) ->
     ``cutoff``: an objective that is known to be reached already; nothing above it is looked for.
     """
     from ortools.math_opt.python import mathopt
+    from ortools.math_opt.solvers import highs_pb2
 
     scale = max((cost for cost in model.costs), default=1.0) or 1.0
     scale = 2.0 ** math.floor(math.log2(scale) - 10)
@@ -181,7 +184,8 @@ def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN) ->
         model.row(-FORBIDDEN, cutoff / scale * (1 + 1e-9) + 1e-9, terms)
     left = max(0.01, deadline - time.monotonic())
     parameters = mathopt.SolveParameters(
-        threads=1, random_seed=1, relative_gap_tolerance=RELATIVE_GAP, absolute_gap_tolerance=0.0,
+        random_seed=1, highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}),
+        relative_gap_tolerance=RELATIVE_GAP, absolute_gap_tolerance=0.0,
         time_limit=None if left == FORBIDDEN else datetime.timedelta(seconds=left))
     result = mathopt.solve(mathopt.Model.from_model_proto(_proto(model, scale)), mathopt.SolverType.HIGHS,
                            params=parameters)
@@ -207,15 +211,13 @@ def solve_ilp(problem: Problem, deadline: float = FORBIDDEN, hint: tuple[int, ..
     incumbent = Incumbent(problem, memory, deadline)
     if hint is not None:
         incumbent.offer(hint)
-    model = IlpModel(problem, memory).model
     built = IlpModel(problem, memory)
-    model = built.model
     ready = time.monotonic()
-    values, bound, reason = run_highs(model, deadline, incumbent.objective)
+    values, bound, reason = run_highs(built.model, deadline, incumbent.objective)
     if values is not None:
         incumbent.offer(built.choice(values))
     if reason == "infeasible" and incumbent.choice is None:
-        raise_infeasible(problem, memory, deadline)
+        raise_infeasible(problem, deadline)
     if reason != "time limit":
         bound, reason = incumbent.objective if reason == "infeasible" else bound, "optimal"
     bound = min(max(bound, trivial_bound(problem)), incumbent.objective)
@@ -223,7 +225,7 @@ def solve_ilp(problem: Problem, deadline: float = FORBIDDEN, hint: tuple[int, ..
                    {"ilp model": ready - start, "ilp": time.monotonic() - ready})
 
 
-def raise_infeasible(problem: Problem, memory: Memory, deadline: float) -> None:
+def raise_infeasible(problem: Problem, deadline: float) -> None:
     """Say why nothing is feasible: the least memory of any plan, or that even without a limit nothing is allowed."""
     needed, exact = least_memory(problem, deadline)
     if needed == FORBIDDEN:
@@ -240,20 +242,19 @@ def least_memory(problem: Problem, deadline: float = FORBIDDEN) -> tuple[float, 
         return 0.0, True
     except MemoryLimitError as error:
         floor = error.needed_bytes
-    built = IlpModel(problem, memory := memory_of(Problem(problem.nodes, problem.edges, floor, problem.name)))
+    memory = memory_of(Problem(problem.nodes, problem.edges, floor, problem.name))
+    built = IlpModel(problem, memory)
     model = built.model
     model.costs = [0.0] * len(model.costs)
-    scale = max(float(memory.room.max(initial=0.0)), floor, 1.0) / MEMORY_SCALE
+    unit = sum(float(extra.max()) for extra in memory.extra) or 1.0
     above = model.variables([1.0], False)[0]
-    for row in range(len(model.lows) - len(memory.times), len(model.lows)):
-        row_scale = MEMORY_SCALE / max(float(memory.room[row - len(model.lows)]), 1.0)
+    for row, scale in built.memory_rows:
         model.row_ids.append(row)
         model.column_ids.append(above)
-        model.coefficients.append(-scale * row_scale * MEMORY_SCALE)
+        model.coefficients.append(-unit * scale)
     values, bound, reason = run_highs(model, deadline)
     if reason == "infeasible":
         return FORBIDDEN, True
     if values is None or reason != "optimal":
-        return floor + max(0.0, bound) * scale * MEMORY_SCALE, False
-    from autoparallel.search.problem import evaluate
+        return floor + max(0.0, bound) * unit, False
     return evaluate(problem, built.choice(values)).peak_bytes, True

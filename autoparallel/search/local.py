@@ -123,8 +123,9 @@ def _relief(state: LocalState, v: int, at: int) -> tuple[float, int]:
     costs = state.local_costs(v)
     now = costs[state.choice[v]]
     rise = np.maximum(costs - now, 0.0) if now < FORBIDDEN else costs
-    useful = np.minimum(saved, state.load[at] - state.memory.room[at])
-    rates = np.where(saved > 0, rise, FORBIDDEN) / np.where(saved > 0, useful, 1.0)
+    over = state.load[at] - state.memory.room[at]
+    useful = np.where(saved > 0, np.minimum(saved, over) if over > 0 else saved, 1.0)
+    rates = np.where(saved > 0, rise, FORBIDDEN) / useful
     pick = int(rates.argmin())
     return float(rates[pick]), pick
 

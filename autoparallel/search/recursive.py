@@ -1,130 +1,248 @@
-"""Double recursion: one mesh axis after another (slowest links first), each level an exact elimination of the graph.
+"""Double recursion: mesh axes from the slowest links to the fastest, and on each level the operator graph, exactly.
 
-A level that only sees its own axis collapses to all data-parallel. Three things prevent it: each level is solved under
-several guesses of what the later axes will do (nothing; the same as this one), the plans so found form a beam, and then
-
-    re-solve     one axis at a time, the others held, until nothing improves
-    recombine    each node may take its label in any plan of the beam; solved exactly, few labels per node
-
-repeat in turn until neither helps. Every sub-problem has as many choices per node as one axis has rows, so time grows
-with the sum of the axes' rows, not with their product.
+Outer recursion: one axis is decided at a time. What the axes below it will do is not known yet, so each level is solved
+under several lookaheads ("they repeat the work", "they do the same as this axis", "they do what is cheapest by
+itself"), and the best few plans are kept (the beam): looking at one level alone collapses to all data-parallel. Then
+each axis, and each pair of axes where that is cheap, is solved again given the others, until nothing improves.
+Inner recursion: a level's problem has one choice per row of one axis, and is decomposed and solved by elimination.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from autoparallel.search.exact import Incumbent, Outcome, solve_exact, trivial_bound
+import numpy as np
+
+from autoparallel.errors import SearchError
+from autoparallel.search.elimination import Eliminator
+from autoparallel.search.exact import Incumbent, Outcome, affordable, trivial_bound
+from autoparallel.search.lagrange import raise_bound
 from autoparallel.search.memory import memory_of
-from autoparallel.search.problem import FORBIDDEN, Label, MemoryLimitError, Pricer, Problem
+from autoparallel.search.problem import FORBIDDEN, Edge, Label, Node, Pricer, Problem, evaluate
 
-MAX_PASSES = 20
-Labels = list[Label]
+BEAM = 4
+ROUNDS = 12
+LEVEL_GAP = 1e-4
+PAIR_WORK_CELLS = 2e9
+BOUND_WORK_CELLS = 1e8
+Plan = tuple[Label, ...]
 
 
-def solve_recursive(problem: Problem, pricer: Pricer, deadline: float = FORBIDDEN) -> Outcome:
-    """A good plan in time linear in the axes; the lower bound is the trivial one.
+class LabelledPricer:
+    """A Pricer over a problem that is already priced: sub-problems by selection.
 
-    ``problem`` is the full problem, whose labels the pricer prices; plans are judged and repaired on it.
+    Nodes without labels get one axis whose rows are their choices. ``repeat_row`` of another pricer is used when given;
+    otherwise the lowest row of the node stands for it.
     """
-    began = time.monotonic()
-    search = _Recursion(problem, pricer, deadline)
-    for lookahead in ("repeat", "same"):
-        for order in search.orders():
-            search.descend(order, lookahead)
-    levels = time.monotonic() - began
-    search.improve()
-    seconds = {"levels": levels, "re-solve": time.monotonic() - began - levels}
-    best = search.incumbent
-    reason = "time limit" if time.monotonic() >= deadline else "nothing improves"
-    return Outcome(best.choice, best.objective, trivial_bound(problem), reason, seconds)
+
+    def __init__(self, problem: Problem, pricer: Pricer | None = None) -> None:
+        self.full = problem
+        self._pricer = pricer
+        self._labels = [node.labels or tuple((i,) for i in range(len(node.costs))) for node in problem.nodes]
+        widths = {len(label) for labels in self._labels for label in labels}
+        if len(widths) > 1:
+            raise SearchError(f"{problem.name}: labels name {sorted(widths)} axes; all must name the same axes")
+        names = pricer.axis_names if pricer is not None else ()
+        count = widths.pop() if widths else 1
+        self.axis_names = names if len(names) == count else tuple(f"axis{a}" for a in range(count))
+        self._index = [{label: i for i, label in enumerate(labels)} for labels in self._labels]
+        self._selected: dict[tuple[int, bytes, bytes], np.ndarray] = {}
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.full.nodes)
+
+    def labels(self, node: int) -> Sequence[Label]:
+        return self._labels[node]
+
+    def rows(self, node: int, axis: int) -> Sequence[int]:
+        return sorted({label[axis] for label in self._labels[node]})
+
+    def repeat_row(self, node: int, axis: int) -> int:
+        if self._pricer is not None and len(self.axis_names) == len(self._pricer.axis_names):
+            return self._pricer.repeat_row(node, axis)
+        return self.rows(node, axis)[0]
+
+    def _select(self, table: np.ndarray, *picks: np.ndarray) -> np.ndarray:
+        """The picked part of a table: the same object for the same request."""
+        key = id(table), picks[0].tobytes(), picks[-1].tobytes()
+        if key not in self._selected:
+            self._selected[key] = table[picks[0]] if len(picks) == 1 else table[np.ix_(*picks)]
+        return self._selected[key]
+
+    def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
+        picks = [np.array([index[label] for label in labels]) for index, labels
+                 in zip(self._index, allowed, strict=True)]
+        self._selected.clear()
+        nodes = tuple(Node(node.name, self._select(node.costs, pick), self._select(node.usages, pick), node.interval,
+                           tuple(labels))
+                      for node, pick, labels in zip(self.full.nodes, picks, allowed, strict=True))
+        edges = tuple(Edge(e.source, e.target, self._select(e.costs, picks[e.source], picks[e.target]),
+                           None if e.usages is None else self._select(e.usages, picks[e.source], picks[e.target]),
+                           e.interval) for e in self.full.edges)
+        return Problem(nodes, edges, self.full.limit, self.full.name)
+
+    def choice_of(self, plan: Plan) -> tuple[int, ...]:
+        return tuple(index[label] for index, label in zip(self._index, plan, strict=True))
 
 
-class _Recursion:
-    def __init__(self, problem: Problem, pricer: Pricer, deadline: float) -> None:
-        self.problem, self.pricer, self.deadline = problem, pricer, deadline
-        self.incumbent = Incumbent(problem, memory_of(problem), deadline)
-        self.known = [tuple(pricer.labels(v)) for v in range(pricer.num_nodes)]
-        self.position = [{label: i for i, label in enumerate(node.labels or ())} for node in problem.nodes]
-        self.beam: list[Labels] = []
+@dataclass(frozen=True)
+class State:
+    """A whole plan with its rank: bytes over the limit first, then seconds."""
 
-    def orders(self) -> list[tuple[int, ...]]:
-        axes = tuple(range(len(self.pricer.axis_names)))
-        return [axes] if len(axes) == 1 else [axes, axes[::-1]]
+    rank: tuple[float, float]
+    plan: Plan
 
-    def descend(self, order: Sequence[int], lookahead: str) -> None:
-        """Decide axis by axis in ``order``; axes not decided yet repeat the work, or do the same as this one."""
-        decided: dict[int, list[int]] = {}
-        for axis in order:
-            allowed = [self._level(v, axis, decided, lookahead) for v in range(self.pricer.num_nodes)]
-            labels = self._solve(allowed, limited=len(decided) == len(order) - 1)
-            if labels is None:
-                return
-            decided[axis] = [label[axis] for label in labels]
-        self._offer(labels)
 
-    def _level(self, v: int, axis: int, decided: dict[int, list[int]], lookahead: str) -> Sequence[Label]:
-        """Labels of node v at this level: what was decided, any row here, a guess on the axes to come."""
-        fitting = [x for x in self.known[v] if all(x[a] == rows[v] for a, rows in decided.items())]
-        later = [a for a in range(len(self.pricer.axis_names)) if a != axis and a not in decided]
+Lookahead = Callable[[int, int, int], int | None]
 
-        def guess(label: Label, other: int) -> bool:
-            if label[other] == self.pricer.repeat_row(v, other):
-                return True
-            return lookahead == "same" and label[other] == label[axis]
 
-        guessed = [x for x in fitting if all(guess(x, a) for a in later)]
-        return guessed or fitting or self.known[v]
+class Recursion:
+    """The search over one pricer; every state on the way is a plan for all axes."""
 
-    def improve(self) -> None:
-        """Re-solve axes and recombine the beam until nothing improves."""
-        axes = range(len(self.pricer.axis_names))
-        for _ in range(MAX_PASSES):
-            before = self.incumbent.objective
-            for axis in axes:
-                self._resolve(axis)
-            self._recombine()
-            if not self.incumbent.objective < before * (1 - 1e-9) or time.monotonic() >= self.deadline:
-                return
+    def __init__(self, pricer: Pricer, deadline: float) -> None:
+        self.pricer, self.deadline = pricer, deadline
+        self.num_axes = len(pricer.axis_names)
+        self._labels = [tuple(pricer.labels(v)) for v in range(pricer.num_nodes)]
 
-    def _best(self) -> Labels | None:
-        choice = self.incumbent.choice
-        if choice is None:
+    def closest(self, v: int, wanted: Label, fixed: Sequence[int]) -> Label | None:
+        """The label with ``wanted``'s rows on the ``fixed`` axes that agrees most elsewhere; ties by position."""
+        best, found = -1, None
+        for label in self._labels[v]:
+            if all(label[a] == wanted[a] for a in fixed):
+                agrees = sum(x == y for x, y in zip(label, wanted, strict=True))
+                if agrees > best:
+                    best, found = agrees, label
+        return found
+
+    def solve_allowed(self, allowed: Sequence[Sequence[Label]]) -> State | None:
+        """The best plan of a restricted problem, None when it has none; memory by prices and repair."""
+        problem = self.pricer.problem(allowed)
+        eliminator = Eliminator(problem)
+        if not affordable(eliminator, problem, PAIR_WORK_CELLS):
             return None
-        return [node.labels[c] for node, c in zip(self.problem.nodes, choice, strict=True)]  # type: ignore[index]
-
-    def _resolve(self, axis: int) -> None:
-        best = self._best()
-        if best is None or len(self.pricer.axis_names) == 1:
-            return
-        allowed = [
-            [x for x in known if x[:axis] == mine[:axis] and x[axis + 1 :] == mine[axis + 1 :]]
-            for known, mine in zip(self.known, best, strict=True)
-        ]
-        self._offer(self._solve(allowed, limited=True))
-
-    def _recombine(self) -> None:
-        best = self._best()
-        plans = self.beam[-6:] + ([best] if best is not None else [])
-        if len(plans) > 1:
-            self._offer(self._solve([list(dict.fromkeys(labels)) for labels in zip(*plans, strict=True)], limited=True))
-
-    def _solve(self, allowed: Sequence[Sequence[Label]], limited: bool) -> Labels | None:
-        """Exact answer of the problem with these labels; None when they cannot meet the memory limit."""
-        part = self.pricer.problem(allowed)
-        if not limited:
-            part = replace(part, limit=FORBIDDEN)
-        try:
-            outcome = solve_exact(part, self.deadline)
-        except MemoryLimitError:
-            outcome = solve_exact(replace(part, limit=FORBIDDEN), self.deadline)
-        if outcome.choice is None:
+        memory = memory_of(Problem(problem.nodes, problem.edges, max(problem.limit, _least_peak(problem)), problem.name))
+        incumbent = Incumbent(problem, memory, self.deadline)
+        dual = raise_bound(problem, memory, eliminator.solve, self.deadline, ROUNDS, incumbent.offer, LEVEL_GAP)
+        plans = [*dual.plans, *([incumbent.choice] if incumbent.choice else [])]
+        ranked = [(self._rank(problem, plan), plan) for plan in plans]
+        if not ranked:
             return None
-        return [node.labels[c] for node, c in zip(part.nodes, outcome.choice, strict=True)]  # type: ignore[index]
+        rank, choice = min(ranked)
+        if rank[1] == FORBIDDEN:
+            return None
+        return State(rank, tuple(labels[i] for labels, i in zip(allowed, choice, strict=True)))
 
-    def _offer(self, labels: Labels | None) -> None:
-        if labels is not None:
-            self.beam.append(labels)
-            self.incumbent.offer(tuple(at[x] for at, x in zip(self.position, labels, strict=True)))
+    @staticmethod
+    def _rank(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:
+        judged = evaluate(problem, choice)
+        return max(0.0, judged.peak_bytes - problem.limit), judged.objective
+
+    def level(self, axis: int, plan: Plan | None, lookahead: str) -> State | None:
+        """Decide ``axis``; axes above it are as in ``plan``, axes below it follow the lookahead."""
+        fixed = tuple(range(axis + 1))
+        allowed = []
+        for v in range(self.pricer.num_nodes):
+            above = plan[v][:axis] if plan is not None else ()
+            found: dict[Label, None] = {} if plan is None else {plan[v]: None}
+            for row in self.pricer.rows(v, axis):
+                below = tuple(row if lookahead == "same" else self.pricer.repeat_row(v, a)
+                              for a in range(axis + 1, self.num_axes))
+                label = self.closest(v, (*above, row, *below), fixed)
+                if label is not None:
+                    found[label] = None
+            allowed.append(tuple(found))
+        return self.solve_allowed(allowed)
+
+    def descend_axes(self) -> list[State]:
+        """The outer recursion: best few plans, all axes decided."""
+        beam: list[State | None] = [None]
+        for axis in range(self.num_axes):
+            lookaheads = ("repeat", "same") if axis + 1 < self.num_axes else ("repeat",)
+            found: dict[Plan, State] = {}
+            for state, lookahead in itertools.product(beam, lookaheads):
+                new = self.level(axis, state.plan if state else None, lookahead)
+                for candidate in (new, state):
+                    if candidate is not None:
+                        found.setdefault(candidate.plan, candidate)
+                if time.monotonic() >= self.deadline and found:
+                    break
+            if not found:
+                return []
+            beam = [*sorted(found.values(), key=lambda state: state.rank)[:BEAM]]
+        return [state for state in beam if state is not None]
+
+    def resolve(self, state: State, axes: Sequence[int]) -> State:
+        """Decide these axes again, the others as they are; never worse."""
+        fixed = [a for a in range(self.num_axes) if a not in axes]
+        allowed = [tuple(label for label in labels if all(label[a] == old[a] for a in fixed))
+                   for labels, old in zip(self._labels, state.plan, strict=True)]
+        new = self.solve_allowed(allowed)
+        return min(state, new, key=lambda s: s.rank) if new is not None else state
+
+    def polish(self, state: State) -> State:
+        """Coordinate descent over axes, then over pairs of axes, until nothing improves."""
+        size = 1
+        while size <= min(2, self.num_axes) and time.monotonic() < self.deadline:
+            before = state.rank
+            for axes in itertools.combinations(range(self.num_axes), size):
+                if time.monotonic() < self.deadline:
+                    state = self.resolve(state, axes)
+            improved = state.rank < before
+            if not improved:
+                size += 1
+            elif size == self.num_axes:
+                break
+        return state
+
+
+def _least_peak(problem: Problem) -> float:
+    """Peak bytes when every node and edge takes its least: a limit that `memory_of` accepts."""
+    from autoparallel.search.problem import MemoryLimitError
+    try:
+        memory_of(Problem(problem.nodes, problem.edges, 0.0, problem.name))
+    except MemoryLimitError as error:
+        return error.needed_bytes
+    return 0.0
+
+
+def solve_recursive(pricer: Pricer, deadline: float = FORBIDDEN) -> tuple[Plan, tuple[float, float]] | None:
+    """The best plan found, with bytes over the limit (0: feasible) and seconds; None when no level has a plan.
+
+    Per axis: a few eliminations with as many choices per node as the axis has rows. Then coordinate descent.
+    """
+    search = Recursion(pricer, deadline)
+    states = search.descend_axes()
+    if not states:
+        everything = [tuple(pricer.labels(v)) for v in range(pricer.num_nodes)]
+        whole = search.solve_allowed(everything)
+        states = [whole] if whole is not None else []
+    if not states:
+        return None
+    polished = [search.polish(state) for state in states[:2]]
+    best = min(polished, key=lambda state: state.rank)
+    return best.plan, best.rank
+
+
+def solve_recursive_problem(problem: Problem, deadline: float = FORBIDDEN, pricer: Pricer | None = None) -> Outcome:
+    """Double recursion on a priced problem, with a bound: one elimination where cheap, else the trivial one."""
+    start = time.monotonic()
+    adapted = LabelledPricer(problem, pricer)
+    memory = memory_of(problem)
+    incumbent = Incumbent(problem, memory, deadline)
+    found = solve_recursive(adapted, deadline)
+    if found is not None:
+        incumbent.offer(adapted.choice_of(found[0]))
+    searched = time.monotonic()
+    bound = trivial_bound(problem)
+    eliminator = Eliminator(problem)
+    if affordable(eliminator, problem, BOUND_WORK_CELLS):
+        value, _ = eliminator.solve([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
+        bound = max(bound, value)
+    closed = incumbent.objective - bound <= 1e-6 * abs(incumbent.objective)
+    reason = "optimal" if closed else "time limit" if time.monotonic() >= deadline else "gap"
+    return Outcome(incumbent.choice, incumbent.objective, min(bound, incumbent.objective), reason,
+                   {"recursive": searched - start, "bound": time.monotonic() - searched})
