@@ -13,14 +13,14 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.search.exact import Incumbent, Outcome, trivial_bound
-from autoparallel.search.memory import Memory, memory_of
+from autoparallel.search.memory import Memory, least_peak, memory_of
 from autoparallel.search.problem import FORBIDDEN, Edge, MemoryLimitError, Problem, evaluate
 
 RELATIVE_GAP = 1e-9
@@ -163,9 +163,11 @@ def _proto(model: LinearModel, scale: float) -> Any:
     proto.linear_constraints.ids.extend(range(len(model.lows)))
     proto.linear_constraints.lower_bounds.extend(model.lows)
     proto.linear_constraints.upper_bounds.extend(model.highs)
-    proto.linear_constraint_matrix.row_ids.extend(model.row_ids)
-    proto.linear_constraint_matrix.column_ids.extend(model.column_ids)
-    proto.linear_constraint_matrix.coefficients.extend(model.coefficients)
+    order = np.lexsort((model.column_ids, model.row_ids))
+    matrix = proto.linear_constraint_matrix
+    matrix.row_ids.extend(np.array(model.row_ids, np.int64)[order].tolist())
+    matrix.column_ids.extend(np.array(model.column_ids, np.int64)[order].tolist())
+    matrix.coefficients.extend(np.array(model.coefficients)[order].tolist())
     return proto
 
 
@@ -236,13 +238,8 @@ def raise_infeasible(problem: Problem, deadline: float) -> None:
 
 def least_memory(problem: Problem, deadline: float = FORBIDDEN) -> tuple[float, bool]:
     """The least peak in bytes over all allowed choices (inf: none is allowed), and whether that is exact or a bound."""
-    free = Problem(problem.nodes, problem.edges, 0.0, problem.name)
-    try:
-        memory_of(free)
-        return 0.0, True
-    except MemoryLimitError as error:
-        floor = error.needed_bytes
-    memory = memory_of(Problem(problem.nodes, problem.edges, floor, problem.name))
+    floor = least_peak(problem)
+    memory = memory_of(replace(problem, limit=floor))
     built = IlpModel(problem, memory)
     model = built.model
     model.costs = [0.0] * len(model.costs)

@@ -7,7 +7,7 @@ end are not. A time is *slack* when even the greediest choices fit. What is left
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -102,3 +102,12 @@ def memory_of(problem: Problem) -> Memory:
     spans[high <= low] = 0
     extra = tuple(np.maximum(usages - lowest, 0.0) for (_, usages, _), lowest in zip(users, low, strict=True))
     return Memory(times, room, extra, spans, len(problem.nodes))
+
+
+def least_peak(problem: Problem) -> float:
+    """Peak bytes if every node and edge could take its least usage: no plan needs less. O(n log n)."""
+    try:
+        memory_of(replace(problem, limit=0.0))
+    except MemoryLimitError as error:
+        return error.needed_bytes
+    return 0.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from autoparallel.errors import SearchError
 from autoparallel.search.elimination import Eliminator
 from autoparallel.search.exact import Incumbent, Outcome, affordable, trivial_bound
 from autoparallel.search.lagrange import raise_bound
-from autoparallel.search.memory import memory_of
+from autoparallel.search.memory import least_peak, memory_of
 from autoparallel.search.problem import FORBIDDEN, Edge, Label, Node, Pricer, Problem, evaluate
 
 BEAM = 4
@@ -124,7 +124,7 @@ class Recursion:
         eliminator = Eliminator(problem)
         if not affordable(eliminator, problem, PAIR_WORK_CELLS):
             return None
-        memory = memory_of(Problem(problem.nodes, problem.edges, max(problem.limit, _least_peak(problem)), problem.name))
+        memory = memory_of(replace(problem, limit=max(problem.limit, least_peak(problem))))
         incumbent = Incumbent(problem, memory, self.deadline)
         dual = raise_bound(problem, memory, eliminator.solve, self.deadline, ROUNDS, incumbent.offer, LEVEL_GAP)
         plans = [*dual.plans, *([incumbent.choice] if incumbent.choice else [])]
@@ -197,16 +197,6 @@ class Recursion:
             elif size == self.num_axes:
                 break
         return state
-
-
-def _least_peak(problem: Problem) -> float:
-    """Peak bytes when every node and edge takes its least: a limit that `memory_of` accepts."""
-    from autoparallel.search.problem import MemoryLimitError
-    try:
-        memory_of(Problem(problem.nodes, problem.edges, 0.0, problem.name))
-    except MemoryLimitError as error:
-        return error.needed_bytes
-    return 0.0
 
 
 def solve_recursive(pricer: Pricer, deadline: float = FORBIDDEN) -> tuple[Plan, tuple[float, float]] | None:
