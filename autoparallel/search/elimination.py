@@ -145,7 +145,7 @@ class Eliminator:
 
     def work(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> float:
         """Cells that `solve` would touch: the sum over distinct steps."""
-        steps, _ = self._steps(costs, tables)
+        steps, _, _ = self._steps(costs, tables)
         cells = {step.name: math.prod(float(self.sizes[u]) for u in (step.node, *step.near)) for step in steps}
         return sum(cells.values())
 
@@ -154,7 +154,44 @@ class Eliminator:
 
         ``costs`` has an array per node, ``tables`` one per edge of the problem given at birth. Time O(`work`).
         """
-        steps, arrays = self._steps(costs, tables)
+        steps, arrays, _ = self._steps(costs, tables)
+        return self._forward(steps, arrays), self._choose(steps, arrays)
+
+    def regrets(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """For every choice of every node: by how much the best plan with it exceeds the best plan (inf: there is none).
+
+        One pass up (as `solve`) and one down, in which each step is done once more per table it was given by an
+        earlier step. Raises nothing; all 0 when no plan is allowed.
+        """
+        steps, arrays, names = self._steps(costs, tables)
+        if self._forward(steps, arrays) == FORBIDDEN:
+            return [np.zeros(size) for size in self.sizes]
+        above: dict[int, list[Factor]] = {}
+        regrets: list[np.ndarray] = [np.zeros(0)] * len(self.sizes)
+        known: dict[tuple[object, ...], np.ndarray] = {}
+        position = {step.node: number for number, step in enumerate(steps)}
+        children: list[list[int]] = [[] for _ in steps]
+        for number, step in enumerate(steps):
+            if step.near:
+                children[position[min(step.near, key=self._rank.__getitem__)]].append(number)
+        for number in range(len(steps) - 1, -1, -1):
+            step = steps[number]
+            outside = above.get(number, [])
+            factors = [*step.factors, *outside]
+            everything = (step.node, *step.near)
+            regrets[step.node] = self._project(factors, everything, (step.node,), arrays, known)
+            for child in children[number]:
+                result = Factor(steps[child].near, steps[child].name)
+                rest = list(factors)
+                rest.remove(result)
+                table = self._project(rest, everything, result.scope, arrays, known)
+                name = names.of_array(table)
+                arrays[name] = table
+                above[child] = [Factor(result.scope, name)]
+        return regrets
+
+    def _forward(self, steps: list[Step], arrays: dict[int, np.ndarray]) -> float:
+        """Fill in the result of every step, each less its minimum; returns the sum of these minima."""
         offsets: dict[int, float] = {}
         for step in steps:
             if step.name not in offsets:
@@ -162,11 +199,40 @@ class Eliminator:
                 lowest = float(result.min())
                 offsets[step.name] = lowest
                 arrays[step.name] = result - lowest if 0 < lowest < FORBIDDEN else result
-        total = math.fsum(offsets[step.name] for step in steps)
-        return total, self._choose(steps, arrays)
+        return math.fsum(offsets[step.name] for step in steps)
+
+    def _project(self, factors: list[Factor], scope: tuple[int, ...], onto: tuple[int, ...],
+                 arrays: dict[int, np.ndarray], known: dict[tuple[object, ...], np.ndarray]) -> np.ndarray:
+        """Minimum of the factors' sum over all of ``scope`` but ``onto``, less its own minimum."""
+        place = {u: axis for axis, u in enumerate(scope)}
+        key = (tuple((factor.name, *(place[u] for u in factor.scope)) for factor in factors),
+               tuple(place[u] for u in onto), tuple(self.sizes[u] for u in scope))
+        if key not in known:
+            order = (*onto, *(u for u in scope if u not in onto))
+            total = self._sum(factors, order, arrays)
+            full = np.broadcast_to(total, tuple(self.sizes[u] for u in order))
+            least = full.reshape(*full.shape[:len(onto)], -1).min(axis=-1)
+            known[key] = least - min(float(least.min()), 1e300)
+        return known[key]
+
+    def _sum(self, factors: Sequence[Factor], scope: tuple[int, ...], arrays: dict[int, np.ndarray]) -> np.ndarray:
+        return functools.reduce(np.add, self._parts(factors, scope, arrays))
+
+    def _parts(self, factors: Sequence[Factor], scope: tuple[int, ...], arrays: dict[int, np.ndarray]
+               ) -> list[np.ndarray]:
+        """The factors' tables laid out over ``scope`` (one axis per node, size 1 where it is absent), small ones first."""
+        place = {u: axis for axis, u in enumerate(scope)}
+        parts = []
+        for factor in factors:
+            axes = [place[u] for u in factor.scope]
+            spread = [1] * len(scope)
+            for axis in axes:
+                spread[axis] = self.sizes[scope[axis]]
+            parts.append(arrays[factor.name].transpose(np.argsort(axes)).reshape(spread))
+        return sorted(parts, key=lambda part: part.size)
 
     def _steps(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]
-               ) -> tuple[list[Step], dict[int, np.ndarray]]:
+               ) -> tuple[list[Step], dict[int, np.ndarray], _Names]:
         """Every elimination with what it adds up, and the arrays that are known so far by name."""
         names, arrays = _Names(), {}
         waiting: list[list[Factor]] = [[] for _ in self.sizes]
@@ -189,21 +255,13 @@ class Eliminator:
             steps.append(Step(v, near, tuple(waiting[v]), names.of(key)))
             if near:
                 waiting[min(near, key=self._rank.__getitem__)].append(Factor(near, steps[-1].name))
-        return steps, arrays
+        return steps, arrays, names
 
     def _minimise(self, step: Step, arrays: dict[int, np.ndarray]) -> np.ndarray:
         """The table over ``step.near``, computed in pieces that stay in the cache."""
         scope = (step.node, *step.near)
-        place = {u: axis for axis, u in enumerate(scope)}
         shape = tuple(self.sizes[u] for u in scope)
-        parts = []
-        for factor in step.factors:
-            axes = [place[u] for u in factor.scope]
-            spread = [1] * len(scope)
-            for axis in axes:
-                spread[axis] = shape[axis]
-            parts.append(arrays[factor.name].transpose(np.argsort(axes)).reshape(spread))
-        parts.sort(key=lambda part: part.size)
+        parts = self._parts(step.factors, scope, arrays)
         if len(scope) == 1:
             return functools.reduce(np.add, parts).min(axis=0)
         rows = max(1, int(CHUNK_CELLS * shape[1] / math.prod(shape)))

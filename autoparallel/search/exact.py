@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoparallel.search.elimination import Eliminator
-from autoparallel.search.lagrange import Relaxation, raise_bound
+from autoparallel.search.lagrange import Relaxation, lowest_peak, raise_bound
 from autoparallel.search.local import LocalState, descend, repair
 from autoparallel.search.memory import Memory, memory_of
-from autoparallel.search.problem import FORBIDDEN, Problem, evaluate
+from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
 
 TABLE_CELLS = 2e7
 WORK_CELLS = 2e10
@@ -91,6 +91,12 @@ def solve_exact(problem: Problem, deadline: float = FORBIDDEN, relax: Relaxation
         relax = Eliminator(problem).solve
     incumbent = Incumbent(problem, memory, deadline, report)
     dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, TARGET_GAP)
+    if incumbent.choice is None and memory.binds:
+        least = lowest_peak(problem, relax, deadline, MAX_ROUNDS, problem.limit)
+        if least.plan is not None and least.bound > problem.limit:
+            raise MemoryLimitError(problem.name, least.bound, problem.limit, least.peak)
+        if least.plan is not None:
+            incumbent.offer(least.plan)
     gap_closed = incumbent.objective - dual.bound <= TARGET_GAP * abs(incumbent.objective)
     if gap_closed and incumbent.choice is not None:
         reason = "optimal"

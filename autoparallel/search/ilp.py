@@ -18,13 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.errors import SearchError
 from autoparallel.search.exact import Incumbent, Outcome, trivial_bound
+from autoparallel.search.lagrange import LowestPeak
 from autoparallel.search.memory import Memory, least_peak, memory_of
-from autoparallel.search.problem import FORBIDDEN, Edge, MemoryLimitError, Problem, evaluate
+from autoparallel.search.problem import FORBIDDEN, Edge, Problem, evaluate
 
 RELATIVE_GAP = 1e-9
 MEMORY_SCALE = 1e3
+MAX_CELLS = 2_000_000
+MAX_MEMORY_TERMS = 1_000_000
 
 
 @dataclass
@@ -32,6 +35,7 @@ class LinearModel:
     """A minimisation over variables >= 0 with rows ``low <= sum coefficient * variable <= high``."""
 
     costs: list[float] = field(default_factory=list)
+    highest: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
     lows: list[float] = field(default_factory=list)
     highs: list[float] = field(default_factory=list)
@@ -39,8 +43,9 @@ class LinearModel:
     column_ids: list[int] = field(default_factory=list)
     coefficients: list[float] = field(default_factory=list)
 
-    def variables(self, costs: list[float], integer: bool) -> range:
+    def variables(self, costs: list[float], integer: bool, highest: float = 1.0) -> range:
         first = len(self.costs)
+        self.highest += [highest] * len(costs)
         self.costs += costs
         self.integer += [integer] * len(costs)
         return range(first, len(self.costs))
@@ -82,7 +87,7 @@ class IlpModel:
         for edge in problem.edges:
             key = id(edge.costs), id(edge.usages)
             if key not in shared:
-                shared[key] = self._split(edge)
+                shared[key] = self.split(edge)
             residue, row_costs, column_costs, rows, columns = shared[key]
             costs[edge.source] += row_costs
             costs[edge.target] += column_costs
@@ -97,7 +102,7 @@ class IlpModel:
         self._add_memory()
 
     @staticmethod
-    def _split(edge: Edge) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def split(edge: Edge) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Table without what its rows and columns share, those two shares, and the groups of rows and columns."""
         residue, row_costs = _without_minimum(edge.costs)
         turned, column_costs = _without_minimum(residue.T)
@@ -134,6 +139,10 @@ class IlpModel:
             if self.memory.uses(v):
                 self._memory_terms += [(v, variable, float(self.memory.extra[v][pick]))
                                        for pick, variable in picks.items() if self.memory.extra[v][pick] > 0]
+        lengths = self.memory.spans[:, 1] - self.memory.spans[:, 0]
+        if sum(int(lengths[user]) for user, _, _ in self._memory_terms) > MAX_MEMORY_TERMS:
+            self._chain_memory()
+            return
         rows: list[dict[int, float]] = [{} for _ in self.memory.times]
         for user, variable, usage in self._memory_terms:
             low, high = self.memory.spans[user]
@@ -143,6 +152,24 @@ class IlpModel:
             scale = MEMORY_SCALE / max(float(self.memory.room[at]), max(terms.values(), default=1.0))
             self.memory_rows.append((len(self.model.lows), scale))
             self.model.row(-FORBIDDEN, float(self.memory.room[at]) * scale, {v: u * scale for v, u in terms.items()})
+
+    def _chain_memory(self) -> None:
+        """Two terms per use instead of one per time: load(t) = load(t - 1) + what starts - what ends."""
+        count = len(self.memory.times)
+        unit = max(float(self.memory.room.max()), max(usage for _, _, usage in self._memory_terms)) / MEMORY_SCALE
+        loads = self.model.variables([0.0] * count, False, FORBIDDEN)
+        rows: list[dict[int, float]] = [{load: -1.0} for load in loads]
+        for at in range(1, count):
+            rows[at][loads[at - 1]] = 1.0
+        for user, variable, usage in self._memory_terms:
+            low, high = self.memory.spans[user]
+            rows[low][variable] = rows[low].get(variable, 0.0) + usage / unit
+            if high < count:
+                rows[high][variable] = rows[high].get(variable, 0.0) - usage / unit
+        for at, load in enumerate(loads):
+            self.model.row(0.0, 0.0, rows[at])
+            self.memory_rows.append((len(self.model.lows), 1.0 / unit))
+            self.model.row(-FORBIDDEN, float(self.memory.room[at]) / unit, {load: 1.0})
 
     def choice(self, values: dict[int, float]) -> tuple[int, ...]:
         return tuple(max(picks, key=lambda pick: (values[picks[pick]], -pick)) for picks in self.x)
@@ -156,7 +183,7 @@ def _proto(model: LinearModel, scale: float) -> Any:
     count = len(model.costs)
     proto.variables.ids.extend(range(count))
     proto.variables.lower_bounds.extend([0.0] * count)
-    proto.variables.upper_bounds.extend([1.0] * count)
+    proto.variables.upper_bounds.extend(model.highest)
     proto.variables.integers.extend(model.integer)
     proto.objective.linear_coefficients.ids.extend(i for i, cost in enumerate(model.costs) if cost)
     proto.objective.linear_coefficients.values.extend(cost / scale for cost in model.costs if cost)
@@ -203,41 +230,44 @@ def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN) ->
     return values, bound, "optimal" if reason == reasons.OPTIMAL else "time limit"
 
 
-def solve_ilp(problem: Problem, deadline: float = FORBIDDEN, hint: tuple[int, ...] | None = None) -> Outcome:
-    """Branch and cut to proven optimality or the deadline. Memory O(sum of distinct table cells after grouping).
+def model_cells(problem: Problem) -> int:
+    """How many variables the edges of the problem's model would have."""
+    known: dict[tuple[int, int], int] = {}
+    for edge in problem.edges:
+        key = id(edge.costs), id(edge.usages)
+        if key not in known:
+            _, _, _, rows, columns = IlpModel.split(edge)
+            known[key] = int((rows.max() + 1) * (columns.max() + 1))
+    return sum(known[id(edge.costs), id(edge.usages)] for edge in problem.edges)
 
-    Raises MemoryLimitError or InfeasibleError when the program is proven to have no solution.
+
+def solve_ilp(problem: Problem, deadline: float = FORBIDDEN, hint: tuple[int, ...] | None = None) -> Outcome:
+    """Branch and cut to proven optimality or the deadline. ``hint``: a choice that bounds the search from above.
+
+    The lower bound holds for this problem; "infeasible" is a stop reason. Memory O(`model_cells`).
     """
     start = time.monotonic()
     memory = memory_of(problem)
     incumbent = Incumbent(problem, memory, deadline)
     if hint is not None:
         incumbent.offer(hint)
+    if model_cells(problem) > MAX_CELLS:
+        return Outcome(incumbent.choice, incumbent.objective, min(trivial_bound(problem), incumbent.objective),
+                       "too large", {"ilp": time.monotonic() - start})
     built = IlpModel(problem, memory)
     ready = time.monotonic()
     values, bound, reason = run_highs(built.model, deadline, incumbent.objective)
     if values is not None:
         incumbent.offer(built.choice(values))
-    if reason == "infeasible" and incumbent.choice is None:
-        raise_infeasible(problem, deadline)
-    if reason != "time limit":
-        bound, reason = incumbent.objective if reason == "infeasible" else bound, "optimal"
+    if reason == "infeasible":
+        bound, reason = incumbent.objective, "infeasible" if incumbent.choice is None else "optimal"
     bound = min(max(bound, trivial_bound(problem)), incumbent.objective)
     return Outcome(incumbent.choice, incumbent.objective, bound, reason,
                    {"ilp model": ready - start, "ilp": time.monotonic() - ready})
 
 
-def raise_infeasible(problem: Problem, deadline: float) -> None:
-    """Say why nothing is feasible: the least memory of any plan, or that even without a limit nothing is allowed."""
-    needed, exact = least_memory(problem, deadline)
-    if needed == FORBIDDEN:
-        raise InfeasibleError(f"{problem.name}: every choice is forbidden by some node's or edge's table, with any "
-                              "memory. Look for pins that contradict each other.")
-    raise MemoryLimitError(problem.name, needed, problem.limit, exact)
-
-
-def least_memory(problem: Problem, deadline: float = FORBIDDEN) -> tuple[float, bool]:
-    """The least peak in bytes over all allowed choices (inf: none is allowed), and whether that is exact or a bound."""
+def least_memory(problem: Problem, deadline: float = FORBIDDEN) -> LowestPeak:
+    """The least peak over all allowed choices, as a program of its own. Bound and plan differ when time runs out."""
     floor = least_peak(problem)
     memory = memory_of(replace(problem, limit=floor))
     built = IlpModel(problem, memory)
@@ -251,7 +281,9 @@ def least_memory(problem: Problem, deadline: float = FORBIDDEN) -> tuple[float, 
         model.coefficients.append(-unit * scale)
     values, bound, reason = run_highs(model, deadline)
     if reason == "infeasible":
-        return FORBIDDEN, True
-    if values is None or reason != "optimal":
-        return floor + max(0.0, bound) * unit, False
-    return evaluate(problem, built.choice(values)).peak_bytes, True
+        return LowestPeak(FORBIDDEN, FORBIDDEN, None)
+    if values is None:
+        return LowestPeak(floor + max(0.0, bound) * unit, FORBIDDEN, None)
+    plan = built.choice(values)
+    peak = evaluate(problem, plan).peak_bytes
+    return LowestPeak(peak if reason == "optimal" else floor + max(0.0, bound) * unit, peak, plan)

@@ -8,21 +8,26 @@ import numpy as np
 
 from autoparallel.errors import SearchError
 from autoparallel.search.presolve import select
-from autoparallel.search.problem import Label, Problem
+from autoparallel.search.problem import Label, Pricer, Problem
 
 
 class LabelledPricer:
-    """Implements `Pricer` on one problem. The first row of an axis counts as the one that repeats the work."""
+    """Implements `Pricer` on one problem; nodes without labels get one axis whose rows are their choices.
 
-    def __init__(self, problem: Problem, axis_names: Sequence[str] | None = None) -> None:
-        unlabelled = [node.name for node in problem.nodes if node.labels is None]
-        if unlabelled:
-            raise SearchError(f"recursive search needs a label per choice; {unlabelled[0]!r} has none")
+    Which row repeats the work is asked of another pricer where there is one; else it is a node's first.
+    """
+
+    def __init__(self, problem: Problem, pricer: Pricer | None = None) -> None:
         self._problem = problem
-        self._labels: list[tuple[Label, ...]] = [node.labels or () for node in problem.nodes]
-        axes = len(self._labels[0][0]) if self._labels else 0
-        self.axis_names = tuple(axis_names or (f"axis{a}" for a in range(axes)))
-        self._rows = [[sorted({x[a] for x in labels}) for a in range(axes)] for labels in self._labels]
+        self._labels = [node.labels or tuple((i,) for i in range(len(node.costs))) for node in problem.nodes]
+        widths = sorted({len(label) for labels in self._labels for label in labels}) or [1]
+        if len(widths) > 1:
+            raise SearchError(f"{problem.name}: labels name {widths} axes; all nodes must name the same axes")
+        self._pricer = pricer if pricer is not None and len(pricer.axis_names) == widths[0] else None
+        self.axis_names = (self._pricer.axis_names if self._pricer is not None
+                           else tuple(f"axis{a}" for a in range(widths[0])))
+        self._rows = [[sorted({label[a] for label in labels}) for a in range(widths[0])] for labels in self._labels]
+        self._place = [{label: i for i, label in enumerate(labels)} for labels in self._labels]
 
     @property
     def num_nodes(self) -> int:
@@ -35,12 +40,9 @@ class LabelledPricer:
         return self._labels[node]
 
     def repeat_row(self, node: int, axis: int) -> int:
-        return self._rows[node][axis][0]
+        return self._pricer.repeat_row(node, axis) if self._pricer is not None else self._rows[node][axis][0]
 
     def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
         """The problem with exactly these labels of each node."""
-        kept = []
-        for labels, wanted in zip(self._labels, allowed, strict=True):
-            place = {x: i for i, x in enumerate(labels)}
-            kept.append(np.array([place[tuple(x)] for x in wanted], dtype=np.int64))
-        return select(self._problem, kept)
+        return select(self._problem, [np.array([place[label] for label in labels], np.int64)
+                                      for place, labels in zip(self._place, allowed, strict=True)])

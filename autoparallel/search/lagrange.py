@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autoparallel.search.memory import Memory
+from autoparallel.search.memory import Memory, least_peak, memory_of
 from autoparallel.search.problem import FORBIDDEN, Problem, evaluate
 
 Relaxation = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], tuple[float, tuple[int, ...]]]
@@ -63,7 +63,7 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
     dual = Dual(-FORBIDDEN, np.zeros(len(memory.times)))
     active: list[int] = []
     cuts: list[tuple[float, np.ndarray]] = []
-    trial = dual.prices
+    trial, dearest = dual.prices, dearest_cost(problem)
     while dual.rounds < rounds:
         value, plan = relax(*priced(problem, memory, trial))
         bound = value - float(trial @ memory.room)
@@ -76,37 +76,108 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
         if bound > dual.bound:
             dual.bound, dual.prices = bound, trial
         best = on_plan(plan)
-        if best - dual.bound <= target_gap * abs(best) or time.monotonic() >= deadline:
+        if (best < FORBIDDEN and best - dual.bound <= target_gap * abs(best)) or time.monotonic() >= deadline:
             break
         worst = [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES] if over[p] > 0 and p not in active]
         active += worst
         if not active:
             break
-        ceiling, proposal = _master(cuts, active, len(memory.times), memory, dual)
-        if ceiling - dual.bound <= 1e-9 * abs(ceiling) and not worst:
+        proposed = _master(cuts, active, len(memory.times), float(dual.prices.max()))
+        if proposed is None or (proposed[0] - dual.bound <= 1e-9 * abs(proposed[0]) and not worst):
             break
+        if dual.bound > dearest:
+            return Dual(FORBIDDEN, trial, dual.plans, dual.rounds)
         step = 1.0 if len(active) == 1 else STEP
-        trial = dual.prices + step * (proposal - dual.prices)
+        trial = dual.prices + step * (proposed[1] - dual.prices)
     return dual
 
 
-def _master(cuts: list[tuple[float, np.ndarray]], active: list[int], num_times: int, memory: Memory, dual: Dual
-            ) -> tuple[float, np.ndarray]:
-    """Prices on the active times that maximise the least of the cuts, each ``cost + prices @ over``."""
+def dearest_cost(problem: Problem) -> float:
+    """More than any allowed plan can cost: a bound above it proves that no plan fits."""
+    highs: dict[int, float] = {}
+    total = 0.0
+    for array in [node.costs for node in problem.nodes] + [edge.costs for edge in problem.edges]:
+        if id(array) not in highs:
+            allowed = array[array < FORBIDDEN]
+            highs[id(array)] = float(allowed.max()) if allowed.size else 0.0
+        total += highs[id(array)]
+    return total * (1 + 1e-6) + 1e-300
+
+
+@dataclass(frozen=True)
+class LowestPeak:
+    """Every allowed plan needs at least ``bound`` bytes; ``plan`` (None: none is allowed) needs ``peak``."""
+
+    bound: float
+    peak: float
+    plan: tuple[int, ...] | None
+
+
+def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: int, enough: float = 0.0) -> LowestPeak:
+    """The plan with the least memory, whatever it costs, until one needs at most ``enough`` bytes.
+
+    The same cutting planes: weights on times that sum to 1; the least weighted memory bounds the least peak.
+    """
+    floor = least_peak(problem)
+    memory = memory_of(replace(problem, limit=floor))
+    free: dict[int, np.ndarray] = {}
+
+    def allowed_only(array: np.ndarray) -> np.ndarray:
+        return free.setdefault(id(array), np.where(array < FORBIDDEN, 0.0, FORBIDDEN))
+
+    bare = Problem(tuple(replace(node, costs=allowed_only(node.costs)) for node in problem.nodes),
+                   tuple(replace(edge, costs=allowed_only(edge.costs)) for edge in problem.edges), floor, problem.name)
+    trial = np.zeros(len(memory.times))
+    if memory.binds:
+        trial[int(memory.room.argmin())] = 1.0
+    best, peak, bound = None, FORBIDDEN, floor
+    active: list[int] = []
+    cuts: list[tuple[float, np.ndarray]] = []
+    for _ in range(rounds):
+        value, plan = relax(*priced(bare, memory, trial))
+        if value == FORBIDDEN:
+            return LowestPeak(FORBIDDEN, FORBIDDEN, None)
+        bound = max(bound, value + float(trial @ (floor - memory.room)))
+        judged = evaluate(problem, plan).peak_bytes
+        if judged < peak:
+            best, peak = plan, judged
+        if peak <= max(enough, bound * (1 + 1e-9)) or time.monotonic() >= deadline or not memory.binds:
+            break
+        over = memory.load(bare, plan) - memory.room + floor
+        cuts.append((0.0, over))
+        active += [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES] if p not in active]
+        proposed = _master(cuts, active, len(memory.times), 0.0, sum_to_one=True)
+        if proposed is None or proposed[0] - bound <= 1e-9 * abs(proposed[0]):
+            break
+        trial = proposed[1]
+    return LowestPeak(min(bound, peak), peak, best)
+
+
+def _master(cuts: list[tuple[float, np.ndarray]], active: list[int], num_times: int, highest: float,
+            sum_to_one: bool = False) -> tuple[float, np.ndarray] | None:
+    """Prices on the active times that maximise the least of the cuts, each ``cost + prices @ over``; None: no answer.
+
+    ``highest`` is the highest price in use; with ``sum_to_one`` prices are weights instead.
+    """
     from ortools.linear_solver import pywraplp
 
     solver = pywraplp.Solver.CreateSolver("GLOP")
-    spread = max(cost for cost, _ in cuts) or 1.0
-    box = max(10.0 * float(dual.prices.max()), _steepest(cuts, active, spread))
+    spread = max(cost for cost, _ in cuts) or max(float(np.abs(over[active]).max()) for _, over in cuts) or 1.0
+    box = 1.0 if sum_to_one else max(10.0 * highest, _steepest(cuts, active, spread))
     prices = [solver.NumVar(0.0, 1.0, "") for _ in active]
     low = solver.NumVar(-solver.infinity(), solver.infinity(), "")
+    if sum_to_one:
+        total = solver.Constraint(1.0, 1.0)
+        for price in prices:
+            total.SetCoefficient(price, 1.0)
     for cost, over in cuts:
         row = solver.Constraint(-solver.infinity(), cost / spread)
         row.SetCoefficient(low, 1.0)
         for price, at in zip(prices, active, strict=True):
             row.SetCoefficient(price, -float(over[at]) * box / spread)
     solver.Maximize(low)
-    solver.Solve()
+    if solver.Solve() != solver.OPTIMAL:
+        return None
     result = np.zeros(num_times)
     result[active] = [max(0.0, price.solution_value()) * box for price in prices]
     return float(low.solution_value()) * spread, result

@@ -95,7 +95,7 @@ def memory_of(problem: Problem) -> Memory:
     times = undominated_times(intervals[live])
     least, most = load_at(times, intervals[live], low[live]), load_at(times, intervals[live], high[live])
     if len(times) and least.max() > problem.limit:
-        raise MemoryLimitError(problem.name, float(least.max()), problem.limit, exact=False)
+        raise MemoryLimitError(problem.name, float(least.max()), problem.limit)
     kept = most > problem.limit
     times, room = times[kept], problem.limit - least[kept]
     spans = np.searchsorted(times, intervals)

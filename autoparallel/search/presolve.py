@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,16 +14,34 @@ import numpy as np
 from autoparallel.search.problem import FORBIDDEN, Edge, Node, Problem
 
 MAX_COMPARED = 1024
-FOLD_CELLS = 1_000_000
-Restore = Callable[[Sequence[int]], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """A smaller problem and the way back from its choices."""
+    """A problem with fewer choices: ``kept[v]`` are those of the original's node v, ascending."""
 
     problem: Problem
-    restore: Restore
+    kept: tuple[np.ndarray, ...]
+
+    def restore(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The same plan in the original's choices."""
+        return tuple(int(kept[pick]) for kept, pick in zip(self.kept, choice, strict=True))
+
+    def forward(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The original's plan in this problem's choices; a choice that was dropped becomes the first one."""
+        found = []
+        for kept, pick in zip(self.kept, choice, strict=True):
+            at = int(np.searchsorted(kept, pick))
+            found.append(at if at < len(kept) and kept[at] == pick else 0)
+        return tuple(found)
+
+    def then(self, inner: Reduced) -> Reduced:
+        """A further reduction of this problem, as one of the original."""
+        return Reduced(inner.problem, tuple(old[new] for old, new in zip(self.kept, inner.kept, strict=True)))
+
+
+def keep(problem: Problem, kept: Sequence[np.ndarray]) -> Reduced:
+    return Reduced(select(problem, kept), tuple(kept))
 
 
 def drop_dominated(problem: Problem, rounds: int = 2) -> Reduced:
@@ -40,10 +58,7 @@ def drop_dominated(problem: Problem, rounds: int = 2) -> Reduced:
         kept = [old[pick] for old, pick in zip(kept, picks, strict=True)]
         reduced = select(problem, kept)
 
-    def restore(choice: Sequence[int]) -> tuple[int, ...]:
-        return tuple(int(old[c]) for old, c in zip(kept, choice, strict=True))
-
-    return Reduced(reduced, restore)
+    return Reduced(reduced, tuple(kept))
 
 
 def select(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
@@ -106,77 +121,3 @@ def _needed_choices(node: Node, edges: Sequence[tuple[Edge, bool]], memory: bool
         if not kept or not (rows[kept] <= rows[i]).all(axis=1).any():
             kept.append(int(i))
     return alive[np.sort(kept)]
-
-
-def fold(problem: Problem) -> Reduced:
-    """Fold away nodes with at most two neighbours, whose choice then follows from theirs. Only without a memory limit.
-
-    The table left between the two neighbours is the minimum over the folded node's choices. O(k^3) per node.
-    """
-    if problem.limit < FORBIDDEN:
-        raise ValueError("folding ignores memory; the problem has a limit")
-    work = _Folding(problem)
-    work.run()
-    return work.result()
-
-
-class _Folding:
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.costs = [node.costs for node in problem.nodes]
-        self.tables: list[dict[int, np.ndarray]] = [{} for _ in problem.nodes]
-        for edge in problem.edges:
-            self._join(edge.source, edge.target, edge.costs)
-        self.folded: list[tuple[int, tuple[int, ...], np.ndarray, list[np.ndarray]]] = []
-        self.gone = [False] * len(problem.nodes)
-
-    def _join(self, u: int, v: int, table: np.ndarray) -> None:
-        if v in self.tables[u]:
-            table = self.tables[u][v] + table
-        self.tables[u][v], self.tables[v][u] = table, table.T
-
-    def run(self) -> None:
-        waiting = sorted(range(len(self.costs)), reverse=True)
-        while waiting:
-            v = waiting.pop()
-            near = sorted(self.tables[v])
-            cells = len(self.costs[v]) * int(np.prod([len(self.costs[u]) for u in near]))
-            if self.gone[v] or len(near) > 2 or cells > FOLD_CELLS * 40:
-                continue
-            self._remove(v, near)
-            waiting.extend(u for u in near if len(self.tables[u]) <= 2)
-
-    def _remove(self, v: int, near: list[int]) -> None:
-        tables = [self.tables[v][u] for u in near]
-        self.folded.append((v, tuple(near), self.costs[v], tables))
-        self.gone[v] = True
-        for u in near:
-            del self.tables[u][v]
-        self.tables[v] = {}
-        if len(near) == 1:
-            self.costs[near[0]] = self.costs[near[0]] + (self.costs[v][:, None] + tables[0]).min(axis=0)
-        elif len(near) == 2:
-            left = self.costs[v][:, None] + tables[0]
-            joined = np.empty((left.shape[1], tables[1].shape[1]))
-            for j in range(tables[1].shape[1]):
-                joined[:, j] = (left + tables[1][:, j, None]).min(axis=0)
-            self._join(near[0], near[1], joined)
-
-    def result(self) -> Reduced:
-        left = [v for v in range(len(self.costs)) if not self.gone[v]]
-        place = {v: i for i, v in enumerate(left)}
-        nodes = [Node(self.problem.nodes[v].name, self.costs[v], np.zeros(len(self.costs[v]))) for v in left]
-        edges = [Edge(place[u], place[v], t) for u in left for v, t in self.tables[u].items() if u < v]
-        constant = sum(float((self.costs[v]).min()) for v, near, _, _ in self.folded if not near)
-        nodes.append(Node("folded away", np.array([constant]), np.zeros(1)))
-
-        def restore(choice: Sequence[int]) -> tuple[int, ...]:
-            full = [0] * len(self.costs)
-            for v, c in zip(left, choice, strict=False):
-                full[v] = int(c)
-            for v, near, costs, tables in reversed(self.folded):
-                total = costs + sum((t[:, full[u]] for u, t in zip(near, tables, strict=True)), np.zeros(len(costs)))
-                full[v] = int(total.argmin())
-            return tuple(full)
-
-        return Reduced(Problem(tuple(nodes), tuple(edges), FORBIDDEN, self.problem.name), restore)

@@ -25,14 +25,19 @@ Label = tuple[int, ...]
 
 
 class MemoryLimitError(InfeasibleError):
-    """No choice meets the memory limit: ``needed_bytes`` is the least that any plan needs, ``limit_bytes`` the limit."""
+    """No choice meets the memory limit.
 
-    def __init__(self, name: str, needed_bytes: float, limit_bytes: float, exact: bool = True) -> None:
-        self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
-        least = "" if exact else "at least "
+    ``needed_bytes``: no plan needs less. ``limit_bytes``: what was given. ``sufficient_bytes``: a limit for which a plan
+    is known (inf: none is); equal to ``needed_bytes`` where the least is known exactly.
+    """
+
+    def __init__(self, name: str, needed_bytes: float, limit_bytes: float, sufficient_bytes: float = FORBIDDEN) -> None:
+        self.needed_bytes, self.limit_bytes, self.sufficient_bytes = needed_bytes, limit_bytes, sufficient_bytes
+        least = "" if sufficient_bytes == needed_bytes else "at least "
+        enough = sufficient_bytes if sufficient_bytes < FORBIDDEN else needed_bytes
         super().__init__(
             f"{name}: no plan fits in {limit_bytes:,.0f} bytes. Every plan needs {least}{needed_bytes:,.0f} bytes, "
-            f"{needed_bytes - limit_bytes:,.0f} more than the limit. Raise the limit to {needed_bytes:,.0f} bytes, use "
+            f"{needed_bytes - limit_bytes:,.0f} more than the limit. Raise the limit to {enough:,.0f} bytes, use "
             "more devices, or remove pins that keep values whole.")
 
 

@@ -11,82 +11,21 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from autoparallel.errors import SearchError
 from autoparallel.search.elimination import Eliminator
-from autoparallel.search.exact import Incumbent, Outcome, affordable, trivial_bound
+from autoparallel.search.exact import Incumbent, affordable
 from autoparallel.search.lagrange import raise_bound
 from autoparallel.search.memory import least_peak, memory_of
-from autoparallel.search.problem import FORBIDDEN, Edge, Label, Node, Pricer, Problem, evaluate
+from autoparallel.search.problem import FORBIDDEN, Label, Pricer, Problem, evaluate
 
 BEAM = 4
 ROUNDS = 12
 LEVEL_GAP = 1e-4
 PAIR_WORK_CELLS = 2e9
-BOUND_WORK_CELLS = 1e8
+POLISHED = 2
 Plan = tuple[Label, ...]
-
-
-class LabelledPricer:
-    """A Pricer over a problem that is already priced: sub-problems by selection.
-
-    Nodes without labels get one axis whose rows are their choices. ``repeat_row`` of another pricer is used when given;
-    otherwise the lowest row of the node stands for it.
-    """
-
-    def __init__(self, problem: Problem, pricer: Pricer | None = None) -> None:
-        self.full = problem
-        self._pricer = pricer
-        self._labels = [node.labels or tuple((i,) for i in range(len(node.costs))) for node in problem.nodes]
-        widths = {len(label) for labels in self._labels for label in labels}
-        if len(widths) > 1:
-            raise SearchError(f"{problem.name}: labels name {sorted(widths)} axes; all must name the same axes")
-        names = pricer.axis_names if pricer is not None else ()
-        count = widths.pop() if widths else 1
-        self.axis_names = names if len(names) == count else tuple(f"axis{a}" for a in range(count))
-        self._index = [{label: i for i, label in enumerate(labels)} for labels in self._labels]
-        self._selected: dict[tuple[int, bytes, bytes], np.ndarray] = {}
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.full.nodes)
-
-    def labels(self, node: int) -> Sequence[Label]:
-        return self._labels[node]
-
-    def rows(self, node: int, axis: int) -> Sequence[int]:
-        return sorted({label[axis] for label in self._labels[node]})
-
-    def repeat_row(self, node: int, axis: int) -> int:
-        if self._pricer is not None and len(self.axis_names) == len(self._pricer.axis_names):
-            return self._pricer.repeat_row(node, axis)
-        return self.rows(node, axis)[0]
-
-    def _select(self, table: np.ndarray, *picks: np.ndarray) -> np.ndarray:
-        """The picked part of a table: the same object for the same request."""
-        key = id(table), picks[0].tobytes(), picks[-1].tobytes()
-        if key not in self._selected:
-            self._selected[key] = table[picks[0]] if len(picks) == 1 else table[np.ix_(*picks)]
-        return self._selected[key]
-
-    def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
-        picks = [np.array([index[label] for label in labels]) for index, labels
-                 in zip(self._index, allowed, strict=True)]
-        self._selected.clear()
-        nodes = tuple(Node(node.name, self._select(node.costs, pick), self._select(node.usages, pick), node.interval,
-                           tuple(labels))
-                      for node, pick, labels in zip(self.full.nodes, picks, allowed, strict=True))
-        edges = tuple(Edge(e.source, e.target, self._select(e.costs, picks[e.source], picks[e.target]),
-                           None if e.usages is None else self._select(e.usages, picks[e.source], picks[e.target]),
-                           e.interval) for e in self.full.edges)
-        return Problem(nodes, edges, self.full.limit, self.full.name)
-
-    def choice_of(self, plan: Plan) -> tuple[int, ...]:
-        return tuple(index[label] for index, label in zip(self._index, plan, strict=True))
 
 
 @dataclass(frozen=True)
@@ -95,9 +34,6 @@ class State:
 
     rank: tuple[float, float]
     plan: Plan
-
-
-Lookahead = Callable[[int, int, int], int | None]
 
 
 class Recursion:
@@ -199,40 +135,17 @@ class Recursion:
         return state
 
 
-def solve_recursive(pricer: Pricer, deadline: float = FORBIDDEN) -> tuple[Plan, tuple[float, float]] | None:
-    """The best plan found, with bytes over the limit (0: feasible) and seconds; None when no level has a plan.
+def search_axes(pricer: Pricer, deadline: float = FORBIDDEN) -> tuple[int, ...] | None:
+    """The best plan found, as positions in each node's `labels`; None when none is allowed. It may exceed the limit.
 
-    Per axis: a few eliminations with as many choices per node as the axis has rows. Then coordinate descent.
+    Per axis: a few eliminations with as many choices per node as the axis has rows; then coordinate descent.
     """
     search = Recursion(pricer, deadline)
     states = search.descend_axes()
     if not states:
-        everything = [tuple(pricer.labels(v)) for v in range(pricer.num_nodes)]
-        whole = search.solve_allowed(everything)
+        whole = search.solve_allowed([tuple(pricer.labels(v)) for v in range(pricer.num_nodes)])
         states = [whole] if whole is not None else []
     if not states:
         return None
-    polished = [search.polish(state) for state in states[:2]]
-    best = min(polished, key=lambda state: state.rank)
-    return best.plan, best.rank
-
-
-def solve_recursive_problem(problem: Problem, deadline: float = FORBIDDEN, pricer: Pricer | None = None) -> Outcome:
-    """Double recursion on a priced problem, with a bound: one elimination where cheap, else the trivial one."""
-    start = time.monotonic()
-    adapted = LabelledPricer(problem, pricer)
-    memory = memory_of(problem)
-    incumbent = Incumbent(problem, memory, deadline)
-    found = solve_recursive(adapted, deadline)
-    if found is not None:
-        incumbent.offer(adapted.choice_of(found[0]))
-    searched = time.monotonic()
-    bound = trivial_bound(problem)
-    eliminator = Eliminator(problem)
-    if affordable(eliminator, problem, BOUND_WORK_CELLS):
-        value, _ = eliminator.solve([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
-        bound = max(bound, value)
-    closed = incumbent.objective - bound <= 1e-6 * abs(incumbent.objective)
-    reason = "optimal" if closed else "time limit" if time.monotonic() >= deadline else "gap"
-    return Outcome(incumbent.choice, incumbent.objective, min(bound, incumbent.objective), reason,
-                   {"recursive": searched - start, "bound": time.monotonic() - searched})
+    best = min((search.polish(state) for state in states[:POLISHED]), key=lambda state: state.rank)
+    return tuple(tuple(pricer.labels(v)).index(label) for v, label in enumerate(best.plan))

@@ -4,56 +4,137 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from autoparallel.errors import SearchError
+import numpy as np
+
+from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.search.elimination import Eliminator
-from autoparallel.search.exact import TARGET_GAP, Outcome, affordable, solve_exact, trivial_bound
-from autoparallel.search.ilp import raise_infeasible, solve_ilp
-from autoparallel.search.memory import memory_of
+from autoparallel.search.exact import MAX_ROUNDS, TARGET_GAP, Outcome, affordable, solve_exact, trivial_bound
+from autoparallel.search.ilp import MAX_CELLS, least_memory, model_cells, solve_ilp
+from autoparallel.search.labelled import LabelledPricer
+from autoparallel.search.lagrange import LowestPeak, lowest_peak, priced
+from autoparallel.search.memory import least_peak, memory_of
+from autoparallel.search.presolve import Reduced, drop_dominated, keep
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Pricer, Problem, Solution, evaluate
-from autoparallel.search.recursive import solve_recursive_problem
+from autoparallel.search.recursive import search_axes
 
 Progress = Callable[[str, float, float], None]
 AUTO_GAP = 1e-3
+SMALL_CELLS = 20_000
+LEAST_MEMORY_S = 10.0
 
 
-def _exact(problem: Problem, deadline: float, pricer: Pricer | None) -> Outcome:
-    eliminator = Eliminator(problem)
-    if not affordable(eliminator, problem):
-        return _merge(solve_recursive_problem(problem, deadline, pricer), solve_ilp_or_nothing(problem, deadline))
-    return solve_exact(problem, deadline, eliminator.solve)
+class Run:
+    """One call of `solve`: the problem, the clock, and the best plan and bound so far."""
+
+    def __init__(self, problem: Problem, deadline: float, pricer: Pricer | None, progress: Progress | None) -> None:
+        self.problem, self.deadline, self.pricer = problem, deadline, pricer
+        self._progress = progress
+        self.best = Outcome(None, FORBIDDEN, trivial_bound(problem), "not started")
+        self._prices: np.ndarray | None = None
+        reduced_at = time.monotonic()
+        memory_of(problem)
+        self.reduced = drop_dominated(problem)
+        self.eliminator = Eliminator(self.reduced.problem)
+        self.can_eliminate = affordable(self.eliminator, self.reduced.problem)
+        self.best.seconds["presolve"] = time.monotonic() - reduced_at
+
+    def note(self, found: Outcome, way_back: Reduced | None = None) -> None:
+        """Take over a solver's answer: the better plan, the better bound, its reason and seconds."""
+        if found.choice is not None and way_back is not None:
+            found.choice = way_back.restore(found.choice)
+        seconds = dict(self.best.seconds)
+        for phase, spent in found.seconds.items():
+            seconds[phase] = seconds.get(phase, 0.0) + spent
+        bound = max(self.best.lower_bound, found.lower_bound)
+        best = min(self.best, found, key=lambda outcome: outcome.objective)
+        reason = found.stop_reason
+        if best.choice is not None:
+            bound = min(bound, best.objective)
+            if best.objective - bound <= TARGET_GAP * abs(best.objective):
+                reason = "optimal"
+        self.best = Outcome(best.choice, best.objective, bound, reason, seconds)
+        if self._progress is not None:
+            self._progress(found.stop_reason, best.objective, bound)
+
+    def exact(self) -> None:
+        """Elimination, with prices for memory; where it is too wide, axes one at a time and then the program."""
+        if not self.can_eliminate:
+            self.recursive()
+            self.program()
+            return
+        found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve)
+        self._prices = found.prices
+        self.note(found, self.reduced)
+
+    def recursive(self) -> None:
+        adapted = LabelledPricer(self.problem, self.pricer)
+        start = time.monotonic()
+        choice = search_axes(adapted, self.deadline)
+        objective = FORBIDDEN
+        if choice is not None:
+            judged = evaluate(self.problem, choice)
+            choice, objective = (choice, judged.objective) if judged.feasible else (None, FORBIDDEN)
+        reason = "time limit" if time.monotonic() >= self.deadline else "gap"
+        self.note(Outcome(choice, objective, -FORBIDDEN, reason, {"recursive": time.monotonic() - start}))
+
+    def relaxed_bound(self) -> None:
+        """The optimum without memory limit, as a bound."""
+        start = time.monotonic()
+        if self.can_eliminate:
+            free = self.reduced.problem
+            bound, _ = self.eliminator.solve([node.costs for node in free.nodes], [edge.costs for edge in free.edges])
+            self.note(Outcome(None, FORBIDDEN, bound, self.best.stop_reason, {"bound": time.monotonic() - start}))
+
+    def program(self) -> None:
+        """The integer program over the choices that can still be part of a better plan."""
+        if time.monotonic() >= self.deadline:
+            return
+        left = self._within_reach()
+        hint = None if self.best.choice is None else left.forward(self.best.choice)
+        found = solve_ilp(left.problem, self.deadline, hint)
+        if found.stop_reason == "infeasible":
+            raise MemoryLimitError(self.problem.name, self.problem.limit, self.problem.limit)
+        self.note(found, left)
+
+    def _within_reach(self) -> Reduced:
+        """Without the choices whose best priced plan costs more than the plan in hand."""
+        if self._prices is None or self.best.choice is None:
+            return self.reduced
+        inner = self.reduced.problem
+        memory = memory_of(inner)
+        regrets = self.eliminator.regrets(*priced(inner, memory, self._prices))
+        room = (self.best.objective - self.best.lower_bound) * (1 + 1e-6) + 1e-9 * abs(self.best.objective)
+        wanted = self.reduced.forward(self.best.choice)
+        keeping = []
+        for v, regret in enumerate(regrets):
+            kept = regret <= room
+            kept[wanted[v]] = True
+            keeping.append(np.flatnonzero(kept))
+        return self.reduced.then(keep(inner, keeping))
 
 
-def _ilp(problem: Problem, deadline: float, pricer: Pricer | None) -> Outcome:
-    return solve_ilp(problem, deadline)
+def _ilp(run: Run) -> None:
+    """Large programs get a plan, prices and so fewer choices from elimination first; small ones stand on their own."""
+    if model_cells(run.reduced.problem) > SMALL_CELLS and run.can_eliminate:
+        run.exact()
+    run.program()
 
 
-def _auto(problem: Problem, deadline: float, pricer: Pricer | None) -> Outcome:
-    """Elimination first; a program over the rest only where a gap is left."""
-    found = _exact(problem, deadline, pricer)
-    if found.objective - found.lower_bound > AUTO_GAP * abs(found.objective) and time.monotonic() < deadline:
-        found = _merge(found, solve_ilp(problem, deadline, found.choice))
-    return found
+def _recursive(run: Run) -> None:
+    run.recursive()
+    run.relaxed_bound()
 
 
-def solve_ilp_or_nothing(problem: Problem, deadline: float) -> Outcome:
-    if time.monotonic() >= deadline:
-        return Outcome(None, FORBIDDEN, trivial_bound(problem), "time limit")
-    return solve_ilp(problem, deadline)
+def _auto(run: Run) -> None:
+    """Elimination first; the program only where a gap is left."""
+    run.exact()
+    if run.best.objective - run.best.lower_bound > AUTO_GAP * abs(run.best.objective) or run.best.choice is None:
+        run.program()
 
 
-def _merge(first: Outcome, second: Outcome) -> Outcome:
-    """The better plan, the better bound, the later reason, all the seconds."""
-    best = min(first, second, key=lambda outcome: outcome.objective)
-    bound = min(max(first.lower_bound, second.lower_bound), best.objective)
-    closed = best.choice is not None and best.objective - bound <= TARGET_GAP * abs(best.objective)
-    seconds = {name: first.seconds.get(name, 0.0) + second.seconds.get(name, 0.0)
-               for name in [*first.seconds, *second.seconds]}
-    return Outcome(best.choice, best.objective, bound, "optimal" if closed else second.stop_reason, seconds)
-
-
-_SEARCHES: dict[str, Callable[[Problem, float, Pricer | None], Outcome]] = {
-    "auto": _auto, "exact": _exact, "ilp": _ilp, "recursive": lambda *given: solve_recursive_problem(*given)}
+_SEARCHES: dict[str, Callable[[Run], None]] = {"auto": _auto, "exact": Run.exact, "ilp": _ilp, "recursive": _recursive}
 SEARCHES = tuple(_SEARCHES)
 
 
@@ -61,31 +142,53 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
           progress: Progress | None = None) -> Solution:
     """The best plan that this search finds, with a lower bound that holds for every plan.
 
-    ``progress(phase, objective, lower_bound)`` is called as the search goes on. The same problem gives the same plan
-    unless the clock stops the search.
+    ``progress(stop_reason, objective, lower_bound)`` is called after each phase. The same problem gives the same plan
+    unless the clock stops the search. Ctrl-C ends the search with the best plan so far.
 
     Raises:
         SearchError: unknown search, or no plan found in time though none is proven impossible.
-        MemoryLimitError: no plan fits into the limit (with ``needed_bytes`` and ``limit_bytes``).
+        MemoryLimitError: no plan fits into the limit (says the least memory that plans need).
         InfeasibleError: every plan is forbidden.
     """
     if search not in _SEARCHES:
         raise SearchError(f"unknown search {search!r}; there are: {', '.join(SEARCHES)}")
     start = time.monotonic()
     deadline = FORBIDDEN if time_limit_s is None else start + time_limit_s
+    run = None
     try:
-        found = _SEARCHES[search](problem, deadline, pricer)
-    except MemoryLimitError:
-        raise_infeasible(problem, deadline)
-        raise
-    if found.choice is None:
-        found = _merge(found, solve_ilp(problem, max(deadline, time.monotonic() + 1.0)))
-    if found.choice is None:
+        run = Run(problem, deadline, pricer, progress)
+        _SEARCHES[search](run)
+        if run.best.choice is None and search != "ilp":
+            run.program()
+    except MemoryLimitError as error:
+        raise _why_not(problem, error, deadline) from None
+    except KeyboardInterrupt:
+        if run is None or run.best.choice is None:
+            raise
+        run.best.stop_reason = "interrupted"
+    best = run.best
+    if best.choice is None:
         raise SearchError(f"{problem.name}: no plan that fits was found in {time.monotonic() - start:.1f} s, though "
                           "none is proven impossible. Allow more time (time_limit_s) or more memory.")
-    judged = evaluate(problem, found.choice)
-    if progress is not None:
-        progress(found.stop_reason, judged.objective, found.lower_bound)
-    seconds = {**found.seconds, "total": time.monotonic() - start}
-    return Solution(found.choice, judged.objective, min(found.lower_bound, judged.objective), judged.peak_bytes,
-                    found.stop_reason, search, seconds)
+    judged = evaluate(problem, best.choice)
+    seconds = {**best.seconds, "total": time.monotonic() - start}
+    return Solution(best.choice, judged.objective, min(best.lower_bound, judged.objective), judged.peak_bytes,
+                    best.stop_reason, search, seconds)
+
+
+def _why_not(problem: Problem, error: MemoryLimitError, deadline: float) -> InfeasibleError:
+    """The error with the least memory of any plan, as exactly as it can be found in a few seconds."""
+    least = LowestPeak(least_peak(problem), FORBIDDEN, None)
+    deadline = min(deadline, time.monotonic() + LEAST_MEMORY_S)
+    bare = drop_dominated(replace(problem, limit=0.0)).problem
+    if model_cells(bare) <= min(SMALL_CELLS, MAX_CELLS):
+        least = least_memory(bare, deadline)
+    else:
+        eliminator = Eliminator(bare)
+        if affordable(eliminator, bare):
+            least = lowest_peak(bare, eliminator.solve, deadline, MAX_ROUNDS)
+    if least.bound == FORBIDDEN:
+        return InfeasibleError(f"{problem.name}: every plan is forbidden by some node's or edge's table, whatever the "
+                               "memory. Look for pins that contradict each other.")
+    needed = max(least.bound, error.needed_bytes if error.needed_bytes > problem.limit else 0.0)
+    return MemoryLimitError(problem.name, min(needed, least.peak), problem.limit, least.peak)
