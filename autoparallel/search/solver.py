@@ -33,12 +33,15 @@ class Run:
         self._progress = progress
         self.best = Outcome(None, FORBIDDEN, trivial_bound(problem), "not started")
         self._prices: np.ndarray | None = None
-        reduced_at = time.monotonic()
-        memory_of(problem)
-        self.reduced = drop_dominated(problem)
-        self.eliminator = Eliminator(self.reduced.problem)
-        self.can_eliminate = affordable(self.eliminator, self.reduced.problem)
-        self.best.seconds["presolve"] = time.monotonic() - reduced_at
+        start = time.monotonic()
+        self.reduced = keep(problem, [np.arange(len(node.costs)) for node in problem.nodes])
+        self.eliminator = Eliminator(problem)
+        self.can_eliminate = affordable(self.eliminator, problem)
+        if not self.can_eliminate:
+            self.reduced = drop_dominated(problem)
+            self.eliminator = Eliminator(self.reduced.problem)
+            self.can_eliminate = affordable(self.eliminator, self.reduced.problem)
+        self.best.seconds["presolve"] = time.monotonic() - start
 
     def note(self, found: Outcome, way_back: Reduced | None = None) -> None:
         """Take over a solver's answer: the better plan, the better bound, its reason and seconds."""
@@ -99,9 +102,9 @@ class Run:
         self.note(found, left)
 
     def _within_reach(self) -> Reduced:
-        """Without the choices whose best priced plan costs more than the plan in hand."""
+        """Without the choices whose best priced plan costs more than the plan in hand, and without dominated ones."""
         if self._prices is None or self.best.choice is None:
-            return self.reduced
+            return self.reduced.then(drop_dominated(self.reduced.problem))
         inner = self.reduced.problem
         memory = memory_of(inner)
         regrets = self.eliminator.regrets(*priced(inner, memory, self._prices))
@@ -112,12 +115,13 @@ class Run:
             kept = regret <= room
             kept[wanted[v]] = True
             keeping.append(np.flatnonzero(kept))
-        return self.reduced.then(keep(inner, keeping))
+        left = self.reduced.then(keep(inner, keeping))
+        return left.then(drop_dominated(left.problem))
 
 
 def _ilp(run: Run) -> None:
     """Large programs get a plan, prices and so fewer choices from elimination first; small ones stand on their own."""
-    if model_cells(run.reduced.problem) > SMALL_CELLS and run.can_eliminate:
+    if run.can_eliminate and model_cells(run.reduced.problem) > SMALL_CELLS:
         run.exact()
     run.program()
 

@@ -1,0 +1,82 @@
+"""Small problems for the search's tests: random ones, the contest's example, and brute force to judge them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import strategies as st
+
+from autoparallel.search import Edge, Evaluation, Node, Problem, evaluate
+
+EXAMPLE = {"problem": {
+    "name": "example",
+    "nodes": {"intervals": [[30, 70], [40, 70], [50, 120], [110, 140], [110, 150]],
+              "costs": [[15], [55, 65], [25, 45, 35], [85, 75], [95]],
+              "usages": [[10], [25, 25], [15, 20, 15], [10, 10], [15]]},
+    "edges": {"nodes": [[0, 1], [0, 2], [1, 3], [2, 4], [3, 4]],
+              "costs": [[30, 40], [50, 10, 40], [90, 10, 20, 80], [60, 20, 30], [70, 60]]},
+    "usage_limit": 50}}
+
+
+def random_problem(seed: int, limited: bool, max_nodes: int = 5) -> Problem:
+    """Up to 5 nodes of up to 4 choices, two label axes, parallel edges, forbidden cells, memory on some edges."""
+    rng = np.random.default_rng(seed)
+    nodes, edges = [], []
+    for i in range(int(rng.integers(1, max_nodes + 1))):
+        count = int(rng.integers(1, 5))
+        costs = rng.integers(0, 9, count).astype(float)
+        costs[rng.random(count) < 0.05] = np.inf
+        start, end = sorted(rng.integers(0, 6, 2).tolist())
+        nodes.append(Node(f"n{i}", costs, rng.integers(0, 9, count).astype(float), (start, end),
+                          tuple((j // 2, j % 2) for j in range(count))))
+    for u, v in itertools.permutations(range(len(nodes)), 2):
+        if rng.random() < 0.4:
+            shape = len(nodes[u].costs), len(nodes[v].costs)
+            costs = rng.integers(0, 9, shape).astype(float)
+            costs[rng.random(shape) < 0.1] = np.inf
+            usages = rng.integers(0, 9, shape).astype(float) if rng.random() < 0.3 else None
+            start, end = sorted(rng.integers(0, 6, 2).tolist())
+            edges.append(Edge(u, v, costs, usages, (start, end)))
+    return Problem(tuple(nodes), tuple(edges), float(rng.integers(5, 40)) if limited else np.inf, f"random {seed}")
+
+
+def all_plans(problem: Problem) -> list[tuple[tuple[int, ...], Evaluation]]:
+    return [(choice, evaluate(problem, choice))
+            for choice in itertools.product(*(range(len(node.costs)) for node in problem.nodes))]
+
+
+seeds = st.integers(0, 10**9)
+
+
+def block_chain(layers: int, choices: int = 8, seed: int = 0, limit: float = np.inf, axes: int = 1) -> Problem:
+    """Repeated blocks that share their arrays: a residual stream, a branch of three ops with a weight, and one hub."""
+    rng = np.random.default_rng(seed)
+    made: dict[str, np.ndarray] = {}
+    rows = round(choices ** (1 / axes))
+    labels = tuple(itertools.product(range(rows), repeat=axes)) if rows**axes == choices else None
+    nodes: list[Node] = []
+    edges: list[Edge] = []
+
+    def array(name: str, *shape: int) -> np.ndarray:
+        if name not in made:
+            made[name] = rng.integers(1, 100, shape).astype(float)
+        return made[name]
+
+    def op(name: str, *inputs: int, count: int = choices) -> int:
+        v = len(nodes)
+        nodes.append(Node(f"{name}.{v}", array(f"{name} costs", count), array(f"{name} usages", count),
+                          (v, 6 * layers + 2), labels if count == choices else None))
+        for place, u in enumerate(inputs):
+            edges.append(Edge(u, v, array(f"{name} edge {place}", len(nodes[u].costs), count)))
+        return v
+
+    hub = op("hub")
+    stream = op("embedding")
+    for _ in range(layers):
+        x = op("norm", stream)
+        weight = op("weight")
+        x = op("linear", x, weight)
+        x = op("mix", x, hub)
+        stream = op("residual", stream, x)
+    return Problem(tuple(nodes), tuple(edges), limit, f"{layers} blocks")

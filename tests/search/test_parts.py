@@ -1,0 +1,148 @@
+"""The judge, the file format, presolve, elimination, memory rows and prices, each by itself."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from autoparallel.errors import SearchError
+from autoparallel.search import Edge, Node, Problem, evaluate, iopddl
+from autoparallel.search.elimination import Eliminator
+from autoparallel.search.lagrange import lowest_peak, raise_bound
+from autoparallel.search.local import LocalState, descend, repair
+from autoparallel.search.memory import least_peak, memory_of
+from autoparallel.search.presolve import drop_dominated
+from tests.search.problems import all_plans, block_chain, random_problem, seeds
+
+
+def arrays(problem: Problem) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return [node.costs for node in problem.nodes], [edge.costs for edge in problem.edges]
+
+
+def test_judge_counts_half_open_intervals_and_edges() -> None:
+    nodes = (Node("a", np.array([1.0, 2.0]), np.array([3.0, 4.0]), (0, 2)),
+             Node("b", np.array([5.0]), np.array([7.0]), (2, 4)), Node("c", np.array([1.0]), np.array([99.0]), (1, 1)))
+    edges = (Edge(0, 1, np.array([[10.0], [0.0]]), np.array([[0.0], [2.0]]), (1, 3)),)
+    problem = Problem(nodes, edges, 9.0)
+    judged = evaluate(problem, (1, 0, 0))
+    assert (judged.objective, judged.peak_bytes, judged.feasible, judged.peak_time) == (8.0, 9.0, True, 2)
+    assert evaluate(replace(problem, limit=8.0), (1, 0, 0)).feasible is False
+    with pytest.raises(SearchError, match="choice 2 of node 0"):
+        evaluate(problem, (2, 0, 0))
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Node("a", np.array([math.nan]), np.zeros(1)), "costs must be numbers"),
+    (lambda: Node("a", np.array([-1.0]), np.zeros(1)), "costs must be numbers"),
+    (lambda: Node("a", np.zeros(1), np.array([math.inf])), "usages must be finite"),
+    (lambda: Node("a", np.zeros(1), np.zeros(1), (2, 1)), "ends before it starts"),
+    (lambda: Node("a", np.zeros(1), np.zeros(1), labels=()), "0 labels for 1 choices"),
+    (lambda: Edge(1, 1, np.zeros((1, 1))), "two different nodes"),
+    (lambda: Edge(0, 1, np.zeros((1, 1)), np.zeros((1, 2))), "must have the shape of costs"),
+    (lambda: Problem((Node("a", np.zeros(1), np.zeros(1)),), (Edge(0, 3, np.zeros((1, 1))),)), "names node 3"),
+    (lambda: Problem((Node("a", np.zeros(1), np.zeros(1)),), (), -1.0), "limit must be >= 0"),
+])
+def test_malformed_problems_are_refused_at_birth(make: object, message: str) -> None:
+    with pytest.raises(SearchError, match=message):
+        make()  # type: ignore[operator]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_files_keep_problems(seed: int) -> None:
+    problem = random_problem(seed, limited=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "problem.json.gz"
+        iopddl.write(problem, path)
+        again = iopddl.read(path)
+    assert again.limit == problem.limit
+    for choice, judged in all_plans(problem):
+        extended = [*choice, *(choice[e.source] * e.costs.shape[1] + choice[e.target]
+                               for e in problem.edges if e.usages is not None)]
+        assert evaluate(again, extended) == judged
+
+
+def test_a_file_that_is_none_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text('{"problem": {"nodes": {}}}')
+    with pytest.raises(SearchError, match=r"bad\.json: not a problem in IOPDDL JSON"):
+        iopddl.read(path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_presolve_keeps_an_optimum(seed: int) -> None:
+    problem = random_problem(seed, limited=bool(seed % 2))
+    reduced = drop_dominated(problem)
+    plans = all_plans(problem)
+    best = min((judged.objective for _, judged in plans if judged.feasible), default=math.inf)
+    found = min((judged.objective for _, judged in all_plans(reduced.problem) if judged.feasible), default=math.inf)
+    assert found == best
+    for choice, judged in all_plans(reduced.problem):
+        assert evaluate(problem, reduced.restore(choice)) == judged
+        assert reduced.forward(reduced.restore(choice)) == choice
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_elimination_and_its_regrets(seed: int) -> None:
+    problem = random_problem(seed, limited=False)
+    eliminator = Eliminator(problem)
+    value, choice = eliminator.solve(*arrays(problem))
+    plans = all_plans(problem)
+    best = min(judged.objective for _, judged in plans)
+    assert value == best
+    if best == math.inf:
+        return
+    assert evaluate(problem, choice).objective == best
+    for v, regrets in enumerate(eliminator.regrets(*arrays(problem))):
+        for pick, regret in enumerate(regrets):
+            assert regret == min(judged.objective for plan, judged in plans if plan[v] == pick) - best
+
+
+def test_equal_blocks_are_worked_out_once() -> None:
+    problem = block_chain(64, choices=16)
+    eliminator = Eliminator(problem)
+    order = eliminator.order
+    one_by_one = sum(math.prod(eliminator.sizes[u] for u in (v, *near))
+                     for v, near in zip(order.nodes, order.neighbours, strict=True))
+    assert eliminator.work(*arrays(problem)) < 0.9 * one_by_one
+    value, choice = eliminator.solve(*arrays(problem))
+    assert evaluate(problem, choice).objective == value
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_priced_bounds_hold(seed: int) -> None:
+    problem = replace(random_problem(seed, limited=True), limit=math.inf)
+    problem = replace(problem, limit=max(least_peak(problem), 12.0))
+    memory, relax = memory_of(problem), Eliminator(problem).solve
+    plans = [judged for _, judged in all_plans(problem)]
+    best = min((judged.objective for judged in plans if judged.feasible), default=math.inf)
+    dual = raise_bound(problem, memory, relax, math.inf, 20, lambda plan: math.inf, 0.0)
+    assert dual.bound <= best * (1 + 1e-9) + 1e-9
+    least = lowest_peak(problem, relax, math.inf, 20)
+    peaks = [judged.peak_bytes for judged in plans if judged.objective < math.inf]
+    assert least.bound <= min(peaks, default=math.inf) * (1 + 1e-9) <= least.peak * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_local_search_keeps_its_books(seed: int) -> None:
+    problem = random_problem(seed, limited=True)
+    problem = replace(problem, limit=max(problem.limit, least_peak(problem)))
+    memory = memory_of(problem)
+    state = LocalState(problem, memory, [0] * len(problem.nodes))
+    fits = repair(state)
+    before = evaluate(problem, state.choice)
+    descend(state)
+    after = evaluate(problem, state.choice)
+    assert np.allclose(state.load, memory.load(problem, state.choice))
+    if fits:
+        assert after.peak_bytes <= problem.limit and after.objective <= before.objective

@@ -1,0 +1,138 @@
+"""Every search against brute force, every bound against every cost, and every way to fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, evaluate, iopddl, solve
+from tests.search.problems import EXAMPLE, all_plans, block_chain, random_problem, seeds
+
+
+def check_against_brute_force(problem: Problem) -> None:
+    """ilp and auto are optimal, exact too without memory; all are feasible, and no bound exceeds the optimum."""
+    plans = [judged for _, judged in all_plans(problem)]
+    costs = [judged.objective for judged in plans if judged.feasible]
+    least = min((judged.peak_bytes for judged in plans if judged.objective < math.inf), default=math.inf)
+    for search in SEARCHES:
+        if not costs:
+            with pytest.raises(InfeasibleError) as caught:
+                solve(problem, search)
+            assert isinstance(caught.value, MemoryLimitError) == (least < math.inf)
+            if isinstance(caught.value, MemoryLimitError):
+                assert caught.value.needed_bytes == least
+            continue
+        best, found = min(costs), solve(problem, search)
+        assert found.lower_bound <= best + 1e-9 * best
+        assert evaluate(problem, found.choice).feasible and found.objective >= best
+        if search in ("ilp", "auto") or (search == "exact" and problem.limit == math.inf):
+            assert found.objective <= best * (1 + 1e-3 * (search == "auto")), search
+        if found.stop_reason == "optimal":
+            assert found.objective <= best * (1 + 1e-5) and found.lower_bound >= best * (1 - 1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_brute_force_without_a_limit(seed: int) -> None:
+    check_against_brute_force(random_problem(seed, limited=False))
+
+
+@settings(max_examples=80, deadline=None)
+@given(seeds)
+def test_brute_force_with_a_limit(seed: int) -> None:
+    check_against_brute_force(random_problem(seed, limited=True))
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(seeds)
+def test_brute_force_a_thousand_times(seed: int) -> None:
+    check_against_brute_force(random_problem(seed, limited=bool(seed % 2)))
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize(("limit", "optimum"), [(50.0, 445.0), (math.inf, 415.0)])
+def test_the_contest_example(search: str, limit: float, optimum: float, tmp_path: Path) -> None:
+    path = tmp_path / "example.json"
+    path.write_text(json.dumps(EXAMPLE))
+    problem = replace(iopddl.read(path), limit=limit)
+    found = solve(problem, search)
+    assert found.objective == optimum and found.lower_bound <= optimum
+    assert found.seconds["total"] >= 0 and found.solver == search
+
+
+def test_memory_limit_error_says_what_would_do() -> None:
+    nodes = (Node("a", np.array([1.0, 2.0]), np.array([30.0, 20.0]), (0, 2)),
+             Node("b", np.array([1.0]), np.array([25.0]), (1, 3)))
+    with pytest.raises(MemoryLimitError, match=r"no plan fits in 40 bytes.*needs 45 bytes, 5 more") as caught:
+        solve(Problem(nodes, (), 40.0))
+    assert (caught.value.needed_bytes, caught.value.limit_bytes, caught.value.sufficient_bytes) == (45, 40, 45)
+    assert solve(Problem(nodes, (), 45.0)).choice == (1, 0)
+
+
+def test_memory_limit_error_on_repeated_blocks() -> None:
+    """The least memory is a bound there, and the limit that it names does."""
+    problem = block_chain(40)
+    with pytest.raises(MemoryLimitError) as caught:
+        solve(replace(problem, limit=10.0))
+    assert solve(replace(problem, limit=caught.value.sufficient_bytes)).peak_bytes <= caught.value.sufficient_bytes
+
+
+def test_all_forbidden_is_not_a_matter_of_memory() -> None:
+    pair = tuple(Node(name, np.zeros(2), np.zeros(2)) for name in "ab")
+    with pytest.raises(InfeasibleError, match="every plan is forbidden"):
+        solve(Problem(pair, (Edge(0, 1, np.full((2, 2), np.inf)),)))
+
+
+def test_unknown_search_lists_what_there_is() -> None:
+    with pytest.raises(SearchError, match="'magic'.*auto, exact, ilp, recursive"):
+        solve(block_chain(1), "magic")
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_same_problem_same_plan(search: str) -> None:
+    free = solve(block_chain(6), "exact")
+    problem = block_chain(6, limit=free.peak_bytes * 0.8)
+    assert solve(problem, search).choice == solve(block_chain(6, limit=problem.limit), search).choice
+
+
+def test_memory_binds_on_repeated_blocks() -> None:
+    free = solve(block_chain(20), "exact")
+    assert free.stop_reason == "optimal" and free.gap == 0
+    limited = block_chain(20, limit=free.peak_bytes * 0.7)
+    found = solve(limited, "exact")
+    assert found.peak_bytes <= limited.limit and free.objective <= found.lower_bound <= found.objective
+    assert found.gap < 0.05
+
+
+def test_recursive_is_near_optimal_on_two_axes() -> None:
+    for seed in range(3):
+        problem = block_chain(4, choices=16, seed=seed, axes=2)
+        best = solve(problem, "exact")
+        found = solve(problem, "recursive")
+        assert found.objective <= 1.05 * best.objective and found.lower_bound == best.objective
+
+
+def test_time_limit_returns_the_best_so_far() -> None:
+    free = solve(block_chain(30), "exact")
+    start = time.monotonic()
+    found = solve(block_chain(30, limit=free.peak_bytes * 0.6), "ilp", time_limit_s=1.0)
+    assert time.monotonic() - start < 3.0
+    assert found.stop_reason in ("time limit", "optimal") and found.lower_bound <= found.objective
+
+
+def test_interrupt_returns_the_best_so_far() -> None:
+    def interrupt(*told: object) -> None:
+        raise KeyboardInterrupt
+
+    free = solve(block_chain(6), "exact")
+    found = solve(block_chain(6, limit=free.peak_bytes * 0.8), "exact", progress=interrupt)
+    assert found.stop_reason == "interrupted" and found.lower_bound <= found.objective
