@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoparallel.search.elimination import Eliminator
-from autoparallel.search.lagrange import Relaxation, lowest_peak, raise_bound
+from autoparallel.search.lagrange import Relaxation, lowest_peak, raise_bound, mix_prices
 from autoparallel.search.local import LocalState, descend, repair
 from autoparallel.search.memory import Memory, memory_of
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
@@ -17,6 +17,7 @@ from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, ev
 TABLE_CELLS = 2e7
 WORK_CELLS = 2e10
 MAX_ROUNDS = 60
+PRICE_ROUNDS = 12
 TARGET_GAP = 1e-6
 
 
@@ -91,6 +92,8 @@ def solve_exact(problem: Problem, deadline: float = FORBIDDEN, relax: Relaxation
         relax = Eliminator(problem).solve
     incumbent = Incumbent(problem, memory, deadline, report)
     dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, TARGET_GAP)
+    if memory.binds and incumbent.objective - dual.bound > TARGET_GAP * abs(dual.bound) and dual.bound < FORBIDDEN:
+        mix_prices(problem, memory, relax, deadline, dual, PRICE_ROUNDS, incumbent.offer)
     if incumbent.choice is None and memory.binds:
         least = lowest_peak(problem, relax, deadline, MAX_ROUNDS, problem.limit)
         if least.plan is not None and least.bound > problem.limit:

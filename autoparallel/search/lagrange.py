@@ -19,6 +19,8 @@ from autoparallel.search.problem import FORBIDDEN, Problem, evaluate
 Relaxation = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], tuple[float, tuple[int, ...]]]
 STEP = 0.6
 NEW_TIMES = 3
+PRICE_STEP = 1e-3
+MODEL_GAP = 1e-6
 
 
 @dataclass
@@ -32,8 +34,12 @@ class Dual:
 
 
 def priced(problem: Problem, memory: Memory, prices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Node costs and edge tables with the memory's prices added; unpriced arrays stay the same objects."""
-    rates = memory.prices_per_user(prices)
+    """Node costs and edge tables with the memory's prices (seconds per byte at each time) added."""
+    return _priced(problem, memory, memory.prices_per_user(prices))
+
+
+def _priced(problem: Problem, memory: Memory, rates: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The same with seconds per byte of each user; unpriced arrays stay the same objects."""
     shared: dict[tuple[int, int, float], np.ndarray] = {}
 
     def with_price(array: np.ndarray, user: int) -> np.ndarray:
@@ -83,13 +89,43 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
         if not active:
             break
         proposed = _master(cuts, active, len(memory.times), float(dual.prices.max()))
-        if proposed is None or (proposed[0] - dual.bound <= 1e-9 * abs(proposed[0]) and not worst):
+        if proposed is None or (proposed[0] - dual.bound <= MODEL_GAP * abs(proposed[0]) and not worst):
             break
         if dual.bound > dearest:
             return Dual(FORBIDDEN, trial, dual.plans, dual.rounds)
         step = 1.0 if len(active) == 1 else STEP
         trial = dual.prices + step * (proposed[1] - dual.prices)
     return dual
+
+
+def mix_prices(problem: Problem, memory: Memory, relax: Relaxation, deadline: float, dual: Dual, rounds: int,
+               on_plan: Callable[[tuple[int, ...]], float]) -> None:
+    """Show ``on_plan`` plans that just fit, made of the plans on the two sides of the best prices.
+
+    At the best prices equal blocks change their minds together: a little cheaper and the plan does not fit, a little
+    dearer and it leaves room unused. So the first nodes get the dearer prices and the others the cheaper ones, and the
+    place of the change is bisected.
+    """
+    users = np.array([*range(len(problem.nodes)), *(max(edge.source, edge.target) for edge in problem.edges)])
+    rates = memory.prices_per_user(dual.prices)
+
+    def fits(first: int, factor: float) -> bool:
+        factors = np.where(users < first, factor, 2.0 - factor)
+        _, plan = relax(*_priced(problem, memory, rates * factors))
+        on_plan(plan)
+        return bool((memory.load(problem, plan) <= memory.room).all())
+
+    factor = 1.0 + PRICE_STEP
+    while not fits(len(problem.nodes), factor):
+        factor = 1.0 + 4.0 * (factor - 1.0)
+        if factor > 2.0 or time.monotonic() >= deadline:
+            return
+    low, high = 0, len(problem.nodes)
+    for _ in range(rounds):
+        if high - low < 2 or time.monotonic() >= deadline:
+            return
+        first = (low + high) // 2
+        low, high = (low, first) if fits(first, factor) else (first, high)
 
 
 def dearest_cost(problem: Problem) -> float:

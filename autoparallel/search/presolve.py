@@ -111,7 +111,7 @@ def _needed_choices(node: Node, edges: Sequence[tuple[Edge, bool]], memory: bool
         if memory and edge.usages is not None:
             columns.append(edge.usages if is_source else edge.usages.T)
     rows = np.concatenate(columns, axis=1)
-    alive = np.flatnonzero((node.costs < FORBIDDEN))
+    alive = np.flatnonzero(node.costs < FORBIDDEN)
     if not len(alive) or len(alive) > MAX_COMPARED:
         return alive if len(alive) else np.arange(len(node.costs))
     rows = rows[alive]
