@@ -99,14 +99,16 @@ def load_model(
         try:
             factory = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
-            raise InputError(f"{source}: {error}; write module:function, with the module importable from here") from error
+            raise InputError(f"{source}: {error}; write module:function, the module importable from here") from error
         with torch.device("meta"):
             made, args, kwargs = factory(global_batch, sequence_length)
         return made, args, kwargs
     return _hugging_face(source, global_batch, sequence_length, precision)
 
 
-def _hugging_face(path: str, batch: int, sequence: int, dtype: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def _hugging_face(
+    path: str, batch: int, sequence: int, dtype: Any
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     import torch
 
     try:

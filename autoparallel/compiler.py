@@ -86,9 +86,9 @@ def compile(
 ) -> ParallelModule:
     """``model`` on ``mesh``: called like the original, computing the same numbers on all its devices together.
 
-    ``mesh`` is a `torch.distributed.DeviceMesh`, or a device count (then one axis). Traced at the first call, or now when
-    example inputs are given. ``plan`` runs a ready plan instead of searching. ``cluster`` prices the search (by default
-    the machine that the mesh's device type suggests). Further keywords are those of `Options`.
+    ``mesh`` is a `torch.distributed.DeviceMesh`, or a device count (then one axis). Traced at the first call, or now
+    when example inputs are given. ``plan`` runs a ready plan instead of searching. ``cluster`` prices the search (by
+    default the machine that the mesh's device type suggests). Further keywords are those of `Options`.
 
     Raises MeshError without a process group or when the mesh is not the world's size.
     """

@@ -6,8 +6,8 @@ With c ranks on a link of alpha and beta, a ring moves b bytes in
     all_reduce                   2 (c - 1) alpha + 2 (c - 1)/c b beta
 
 and a tree all-reduces in 2 log2(c) alpha + 2 b beta. A group over several levels either runs one ring at its slowest
-link, or level by level (reduce-scatter inside, the outer collective on 1/c of the bytes, all-gather inside); the cheaper
-one counts, as NCCL's choice would. Every call adds the device's launch time; a group of one is free.
+link, or level by level (reduce-scatter inside, the outer collective on 1/c of the bytes, all-gather inside); the
+cheaper one counts, as NCCL's choice would. Every call adds the device's launch time; a group of one is free.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def _all_reduce(b: Any, group: Group) -> Any:
     nested: Any = 0.0
     inside = 1
     for count, link in crossed[:-1]:
-        nested = nested + _ring(b / inside, count, link, "reduce_scatter") + _ring(b / inside, count, link, "all_gather")
+        nested = nested + _ring(b / inside, count, link, "reduce_scatter")
+        nested = nested + _ring(b / inside, count, link, "all_gather")
         inside *= count
     return np.minimum(flat, nested + _all_reduce_level(b / inside, *crossed[-1]))

@@ -42,6 +42,6 @@ def training_bytes(num_elements: Any, dtype: str, optimizer: str) -> Any:
 
 
 def optimizer_step_s(num_elements: Any, dtype: str, optimizer: str, device: Device) -> Any:
-    """Memory-bound: parameter, gradient and states are read, parameter and states written. A fused step: no launches."""
+    """Memory-bound: parameter, gradient and states are read, parameter and states written; fused, no launches."""
     moved = num_elements * ITEM_BYTES[dtype] * (3 + 2 * recipe(optimizer).num_states)
     return moved / (device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency)

@@ -120,7 +120,7 @@ class _Builder:
             known = self._add(kind, name, None, (), {}, (meta,), path=path)
         self.refs[node] = Ref(known.index)
 
-    def _op(self, node: FxNode) -> None:
+    def _op(self, node: Any) -> None:
         if node.target.__name__ == "getitem":
             source, index = node.args
             self.refs[node] = Ref(self.refs[source].node, index)

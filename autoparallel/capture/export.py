@@ -1,4 +1,4 @@
-"""The one place that touches torch.export: model and example inputs -> ExportedProgram, or an error with a source line."""
+"""The one place that touches torch.export: model and inputs -> ExportedProgram, or an error with a source line."""
 
 from __future__ import annotations
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
+from torch.fx import Node as FxNode
 
 from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
+Node: TypeAlias = Any  # an fx node, whose args torch types as a union of twenty kinds
 
 
 def normalise(gm: GraphModule, buffer_names: dict[str, str]) -> dict[str, Node]:
@@ -218,7 +220,8 @@ def _expand(graph: Graph, node: Node) -> Node:
 
 
 def _slice(graph: Graph, node: Node) -> Node:
-    source, dim, start, end, step = (*node.args, *(None,) * (5 - len(node.args)))
+    arguments: list[Any] = [*node.args] + [None] * (5 - len(node.args))
+    source, dim, start, end, step = arguments
     value = source.meta["val"]
     dim = (dim or 0) % value.dim()
     start, end, step = slice(start, end, step).indices(value.shape[dim])
@@ -292,7 +295,7 @@ def _filled(graph: Graph, node: Node) -> Node | None:
     name = node.target._schema.name.split("::")[1]
     value = node.meta["val"]
     fill = 0 if "zeros" in name else 1 if "ones" in name else node.args[2 if name == "new_full" else 1]
-    if isinstance(fill, Node):
+    if isinstance(fill, FxNode):
         return None
     return emit(graph, node, aten.full.default, list(value.shape), fill, dtype=value.dtype, device=value.device)
 
@@ -359,7 +362,8 @@ def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
         squares = e(aten.sum.dim_IntList, e(aten.mul.Tensor, centred, centred), dims, True)
         variance = e(aten.mul.Tensor, squares, 1.0 / count)
         if running_mean is not None:
-            for buffer, statistic, scale in ((running_mean, mean, 1.0), (running_var, squares, 1.0 / max(1, count - 1))):
+            unbiased = 1.0 / max(1, count - 1)
+            for buffer, statistic, scale in ((running_mean, mean, 1.0), (running_var, squares, unbiased)):
                 batch = e(aten.reshape.default, e(aten.detach.default, statistic), [channels])
                 kept = e(aten.mul.Tensor, mutations.get(buffer.name, buffer), 1.0 - momentum)
                 mutations[buffer.name] = e(aten.add.Tensor, kept, e(aten.mul.Tensor, batch, scale * momentum))

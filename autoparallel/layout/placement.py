@@ -17,7 +17,7 @@ leftmost axis first, as DTensor does.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ PARTIAL = Placement("P")
 Layout = tuple[Placement, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def shard(dim: int) -> Placement:
     return Placement("S", dim)
 

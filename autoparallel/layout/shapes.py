@@ -8,14 +8,14 @@ axis first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 from autoparallel.layout.placement import Layout
 
 Shape = tuple[int, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def pieces(size: int, num_ranks: int) -> tuple[int, ...]:
     """Sizes of the pieces of a dim, rank by rank.
 
@@ -33,7 +33,7 @@ def piece_of(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     return start, max(0, min(step, size - start))
 
 
-@lru_cache(maxsize=None)
+@cache
 def can_cut(size: int, cuts: tuple[int, ...]) -> bool:
     """Whether cutting a dim by each of ``cuts`` in turn leaves every rank at least one element.
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node as FxNode
 
+from autoparallel.capture.graph import Node
 from autoparallel.errors import LoweringError
 from autoparallel.layout import COLLECTIVES, Layout, Placement, layout_fits, layout_str, local_shape
 from autoparallel.layout.redistribution import ACTIONS
@@ -38,8 +40,8 @@ def check(program: Program, space: StrategySpace, coordinate: Sequence[int]) -> 
             continue
         if node.target in _STEPS:
             _check_step(space, node, layout)
-        elif node.target is aten.detach.default and space.graph.nodes[_graph_node(space, node)].target is not node.target:
-            _expect(node, node.args[0].meta["layout"] == layout, "detach changes the layout")
+        elif node.target is aten.detach.default and _graph_node(space, node).target is not node.target:
+            _expect(node, node.all_input_nodes[0].meta["layout"] == layout, "detach changes the layout")
         else:
             _check_op(space, node)
 
@@ -60,8 +62,8 @@ def _expect(node: FxNode, condition: bool, message: str) -> None:
         raise LoweringError(f"the emitted program is wrong at {node.format_node()}: {message}")
 
 
-def _graph_node(space: StrategySpace, node: FxNode) -> int:
-    return space.sites[node.meta["site"]].node
+def _graph_node(space: StrategySpace, node: FxNode) -> Node:
+    return space.graph.nodes[space.sites[node.meta["site"]].node]
 
 
 def _check_shape(space: StrategySpace, node: FxNode, layout: Layout, coordinate: Sequence[int]) -> None:
@@ -71,7 +73,7 @@ def _check_shape(space: StrategySpace, node: FxNode, layout: Layout, coordinate:
     _expect(node, tuple(node.meta["val"].shape) == shape, f"local shape {tuple(node.meta['val'].shape)}, not {shape}")
 
 
-def _check_step(space: StrategySpace, node: FxNode, layout: Layout) -> None:
+def _check_step(space: StrategySpace, node: Any, layout: Layout) -> None:
     value, axis_name, source_text, target_text = node.args
     axis = space.axis_names.index(axis_name)
     source, target = Placement.parse(source_text), Placement.parse(target_text)
@@ -99,7 +101,7 @@ def _check_op(space: StrategySpace, node: FxNode) -> None:
         _expect(node, found, f"no rule takes {[str(p) for p in ins]} to {out} on axis {space.axis_names[axis]}")
 
 
-def _check_results(program: Program, node: FxNode) -> None:
+def _check_results(program: Program, node: Any) -> None:
     outputs, updates = node.args[0]
     for value in (*outputs, *updates):
         if isinstance(value, FxNode):

@@ -83,7 +83,8 @@ def pad_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Ten
     return whole
 
 
-def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes):
+def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
+         ) -> torch.Tensor:
     """Carry out one action that takes a value from placement a to placement b."""
     match action:
         case "none":
@@ -124,7 +125,7 @@ class _Redistribute(torch.autograd.Function):
 def redistribute(
     x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = ()
 ) -> torch.Tensor:
-    """Take the local piece of a tensor from one placement on ``axis`` to another (``"S(0)"``, ``"R"``, ``"I"``, ``"P"``)."""
+    """Take the local piece of a tensor from one placement on ``axis`` (``"S(0)"``, ``"R"``, ...) to another."""
     return _Redistribute.apply(
         x, groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes, target_sizes
     )

@@ -64,7 +64,7 @@ def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], co
     tuple[int, ...], tuple[int, ...]
 ]:
     """Lengths of the pieces along the source's and the target's cut dim, for the ranks of this rank's group."""
-    found = []
+    found: list[tuple[int, ...]] = []
     for placement, layout in ((step.source, step.before), (step.target, step.after)):
         if not placement.is_shard:
             found.append(())

@@ -56,8 +56,8 @@ def _per_axis(space: StrategySpace, pattern: str, pin: Pin) -> list[Placement | 
     else:
         given = list(pin) if isinstance(pin, (tuple, list)) else [pin]
         if len(given) != len(names):
-            raise PinError(f"pin {pattern!r} gives {len(given)} placements; the mesh has {len(names)} axes {list(names)}: "
-                           "write one per axis, or a dict by axis name")
+            raise PinError(f"pin {pattern!r} gives {len(given)} placements; the mesh has {len(names)} axes "
+                           f"{list(names)}: write one per axis, or a dict by axis name")
     try:
         return [None if p is None else from_torch((p,))[0] for p in given]
     except (ValueError, AttributeError) as error:
@@ -73,7 +73,7 @@ def _matches(space: StrategySpace, pattern: str) -> list[Site]:
     paths = {parent for node in graph.of_kind("op") for parent in _parents(node.module_path)}
     found = []
     for path in sorted(p for p in paths if fnmatchcase(p, pattern)):
-        last = max(n.index for n in graph.of_kind("op") if n.module_path == path or n.module_path.startswith(path + "."))
+        last = max(n.index for n in graph.of_kind("op") if (n.module_path + ".").startswith(path + "."))
         found.append(space.sites[space.site_named[graph.nodes[last].name]])
     if not found:
         names = [s.name for s in space.sites if s.kind in ("parameter", "input")] + sorted(paths)

@@ -96,8 +96,9 @@ class Plan:
             raise PlanError(f"the plan is for a mesh of shape {self.mesh_shape}, this mesh has {space.mesh_shape}: "
                             "plan again for this mesh, or run on the plan's")
         if self.fingerprint != space.graph.fingerprint:
-            raise PlanError(f"the plan belongs to another program (fingerprint {self.fingerprint}, this model with these "
-                            f"inputs has {space.graph.fingerprint}): same model, mode, shapes and dtypes are required")
+            raise PlanError(f"the plan belongs to another program (fingerprint {self.fingerprint}, this model with "
+                            f"these inputs has {space.graph.fingerprint}): the same model, mode, shapes and dtypes are "
+                            "required")
         return [self._label(space, index) for index in range(len(space))]
 
     def _label(self, space: StrategySpace, index: int) -> Label:
@@ -158,7 +159,8 @@ class Plan:
             raise PlanError(f"{origin} is not JSON: {error}") from error
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:
-            raise PlanError(f"{origin} has plan format version {version!r}, this autoparallel reads {VERSION}: plan again")
+            raise PlanError(f"{origin} has plan format version {version!r}, this autoparallel reads {VERSION}: "
+                            "plan again")
         try:
             return _plan_of(data)
         except (KeyError, TypeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -191,7 +191,7 @@ def _factor_size(s: StrategySet, row_number: int) -> int:
     return min(meta.shape[p.dim] for p, meta in metas if p.is_shard)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _name_of(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
     return name if dtype.is_floating_point else "float32"

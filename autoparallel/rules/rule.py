@@ -46,13 +46,13 @@ class Row:
 class Rule:
     """The factors of one op at one set of shapes.
 
-    ``inputs[i][d]`` is the factor of dim d of tensor input i (None: the dim must stay whole). ``reduce``: factors summed
-    over. ``additive``: inputs added to a sum (a bias). ``linear``: groups of inputs in which the op is jointly linear
-    when the others are held. ``even[f]``: sizes that the pieces of factor f must divide. ``fixed``: every tensor must be
-    whole and the same everywhere (no R row either; for ops whose result depends on more than their inputs).
-    ``flops`` of one forward call; ``op_class`` names the efficiency curve; ``saves`` says which inputs (by position) and
-    whether the output are kept for backward; ``alias`` ops move no data; ``extra_bytes`` per element of
-    the first input are kept too (a dropout's mask). ``backward_flops`` per forward flop, when all inputs need gradients.
+    ``inputs[i][d]`` is the factor of dim d of tensor input i (None: the dim must stay whole). ``reduce``: factors
+    summed over. ``additive``: inputs added to a sum (a bias). ``linear``: groups of inputs in which the op is jointly
+    linear when the others are held. ``even[f]``: sizes that the pieces of factor f must divide. ``fixed``: every tensor
+    must be whole and the same everywhere (no R row either; for ops whose result depends on more than their inputs).
+    ``flops`` of one forward call; ``op_class`` names the efficiency curve; ``saves`` says which inputs (by position)
+    and whether the output are kept for backward; ``alias`` ops move no data; ``extra_bytes`` per element of the first
+    input are kept too (a dropout's mask). ``backward_flops`` per forward flop, when all inputs need gradients.
     """
 
     inputs: tuple[Dims, ...]

@@ -44,7 +44,8 @@ def bind(mesh: DeviceMesh) -> dict[str, Axis]:
     Raises MeshError when there is no process group, or this rank is not on the mesh.
     """
     if not dist.is_initialized():
-        raise MeshError("no process group: call torch.distributed.init_process_group first (torchrun sets what it needs)")
+        raise MeshError("no process group: call torch.distributed.init_process_group first "
+                        "(torchrun sets what it needs)")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise MeshError(f"rank {dist.get_rank()} is not on the mesh {mesh}")
@@ -67,5 +68,6 @@ def use(axes: Mapping[str, Axis]) -> Iterator[None]:
 def current(name: str) -> Axis:
     axes = _current.get()
     if axes is None or name not in axes:
-        raise MeshError(f"mesh axis {name!r} is not bound: run the module through autoparallel.compile, or in groups.use")
+        raise MeshError(f"mesh axis {name!r} is not bound: run the module through autoparallel.compile, or in "
+                        "groups.use")
     return axes[name]

@@ -104,7 +104,8 @@ def load_state_dict(parallel: nn.Module, state: Mapping[str, Any], device: torch
     persistent = set(nn.Module.state_dict(parallel))
     missing, unexpected = sorted(persistent - set(state)), sorted(set(state) - known)
     if strict and (missing or unexpected):
-        raise InputError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; strict=False loads the rest")
+        raise InputError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; "
+                         "strict=False loads the rest")
     for name, value in state.items():
         if name in known:
             _set(parallel, name, value.detach(), device)

@@ -181,8 +181,8 @@ class ParallelModule(nn.Module):
     def _first(self) -> Compiled:
         forms = self._state.forms
         if not forms:
-            raise InputError("the model has not been traced yet, so its parameters have no place: call it once, or give "
-                             "example_inputs or example_kwargs to autoparallel.compile")
+            raise InputError("the model has not been traced yet, so its parameters have no place: call it once, or "
+                             "give example_inputs or example_kwargs to autoparallel.compile")
         return next(iter(forms.values()))
 
     def _place(self, compiled: Compiled) -> None:

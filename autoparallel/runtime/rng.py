@@ -1,4 +1,4 @@
-"""Random ops: ranks that hold the same value draw the same numbers, ranks that hold different pieces draw different ones.
+"""Random ops: ranks that hold the same value draw the same numbers, ranks with different pieces different ones.
 
 Every random op of every call has its own seed, made of the run's seed (rank 0's, shared once), the call's number, the
 op and the piece. The global generator is left as it was.
