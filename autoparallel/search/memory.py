@@ -60,8 +60,8 @@ class Memory:
 
 def _users(problem: Problem) -> Users:
     """Interval, usages and which of them are allowed, of every node and edge."""
-    users: Users = [(node.interval, node.usages, node.costs < FORBIDDEN) for node in problem.nodes]
     nothing = np.zeros((1, 1))
+    users: Users = [(node.interval, node.usages, node.costs < FORBIDDEN) for node in problem.nodes]
     users += [((0, 0), nothing, nothing == 0) if edge.usages is None
               else (edge.interval, edge.usages, edge.costs < FORBIDDEN) for edge in problem.edges]
     return users
@@ -87,6 +87,9 @@ def load_at(times: np.ndarray, intervals: np.ndarray, usages: np.ndarray) -> np.
 
 def memory_of(problem: Problem) -> Memory:
     """Set up the rows. Raises MemoryLimitError when the least usages alone exceed the limit. O(n log n)."""
+    if problem.limit == FORBIDDEN:
+        spans = np.zeros((len(problem.nodes) + len(problem.edges), 2), np.int64)
+        return Memory(np.zeros(0, np.int64), np.zeros(0), (), spans, len(problem.nodes))
     users = _users(problem)
     intervals = np.array([interval for interval, _, _ in users], np.int64).reshape(-1, 2)
     low = np.array([usages[allowed].min() if allowed.any() else 0.0 for _, usages, allowed in users])

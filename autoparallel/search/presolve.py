@@ -64,23 +64,28 @@ def drop_dominated(problem: Problem, rounds: int = 2) -> Reduced:
 def select(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
     """The problem with only these choices of each node; arrays that were shared stay shared."""
     made: dict[tuple[object, ...], np.ndarray] = {}
+    names = [pick.tobytes() for pick in kept]
+    in_order = {size: np.arange(size, dtype=np.int64).tobytes() for size in {len(n.costs) for n in problem.nodes}}
+    whole = [name == in_order[len(node.costs)] for name, node in zip(names, problem.nodes, strict=True)]
 
-    def part(array: np.ndarray, *index: np.ndarray) -> np.ndarray:
-        if all(len(i) == n for i, n in zip(index, array.shape, strict=True)):
+    def part(array: np.ndarray, *owners: int) -> np.ndarray:
+        if all(whole[v] for v in owners):
             return array
-        key = (id(array), *(i.tobytes() for i in index))
-        if key not in made:
-            made[key] = array[np.ix_(*index)]
-        return made[key]
+        key = (id(array), *(names[v] for v in owners))
+        found = made.get(key)
+        if found is None:
+            found = made[key] = array[np.ix_(*(kept[v] for v in owners))]
+        return found
 
     nodes = tuple(
-        Node(n.name, part(n.costs, k), part(n.usages, k), n.interval,
-             None if n.labels is None else tuple(n.labels[i] for i in k))
-        for n, k in zip(problem.nodes, kept, strict=True)
+        node if whole[v] else
+        Node(node.name, part(node.costs, v), part(node.usages, v), node.interval,
+             None if node.labels is None else tuple(node.labels[i] for i in kept[v]))
+        for v, node in enumerate(problem.nodes)
     )
     edges = tuple(
-        Edge(e.source, e.target, part(e.costs, kept[e.source], kept[e.target]),
-             None if e.usages is None else part(e.usages, kept[e.source], kept[e.target]), e.interval)
+        Edge(e.source, e.target, part(e.costs, e.source, e.target),
+             None if e.usages is None else part(e.usages, e.source, e.target), e.interval)
         for e in problem.edges
     )
     return Problem(nodes, edges, problem.limit, problem.name)

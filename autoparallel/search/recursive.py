@@ -42,17 +42,21 @@ class Recursion:
     def __init__(self, pricer: Pricer, deadline: float) -> None:
         self.pricer, self.deadline = pricer, deadline
         self.num_axes = len(pricer.axis_names)
-        self._labels = [tuple(pricer.labels(v)) for v in range(pricer.num_nodes)]
+        shared: dict[tuple[Label, ...], tuple[Label, ...]] = {}
+        self._labels = [shared.setdefault(labels, labels) for labels
+                        in (tuple(pricer.labels(v)) for v in range(pricer.num_nodes))]
+        self._same_rows: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Label, ...]] = {}
+        self._closest: dict[tuple[int, Label, int], Label | None] = {}
 
-    def closest(self, v: int, wanted: Label, fixed: Sequence[int]) -> Label | None:
-        """The label with ``wanted``'s rows on the ``fixed`` axes that agrees most elsewhere; ties by position."""
-        best, found = -1, None
-        for label in self._labels[v]:
-            if all(label[a] == wanted[a] for a in fixed):
-                agrees = sum(x == y for x, y in zip(label, wanted, strict=True))
-                if agrees > best:
-                    best, found = agrees, label
-        return found
+    def closest(self, v: int, wanted: Label, num_fixed: int) -> Label | None:
+        """The label with ``wanted``'s rows on the first axes that agrees most on the others; ties by position."""
+        labels = self._labels[v]
+        key = id(labels), wanted, num_fixed
+        if key not in self._closest:
+            fits = [label for label in labels if label[:num_fixed] == wanted[:num_fixed]]
+            agrees = [sum(x == y for x, y in zip(label, wanted, strict=True)) for label in fits]
+            self._closest[key] = fits[agrees.index(max(agrees))] if fits else None
+        return self._closest[key]
 
     def solve_allowed(self, allowed: Sequence[Sequence[Label]]) -> State | None:
         """The best plan of a restricted problem, None when it has none; memory by prices and repair."""
@@ -60,7 +64,8 @@ class Recursion:
         eliminator = Eliminator(problem)
         if not affordable(eliminator, problem, PAIR_WORK_CELLS):
             return None
-        memory = memory_of(replace(problem, limit=max(problem.limit, least_peak(problem))))
+        memory = memory_of(problem if problem.limit == FORBIDDEN
+                           else replace(problem, limit=max(problem.limit, least_peak(problem))))
         incumbent = Incumbent(problem, memory, self.deadline)
         dual = raise_bound(problem, memory, eliminator.solve, self.deadline, ROUNDS, incumbent.offer, LEVEL_GAP)
         plans = [*dual.plans, *([incumbent.choice] if incumbent.choice else [])]
@@ -79,7 +84,6 @@ class Recursion:
 
     def level(self, axis: int, plan: Plan | None, lookahead: str) -> State | None:
         """Decide ``axis``; axes above it are as in ``plan``, axes below it follow the lookahead."""
-        fixed = tuple(range(axis + 1))
         allowed = []
         for v in range(self.pricer.num_nodes):
             above = plan[v][:axis] if plan is not None else ()
@@ -87,7 +91,7 @@ class Recursion:
             for row in self.pricer.rows(v, axis):
                 below = tuple(row if lookahead == "same" else self.pricer.repeat_row(v, a)
                               for a in range(axis + 1, self.num_axes))
-                label = self.closest(v, (*above, row, *below), fixed)
+                label = self.closest(v, (*above, row, *below), axis + 1)
                 if label is not None:
                     found[label] = None
             allowed.append(tuple(found))
@@ -111,27 +115,31 @@ class Recursion:
             beam = [*sorted(found.values(), key=lambda state: state.rank)[:BEAM]]
         return [state for state in beam if state is not None]
 
+    def _agreeing(self, v: int, label: Label, fixed: tuple[int, ...]) -> tuple[Label, ...]:
+        """The node's labels with the same rows on the fixed axes."""
+        rows = tuple(label[a] for a in fixed)
+        key = id(self._labels[v]), fixed, rows
+        if key not in self._same_rows:
+            self._same_rows[key] = tuple(x for x in self._labels[v] if tuple(x[a] for a in fixed) == rows)
+        return self._same_rows[key]
+
     def resolve(self, state: State, axes: Sequence[int]) -> State:
         """Decide these axes again, the others as they are; never worse."""
-        fixed = [a for a in range(self.num_axes) if a not in axes]
-        allowed = [tuple(label for label in labels if all(label[a] == old[a] for a in fixed))
-                   for labels, old in zip(self._labels, state.plan, strict=True)]
+        fixed = tuple(a for a in range(self.num_axes) if a not in axes)
+        allowed = [self._agreeing(v, label, fixed) for v, label in enumerate(state.plan)]
         new = self.solve_allowed(allowed)
         return min(state, new, key=lambda s: s.rank) if new is not None else state
 
-    def polish(self, state: State) -> State:
-        """Coordinate descent over axes, then over pairs of axes, until nothing improves."""
-        size = 1
-        while size <= min(2, self.num_axes) and time.monotonic() < self.deadline:
-            before = state.rank
-            for axes in itertools.combinations(range(self.num_axes), size):
-                if time.monotonic() < self.deadline:
-                    state = self.resolve(state, axes)
-            improved = state.rank < before
-            if not improved:
-                size += 1
-            elif size == self.num_axes:
-                break
+    def polish(self, state: State, size: int) -> State:
+        """Coordinate descent over groups of ``size`` axes until each was tried since the last improvement."""
+        groups = list(itertools.combinations(range(self.num_axes), size))
+        idle = 0
+        for axes in itertools.cycle(groups):
+            if idle == len(groups) or time.monotonic() >= self.deadline:
+                return state
+            new = self.resolve(state, axes)
+            idle = 1 if new.rank < state.rank else idle + 1
+            state = new
         return state
 
 
@@ -147,5 +155,7 @@ def search_axes(pricer: Pricer, deadline: float = FORBIDDEN) -> tuple[int, ...] 
         states = [whole] if whole is not None else []
     if not states:
         return None
-    best = min((search.polish(state) for state in states[:POLISHED]), key=lambda state: state.rank)
+    best = min((search.polish(state, 1) for state in states[:POLISHED]), key=lambda state: state.rank)
+    if search.num_axes > 2:
+        best = search.polish(best, 2)
     return tuple(tuple(pricer.labels(v)).index(label) for v, label in enumerate(best.plan))
