@@ -1,6 +1,6 @@
 """Search: one small problem, several solvers, one judge, and a bound on how far from optimal. Imports no torch.
 
-    solve(problem, search="auto" | "exact" | "ilp" | "recursive", time_limit_s=..., pricer=..., progress=...) -> Solution
+    solve(problem, search="auto" | "exact" | "ilp" | "recursive", time_limit_s=...) -> Solution
 """
 
 from autoparallel.search.problem import (

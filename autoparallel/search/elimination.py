@@ -99,7 +99,7 @@ class _Names:
         """By identity where the array was seen before (it is kept alive), else by content."""
         known = self._by_id.get(id(array))
         if known is None:
-            content = hashlib.blake2b(np.ascontiguousarray(array), digest_size=16).digest()
+            content = hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).digest()
             known = self._by_id[id(array)] = array, self.of((array.shape, content))
         return known[1]
 
@@ -220,7 +220,7 @@ class Eliminator:
 
     def _parts(self, factors: Sequence[Factor], scope: tuple[int, ...], arrays: dict[int, np.ndarray]
                ) -> list[np.ndarray]:
-        """The factors' tables laid out over ``scope`` (one axis per node, size 1 where it is absent), small ones first."""
+        """The factors' tables laid out over ``scope`` (size 1 along absent nodes), small ones first."""
         place = {u: axis for axis, u in enumerate(scope)}
         parts = []
         for factor in factors:
@@ -240,7 +240,7 @@ class Eliminator:
             waiting[v].append(Factor((v,), names.of_array(array)))
             arrays[waiting[v][-1].name] = array
         for (u, v), table in zip(self._pairs, tables, strict=True):
-            scope = (u, v)
+            scope: tuple[int, ...] = (u, v)
             if self.sizes[u] == 1:  # a node with one choice joins nothing
                 scope, table = (v,), self._only(table, 0)
             elif self.sizes[v] == 1:

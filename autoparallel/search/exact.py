@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoparallel.search.elimination import Eliminator
-from autoparallel.search.lagrange import Relaxation, lowest_peak, raise_bound, mix_prices
+from autoparallel.search.lagrange import Relaxation, lowest_peak, mix_prices, raise_bound
 from autoparallel.search.local import LocalState, descend, repair
 from autoparallel.search.memory import Memory, memory_of
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate

@@ -4,8 +4,8 @@
     z[e, g, h] >= 0        edge e's ends are in row group g and column group h
                            sum_h z[e, g, h] = sum_{i in g} x[source, i],  and so for columns
 
-Rows of a table that differ by a constant form one group: the constant moves into the node's cost. Memory has one row per
-time that matters. Equal inputs give equal plans: one thread, one seed, and a clock only as the last stop.
+Rows of a table that differ by a constant form one group: the constant moves into the node's cost. Memory has one row
+per time that matters. Equal inputs give equal plans: one thread, one seed, and a clock only as the last stop.
 """
 
 from __future__ import annotations
@@ -198,8 +198,11 @@ def _proto(model: LinearModel, scale: float) -> Any:
     return proto
 
 
-def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN) -> tuple[dict[int, float] | None, float, str]:
-    """Solve; returns values by variable (None: none found), a lower bound, and "optimal", "infeasible" or "time limit".
+def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN
+              ) -> tuple[dict[int, float] | None, float, str]:
+    """Solve; returns values by variable (None: none found), a lower bound, and why it stopped.
+
+    Reasons: "optimal", "infeasible", "time limit".
 
     ``cutoff``: an objective that is known to be reached already; nothing above it is looked for.
     """

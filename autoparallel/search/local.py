@@ -33,8 +33,9 @@ class LocalState:
         for number, edge in enumerate(problem.edges):
             self.around[edge.source].append((number, edge.target, True))
             self.around[edge.target].append((number, edge.source, False))
-        self._span = [(int(low), int(high)) if low < high else None for low, high in memory.spans]
-        self._users = [[edge for edge in edges if self._span[memory.num_nodes + edge[0]]] for edges in self.around]
+        self._spans: list[tuple[int, int]] = [(low, high) for low, high in memory.spans.tolist()]
+        self._uses = [low < high for low, high in self._spans]
+        self._users = [[edge for edge in edges if self._uses[memory.num_nodes + edge[0]]] for edges in self.around]
         self._known: list[np.ndarray | None] = [None] * len(problem.nodes)
         pairs = [frozenset((edge.source, edge.target)) for edge in problem.edges]
         repeated = Counter(pairs)
@@ -54,12 +55,12 @@ class LocalState:
     def changes(self, v: int) -> list[tuple[int, int, np.ndarray]]:
         """Ranges of times and the bytes by which v's move to each of its choices changes them."""
         memory, old, found = self.memory, self.choice[v], []
-        if self._span[v] is not None:
-            found.append((*self._span[v], memory.extra[v] - memory.extra[v][old]))
+        if self._uses[v]:
+            found.append((*self._spans[v], memory.extra[v] - memory.extra[v][old]))
         for number, other, is_source in self._users[v]:
             user = memory.num_nodes + number
             row = memory.extra[user][:, self.choice[other]] if is_source else memory.extra[user][self.choice[other]]
-            found.append((*self._span[user], row - row[old]))
+            found.append((*self._spans[user], row - row[old]))
         return found
 
     def excess_after(self, v: int, pick: int) -> float:

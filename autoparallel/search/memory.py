@@ -41,7 +41,7 @@ class Memory:
     def load(self, problem: Problem, choice: Sequence[int]) -> np.ndarray:
         """Extra usage of a choice at each of ``times``. O(users + times)."""
         change = np.zeros(len(self.times) + 1)
-        for user in np.flatnonzero(self.spans[:, 0] < self.spans[:, 1]):
+        for user in np.flatnonzero(self.spans[:, 0] < self.spans[:, 1]).tolist():
             low, high = self.spans[user]
             if user < self.num_nodes:
                 usage = self.extra[user][choice[user]]

@@ -27,8 +27,8 @@ Label = tuple[int, ...]
 class MemoryLimitError(InfeasibleError):
     """No choice meets the memory limit.
 
-    ``needed_bytes``: no plan needs less. ``limit_bytes``: what was given. ``sufficient_bytes``: a limit for which a plan
-    is known (inf: none is); equal to ``needed_bytes`` where the least is known exactly.
+    ``needed_bytes``: no plan needs less. ``limit_bytes``: what was given. ``sufficient_bytes``: a limit for which a
+    plan is known (inf: none is); equal to ``needed_bytes`` where the least is known exactly.
     """
 
     def __init__(self, name: str, needed_bytes: float, limit_bytes: float, sufficient_bytes: float = FORBIDDEN) -> None:
@@ -100,7 +100,8 @@ class Edge:
         _check_interval(owner, self.interval)
         if self.usages is not None:
             if self.usages.shape != self.costs.shape:
-                raise SearchError(f"{owner}: usages {self.usages.shape} must have the shape of costs {self.costs.shape}")
+                raise SearchError(
+                    f"{owner}: usages {self.usages.shape} must have the shape of costs {self.costs.shape}")
             _check_table(owner, "usages", self.usages, finite=True)
 
 

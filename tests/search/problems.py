@@ -80,3 +80,20 @@ def block_chain(layers: int, choices: int = 8, seed: int = 0, limit: float = np.
         x = op("mix", x, hub)
         stream = op("residual", stream, x)
     return Problem(tuple(nodes), tuple(edges), limit, f"{layers} blocks")
+
+
+def two_axes(seed: int, num_nodes: int = 30, rows: int = 4) -> Problem:
+    """A chain with skips on a slow and a fast axis: work is divided by what is split, changing a row costs its axis."""
+    rng = np.random.default_rng(seed)
+    labels = tuple(itertools.product(range(rows), repeat=2))
+    slow, fast = rng.uniform(4, 8, (rows, rows)), rng.uniform(0.5, 1, (rows, rows))
+    np.fill_diagonal(slow, 0.0)
+    np.fill_diagonal(fast, 0.0)
+    table = np.array([[slow[a[0], b[0]] + fast[a[1], b[1]] for b in labels] for a in labels])
+    nodes = []
+    for i in range(num_nodes):
+        work, traffic = rng.uniform(5, 50), rng.uniform(0, 5, (2, rows))
+        costs = [work / ((1 + 3 * (a > 0)) * (1 + 7 * (b > 0))) + 4 * traffic[0, a] + traffic[1, b] for a, b in labels]
+        nodes.append(Node(f"n{i}", np.array(costs), np.ones(len(labels)), (i, i + 2), labels))
+    pairs = [(i, i + 1) for i in range(num_nodes - 1)] + [(i, i + 5) for i in range(0, num_nodes - 5, 3)]
+    return Problem(tuple(nodes), tuple(Edge(u, v, table) for u, v in pairs), np.inf, "two axes")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, evaluate, iopddl, solve
-from tests.search.problems import EXAMPLE, all_plans, block_chain, random_problem, seeds
+from tests.search.problems import EXAMPLE, all_plans, block_chain, random_problem, seeds, two_axes
 
 
 def check_against_brute_force(problem: Problem) -> None:
@@ -93,7 +93,7 @@ def test_all_forbidden_is_not_a_matter_of_memory() -> None:
 
 
 def test_unknown_search_lists_what_there_is() -> None:
-    with pytest.raises(SearchError, match="'magic'.*auto, exact, ilp, recursive"):
+    with pytest.raises(SearchError, match=r"'magic'.*auto, exact, ilp, recursive"):
         solve(block_chain(1), "magic")
 
 
@@ -114,8 +114,8 @@ def test_memory_binds_on_repeated_blocks() -> None:
 
 
 def test_recursive_is_near_optimal_on_two_axes() -> None:
-    for seed in range(3):
-        problem = block_chain(4, choices=16, seed=seed, axes=2)
+    for seed in range(5):
+        problem = two_axes(seed)
         best = solve(problem, "exact")
         found = solve(problem, "recursive")
         assert found.objective <= 1.05 * best.objective and found.lower_bound == best.objective
