@@ -35,8 +35,8 @@ class SpacePricer:
     """Builds problems for one strategy space: all strategies, or only some labels of each site.
 
     ``allowed`` (choice numbers by site; sites left out are free) holds what pins leave; it binds every problem.
-    ``faults`` are priced above everything else. Side computations (masks, positions, rotary tables: no gradient and
-    hardly any bytes) are done on every rank; who needs a piece of one takes it, which is local.
+    ``faults`` are priced above everything else. Side computations (positions, causal masks, rotary tables: nothing of
+    the input, no gradient, hardly any bytes) are done on every rank; who needs a piece of one takes it, which is local.
     """
 
     def __init__(self, prices: Prices, limit_bytes: float = float("inf"), allowed: Allowed | None = None,
@@ -176,14 +176,18 @@ def _kept_values(space: StrategySpace) -> frozenset[object]:
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:
-    """Ops without gradient whose results are at most `SIDE_SHARE` of all ops' bytes: only the repeated strategy."""
+    """Ops that read no input and need no gradient, with at most `SIDE_SHARE` of all ops' bytes: only repeated."""
+    from_input = {site.index for site in space.sites if site.kind == "input"}
+    for link in space.links:  # in the order of their targets
+        if link.source in from_input:
+            from_input.add(link.target)
     ops = [site for site in space.sites if site.kind == "op"]
     sizes = {s.index: sum(m.num_bytes for m in space.strategies[s.index].output_metas) for s in ops}
     most = SIDE_SHARE * sum(sizes.values())
     found = {}
     for index, size in sizes.items():
         s = space.strategies[index]
-        if size <= most and not any(m.requires_grad for m in (*s.input_metas, *s.output_metas)):
+        if index not in from_input and size <= most and not any(m.requires_grad for m in (*s.input_metas, *s.output_metas)):
             found[index] = np.flatnonzero((s.array == 0).all(axis=1))
     return found
 

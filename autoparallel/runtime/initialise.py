@@ -120,12 +120,26 @@ def init_weights(model: nn.Module, parallel: nn.Module, mesh: DeviceMesh, device
         for path, module in model.named_modules():
             tensors = {**module._parameters, **module._buffers}
             owned = {k: t for k, t in tensors.items() if t is not None and id(t) not in done}
-            if not owned or not any(t.device.type == "meta" for t in owned.values()):
-                continue
             done.update(id(t) for t in owned.values())
-            for leaf, value in _initialised(model, module, path, device).items():
-                if leaf in owned:
-                    _set(parallel, f"{path}.{leaf}" if path else leaf, value, device)
+            _fill(model, module, path, parallel, {k for k, t in owned.items() if t.device.type == "meta"}, device)
+
+
+def init_lost_buffers(model: nn.Module, parallel: nn.Module, device: torch.device) -> None:
+    """Give meta-device buffers that no state dict holds (rotary frequencies) the values that their module makes."""
+    for path, module in model.named_modules():
+        lost = {
+            leaf for leaf in module._non_persistent_buffers_set
+            if (buffer := module._buffers[leaf]) is not None and buffer.device.type == "meta"
+        }
+        _fill(model, module, path, parallel, lost, device)
+
+
+def _fill(model: nn.Module, module: nn.Module, path: str, parallel: nn.Module, leaves: set[str],
+          device: torch.device) -> None:
+    if leaves:
+        for leaf, value in _initialised(model, module, path, device).items():
+            if leaf in leaves:
+                _set(parallel, f"{path}.{leaf}" if path else leaf, value, device)
 
 
 def _initialised(model: nn.Module, module: nn.Module, path: str, device: torch.device) -> dict[str, torch.Tensor]:

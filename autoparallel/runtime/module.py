@@ -157,7 +157,9 @@ class ParallelModule(nn.Module):
         """Load global tensors (or DTensors) by the original names; each rank takes its piece."""
         if not self._state.forms:
             return self._state.model.load_state_dict(state_dict, strict, assign)
-        return initialise.load_state_dict(self, state_dict, self._state.device, strict)
+        result = initialise.load_state_dict(self, state_dict, self._state.device, strict)
+        initialise.init_lost_buffers(self._state.model, self, self._state.device)
+        return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._first()

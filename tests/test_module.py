@@ -1,0 +1,179 @@
+"""The parallel module behaves as the original: state, modes, inputs and outputs, meta models, other shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoparallel
+from tests.models import CASES
+from tests.ranks import mesh_of
+from tests.reference import gathered
+
+
+def _case(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    case = CASES[name]
+    return case.build(), *case.inputs(8)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+
+
+def modes_and_state() -> list[str]:
+    """Names, state dict round trip, eval and no_grad, output structure."""
+    model, args, kwargs = _case("bert")
+    parallel = autoparallel.compile(model, mesh_of(2, 2), example_kwargs=kwargs, baseline="fsdp")
+    wrong = []
+    if [n for n, _ in parallel.named_parameters()] != [n for n, _ in model.named_parameters()]:
+        wrong.append("parameter names")
+    if set(parallel.state_dict()) != set(model.state_dict()):
+        wrong.append("state dict names")
+    if not all(isinstance(p, DTensor) for p in parallel.parameters()):
+        wrong.append("parameters are DTensors")
+    with torch.no_grad():
+        output, expected = parallel(**kwargs), model(**kwargs)
+    if type(output) is not type(expected) or list(output) != list(expected):
+        wrong.append(f"structure {type(output)}")
+    if not torch.allclose(whole(output.logits), expected.logits, atol=1e-5):
+        wrong.append("logits")
+    changed = {name: value + 1 if value.is_floating_point() else value for name, value in model.state_dict().items()}
+    parallel.load_state_dict(changed)
+    for name, value in gathered(parallel.state_dict().items()).items():
+        if not torch.equal(value, changed[name]):
+            wrong.append(f"loaded {name}")
+    return wrong
+
+
+def test_names_state_and_structure(ranks: Any) -> None:
+    assert ranks(4).run(modes_and_state) == [[]] * 4
+
+
+def eval_differs() -> tuple[float, float, float]:
+    """Batch norm in eval mode uses the running statistics; the call is traced anew with parameters in place."""
+    model, args, kwargs = _case("resnet")
+    parallel = autoparallel.compile(model, mesh_of(4), example_kwargs=kwargs)
+    parallel.eval()
+    model.eval()
+    with torch.no_grad():
+        in_eval = float((whole(parallel(**kwargs).logits) - model(**kwargs).logits).abs().max())
+        parallel.train()
+        model.train()
+        in_train = float((whole(parallel(**kwargs).logits) - model(**kwargs).logits).abs().max())
+    buffers = max(float((b.float() - dict(model.named_buffers())[n].float()).abs().max())
+                  for n, b in parallel.named_buffers())
+    return in_eval, in_train, buffers
+
+
+def test_train_and_eval(ranks: Any) -> None:
+    for in_eval, in_train, buffers in ranks(4).run(eval_differs):
+        assert max(in_eval, in_train, buffers) < 1e-5
+
+
+def sharded_inputs() -> list[float]:
+    """Losses with plain tensors, with `shard_batch`, with DTensors cut otherwise than the plan reads them."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model, args, kwargs = _case("llama")
+    mesh = mesh_of(4)
+    parallel = autoparallel.compile(model, mesh, example_kwargs=kwargs, baseline="ddp")
+    batch = parallel.shard_batch(kwargs)
+    assert all(isinstance(v, DTensor) and v.to_local().shape[0] == 2 for v in batch.values())
+    other = {k: distribute_tensor(v, mesh, [Shard(1)]) for k, v in kwargs.items()}
+    return [float(parallel(**b).loss) for b in (kwargs, batch, other)] + [float(model(**kwargs).loss)]
+
+
+def test_plain_and_distributed_inputs_mean_the_same(ranks: Any) -> None:
+    for losses in ranks(4).run(sharded_inputs):
+        assert max(losses) - min(losses) < 1e-5 * losses[-1]
+
+
+def other_shapes() -> list[float]:
+    """A longer sequence, another batch, and the first again: relative differences of loss and a gradient."""
+    case = CASES["llama"]
+    model = case.build()
+    parallel = autoparallel.compile(model, mesh_of(2, 2))
+    found = []
+    for batch in (8, 4, 8):
+        _, kwargs = case.inputs(batch)
+        parallel.zero_grad(set_to_none=True) if found else None
+        model.zero_grad(set_to_none=True)
+        loss, expected = parallel(**kwargs).loss, model(**kwargs).loss
+        loss.backward()
+        expected.backward()
+        found.append(float((loss - expected).abs() / expected))
+        mine, theirs = gathered((n, p.grad) for n, p in parallel.named_parameters()), dict(model.named_parameters())
+        name = "model.layers.0.mlp.up_proj.weight"
+        found.append(float((mine[name] - theirs[name].grad).abs().max() / theirs[name].grad.abs().max()))
+    return found
+
+
+def test_calls_of_other_shapes_are_traced_anew(ranks: Any) -> None:
+    for found in ranks(4).run(other_shapes):
+        assert max(found) < 1e-5
+
+
+def meta_model(load: bool) -> tuple[float, list[str]]:
+    """A meta-device Llama gets its weights; |loss - expected| and parameters whose piece is too large."""
+    case = CASES["llama"]
+    _, kwargs = case.inputs(8)
+    real = case.build()
+    with torch.device("meta"):
+        model = type(real)(real.config).train()
+    fake = {k: torch.empty_like(v, device="meta") for k, v in kwargs.items()}
+    parallel = autoparallel.compile(model, mesh_of(4), example_kwargs=fake, baseline="fsdp")
+    if load:
+        parallel.load_state_dict(real.state_dict())
+    else:
+        parallel.init_weights()
+        plain = {n: whole(p) for n, p in parallel.named_parameters()}
+        real.load_state_dict(plain, strict=False)
+    missing = [n for n, p in parallel.named_parameters() if p.to_local().numel() * 4 > p.numel() + 4 * p.shape[-1]]
+    return float((parallel(**kwargs).loss - real(**kwargs).loss).abs()), missing
+
+
+def test_meta_models_load_a_state_dict(ranks: Any) -> None:
+    for difference, too_large in ranks(4).run(meta_model, True):
+        assert difference < 1e-5 and not too_large
+
+
+def test_meta_models_initialise_their_local_pieces(ranks: Any) -> None:
+    for difference, too_large in ranks(4).run(meta_model, False):
+        assert difference < 1e-5 and not too_large
+
+
+def input_gradient() -> float:
+    """The gradient of an input that asks for one, against one process's."""
+    model = CASES["transformer_encoder"].build()
+    args, kwargs = CASES["transformer_encoder"].inputs(8)
+    leaves = [a.clone().requires_grad_(a.is_floating_point()) for a in args]
+    named = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in kwargs.items()}
+    again = [a.detach().clone().requires_grad_(a.requires_grad) for a in leaves]
+    named_again = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in named.items()}
+    parallel = autoparallel.compile(model, mesh_of(2, 2), example_inputs=leaves, example_kwargs=named)
+    CASES["transformer_encoder"].loss(parallel(*leaves, **named)).backward()
+    CASES["transformer_encoder"].loss(model(*again, **named_again)).backward()
+    pairs = [*zip(leaves, again, strict=True), *((named[k], named_again[k]) for k in named)]
+    return max(float((a.grad - b.grad).abs().max() / b.grad.abs().max()) for a, b in pairs if a.requires_grad)
+
+
+def test_inputs_get_their_gradients(ranks: Any) -> None:
+    assert max(ranks(4).run(input_gradient)) < 1e-5
+
+
+def step_losses() -> tuple[float, float]:
+    case = CASES["gpt2"]
+    args, kwargs = case.inputs(8)
+    model = case.build()
+    parallel = autoparallel.compile(model, mesh_of(4), example_kwargs=kwargs)
+    loss = parallel.step(**kwargs)
+    assert all(p.grad is not None for p in parallel.parameters())
+    return float(loss), float(model(**kwargs).loss)
+
+
+def test_step_runs_forward_and_backward(ranks: Any) -> None:
+    for mine, expected in ranks(4).run(step_losses):
+        assert abs(mine - expected) < 1e-5 * expected
