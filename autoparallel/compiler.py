@@ -15,7 +15,7 @@ from torch import nn
 
 from autoparallel.baselines import baseline
 from autoparallel.capture import OpGraph, capture
-from autoparallel.errors import MeshError
+from autoparallel.errors import InfeasibleError, MeshError
 from autoparallel.layout import Layout
 from autoparallel.plans import Evidence, Plan, apply_pins, pin_strings
 from autoparallel.pricing import Prices, SpacePricer, predict
@@ -68,10 +68,23 @@ def plan(
     graph = capture(model, example_inputs, example_kwargs or {})
     captured = time.process_time() - started
     shapes = [tuple(mesh_shape)] if mesh_shape is not None else mesh_shapes(cluster.num_devices)
-    plans = [_plan_on(graph, cluster, shape, axis_names, Options(**options))[0] for shape in shapes]
-    best = min(plans, key=lambda p: p.evidence.objective_s)
+    best = _best_of(graph, cluster, shapes, axis_names, Options(**options))
     seconds = {"capture": captured, **best.evidence.seconds}
     return replace(best, evidence=replace(best.evidence, seconds=seconds))
+
+
+def _best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
+             options: Options) -> Plan:
+    """The fastest plan over mesh shapes; shapes on which nothing fits are passed over while another one does."""
+    plans, failures = [], []
+    for shape in shapes:
+        try:
+            plans.append(_plan_on(graph, cluster, shape, axis_names, options)[0])
+        except InfeasibleError as error:
+            failures.append(error)
+    if not plans:
+        raise min(failures, key=lambda error: getattr(error, "needed_bytes", float("inf")))
+    return min(plans, key=lambda p: p.evidence.objective_s)
 
 
 def compile(

@@ -200,4 +200,4 @@ def _from_toml(data: dict[str, Any], num_devices: int | None) -> Cluster:
              {kind: float(_value(v)) for kind, v in k.get("slowdown", {}).items()})
         for k in data["links"]
     )
-    return Cluster(data["name"], device, links, num_devices or links[0].num_devices)
+    return Cluster(data["name"], device, links, links[0].num_devices if num_devices is None else num_devices)

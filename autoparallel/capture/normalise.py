@@ -92,9 +92,9 @@ def functionalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]
         if not written:
             continue
         target = node.args[0]
-        if _has_views(target, node, order):
+        if _shared_later(target, node, order):
             raise CaptureError(
-                f"{node.target} writes in place to a tensor that has views still in use{_source(node)}\n"
+                f"{node.target} writes in place to memory that is read later under another name{_source(node)}\n"
                 "  Write the out-of-place form instead (x = x.add(y), torch.where, torch.cat, ...)."
             )
         new = _functional_twin(graph, node)
@@ -114,15 +114,26 @@ def functionalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]
     return mutations
 
 
-def _has_views(target: Node, node: Node, order: dict[Node, int]) -> bool:
-    alias_ops = {aten.view.default, aten.reshape.default, aten.slice.Tensor, aten.select.int, aten.transpose.int,
-                 aten.expand.default, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim}
-    if target.target in alias_ops:
+def _is_view(node: Node) -> bool:
+    """Whether the op's result may share memory with its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    first = schema.arguments[0] if schema is not None and schema.arguments else None
+    return first is not None and first.alias_info is not None and not first.alias_info.is_write
+
+
+def _shared_later(target: Node, node: Node, order: dict[Node, int]) -> bool:
+    """Whether memory that ``node`` writes to is read afterwards under another name (a view, or what it is a view of)."""
+    root = target
+    while root.op == "call_function" and _is_view(root):
+        root = root.args[0]
+    if root is not target and root.op == "placeholder":
         return True
-    return any(
-        user.target in alias_ops and any(order.get(u, 0) > order[node] for u in user.users)
-        for user in target.users
-    )
+    family, waiting = {root}, [root]
+    while waiting:
+        views = [user for user in waiting.pop().users if user.op == "call_function" and _is_view(user)]
+        waiting.extend(v for v in views if v not in family)
+        family.update(views)
+    return any(order.get(user, 0) > order[node] for member in family - {target} for user in member.users)
 
 
 def _functional_twin(graph: Graph, node: Node) -> Node:
