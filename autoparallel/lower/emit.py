@@ -7,6 +7,7 @@ steps, each one line that names its axis and its placements. Node metadata: ``la
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,7 @@ class _Emitter:
     def _placeholder(self, site: Site) -> Layout:
         meta = self.space.graph.nodes[site.node].outputs[0]
         layout = self.space.strategies[site.index].output_layout(self.labels[site.index])
-        name = "".join(c if c.isalnum() else "_" for c in site.name)
+        name = "_".join(["param" if site.kind == "parameter" else site.kind, *re.findall(r"\w+", site.name)])
         self.values[site.index, 0] = self._describe(self.graph.placeholder(name), site, meta, layout)
         return layout
 

@@ -28,8 +28,9 @@ def apply_pins(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[int, np.nd
     """
     allowed: dict[int, np.ndarray] = {}
     for pattern, pin in pins.items():
+        sites = _matches(space, pattern)
         wanted = _per_axis(space, pattern, pin)
-        for site in _matches(space, pattern):
+        for site in sites:
             before = allowed.get(site.index, np.arange(len(space.strategies[site.index].labels)))
             left = before[_holds(space, site.index, wanted)[before]]
             if not len(left):
