@@ -80,9 +80,11 @@ def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WOR
     return eliminator.work([n.costs for n in problem.nodes], [e.costs for e in problem.edges]) <= work_cells
 
 
-def solve_exact(problem: Problem, deadline: float = FORBIDDEN, relax: Relaxation | None = None,
+def solve_exact(problem: Problem, deadline: float = FORBIDDEN, relax: Relaxation | None = None, exact: bool = True,
                 report: Callable[[float], None] | None = None) -> Outcome:
     """Optimal without memory; with it, the best prices' bound and the best repaired plan.
+
+    ``relax`` solves priced problems (default: elimination); ``exact`` tells whether its answer is their minimum.
 
     Raises MemoryLimitError when the least usages alone exceed the limit. Time: `Eliminator.work` per round of prices.
     """
@@ -94,7 +96,7 @@ def solve_exact(problem: Problem, deadline: float = FORBIDDEN, relax: Relaxation
     dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, TARGET_GAP)
     if memory.binds and incumbent.objective - dual.bound > TARGET_GAP * abs(dual.bound) and dual.bound < FORBIDDEN:
         mix_prices(problem, memory, relax, deadline, dual, PRICE_ROUNDS, incumbent.offer)
-    if incumbent.choice is None and memory.binds:
+    if incumbent.choice is None and memory.binds and exact:
         least = lowest_peak(problem, relax, deadline, MAX_ROUNDS, problem.limit)
         if least.plan is not None and least.bound > problem.limit:
             raise MemoryLimitError(problem.name, least.bound, problem.limit, least.peak)

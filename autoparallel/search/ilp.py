@@ -26,7 +26,7 @@ from autoparallel.search.problem import FORBIDDEN, Edge, Problem, evaluate
 
 RELATIVE_GAP = 1e-9
 MEMORY_SCALE = 1e3
-MAX_CELLS = 2_000_000
+MAX_CELLS = 500_000
 MAX_MEMORY_TERMS = 1_000_000
 
 

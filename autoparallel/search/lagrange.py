@@ -21,6 +21,7 @@ STEP = 0.6
 NEW_TIMES = 3
 PRICE_STEP = 1e-3
 MODEL_GAP = 1e-6
+GROWTH = 4.0
 
 
 @dataclass
@@ -77,7 +78,9 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
         if value == FORBIDDEN:
             return Dual(FORBIDDEN, trial, dual.plans, dual.rounds)
         over = memory.load(problem, plan) - memory.room
-        cuts.append((evaluate(problem, plan).objective, over))
+        cost = evaluate(problem, plan).objective
+        if cost < FORBIDDEN:
+            cuts.append((cost, over))
         dual.plans.append(plan)
         if bound > dual.bound:
             dual.bound, dual.prices = bound, trial
@@ -86,7 +89,7 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
             break
         worst = [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES] if over[p] > 0 and p not in active]
         active += worst
-        if not active:
+        if not active or not cuts:
             break
         proposed = _master(cuts, active, len(memory.times), float(dual.prices.max()))
         if proposed is None or (proposed[0] - dual.bound <= MODEL_GAP * abs(proposed[0]) and not worst):
@@ -199,7 +202,7 @@ def _master(cuts: list[tuple[float, np.ndarray]], active: list[int], num_times: 
 
     solver = pywraplp.Solver.CreateSolver("GLOP")
     spread = max(cost for cost, _ in cuts) or max(float(np.abs(over[active]).max()) for _, over in cuts) or 1.0
-    box = 1.0 if sum_to_one else max(10.0 * highest, _steepest(cuts, active, spread))
+    box = 1.0 if sum_to_one else GROWTH * highest or _first_price(cuts, active)
     prices = [solver.NumVar(0.0, 1.0, "") for _ in active]
     low = solver.NumVar(-solver.infinity(), solver.infinity(), "")
     if sum_to_one:
@@ -219,7 +222,7 @@ def _master(cuts: list[tuple[float, np.ndarray]], active: list[int], num_times: 
     return float(low.solution_value()) * spread, result
 
 
-def _steepest(cuts: list[tuple[float, np.ndarray]], active: list[int], spread: float) -> float:
-    """A price at which the smallest overload seen at an active time costs as much as the dearest plan."""
-    overloads = [float(over[at]) for _, over in cuts for at in active if over[at] > 0]
-    return spread / min(overloads) if overloads else 0.0
+def _first_price(cuts: list[tuple[float, np.ndarray]], active: list[int]) -> float:
+    """A price at which the largest overload seen at an active time costs as much as the cheapest plan."""
+    overload = max(float(over[active].max()) for _, over in cuts)
+    return (min(cost for cost, _ in cuts) or 1.0) / overload if overload > 0 else 0.0

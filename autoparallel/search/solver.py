@@ -15,6 +15,7 @@ from autoparallel.search.ilp import MAX_CELLS, least_memory, model_cells, solve_
 from autoparallel.search.labelled import LabelledPricer
 from autoparallel.search.lagrange import LowestPeak, lowest_peak, priced
 from autoparallel.search.memory import least_peak, memory_of
+from autoparallel.search.messages import Messenger
 from autoparallel.search.presolve import Reduced, drop_dominated, keep
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Pricer, Problem, Solution, evaluate
 from autoparallel.search.recursive import search_axes
@@ -23,6 +24,9 @@ Progress = Callable[[str, float, float], None]
 AUTO_GAP = 1e-3
 SMALL_CELLS = 20_000
 LEAST_MEMORY_S = 10.0
+MESSAGE_S = 1.0  # the program does the rest
+LONG_MESSAGE_S = 60.0  # the program would be too large
+MESSAGE_PASSES = 20
 
 
 class Run:
@@ -33,6 +37,7 @@ class Run:
         self._progress = progress
         self.best = Outcome(None, FORBIDDEN, trivial_bound(problem), "not started")
         self._prices: np.ndarray | None = None
+        self._relaxation: Eliminator | Messenger | None = None
         start = time.monotonic()
         self.reduced = keep(problem, [np.arange(len(node.costs)) for node in problem.nodes])
         self.eliminator = Eliminator(problem)
@@ -62,13 +67,21 @@ class Run:
             self._progress(found.stop_reason, best.objective, bound)
 
     def exact(self) -> None:
-        """Elimination, with prices for memory; where it is too wide, axes one at a time and then the program."""
-        if not self.can_eliminate:
-            self.recursive()
-            self.program()
+        """Elimination, with prices for memory; where it is too wide, axes one at a time, messages, and the program."""
+        if self.can_eliminate:
+            self._priced_search(self.eliminator, self.deadline)
             return
-        found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve)
-        self._prices = found.prices
+        if any(node.labels for node in self.problem.nodes):
+            self.recursive()
+        cells = model_cells(self.reduced.problem)
+        spent = MESSAGE_S if cells <= MAX_CELLS else LONG_MESSAGE_S
+        limit = min(self.deadline, time.monotonic() + spent)
+        self._priced_search(Messenger(self.reduced.problem, MESSAGE_PASSES, limit), limit)
+        self.program()
+
+    def _priced_search(self, relaxation: Eliminator | Messenger, deadline: float) -> None:
+        found = solve_exact(self.reduced.problem, deadline, relaxation.solve, isinstance(relaxation, Eliminator))
+        self._relaxation, self._prices = relaxation, found.prices
         self.note(found, self.reduced)
 
     def recursive(self) -> None:
@@ -103,12 +116,14 @@ class Run:
 
     def _within_reach(self) -> Reduced:
         """Without the choices whose best priced plan costs more than the plan in hand, and without dominated ones."""
-        if self._prices is None or self.best.choice is None:
+        if self._prices is None or self._relaxation is None or self.best.choice is None:
             return self.reduced.then(drop_dominated(self.reduced.problem))
         inner = self.reduced.problem
         memory = memory_of(inner)
-        regrets = self.eliminator.regrets(*priced(inner, memory, self._prices))
-        room = (self.best.objective - self.best.lower_bound) * (1 + 1e-6) + 1e-9 * abs(self.best.objective)
+        arrays = priced(inner, memory, self._prices)
+        bound = self._relaxation.solve(*arrays)[0] - float(self._prices @ memory.room)
+        regrets = self._relaxation.regrets(*arrays)
+        room = (self.best.objective - bound) * (1 + 1e-6) + 1e-9 * abs(self.best.objective)
         wanted = self.reduced.forward(self.best.choice)
         keeping = []
         for v, regret in enumerate(regrets):
