@@ -21,6 +21,7 @@ import numpy as np
 from autoparallel.search.problem import FORBIDDEN, Problem
 
 CHUNK_CELLS = 1_000_000
+HOPELESS_CELLS = 1e15
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Order:
 def elimination_order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], by_fill: bool = False) -> Order:
     """Greedy order: next is the node whose step is the smallest (or adds the fewest new pairs); ties by index.
 
-    O(n w^2 log n) for width w (O(n w^3 log n) by fill).
+    O(n w^2 log n) for width w (O(n w^3 log n) by fill). Gives up, with no nodes, at a table of `HOPELESS_CELLS`.
     """
     around: list[set[int]] = [set() for _ in sizes]
     for u, v in pairs:
@@ -72,6 +73,8 @@ def elimination_order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], by
         for u in near:
             cells *= sizes[u]
         max_cells = max(max_cells, cells)
+        if cells > HOPELESS_CELLS:
+            return Order((), (), FORBIDDEN)
         for u in near:
             around[u].discard(v)
             around[u].update(near)
@@ -121,14 +124,17 @@ class Step(NamedTuple):
 
 
 class Eliminator:
-    """Solves problems of one structure (same nodes and edges) again and again with changed costs."""
+    """Solves problems of one structure (same nodes and edges) again and again with changed costs.
+
+    Look at ``order.max_cells`` first (`exact.affordable` does): inf means that there is no order to solve in.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.sizes = [len(node.costs) for node in problem.nodes]
         self._pairs = [(edge.source, edge.target) for edge in problem.edges]
         open_pairs = [(u, v) for u, v in self._pairs if self.sizes[u] > 1 and self.sizes[v] > 1]
         self.order = elimination_order(self.sizes, open_pairs)
-        if self.order.max_cells > CHUNK_CELLS:
+        if CHUNK_CELLS < self.order.max_cells < FORBIDDEN:
             other = elimination_order(self.sizes, open_pairs, by_fill=True)
             self.order = min(self.order, other, key=lambda order: order.max_cells)
         self._lines: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
