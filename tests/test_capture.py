@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoparallel.capture import capture, find_blocks
+from autoparallel.capture import Ref, capture, find_blocks
 from autoparallel.errors import CaptureError
 from tests.models import CASES
 
@@ -65,7 +65,8 @@ def test_tied_parameters_are_one() -> None:
     graph = capture(CASES["gpt2"].build(), *CASES["gpt2"].inputs(8))
     assert graph.aliases["lm_head.weight"] == "transformer.wte.weight"
     (tied,) = [node for node in graph.of_kind("parameter") if node.path == "transformer.wte.weight"]
-    readers = {graph.nodes[i].op_name for ref, uses in graph.consumers.items() if ref.node == tied.index for i, _ in uses}
+    uses = graph.consumers[Ref(tied.index)]
+    readers = {graph.nodes[index].op_name for index, _ in uses}
     assert readers == {"aten.embedding.default", "aten.linear.default"}
 
 

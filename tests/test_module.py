@@ -25,7 +25,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 def modes_and_state() -> list[str]:
     """Names, state dict round trip, eval and no_grad, output structure."""
-    model, args, kwargs = _case("bert")
+    model, _, kwargs = _case("bert")
     parallel = autoparallel.compile(model, mesh_of(2, 2), example_kwargs=kwargs, baseline="fsdp")
     wrong = []
     if [n for n, _ in parallel.named_parameters()] != [n for n, _ in model.named_parameters()]:
@@ -54,7 +54,7 @@ def test_names_state_and_structure(ranks: Any) -> None:
 
 def eval_differs() -> tuple[float, float, float]:
     """Batch norm in eval mode uses the running statistics; the call is traced anew with parameters in place."""
-    model, args, kwargs = _case("resnet")
+    model, _, kwargs = _case("resnet")
     parallel = autoparallel.compile(model, mesh_of(4), example_kwargs=kwargs)
     parallel.eval()
     model.eval()
@@ -77,7 +77,7 @@ def sharded_inputs() -> list[float]:
     """Losses with plain tensors, with `shard_batch`, with DTensors cut otherwise than the plan reads them."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    model, args, kwargs = _case("llama")
+    model, _, kwargs = _case("llama")
     mesh = mesh_of(4)
     parallel = autoparallel.compile(model, mesh, example_kwargs=kwargs, baseline="ddp")
     batch = parallel.shard_batch(kwargs)
@@ -166,7 +166,7 @@ def test_inputs_get_their_gradients(ranks: Any) -> None:
 
 def step_losses() -> tuple[float, float]:
     case = CASES["gpt2"]
-    args, kwargs = case.inputs(8)
+    _, kwargs = case.inputs(8)
     model = case.build()
     parallel = autoparallel.compile(model, mesh_of(4), example_kwargs=kwargs)
     loss = parallel.step(**kwargs)

@@ -122,7 +122,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _shared_later(target: Node, node: Node, order: dict[Node, int]) -> bool:
-    """Whether memory that ``node`` writes to is read afterwards under another name (a view, or what it is a view of)."""
+    """Whether memory that ``node`` writes to is read later under another name: a view, or what it is a view of."""
     root = target
     while root.op == "call_function" and _is_view(root):
         root = root.args[0]
@@ -264,6 +264,16 @@ def _pieces(graph: Graph, node: Node) -> None:
         graph.erase_node(user)
 
 
+def _broadcast(graph: Graph, node: Node) -> None:
+    """broadcast_tensors -> one expand per tensor that is used."""
+    for user in list(node.users):
+        source, value = node.args[0][user.args[1]], user.meta["val"]
+        same = source.meta["val"].shape == value.shape
+        new = source if same else emit(graph, user, aten.expand.default, source, list(value.shape))
+        user.replace_all_uses_with(new)
+        graph.erase_node(user)
+
+
 def _mean(graph: Graph, node: Node) -> Node:
     source = node.args[0]
     dims = list(node.args[1]) if len(node.args) > 1 and node.args[1] else list(range(source.meta["val"].dim()))
@@ -387,15 +397,22 @@ def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
     return e(aten.add.Tensor, out, wide(bias)) if bias is not None else out
 
 
-def fold_getitem(graph: Graph, mutations: dict[str, Node]) -> None:
+def lists(graph: Graph, mutations: dict[str, Node]) -> None:
+    """Ops that return a list become one op per element that is used."""
     for node in list(graph.nodes):
-        if node.target in (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int):
-            users = list(node.users)
-            if all(user.target is operator.getitem for user in users):
-                with graph.inserting_before(node):
-                    _pieces(graph, node)
+        take_apart = LISTS.get(node.target)
+        if take_apart is not None and all(user.target is operator.getitem for user in node.users):
+            with graph.inserting_before(node):
+                take_apart(graph, node)
 
 
+LISTS = {
+    aten.split.Tensor: _pieces,
+    aten.split_with_sizes.default: _pieces,
+    aten.chunk.default: _pieces,
+    aten.unbind.int: _pieces,
+    aten.broadcast_tensors.default: _broadcast,
+}
 VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
          aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int, aten._unsafe_view.default,
          aten.view_as.default, aten.reshape_as.default)
@@ -409,7 +426,7 @@ FILLED = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, 
 PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     drop_asserts,
     batch_norm,
-    fold_getitem,
+    lists,
     _each(dict.fromkeys(IDENTITIES, _identity)),
     _each(dict.fromkeys(COPIES, _same_dtype)),
     _each({aten.addmm.default: _addmm}),

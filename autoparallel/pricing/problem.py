@@ -187,7 +187,8 @@ def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:
     found = {}
     for index, size in sizes.items():
         s = space.strategies[index]
-        if index not in from_input and size <= most and not any(m.requires_grad for m in (*s.input_metas, *s.output_metas)):
+        grad = any(m.requires_grad for m in (*s.input_metas, *s.output_metas))
+        if index not in from_input and size <= most and not grad:
             found[index] = np.flatnonzero((s.array == 0).all(axis=1))
     return found
 

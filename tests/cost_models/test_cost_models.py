@@ -138,9 +138,9 @@ def test_a_bad_description_says_what_it_needs(tmp_path: Path, text: str, says: s
 
 
 def test_errors_name_what_is_known() -> None:
-    with pytest.raises(ClusterError, match="a100-sxm, .*local-cpu; or give the path of a TOML file"):
+    with pytest.raises(ClusterError, match=r"a100-sxm, .*local-cpu; or give the path of a TOML file"):
         Cluster.load("h100")
-    with pytest.raises(ClusterError, match="known are .*adamw"):
+    with pytest.raises(ClusterError, match=r"known are .*adamw"):
         memory.recipe("lion")
     with pytest.raises(ClusterError, match="num_devices=128"):
         H100.group((128,), 0)
