@@ -82,9 +82,9 @@ def clusters() -> None:
 
 
 def load_model(
-    source: str, global_batch: int, sequence_length: int, dtype: str
+    source: str | dict[str, Any], global_batch: int, sequence_length: int, dtype: str
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """(model, args, kwargs) on the meta device, from a Hugging Face config file or a ``module:function`` factory.
+    """(model, args, kwargs) on the meta device, from a Hugging Face config (file or dict) or a ``module:function``.
 
     The factory is called as ``function(global_batch, sequence_length)`` and returns (model, args, kwargs).
     """
@@ -93,6 +93,8 @@ def load_model(
     precision = getattr(torch, dtype, None)
     if not isinstance(precision, torch.dtype):
         raise InputError(f"unknown dtype {dtype!r}: bfloat16, float16 or float32")
+    if isinstance(source, dict):
+        return _hugging_face(source, "the config", global_batch, sequence_length, precision)
     if ":" in source and not Path(source).exists():
         module, function = source.split(":", 1)
         sys.path.insert(0, str(Path.cwd()))
@@ -103,11 +105,15 @@ def load_model(
         with torch.device("meta"):
             made, args, kwargs = factory(global_batch, sequence_length)
         return made, args, kwargs
-    return _hugging_face(source, global_batch, sequence_length, precision)
+    try:
+        data = json.loads(Path(source).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise InputError(f"cannot read the config file {source}: {error}") from error
+    return _hugging_face(data, source, global_batch, sequence_length, precision)
 
 
 def _hugging_face(
-    path: str, batch: int, sequence: int, dtype: Any
+    data: dict[str, Any], origin: str, batch: int, sequence: int, dtype: Any
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     import torch
 
@@ -115,12 +121,8 @@ def _hugging_face(
         import transformers
     except ImportError as error:
         raise InputError("a Hugging Face config needs transformers: pip install 'autoparallel[models]'") from error
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise InputError(f"cannot read the config file {path}: {error}") from error
     if "model_type" not in data:
-        raise InputError(f"{path} has no model_type: a Hugging Face config.json is required")
+        raise InputError(f"{origin} has no model_type: a Hugging Face config.json is required")
     config = transformers.AutoConfig.for_model(**{k: v for k, v in data.items() if k != "architectures"})
     config.use_cache = False
     architecture = (data.get("architectures") or [None])[0]

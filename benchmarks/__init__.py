@@ -1,0 +1,1 @@
+"""Benchmarks: planning time and step time, measured with their conditions. See README.md."""
