@@ -1,8 +1,8 @@
 """Step time of the chosen plan against what people do by hand: ``python -m benchmarks.step_time``.
 
-Four local gloo processes, one run: after a warm-up all variants take one training step in turn, again and again (A B C D A B
-C D ...), so that drift of the machine hits all alike. Every variant's loss must equal the single process's, or the
-benchmark fails. Ratios are of medians: the variant's over ours; below 1 we lose.
+Four local gloo processes, one run: after a warm-up all variants take one training step in turn, again and again (A B C
+D A B C D ...), so that drift of the machine hits all alike. Every variant's loss must equal the single process's, or
+the benchmark fails. Ratios are of medians: the variant's over ours; below 1 we lose.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ def table(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         s = row["step"]
         predicted = ", ".join(f"{k}: {v * 1e3:.0f} ms" for k, v in (row["predicted"] or {}).items())
-        made.add_row(row["model"], row["variant"], *(f"{x * 1e3:.0f} ms" for x in (s.median_s, s.minimum_s, s.maximum_s)),
-                     f"{row['ratio']:.2f}", predicted)
+        times = (f"{x * 1e3:.0f} ms" for x in (s.median_s, s.minimum_s, s.maximum_s))
+        made.add_row(row["model"], row["variant"], *times, f"{row['ratio']:.2f}", predicted)
     return made
 
 
