@@ -1,20 +1,29 @@
-"""Machines as data: devices, links and the groups that mesh axes form on them."""
+"""Machines as data: devices, links, and the groups of ranks that mesh axes form on them."""
 
 from __future__ import annotations
 
-import tomllib
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib import resources
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from cost_models.errors import ClusterError
 
+#: Points of an efficiency curve: (FLOP or bytes of one call, achieved share of the peak), sizes growing.
 Curve = tuple[tuple[float, float], ...]
+
+#: What a link's ``slowdown`` may name.
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+
+#: What a cluster's ``algorithms`` may name; see `cost_models.collectives`.
+ALGORITHMS = ("ring", "tree", "hierarchical")
+
+#: ``num_devices`` of an outermost link that any number of devices can share.
+UNLIMITED = 2**31
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,18 @@ class Device:
     """One accelerator (or one process of a CPU cluster).
 
     ``peak_flops_per_s`` by dtype name. ``launch_s`` is the fixed time of one op or collective. ``efficiency`` gives for
-    each op class a curve of (FLOP of one call, achieved share of the peak).
+    an op class a curve of (FLOP of one call, share of the peak), ``memory_efficiency`` one of (bytes of one call, share
+    of the memory bandwidth); op classes without the latter reach ``memory_bandwidth_efficiency``. ``reserved_bytes`` is
+    what a process loses before the first tensor: context, library and communication buffers.
+
+    A curve may not rise so steeply that a larger call takes less time:
+
+    >>> Device("toy", {"float32": 1e12}, 1e11, 1.0, 1e9, 0.0, {"matmul": ((1e6, 0.1), (1e7, 0.5))}).name
+    'toy'
+    >>> Device("toy", {"float32": 1e12}, 1e11, 1.0, 1e9, 0.0, {"matmul": ((1e6, 0.1), (2e6, 0.5))})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    cost_models.errors.ClusterError: device toy: efficiency.matmul rises from 0.1 to 0.5 between 1e+06 and 2e+06: ...
     """
 
     name: str
@@ -32,25 +52,70 @@ class Device:
     memory_bytes: float
     launch_s: float
     efficiency: Mapping[str, Curve] = field(default_factory=dict)
+    memory_efficiency: Mapping[str, Curve] = field(default_factory=dict)
+    reserved_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for what in ("memory_bandwidth_bytes_per_s", "memory_bandwidth_efficiency", "memory_bytes"):
-            if not getattr(self, what) > 0:
+        for what in ("memory_bandwidth_bytes_per_s", "memory_bytes"):
+            if not 0 < getattr(self, what) < math.inf:
                 raise ClusterError(f"device {self.name}: {what} must be positive, not {getattr(self, what)}")
-        if self.launch_s < 0 or not self.peak_flops_per_s or min(self.peak_flops_per_s.values()) <= 0:
-            raise ClusterError(f"device {self.name}: launch_s must not be negative and every peak must be positive")
-        for op_class, curve in self.efficiency.items():
-            if not curve or any(not 0 < e <= 1 for _, e in curve) or list(curve) != sorted(curve):
-                raise ClusterError(f"device {self.name}: efficiency.{op_class} must be [FLOP, share in (0, 1]] pairs "
-                                   "with growing FLOP")
+        if not 0 < self.memory_bandwidth_efficiency <= 1:
+            raise ClusterError(f"device {self.name}: memory_bandwidth_efficiency must be in (0, 1], "
+                               f"not {self.memory_bandwidth_efficiency}")
+        if not 0 <= self.launch_s < math.inf or not 0 <= self.reserved_bytes < self.memory_bytes:
+            raise ClusterError(f"device {self.name}: launch_s must not be negative, and reserved_bytes in "
+                               f"[0, memory_bytes), not {self.launch_s} and {self.reserved_bytes}")
+        if "float32" not in self.peak_flops_per_s or not all(0 < v < math.inf for v in self.peak_flops_per_s.values()):
+            raise ClusterError(f"device {self.name}: peak_flops_per_s must give a positive number for float32 (which "
+                               f"stands in for dtypes not listed) and all others, not {dict(self.peak_flops_per_s)}")
+        for table in ("efficiency", "memory_efficiency"):
+            for op_class, curve in getattr(self, table).items():
+                _check_curve(f"device {self.name}: {table}.{op_class}", curve)
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory that is left for tensors."""
+        return self.memory_bytes - self.reserved_bytes
+
+
+def _check_curve(what: str, curve: Curve) -> None:
+    if not curve or any(size <= 0 or not 0 < share <= 1 for size, share in curve):
+        raise ClusterError(f"{what} must be pairs of a size above 0 and a share in (0, 1], not {curve}")
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if x1 <= x0:
+            raise ClusterError(f"{what}: sizes must grow, but {x1:g} follows {x0:g}")
+        if y1 / y0 > x1 / x0 * (1 + 1e-9):
+            raise ClusterError(f"{what} rises from {y0:g} to {y1:g} between {x0:g} and {x1:g}: the larger call "
+                               "would take less time; the share may grow at most as the size does")
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Another way to send over the same wires, sooner but slower: NCCL's LL and LL128 beside Simple.
+
+    ``base_s`` is the fixed time of a call, ``alpha_s`` that of a message, ``share`` the part of the bandwidth left.
+    """
+
+    base_s: float
+    alpha_s: float
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.base_s < math.inf or not 0 <= self.alpha_s < math.inf or not 0 < self.share <= 1:
+            raise ClusterError(f"a protocol needs base_s >= 0, alpha_s >= 0 and a share in (0, 1], not {self}")
 
 
 @dataclass(frozen=True)
 class Link:
-    """The wires of one level: what ``num_devices`` devices reach one another by.
+    """The wires of one level: ``num_devices`` neighbours reach one another by them.
 
-    ``alpha_s`` seconds per message, ``bandwidth_bytes_per_s`` per device and direction when all devices of a host send
-    at once. ``slowdown`` by collective kind (1 when absent): time over that of an ideal ring.
+    ``alpha_s`` seconds per message; ``bandwidth_bytes_per_s`` what one device can send (and receive at the same time).
+    ``slowdown`` by collective (1 when absent): seconds per byte over those of an ideal ring.
+
+    A link between hosts has ``nics_per_host``, each of that bandwidth, which all devices of a host share: eight devices
+    with four NICs get half each while all of them send. None: each device has its own.
+
+    ``protocols`` are alternatives by name; a collective uses the cheapest that all links it crosses have.
     """
 
     name: str
@@ -58,58 +123,137 @@ class Link:
     alpha_s: float
     bandwidth_bytes_per_s: float
     slowdown: Mapping[str, float] = field(default_factory=dict)
+    nics_per_host: int | None = None
+    protocols: Mapping[str, Protocol] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1 or self.alpha_s < 0 or self.bandwidth_bytes_per_s <= 0:
-            raise ClusterError(f"link {self.name}: needs num_devices >= 1, alpha_s >= 0, bandwidth_bytes_per_s > 0")
+        if self.num_devices < 1 or not 0 <= self.alpha_s < math.inf or not 0 < self.bandwidth_bytes_per_s < math.inf:
+            raise ClusterError(f"link {self.name}: needs num_devices >= 1, alpha_s >= 0, bandwidth_bytes_per_s > 0; "
+                               f"has {self.num_devices}, {self.alpha_s}, {self.bandwidth_bytes_per_s}")
+        if self.nics_per_host is not None and self.nics_per_host < 1:
+            raise ClusterError(f"link {self.name}: nics_per_host must be at least 1, not {self.nics_per_host}")
+        for kind, factor in self.slowdown.items():
+            if kind not in COLLECTIVES or not 0 < factor < math.inf:
+                raise ClusterError(f"link {self.name}: slowdown.{kind} = {factor}: must be a positive factor for one "
+                                   f"of {', '.join(COLLECTIVES)}")
 
     @property
     def beta_s_per_byte(self) -> float:
         return 1.0 / self.bandwidth_bytes_per_s
 
+    def by(self, protocol: str) -> Link:
+        """The link as it looks to one of its protocols."""
+        p = self.protocols[protocol]
+        left = self.bandwidth_bytes_per_s * p.share
+        return replace(self, alpha_s=p.alpha_s, bandwidth_bytes_per_s=left, protocols={})
+
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks along a mesh axis: ``levels`` are (how many, by which link), from the innermost link outwards.
+    """The ranks along mesh axes, by how they cross the links; of the groups along the same axes, the worst.
 
-    Sixteen devices in two hosts of eight: ``((8, nvlink), (2, infiniband))``.
+    ``levels`` are (how many, by which link) from the innermost link outwards; ``size`` the ranks. Sixteen devices in
+    two hosts of eight: ``((8, nvlink), (2, infiniband))``. Twelve, eight in one host and four in the other: the same
+    levels, size 12, and not ``even``.
+
+    ``lanes`` says for each level how many times the link's bandwidth the group's members in one host have together:
+    1 inside a host; between hosts, eight members with a NIC each have 8. ``sharing`` is the number of groups along the
+    same axes that leave a host at the same time by its NICs, at the outermost level crossed.
     """
 
     levels: tuple[tuple[int, Link], ...]
     launch_s: float
+    lanes: tuple[float, ...] = ()
+    size: int = 0
+    sharing: int = 1
+    algorithms: tuple[str, ...] = ALGORITHMS
+
+    def __post_init__(self) -> None:
+        counts = [count for count, _ in self.levels]
+        if not self.size:
+            object.__setattr__(self, "size", math.prod(counts))
+        if not self.lanes:
+            object.__setattr__(self, "lanes", (1.0,) * len(self.levels))
+        if not counts or min(counts) < 1 or not 1 <= self.size <= math.prod(counts):
+            raise ClusterError(f"a group of {self.size} ranks cannot have levels of {counts}")
+        if len(self.lanes) != len(counts) or min(self.lanes) <= 0 or self.sharing < 1:
+            raise ClusterError(f"a group of {len(counts)} levels needs as many positive lanes, not {self.lanes}")
 
     @property
-    def size(self) -> int:
-        size = 1
-        for count, _ in self.levels:
-            size *= count
-        return size
+    def even(self) -> bool:
+        """Whether every host has as many members as the next, as level-by-level algorithms require."""
+        return self.size == math.prod(count for count, _ in self.levels)
+
+    @cached_property
+    def crossed(self) -> tuple[tuple[int, Link, float], ...]:
+        """(count, link, bytes/s of the group's members in one domain of that level) of the levels in use."""
+        return tuple((count, link, link.bandwidth_bytes_per_s * lanes)
+                     for (count, link), lanes in zip(self.levels, self.lanes, strict=True) if count > 1)
+
+    @cached_property
+    def variants(self) -> tuple[Group, ...]:
+        """This group, and as it looks by each protocol that all links crossed offer."""
+        crossed = [link for _, link, _ in self.crossed]
+        return (self, *(self._by(name) for name in (crossed[0].protocols if crossed else ())
+                        if all(name in link.protocols for link in crossed)))
+
+    def _by(self, name: str) -> Group:
+        levels = tuple((count, link.by(name) if count > 1 else link) for count, link in self.levels)
+        return replace(self, levels=levels, launch_s=max(link.protocols[name].base_s for _, link, _ in self.crossed))
 
     @property
     def slowest(self) -> Link:
-        """The slowest link that the group crosses."""
+        """The link crossed with the least bandwidth per device."""
         crossed = [link for count, link in self.levels if count > 1] or [self.levels[0][1]]
         return min(crossed, key=lambda link: link.bandwidth_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Host:
+    """What devices of one host share or reach besides each other; 0 means not known.
+
+    Rates per device and direction, while all devices of the host move data.
+    """
+
+    memory_bytes: float = 0.0
+    to_device_bytes_per_s: float = 0.0
+    from_device_bytes_per_s: float = 0.0
+    disk_read_bytes_per_s: float = 0.0
+    disk_write_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for what, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ClusterError(f"host: {what} must not be negative, but is {value}")
 
 
 @dataclass(frozen=True)
 class Cluster:
     """``num_devices`` equal devices joined by ``links``, from inside a host outwards.
 
-    Ranks are laid out row-major on a mesh: the last axis runs over neighbours, so over the fastest links.
+    Ranks are laid out row-major on a mesh: the last axis runs over neighbours, so over the fastest links. The last host
+    may be partly used. ``sources`` says where each number comes from, by its path in the TOML file.
     """
 
     name: str
     device: Device
     links: tuple[Link, ...]
     num_devices: int
+    algorithms: tuple[str, ...] = ALGORITHMS
+    host: Host = Host()
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.num_devices < 1:
-            raise ClusterError(f"cluster {self.name}: {self.num_devices} devices; at least one is required")
         sizes = [link.num_devices for link in self.links]
-        if not sizes or sizes != sorted(sizes):
-            raise ClusterError(f"cluster {self.name}: links must be listed from inside outwards, num_devices growing")
+        if not sizes or any(a >= b for a, b in pairwise(sizes)):
+            raise ClusterError(f"cluster {self.name}: links must be listed from inside outwards, num_devices growing, "
+                               f"not {sizes}")
+        if not 1 <= self.num_devices <= sizes[-1]:
+            raise ClusterError(f"cluster {self.name}: {self.num_devices} devices; at least one is required, and link "
+                               f"{self.links[-1].name!r} reaches {sizes[-1]}")
+        if not self.algorithms or not set(self.algorithms) <= set(ALGORITHMS):
+            raise ClusterError(f"cluster {self.name}: algorithms {list(self.algorithms)} must be some of "
+                               f"{', '.join(ALGORITHMS)}")
 
     @staticmethod
     def load(name_or_path: str | Path, num_devices: int | None = None) -> Cluster:
@@ -120,84 +264,76 @@ class Cluster:
 
         Raises ClusterError for an unknown name or a description that misses something.
         """
-        path = Path(name_or_path)
-        if str(name_or_path) in known_clusters():
-            text = (resources.files("cost_models") / "clusters" / f"{name_or_path}.toml").read_text("utf-8")
-        elif path.suffix == ".toml" and path.exists():
-            text = path.read_text("utf-8")
-        else:
-            raise ClusterError(f"unknown cluster {str(name_or_path)!r}: known are {', '.join(known_clusters())}; "
-                               "or give the path of a TOML file (cost_models/README.md says how to write one)")
-        try:
-            return _from_toml(tomllib.loads(text), num_devices)
-        except tomllib.TOMLDecodeError as error:
-            raise ClusterError(f"{name_or_path} is not TOML: {error}") from error
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ClusterError(f"{name_or_path}: the description needs {error}") from error
+        from cost_models import description
+
+        return description.load(name_or_path, num_devices)
 
     def group(self, mesh_shape: Sequence[int], axis: int) -> Group:
-        """How the groups along one mesh axis cross the links (of several groups the worst)."""
+        """How the groups along one mesh axis cross the links (of several groups the worst).
+
+        >>> cluster = Cluster.load("h100-sxm", num_devices=64)
+        >>> [count for count, link in cluster.group((4, 16), 1).levels]     # sixteen ranks in two hosts
+        [8, 2]
+        """
         return self.group_of(mesh_shape, (axis,))
 
     def group_of(self, mesh_shape: Sequence[int], axes: Sequence[int]) -> Group:
         """The same for the groups over several axes together."""
-        return _group(self, tuple(mesh_shape), tuple(axes))
+        mesh_shape, ndim = tuple(int(n) for n in mesh_shape), len(mesh_shape)
+        axes = tuple(sorted({axis + ndim if axis < 0 else axis for axis in axes}))
+        if not axes or axes[0] < 0 or axes[-1] >= ndim or min(mesh_shape) < 1:
+            raise ClusterError(f"axes {list(axes)} of a mesh of {mesh_shape}: sizes must be positive, axes below "
+                               f"{ndim}")
+        needed = math.prod(mesh_shape)
+        if needed > self.num_devices:
+            raise ClusterError(f"a mesh of {mesh_shape} needs {needed} devices, the cluster {self.name} has "
+                               f"{self.num_devices}: load it with num_devices={needed}")
+        domains = tuple(link.num_devices for link in self.links[:-1])
+        counts, members, sharing = _crossings(mesh_shape, axes, domains)
+        lanes = [1.0]
+        for level, link in enumerate(self.links[1:]):
+            lanes.append(_lanes(link, domains[level], members[level], sharing[level]))
+        crossed = [level for level, count in enumerate(counts[1:]) if count > 1]
+        return Group(
+            levels=tuple(zip(counts, self.links, strict=True)),
+            launch_s=self.device.launch_s,
+            lanes=tuple(lanes),
+            size=math.prod(mesh_shape[a] for a in axes),
+            sharing=sharing[crossed[-1]] if crossed else 1,
+            algorithms=self.algorithms,
+        )
 
 
-@lru_cache(maxsize=256)
-def _crossings(mesh_shape: tuple[int, ...], axes: tuple[int, ...], domain: int) -> int:
-    """In how many domains of ``domain`` neighbouring ranks the members of a group lie, at most."""
-    ranks = np.arange(int(np.prod(mesh_shape))).reshape(mesh_shape)
+def _lanes(link: Link, host_devices: int, members: int, sharing: int) -> float:
+    """How many times a NIC's bandwidth ``members`` of a host have while ``sharing`` groups leave it."""
+    nics = link.nics_per_host or host_devices
+    return min(members * max(1.0, nics / host_devices), nics / sharing)
+
+
+@lru_cache(maxsize=1024)
+def _crossings(
+    mesh_shape: tuple[int, ...], axes: tuple[int, ...], domains: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """How the groups over ``axes`` lie in domains of ``domains[level]`` neighbouring ranks.
+
+    Returns the counts by level of the group that is spread most; and, by domain size, the fewest members that a group
+    which leaves its domain has in one, and the most groups that leave one domain.
+    """
     order = [a for a in range(len(mesh_shape)) if a not in axes] + list(axes)
-    members = ranks.transpose(order).reshape(-1, int(np.prod([mesh_shape[a] for a in axes])))
-    homes = np.sort(members // domain, axis=1)
-    return int((np.diff(homes, axis=1) > 0).sum(axis=1).max()) + 1
-
-
-def _group(cluster: Cluster, mesh_shape: tuple[int, ...], axes: tuple[int, ...]) -> Group:
-    size = int(np.prod(mesh_shape))
-    if size > cluster.num_devices:
-        raise ClusterError(f"a mesh of {mesh_shape} needs {size} devices, the cluster {cluster.name} has "
-                           f"{cluster.num_devices}: load it with num_devices={size}")
-    left = int(np.prod([mesh_shape[a] for a in axes]))
-    levels = []
-    for number, link in enumerate(cluster.links):
-        last = number == len(cluster.links) - 1
-        outside = 1 if last else _crossings(mesh_shape, axes, link.num_devices)
-        count = -(-left // outside)
-        levels.append((count, link))
-        left = outside
-    return Group(tuple(levels), cluster.device.launch_s)
-
-
-def known_clusters() -> list[str]:
-    """Names that `Cluster.load` knows."""
-    folder = resources.files("cost_models") / "clusters"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-
-
-def _value(table: Any) -> Any:
-    """A number, written plainly or as ``{ value = ..., source = "..." }``."""
-    return table["value"] if isinstance(table, dict) else table
-
-
-def _from_toml(data: dict[str, Any], num_devices: int | None) -> Cluster:
-    d = data["device"]
-    device = Device(
-        name=d["name"],
-        peak_flops_per_s={k: float(_value(v)) for k, v in d["peak_flops_per_s"].items()},
-        memory_bandwidth_bytes_per_s=float(_value(d["memory_bandwidth_bytes_per_s"])),
-        memory_bandwidth_efficiency=float(_value(d["memory_bandwidth_efficiency"])),
-        memory_bytes=float(_value(d["memory_bytes"])),
-        launch_s=float(_value(d["launch_s"])),
-        efficiency={
-            k: tuple((float(x), float(y)) for x, y in _value(v)) for k, v in d.get("efficiency", {}).items()
-        },
-    )
-    links = tuple(
-        Link(k["name"], int(_value(k["num_devices"])), float(_value(k["alpha_s"])),
-             float(_value(k["bandwidth_bytes_per_s"])),
-             {kind: float(_value(v)) for kind, v in k.get("slowdown", {}).items()})
-        for k in data["links"]
-    )
-    return Cluster(data["name"], device, links, links[0].num_devices if num_devices is None else num_devices)
+    ranks = np.arange(math.prod(mesh_shape)).reshape(mesh_shape).transpose(order)
+    groups = ranks.reshape(-1, math.prod(mesh_shape[a] for a in axes))
+    homes = [np.sort(groups // size, axis=1) for size in domains]
+    spread = [1 + (np.diff(home, axis=1) > 0).sum(axis=1) for home in homes]
+    worst = int(np.lexsort(spread)[-1]) if spread else 0
+    parts = [groups[worst], *(np.unique(home[worst]) * size for home, size in zip(homes, domains, strict=True))]
+    counts = [int(np.unique(part // size, return_counts=True)[1].max())
+              for part, size in zip(parts[:-1], domains, strict=True)]
+    counts.append(len(parts[-1]))
+    members, sharing = [], []
+    for home, wide in zip(homes, spread, strict=True):
+        leaving = home[wide > 1]
+        number = np.repeat(np.arange(len(leaving)), leaving.shape[1])
+        pairs, inside = np.unique(np.stack([leaving.ravel(), number]), axis=1, return_counts=True)
+        members.append(int(inside.min()) if len(inside) else 1)
+        sharing.append(int(np.bincount(pairs[0]).max()) if len(inside) else 1)
+    return tuple(counts), tuple(members), tuple(sharing)

@@ -1,18 +1,24 @@
 """Seconds of collectives by bytes and group: hierarchical alpha-beta, vectorised over arrays of bytes.
 
-With c ranks on a link of alpha and beta, a ring moves b bytes in
+A group has c_l members on level l, n in all; W_l is the bandwidth that its members in one domain of that level have
+together (`Group.crossed`), s_l the link's slow-down for the collective. Written for b bytes and one direction:
 
-    all_gather, reduce_scatter   (c - 1) alpha + (c - 1)/c b beta            (Thakur et al. 2005)
-    all_reduce                   2 (c - 1) alpha + 2 (c - 1)/c b beta
+    ring           sum_l (steps on l) alpha_l  +  (n - 1)/n b max_l (s_l / W_l)
+    hierarchical   sum_l ((c_l - 1) alpha_l  +  (c_l - 1)/c_l b s_l / W_l)            even groups only
+    tree           2 ((c_0 - 1) alpha_0 + sum_{l>0} log2(c_l) alpha_l)  +  2 b max_l (s_l / W_l)      all-reduce only
 
-and a tree all-reduces in 2 log2(c) alpha + 2 b beta. A group over several levels either runs one ring at its slowest
-link, or level by level (reduce-scatter inside, the outer collective on 1/c of the bytes, all-gather inside); the
-cheaper one counts, as NCCL's choice would. Every call adds the device's launch time; a group of one is free.
+A ring over n ranks in H hosts takes n - 1 steps, H - 1 of them between hosts, and passes every host boundary once, so
+that all of a host's NICs carry it together. Reduce-scatter and all-gather are one ring; all-reduce is both. The
+cheapest valid algorithm by the cheapest protocol counts. Every call adds the device's launch time (or the protocol's);
+a group of one is free. Sources: Thakur, Rabenseifner, Gropp 2005 (ring; reduce-scatter plus all-gather); NCCL
+src/graph/tuning.cc (steps of rings and trees inside and between hosts; a tree is a chain inside a host; protocols); Cho
+et al. 2019, "BlueConnect" (level by level).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,90 +29,143 @@ Bytes = Any
 
 
 def all_reduce_s(nbytes: Bytes, group: Group) -> Any:
-    """``nbytes``: one rank's whole tensor."""
+    """``nbytes``: one rank's whole tensor. A ring both ways; a tree; or level by level."""
     return _call(nbytes, group, _all_reduce)
 
 
 def all_gather_s(nbytes: Bytes, group: Group) -> Any:
-    """``nbytes``: the gathered tensor, whole."""
+    """``nbytes``: the gathered tensor, whole, of which (n - 1)/n arrive."""
     return _call(nbytes, group, lambda b, g: _one_way(b, g, "all_gather"))
 
 
 def reduce_scatter_s(nbytes: Bytes, group: Group) -> Any:
-    """``nbytes``: one rank's whole input."""
+    """``nbytes``: one rank's whole input, of which (n - 1)/n leave."""
     return _call(nbytes, group, lambda b, g: _one_way(b, g, "reduce_scatter"))
 
 
 def broadcast_s(nbytes: Bytes, group: Group) -> Any:
-    """``nbytes``: the tensor; a tree."""
-    slow = group.slowest
-    return _call(nbytes, group, lambda b, g: math.log2(g.size) * slow.alpha_s + b * slow.beta_s_per_byte)
+    """``nbytes``: the tensor. A pipelined chain, ring steps + b max_l (s_l / W_l), or a tree, level by level,
+    log2(c_l) (alpha_l + b s_l / W_l)."""
+    return _call(nbytes, group, _broadcast)
 
 
 def all_to_all_s(nbytes: Bytes, group: Group) -> Any:
-    """``nbytes``: one rank's tensor, of which 1/n stays. Each level carries the pieces that cross it."""
+    """``nbytes``: one rank's tensor, of which (n - 1)/n leave.
 
-    def cost(b: Any, g: Group) -> Any:
-        seconds: Any = 0.0
-        reached = 1
-        for count, link in g.levels:
-            share = (count - 1) * reached / g.size
-            slow = link.slowdown.get("all_to_all", 1.0)
-            seconds = seconds + (count - 1) * link.alpha_s + share * b * link.beta_s_per_byte * slow
-            reached *= count
-        return seconds
-
-    return _call(nbytes, group, cost)
+    All levels carry their part at the same time; the slowest counts. Of a rank's b bytes, the share of peers that are
+    reached by level l crosses it, for all members of a domain together. One message per peer domain and level, as NCCL
+    gathers what leaves a host by rail (PXN, NCCL 2.12).
+    """
+    return _call(nbytes, group, _all_to_all)
 
 
-def send_recv_s(nbytes: Bytes, link: Link, launch_s: float = 0.0) -> Any:
-    """One message of ``nbytes`` over one link."""
-    return launch_s + link.alpha_s + np.asarray(nbytes, dtype=float) * link.beta_s_per_byte
+def send_recv_s(nbytes: Bytes, over: Link | Group, launch_s: float = 0.0) -> Any:
+    """One message of ``nbytes`` by a link; or between neighbours along a group's axis, all of them sending at once."""
+    if isinstance(over, Group):
+        return _call(nbytes, over, _neighbours)
+    slow = over.slowdown.get("send_recv", 1.0)
+    return launch_s + over.alpha_s + np.asarray(nbytes, dtype=float) * over.beta_s_per_byte * slow
 
 
 def copy_s(nbytes: Bytes, device: Device) -> Any:
-    """Reading and writing ``nbytes`` in device memory: what slices and shards of a later dim pay."""
+    """Reading and writing ``nbytes`` in device memory: what slices and shards of a dim other than the first pay."""
     speed = device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency
     return device.launch_s + 2.0 * np.asarray(nbytes, dtype=float) / speed
 
 
-def _call(nbytes: Bytes, group: Group, cost: Any) -> Any:
+def _call(nbytes: Bytes, group: Group, cost: Callable[[Any, Group], Any]) -> Any:
     b = np.asarray(nbytes, dtype=float)
     if group.size == 1:
         return np.zeros_like(b)
-    return group.launch_s + cost(b, group)
+    return _least([variant.launch_s + cost(b, variant) for variant in group.variants])
 
 
-def _ring(b: Any, count: int, link: Link, kind: str) -> Any:
-    slow = link.slowdown.get(kind, 1.0)
-    return (count - 1) * link.alpha_s + (count - 1) / count * b * link.beta_s_per_byte * slow
+def _least(costs: list[Any]) -> Any:
+    least = costs[0]
+    for cost in costs[1:]:
+        least = np.minimum(least, cost)
+    return least
+
+
+def _slow(link: Link, kind: str) -> float:
+    return link.slowdown.get(kind, 1.0)
+
+
+def _worst_beta(group: Group, kind: str) -> float:
+    """Seconds per byte where a chain through all ranks is slowest."""
+    return max(_slow(link, kind) / bandwidth for _, link, bandwidth in group.crossed)
+
+
+def _ring_alpha_s(group: Group) -> float:
+    """n - 1 steps: on each level as many as there are boundaries of it."""
+    parts, seconds = group.size, 0.0
+    for level, (_, link) in enumerate(group.levels):
+        domains = min(parts, math.prod(count for count, _ in group.levels[level + 1:]))
+        seconds += (parts - domains) * link.alpha_s
+        parts = domains
+    return seconds
+
+
+def _ring(b: Any, group: Group, kind: str) -> Any:
+    return _ring_alpha_s(group) + (group.size - 1) / group.size * b * _worst_beta(group, kind)
+
+
+def _level(b: Any, count: int, link: Link, bandwidth: float, kind: str) -> Any:
+    """One direction on one level of the level-by-level algorithm: b/inside bytes at W/inside for each rank."""
+    return (count - 1) * link.alpha_s + (count - 1) / count * b * _slow(link, kind) / bandwidth
+
+
+def _by_levels(group: Group) -> bool:
+    return "hierarchical" in group.algorithms and group.even and len(group.crossed) > 1
 
 
 def _one_way(b: Any, group: Group, kind: str) -> Any:
-    """all_gather or reduce_scatter: one ring, or level by level with ever smaller pieces outwards."""
-    flat = _ring(b, group.size, group.slowest, kind)
-    nested: Any = 0.0
-    inside = 1
-    for count, link in group.levels:
-        nested = nested + (_ring(b / inside, count, link, kind) if count > 1 else 0.0)
-        inside *= count
-    return np.minimum(flat, nested)
-
-
-def _all_reduce_level(b: Any, count: int, link: Link) -> Any:
-    slow = link.slowdown.get("all_reduce", 1.0)
-    ring = 2 * (count - 1) * link.alpha_s + 2 * (count - 1) / count * b * link.beta_s_per_byte * slow
-    tree = 2 * math.log2(count) * link.alpha_s + 2 * b * link.beta_s_per_byte * slow
-    return np.minimum(ring, tree)
+    """all_gather or reduce_scatter: one ring, or level by level."""
+    costs = [_ring(b, group, kind)]
+    if _by_levels(group):
+        costs.append(sum(_level(b, *level, kind) for level in group.crossed))
+    return _least(costs)
 
 
 def _all_reduce(b: Any, group: Group) -> Any:
-    flat = _all_reduce_level(b, group.size, group.slowest)
-    crossed = [(count, link) for count, link in group.levels if count > 1]
-    nested: Any = 0.0
-    inside = 1
-    for count, link in crossed[:-1]:
-        nested = nested + _ring(b / inside, count, link, "reduce_scatter")
-        nested = nested + _ring(b / inside, count, link, "all_gather")
-        inside *= count
-    return np.minimum(flat, nested + _all_reduce_level(b / inside, *crossed[-1]))
+    costs = [2 * _ring(b, group, "all_reduce")]
+    if "tree" in group.algorithms:
+        costs.append(2 * _tree_alpha_s(group) + 2 * b * _worst_beta(group, "all_reduce"))
+    if _by_levels(group):
+        lower = [_level(b, *level, kind) for level in group.crossed[:-1] for kind in ("reduce_scatter", "all_gather")]
+        costs.append(2 * _level(b, *group.crossed[-1], "all_reduce") + sum(lower))
+    return _least(costs)
+
+
+def _tree_alpha_s(group: Group) -> float:
+    """A chain inside a host, double binary trees above."""
+    seconds = 0.0
+    for level, (count, link) in enumerate(group.levels):
+        seconds += (count - 1 if level == 0 and len(group.levels) > 1 else math.log2(count)) * link.alpha_s
+    return seconds
+
+
+def _broadcast(b: Any, group: Group) -> Any:
+    chain = _ring_alpha_s(group) + b * _worst_beta(group, "broadcast")
+    tree: Any = 0.0
+    for count, link, bandwidth in group.crossed:
+        tree = tree + math.ceil(math.log2(count)) * (link.alpha_s + b * _slow(link, "broadcast") / bandwidth)
+    return np.minimum(chain, tree)
+
+
+def _all_to_all(b: Any, group: Group) -> Any:
+    alpha_s, slowest_beta, inside = 0.0, 0.0, 1
+    for (count, link), lanes in zip(group.levels, group.lanes, strict=True):
+        reached = min(inside * count, group.size)
+        share = inside * (reached - inside) / group.size
+        slowest_beta = max(slowest_beta, share * _slow(link, "all_to_all") / (link.bandwidth_bytes_per_s * lanes))
+        alpha_s, inside = alpha_s + (count - 1) * link.alpha_s, reached
+    return alpha_s + b * slowest_beta
+
+
+def _neighbours(b: Any, group: Group) -> Any:
+    """The slowest hop: between hosts each of the group's members there has its part of the lanes."""
+    seconds: Any = 0.0
+    for _, link, bandwidth in group.crossed:
+        seconds = np.maximum(seconds, link.alpha_s + b * _slow(link, "send_recv") / bandwidth)
+    return seconds

@@ -1,34 +1,66 @@
-"""Seconds of one op: a roofline with efficiency curves (Williams et al. 2009)."""
+"""Seconds of one op: a roofline with efficiency curves (Williams, Waterman, Patterson 2009)."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import Device
+from cost_models.cluster import Curve, Device
 
 #: Op classes whose arithmetic runs on the matrix units; everything else counts as memory traffic with fp32 arithmetic.
 MATRIX = frozenset({"matmul", "attention", "conv"})
 
 
 def op_time_s(op_class: str, flops: Any, nbytes: Any, dtype: str, device: Device) -> Any:
-    """max(arithmetic, memory traffic) + launch; vectorised. ``nbytes``: read and written together.
+    """max(FLOP / (peak x efficiency), bytes / (bandwidth x efficiency)) + launch; vectorised.
 
-    A dtype that the device does not list counts as float32; an op class without a curve runs at its peak.
+    ``nbytes``: read and written together. A dtype that the device does not list counts as float32; an op class without
+    a curve runs at its peak FLOP/s and at the device's ``memory_bandwidth_efficiency``.
+
+    >>> from cost_models import Cluster
+    >>> device = Cluster.load("h100-sxm").device
+    >>> seconds = op_time_s("matmul", [2 * 4096**3, 2 * 8192**3], [1e8, 4e8], "bfloat16", device)
+    >>> [f"{s * 1e3:.1f} ms" for s in seconds]
+    ['0.2 ms', '1.5 ms']
     """
     f, b = np.asarray(flops, dtype=float), np.asarray(nbytes, dtype=float)
-    peak = device.peak_flops_per_s.get(dtype, 0.0) if op_class in MATRIX else 0.0
-    peak = peak or device.peak_flops_per_s["float32"]
-    arithmetic = f / (peak * efficiency(op_class, f, device))
-    memory = b / (device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency)
+    arithmetic = f / (peak_flops_per_s(op_class, dtype, device) * efficiency(op_class, f, device))
+    memory = b / (device.memory_bandwidth_bytes_per_s * memory_efficiency(op_class, b, device))
     return np.maximum(arithmetic, memory) + device.launch_s
 
 
+def peak_flops_per_s(op_class: str, dtype: str, device: Device) -> float:
+    """The arithmetic peak of an op class: by dtype on the matrix units, else that of float32."""
+    peaks = device.peak_flops_per_s
+    return peaks.get(dtype, peaks["float32"]) if op_class in MATRIX else peaks["float32"]
+
+
 def efficiency(op_class: str, flops: Any, device: Device) -> Any:
-    """Share of the peak that one call of this size reaches: linear in log10(FLOP) between the curve's points."""
+    """Share of the arithmetic peak that one call of this size reaches; 1 without a curve."""
     curve = device.efficiency.get(op_class)
+    return np.ones_like(np.asarray(flops, dtype=float)) if curve is None else interpolate(curve, flops)
+
+
+def memory_efficiency(op_class: str, nbytes: Any, device: Device) -> Any:
+    """Share of the memory bandwidth that one call of this size reaches."""
+    curve = device.memory_efficiency.get(op_class)
     if curve is None:
-        return np.ones_like(np.asarray(flops, dtype=float))
-    x, y = zip(*curve, strict=True)
-    return np.interp(np.log10(np.maximum(flops, 1.0)), np.log10(x), y)
+        return np.full_like(np.asarray(nbytes, dtype=float), device.memory_bandwidth_efficiency)
+    return interpolate(curve, nbytes)
+
+
+def interpolate(curve: Curve, sizes: Any) -> Any:
+    """The curve at ``sizes``: straight between its points in log-log, level beyond them.
+
+    A share that grows no faster than the size (checked when a `Device` is made) thus never makes a larger call faster.
+    """
+    x, y = _logarithms(curve)
+    return np.exp(np.interp(np.log(np.maximum(np.asarray(sizes, dtype=float), 1e-30)), x, y))
+
+
+@lru_cache(maxsize=256)
+def _logarithms(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    points = np.log(np.asarray(curve))
+    return points[:, 0], points[:, 1]

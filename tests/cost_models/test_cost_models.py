@@ -105,7 +105,10 @@ def test_groups_cross_hosts_as_ranks_are_laid_out() -> None:
     """Axis 0 of (4, 16): stride 16, so four hosts; axis 1: two hosts of eight."""
     assert [count for count, _ in H100.group((4, 16), 0).levels] == [1, 4]
     assert [count for count, _ in H100.group((4, 16), 1).levels] == [8, 2]
-    assert [count for count, _ in Cluster.load("h100-sxm", num_devices=12).group((12,), 0).levels] == [6, 2]
+    twelve = Cluster.load("h100-sxm", num_devices=12).group((12,), 0)
+    assert [count for count, _ in twelve.levels] == [8, 2]
+    assert twelve.size == 12
+    assert not twelve.even
 
 
 @given(st.sampled_from(["matmul", "attention", "conv", "elementwise", "reduction"]), st.floats(0, 1e16),
@@ -127,7 +130,8 @@ def test_training_bytes() -> None:
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("name = 1\n", "'device'"),
+    ("name = 1\n", "mine.toml: name = 1 is not text; required: the cluster's name"),
+    ("name = 'x'\n", "mine.toml: device is missing; required: a table"),
     ("this is not toml", "not TOML"),
 ])
 def test_a_bad_description_says_what_it_needs(tmp_path: Path, text: str, says: str) -> None:

@@ -1,0 +1,206 @@
+"""TOML descriptions of clusters: reading with errors that name file, key and what is required; and writing.
+
+A number is written plainly or, better, with its source: ``alpha_s = { value = 5e-6, source = "..." }``. A file may be
+``based_on`` a known cluster and say only what differs; a list of links replaces the whole list.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from cost_models.cluster import ALGORITHMS, UNLIMITED, Cluster, Curve, Device, Host, Link, Protocol
+from cost_models.errors import ClusterError
+
+_NUMBER = '{ value = 1.0, source = "where it comes from" }'
+_HOST = {
+    "memory_bytes": "bytes of memory of one host",
+    "to_device_bytes_per_s": "bytes per second and device from host memory to device",
+    "from_device_bytes_per_s": "bytes per second and device from device to host memory",
+    "disk_read_bytes_per_s": "bytes per second and device read from the host's disk",
+    "disk_write_bytes_per_s": "bytes per second and device written to the host's disk",
+}
+
+
+def known_clusters() -> list[str]:
+    """Names that `Cluster.load` knows."""
+    folder = resources.files("cost_models") / "clusters"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load(name_or_path: str | Path, num_devices: int | None = None) -> Cluster:
+    """See `Cluster.load`."""
+    data, where = _read(name_or_path)
+    return from_table(data, where, num_devices)
+
+
+def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
+    """The table of a known cluster or a file, with what it is based on filled in, and where it was found."""
+    path = Path(name_or_path)
+    if str(name_or_path) in known_clusters():
+        where = f"cost_models/clusters/{name_or_path}.toml"
+        text = (resources.files("cost_models") / "clusters" / f"{name_or_path}.toml").read_text("utf-8")
+    elif path.suffix == ".toml" and path.is_file():
+        where, text = str(path), path.read_text("utf-8")
+    else:
+        missing = "there is no such file; " if path.suffix == ".toml" else ""
+        raise ClusterError(f"unknown cluster {str(name_or_path)!r}: {missing}known are {', '.join(known_clusters())}; "
+                           "or give the path of a TOML file (cost_models/README.md says how to write one)")
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"{where} is not TOML: {error}") from error
+    base = data.pop("based_on", None)
+    if base is None:
+        return data, where
+    if base not in known_clusters() or base == str(name_or_path):
+        raise ClusterError(f"{where}: based_on = {base!r} must be another known cluster: {', '.join(known_clusters())}")
+    return _merged(_read(base)[0], data), where
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        tables = isinstance(old, dict) and isinstance(value, dict) and "value" not in value
+        result[key] = _merged(old, value) if tables and isinstance(old, dict) else value
+    return result
+
+
+class _Table:
+    """One table of a file: hands out checked values, remembers their sources, and knows which keys were never asked."""
+
+    def __init__(self, data: Any, file: str, path: str, sources: dict[str, str]) -> None:
+        if not isinstance(data, dict):
+            raise ClusterError(f"{file}: {path or 'the file'} must be a table, not {data!r}")
+        self.data, self.file, self.path, self.sources = data, file, path, sources
+        self.asked: set[str] = set()
+
+    def name_of(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def raw(self, key: str, required: str, default: Any = None) -> Any:
+        """The plain value; ``required`` says what it is and how to write it."""
+        self.asked.add(key)
+        if key not in self.data:
+            if default is not None:
+                return default
+            raise ClusterError(f"{self.file}: {self.name_of(key)} is missing; required: {required}")
+        value = self.data[key]
+        if isinstance(value, dict) and "value" in value:
+            self.sources[self.name_of(key)] = str(value.get("source", ""))
+            extra = set(value) - {"value", "source"}
+            if extra:
+                raise ClusterError(f"{self.file}: {self.name_of(key)} has {sorted(extra)}; write {_NUMBER}")
+            return value["value"]
+        return value
+
+    def number(self, key: str, meaning: str, default: float | None = None) -> float:
+        value = self.raw(key, f"{meaning}, as {_NUMBER}", default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r} is not a number; required: {meaning}")
+        return float(value)
+
+    def text(self, key: str, meaning: str) -> str:
+        value = self.raw(key, meaning)
+        if not isinstance(value, str):
+            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r} is not text; required: {meaning}")
+        return value
+
+    def table(self, key: str, meaning: str, optional: bool = False) -> _Table:
+        value = self.raw(key, f"a table [{self.name_of(key)}]: {meaning}", {} if optional else None)
+        return _Table(value, self.file, self.name_of(key), self.sources)
+
+    def curve(self, key: str) -> Curve:
+        value = self.raw(key, "pairs of size and share")
+        try:
+            return tuple((float(x), float(y)) for x, y in value)
+        except (TypeError, ValueError) as error:
+            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r}; required: pairs [size, share of the "
+                               "peak]") from error
+
+    def protocol(self, key: str) -> Protocol:
+        value = self.raw(key, "a protocol")
+        try:
+            base_s, alpha_s, share = (float(x) for x in value)
+            return Protocol(base_s, alpha_s, share)
+        except (TypeError, ValueError, ClusterError) as error:
+            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r}; required: [seconds of a call, seconds "
+                               "per message, share of the bandwidth]") from error
+
+    def finish(self) -> None:
+        unknown = sorted(set(self.data) - self.asked)
+        if unknown:
+            raise ClusterError(f"{self.file}: {self.name_of(unknown[0])} is not a key that is known here; known are "
+                               f"{', '.join(sorted(self.asked))}")
+
+
+def from_table(data: Any, where: str, num_devices: int | None = None) -> Cluster:
+    """The cluster that a parsed TOML file describes; ``where`` names the file in errors."""
+    sources: dict[str, str] = {}
+    top = _Table(data, where, "", sources)
+    name = top.text("name", "the cluster's name")
+    top.raw("about", "what the machine is", "")
+    device = _device(top.table("device", "name, memory_bytes, memory_bandwidth_bytes_per_s, peak_flops_per_s, ..."))
+    listed = top.raw("links", "at least one [[links]] table, from inside a host outwards")
+    if not isinstance(listed, list) or not listed:
+        raise ClusterError(f"{where}: links must be [[links]] tables, from inside a host outwards, not {listed!r}")
+    links = tuple(_link(_Table(entry, where, f"links.{i}", sources), i == len(listed) - 1)
+                  for i, entry in enumerate(listed))
+    algorithms = top.raw("algorithms", f"a list of some of {ALGORITHMS}", list(ALGORITHMS))
+    known = top.table("host", "what devices of a host share", optional=True)
+    host = Host(**{key: known.number(key, meaning, 0.0) for key, meaning in _HOST.items()})
+    known.finish()
+    default = top.number("num_devices", "devices when none are asked for", float(links[0].num_devices))
+    top.finish()
+    count = int(default) if num_devices is None else num_devices
+    try:
+        return Cluster(name, device, links, count, tuple(algorithms), host, sources)
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from error
+
+
+def _device(d: _Table) -> Device:
+    peaks = d.table("peak_flops_per_s", "dense FLOP per second by dtype name, float32 at least")
+    work, traffic = (d.table(key, "curves by op class", optional=True) for key in ("efficiency", "memory_efficiency"))
+    peak = {dtype: peaks.number(dtype, "FLOP per second") for dtype in peaks.data}
+    values = {
+        "memory_bandwidth_bytes_per_s": d.number("memory_bandwidth_bytes_per_s", "bytes per second, read and write"),
+        "memory_bandwidth_efficiency": d.number("memory_bandwidth_efficiency", "achieved share of it, in (0, 1]"),
+        "memory_bytes": d.number("memory_bytes", "bytes of one device's memory"),
+        "launch_s": d.number("launch_s", "seconds of the smallest op"),
+        "reserved_bytes": d.number("reserved_bytes", "bytes lost to context and libraries", 0.0),
+    }
+    name = d.text("name", "the device's name")
+    d.finish()
+    try:
+        return Device(name=name, peak_flops_per_s=peak, **values,
+                      efficiency={op_class: work.curve(op_class) for op_class in work.data},
+                      memory_efficiency={op_class: traffic.curve(op_class) for op_class in traffic.data})
+    except ClusterError as error:
+        raise ClusterError(f"{d.file}: {error}") from error
+
+
+def _link(table: _Table, outermost: bool) -> Link:
+    name = table.text("name", "the link's name")
+    meaning = "how many neighbouring devices it joins" + (', or "unlimited"' if outermost else "")
+    reached = table.raw("num_devices", meaning, UNLIMITED if outermost else None)
+    reached = UNLIMITED if outermost and reached == "unlimited" else reached
+    if isinstance(reached, bool) or not isinstance(reached, int):
+        raise ClusterError(f"{table.file}: {table.name_of('num_devices')} = {reached!r}; required: {meaning}")
+    nics = table.number("nics_per_host", "network cards that the devices of a host share", 0.0)
+    slow = table.table("slowdown", "factors by collective", optional=True)
+    factors = {kind: slow.number(kind, "seconds per byte over those of an ideal ring") for kind in slow.data}
+    ways = table.table("protocols", "alternatives by name", optional=True)
+    protocols = {way: ways.protocol(way) for way in ways.data}
+    alpha = table.number("alpha_s", "seconds per message")
+    bandwidth = table.number("bandwidth_bytes_per_s", "bytes per second of one device in one direction")
+    table.finish()
+    try:
+        shared = int(nics) if "nics_per_host" in table.data else None
+        return Link(name, reached, alpha, bandwidth, factors, shared, protocols)
+    except ClusterError as error:
+        raise ClusterError(f"{table.file}: {error}") from error
