@@ -1,9 +1,9 @@
 """Cost models: numbers in, seconds and bytes out. No torch. See README.md."""
 
-from cost_models import collectives, compute, memory
-from cost_models.cluster import Cluster, Device, Group, Host, Link
+from cost_models import calibrate, collectives, compute, memory, timeline
+from cost_models.cluster import Cluster, Device, Group, Host, Link, Protocol
 from cost_models.description import known_clusters
-from cost_models.errors import AutoparallelError, ClusterError
+from cost_models.errors import AutoparallelError, ClusterError, TimelineError
 
 __all__ = [
     "AutoparallelError",
@@ -13,8 +13,12 @@ __all__ = [
     "Group",
     "Host",
     "Link",
+    "Protocol",
+    "TimelineError",
+    "calibrate",
     "collectives",
     "compute",
     "known_clusters",
     "memory",
+    "timeline",
 ]

@@ -32,17 +32,18 @@ class Device:
 
     ``peak_flops_per_s`` by dtype name. ``launch_s`` is the fixed time of one op or collective. ``efficiency`` gives for
     an op class a curve of (FLOP of one call, share of the peak), ``memory_efficiency`` one of (bytes of one call, share
-    of the memory bandwidth); op classes without the latter reach ``memory_bandwidth_efficiency``. ``reserved_bytes`` is
-    what a process loses before the first tensor: context, library and communication buffers.
+    of the memory bandwidth), "default" for classes not listed; else ``memory_bandwidth_efficiency`` counts, which is
+    that of large transfers. ``reserved_bytes`` is what a process loses before the first tensor: context, library and
+    communication buffers.
 
     A curve may not rise so steeply that a larger call takes less time:
 
     >>> Device("toy", {"float32": 1e12}, 1e11, 1.0, 1e9, 0.0, {"matmul": ((1e6, 0.1), (1e7, 0.5))}).name
     'toy'
-    >>> Device("toy", {"float32": 1e12}, 1e11, 1.0, 1e9, 0.0, {"matmul": ((1e6, 0.1), (2e6, 0.5))})  # doctest: +ELLIPSIS
+    >>> Device("toy", {"float32": 1e12}, 1e11, 1.0, 1e9, 0.0, {"matmul": ((1, 0.1), (2, 0.5))})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    cost_models.errors.ClusterError: device toy: efficiency.matmul rises from 0.1 to 0.5 between 1e+06 and 2e+06: ...
+    cost_models.errors.ClusterError: device toy: efficiency.matmul rises from 0.1 to 0.5 between 1 and 2: ...
     """
 
     name: str
@@ -110,7 +111,7 @@ class Link:
     """The wires of one level: ``num_devices`` neighbours reach one another by them.
 
     ``alpha_s`` seconds per message; ``bandwidth_bytes_per_s`` what one device can send (and receive at the same time).
-    ``slowdown`` by collective (1 when absent): seconds per byte over those of an ideal ring.
+    ``slowdown`` by collective (1 when absent): its time over that of the formula with this alpha and bandwidth.
 
     A link between hosts has ``nics_per_host``, each of that bandwidth, which all devices of a host share: eight devices
     with four NICs get half each while all of them send. None: each device has its own.
@@ -141,11 +142,14 @@ class Link:
     def beta_s_per_byte(self) -> float:
         return 1.0 / self.bandwidth_bytes_per_s
 
-    def by(self, protocol: str) -> Link:
-        """The link as it looks to one of its protocols."""
-        p = self.protocols[protocol]
-        left = self.bandwidth_bytes_per_s * p.share
-        return replace(self, alpha_s=p.alpha_s, bandwidth_bytes_per_s=left, protocols={})
+    def seen_by(self, collective: str, protocol: str | None = None) -> Link:
+        """The link as one collective finds it, by one of its protocols."""
+        slow = self.slowdown.get(collective, 1.0)
+        alpha_s, share = self.alpha_s, 1.0
+        if protocol is not None:
+            alpha_s, share = self.protocols[protocol].alpha_s, self.protocols[protocol].share
+        bandwidth = self.bandwidth_bytes_per_s * share / slow
+        return replace(self, alpha_s=alpha_s * slow, bandwidth_bytes_per_s=bandwidth, slowdown={}, protocols={})
 
 
 @dataclass(frozen=True)
@@ -190,16 +194,27 @@ class Group:
         return tuple((count, link, link.bandwidth_bytes_per_s * lanes)
                      for (count, link), lanes in zip(self.levels, self.lanes, strict=True) if count > 1)
 
-    @cached_property
-    def variants(self) -> tuple[Group, ...]:
-        """This group, and as it looks by each protocol that all links crossed offer."""
-        crossed = [link for _, link, _ in self.crossed]
-        return (self, *(self._by(name) for name in (crossed[0].protocols if crossed else ())
-                        if all(name in link.protocols for link in crossed)))
+    def seen_by(self, collective: str) -> tuple[Group, ...]:
+        """This group as a collective finds it: links slowed down, once as they are and once by each protocol that all
+        links crossed offer."""
+        if collective not in self._seen:
+            crossed = [link for _, link, _ in self.crossed]
+            names = [name for name in (crossed[0].protocols if crossed else ())
+                     if all(name in link.protocols for link in crossed)]
+            self._seen[collective] = tuple(self._as(collective, name) for name in (None, *names))
+        return self._seen[collective]
 
-    def _by(self, name: str) -> Group:
-        levels = tuple((count, link.by(name) if count > 1 else link) for count, link in self.levels)
-        return replace(self, levels=levels, launch_s=max(link.protocols[name].base_s for _, link, _ in self.crossed))
+    def _as(self, collective: str, protocol: str | None) -> Group:
+        levels = tuple((count, link.seen_by(collective, protocol if count > 1 else None))
+                       for count, link in self.levels)
+        if protocol is None:
+            return replace(self, levels=levels)
+        base_s = max(link.protocols[protocol].base_s for _, link, _ in self.crossed)
+        return replace(self, levels=levels, launch_s=base_s)
+
+    @cached_property
+    def _seen(self) -> dict[str, tuple[Group, ...]]:
+        return {}
 
     @property
     def slowest(self) -> Link:

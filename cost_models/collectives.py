@@ -1,11 +1,12 @@
 """Seconds of collectives by bytes and group: hierarchical alpha-beta, vectorised over arrays of bytes.
 
 A group has c_l members on level l, n in all; W_l is the bandwidth that its members in one domain of that level have
-together (`Group.crossed`), s_l the link's slow-down for the collective. Written for b bytes and one direction:
+together (`Group.crossed`). Each link's slow-down for the collective multiplies its alpha and divides its bandwidth.
+For b bytes, one direction:
 
-    ring           sum_l (steps on l) alpha_l  +  (n - 1)/n b max_l (s_l / W_l)
-    hierarchical   sum_l ((c_l - 1) alpha_l  +  (c_l - 1)/c_l b s_l / W_l)            even groups only
-    tree           2 ((c_0 - 1) alpha_0 + sum_{l>0} log2(c_l) alpha_l)  +  2 b max_l (s_l / W_l)      all-reduce only
+    ring           sum_l (steps on l) alpha_l  +  (n - 1)/n b max_l 1/W_l
+    hierarchical   sum_l ((c_l - 1) alpha_l  +  (c_l - 1)/c_l b/W_l)                                  even groups only
+    tree           2 ((c_0 - 1) alpha_0 + sum_{l>0} log2(c_l) alpha_l)  +  2 b max_l 1/W_l            all-reduce only
 
 A ring over n ranks in H hosts takes n - 1 steps, H - 1 of them between hosts, and passes every host boundary once, so
 that all of a host's NICs carry it together. Reduce-scatter and all-gather are one ring; all-reduce is both. The
@@ -24,29 +25,30 @@ from typing import Any
 import numpy as np
 
 from cost_models.cluster import Device, Group, Link
+from cost_models.compute import op_time_s
 
 Bytes = Any
 
 
 def all_reduce_s(nbytes: Bytes, group: Group) -> Any:
     """``nbytes``: one rank's whole tensor. A ring both ways; a tree; or level by level."""
-    return _call(nbytes, group, _all_reduce)
+    return _cheapest(nbytes, group, "all_reduce", _all_reduce)
 
 
 def all_gather_s(nbytes: Bytes, group: Group) -> Any:
-    """``nbytes``: the gathered tensor, whole, of which (n - 1)/n arrive."""
-    return _call(nbytes, group, lambda b, g: _one_way(b, g, "all_gather"))
+    """``nbytes``: the gathered tensor, whole, of which (n - 1)/n arrive. A ring; or level by level."""
+    return _cheapest(nbytes, group, "all_gather", _one_way)
 
 
 def reduce_scatter_s(nbytes: Bytes, group: Group) -> Any:
-    """``nbytes``: one rank's whole input, of which (n - 1)/n leave."""
-    return _call(nbytes, group, lambda b, g: _one_way(b, g, "reduce_scatter"))
+    """``nbytes``: one rank's whole input, of which (n - 1)/n leave. A ring; or level by level."""
+    return _cheapest(nbytes, group, "reduce_scatter", _one_way)
 
 
 def broadcast_s(nbytes: Bytes, group: Group) -> Any:
-    """``nbytes``: the tensor. A pipelined chain, ring steps + b max_l (s_l / W_l), or a tree, level by level,
-    log2(c_l) (alpha_l + b s_l / W_l)."""
-    return _call(nbytes, group, _broadcast)
+    """``nbytes``: the tensor. A pipelined chain, ring steps + b max_l 1/W_l; or a tree on each level,
+    ceil(log2(c_l)) (alpha_l + b/W_l)."""
+    return _cheapest(nbytes, group, "broadcast", _broadcast)
 
 
 def all_to_all_s(nbytes: Bytes, group: Group) -> Any:
@@ -56,28 +58,28 @@ def all_to_all_s(nbytes: Bytes, group: Group) -> Any:
     reached by level l crosses it, for all members of a domain together. One message per peer domain and level, as NCCL
     gathers what leaves a host by rail (PXN, NCCL 2.12).
     """
-    return _call(nbytes, group, _all_to_all)
+    return _cheapest(nbytes, group, "all_to_all", _all_to_all)
 
 
 def send_recv_s(nbytes: Bytes, over: Link | Group, launch_s: float = 0.0) -> Any:
     """One message of ``nbytes`` by a link; or between neighbours along a group's axis, all of them sending at once."""
     if isinstance(over, Group):
-        return _call(nbytes, over, _neighbours)
-    slow = over.slowdown.get("send_recv", 1.0)
-    return launch_s + over.alpha_s + np.asarray(nbytes, dtype=float) * over.beta_s_per_byte * slow
+        return _cheapest(nbytes, over, "send_recv", _neighbours)
+    b, ways = np.asarray(nbytes, dtype=float), (None, *over.protocols)
+    links = [over.seen_by("send_recv", way) for way in ways]
+    return launch_s + _least([link.alpha_s + b * link.beta_s_per_byte for link in links])
 
 
 def copy_s(nbytes: Bytes, device: Device) -> Any:
     """Reading and writing ``nbytes`` in device memory: what slices and shards of a dim other than the first pay."""
-    speed = device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency
-    return device.launch_s + 2.0 * np.asarray(nbytes, dtype=float) / speed
+    return op_time_s("copy", 0.0, 2.0 * np.asarray(nbytes, dtype=float), "float32", device)
 
 
-def _call(nbytes: Bytes, group: Group, cost: Callable[[Any, Group], Any]) -> Any:
+def _cheapest(nbytes: Bytes, group: Group, collective: str, cost: Callable[[Any, Group], Any]) -> Any:
     b = np.asarray(nbytes, dtype=float)
     if group.size == 1:
         return np.zeros_like(b)
-    return _least([variant.launch_s + cost(b, variant) for variant in group.variants])
+    return _least([variant.launch_s + cost(b, variant) for variant in group.seen_by(collective)])
 
 
 def _least(costs: list[Any]) -> Any:
@@ -87,13 +89,9 @@ def _least(costs: list[Any]) -> Any:
     return least
 
 
-def _slow(link: Link, kind: str) -> float:
-    return link.slowdown.get(kind, 1.0)
-
-
-def _worst_beta(group: Group, kind: str) -> float:
+def _worst_beta(group: Group) -> float:
     """Seconds per byte where a chain through all ranks is slowest."""
-    return max(_slow(link, kind) / bandwidth for _, link, bandwidth in group.crossed)
+    return max(1.0 / bandwidth for _, _, bandwidth in group.crossed)
 
 
 def _ring_alpha_s(group: Group) -> float:
@@ -106,35 +104,27 @@ def _ring_alpha_s(group: Group) -> float:
     return seconds
 
 
-def _ring(b: Any, group: Group, kind: str) -> Any:
-    return _ring_alpha_s(group) + (group.size - 1) / group.size * b * _worst_beta(group, kind)
+def _ring(b: Any, group: Group) -> Any:
+    return _ring_alpha_s(group) + (group.size - 1) / group.size * b * _worst_beta(group)
 
 
-def _level(b: Any, count: int, link: Link, bandwidth: float, kind: str) -> Any:
-    """One direction on one level of the level-by-level algorithm: b/inside bytes at W/inside for each rank."""
-    return (count - 1) * link.alpha_s + (count - 1) / count * b * _slow(link, kind) / bandwidth
+def _by_levels(b: Any, group: Group) -> list[Any]:
+    """One direction level by level, if that is valid: b/inside bytes at W/inside for each rank of every level."""
+    if "hierarchical" not in group.algorithms or not group.even or len(group.crossed) < 2:
+        return []
+    return [sum((count - 1) * link.alpha_s + (count - 1) / count * b / bandwidth
+                for count, link, bandwidth in group.crossed)]
 
 
-def _by_levels(group: Group) -> bool:
-    return "hierarchical" in group.algorithms and group.even and len(group.crossed) > 1
-
-
-def _one_way(b: Any, group: Group, kind: str) -> Any:
-    """all_gather or reduce_scatter: one ring, or level by level."""
-    costs = [_ring(b, group, kind)]
-    if _by_levels(group):
-        costs.append(sum(_level(b, *level, kind) for level in group.crossed))
-    return _least(costs)
+def _one_way(b: Any, group: Group) -> Any:
+    return _least([_ring(b, group), *_by_levels(b, group)])
 
 
 def _all_reduce(b: Any, group: Group) -> Any:
-    costs = [2 * _ring(b, group, "all_reduce")]
-    if "tree" in group.algorithms:
-        costs.append(2 * _tree_alpha_s(group) + 2 * b * _worst_beta(group, "all_reduce"))
-    if _by_levels(group):
-        lower = [_level(b, *level, kind) for level in group.crossed[:-1] for kind in ("reduce_scatter", "all_gather")]
-        costs.append(2 * _level(b, *group.crossed[-1], "all_reduce") + sum(lower))
-    return _least(costs)
+    both = 2 * _one_way(b, group)
+    if "tree" not in group.algorithms:
+        return both
+    return np.minimum(both, 2 * _tree_alpha_s(group) + 2 * b * _worst_beta(group))
 
 
 def _tree_alpha_s(group: Group) -> float:
@@ -146,26 +136,23 @@ def _tree_alpha_s(group: Group) -> float:
 
 
 def _broadcast(b: Any, group: Group) -> Any:
-    chain = _ring_alpha_s(group) + b * _worst_beta(group, "broadcast")
-    tree: Any = 0.0
-    for count, link, bandwidth in group.crossed:
-        tree = tree + math.ceil(math.log2(count)) * (link.alpha_s + b * _slow(link, "broadcast") / bandwidth)
+    chain = _ring_alpha_s(group) + b * _worst_beta(group)
+    tree = sum(math.ceil(math.log2(count)) * (link.alpha_s + b / bandwidth) for count, link, bandwidth in group.crossed)
     return np.minimum(chain, tree)
 
 
 def _all_to_all(b: Any, group: Group) -> Any:
     alpha_s, slowest_beta, inside = 0.0, 0.0, 1
-    for (count, link), lanes in zip(group.levels, group.lanes, strict=True):
+    for count, link, bandwidth in group.crossed:
         reached = min(inside * count, group.size)
-        share = inside * (reached - inside) / group.size
-        slowest_beta = max(slowest_beta, share * _slow(link, "all_to_all") / (link.bandwidth_bytes_per_s * lanes))
+        slowest_beta = max(slowest_beta, inside * (reached - inside) / group.size / bandwidth)
         alpha_s, inside = alpha_s + (count - 1) * link.alpha_s, reached
     return alpha_s + b * slowest_beta
 
 
 def _neighbours(b: Any, group: Group) -> Any:
-    """The slowest hop: between hosts each of the group's members there has its part of the lanes."""
+    """The slowest hop: between hosts only one member of the group sends, and has no more than a NIC to itself."""
     seconds: Any = 0.0
     for _, link, bandwidth in group.crossed:
-        seconds = np.maximum(seconds, link.alpha_s + b * _slow(link, "send_recv") / bandwidth)
+        seconds = np.maximum(seconds, link.alpha_s + b / min(bandwidth, link.bandwidth_bytes_per_s))
     return seconds

@@ -45,7 +45,7 @@ def efficiency(op_class: str, flops: Any, device: Device) -> Any:
 
 def memory_efficiency(op_class: str, nbytes: Any, device: Device) -> Any:
     """Share of the memory bandwidth that one call of this size reaches."""
-    curve = device.memory_efficiency.get(op_class)
+    curve = device.memory_efficiency.get(op_class, device.memory_efficiency.get("default"))
     if curve is None:
         return np.full_like(np.asarray(nbytes, dtype=float), device.memory_bandwidth_efficiency)
     return interpolate(curve, nbytes)

@@ -11,3 +11,7 @@ class AutoparallelError(Exception):
 
 class ClusterError(AutoparallelError, ValueError):
     """A cluster name or description that cannot be used: unknown name, missing unit, impossible device count."""
+
+
+class TimelineError(AutoparallelError, ValueError):
+    """Tasks that cannot be simulated: a negative duration, an unknown predecessor, a cycle."""

@@ -1,31 +1,70 @@
-"""Bytes of training state and the time of an optimizer step, by recipe."""
+"""Bytes of training: parameters, gradients, optimizer state, what is live when; and the time of an optimizer step.
+
+A terabyte is 1000^4 bytes. Nothing is summed over time: what is live at the fullest moment counts (`peak_bytes`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cost_models.cluster import Device
 from cost_models.errors import ClusterError
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
+#: PyTorch's caching allocator rounds blocks up to this (c10/cuda/CUDACachingAllocator.h: kMinBlockSize).
+BLOCK_BYTES = 512
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer as torch.optim keeps it: how many state tensors of the parameter's own dtype."""
+    """An optimizer as torch.optim keeps it: ``num_states`` tensors of the parameter's shape, and ``num_factored``
+    pairs of one row and one column for matrices (Shazeer, Stern 2018)."""
 
     name: str
     num_states: int
+    num_factored: int = 0
 
 
 RECIPES = {
-    "sgd": Recipe("sgd", 0),
-    "sgd-momentum": Recipe("sgd-momentum", 1),
-    "adam": Recipe("adam", 2),
-    "adamw": Recipe("adamw", 2),
-    "adagrad": Recipe("adagrad", 1),
-    "rmsprop": Recipe("rmsprop", 1),
+    recipe.name: recipe
+    for recipe in (
+        Recipe("sgd", 0),
+        Recipe("sgd-momentum", 1),
+        Recipe("adam", 2),
+        Recipe("adamw", 2),
+        Recipe("adamw-amsgrad", 3),
+        Recipe("adagrad", 1),
+        Recipe("rmsprop", 1),
+        Recipe("adafactor", 0, 1),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which dtypes training keeps things; ``master`` is the optimizer's own copy of the parameters, if any."""
+
+    parameter: str
+    gradient: str
+    state: str
+    master: str | None = None
+
+    @staticmethod
+    def plain(dtype: str) -> Precision:
+        """As torch.optim does by itself: everything in the parameter's dtype."""
+        return Precision(dtype, dtype, dtype)
+
+
+PRECISIONS = {
+    "float32": Precision.plain("float32"),
+    "bfloat16": Precision.plain("bfloat16"),
+    "float16-master": Precision("float16", "float16", "float32", "float32"),    # ZeRO paper: 2 + 2 + 12 bytes with Adam
+    "bfloat16-master": Precision("bfloat16", "bfloat16", "float32", "float32"),
+    "megatron-bfloat16": Precision("bfloat16", "float32", "float32", "float32"),    # main gradients in fp32: 18 bytes
 }
 
 
@@ -36,12 +75,116 @@ def recipe(name: str) -> Recipe:
     return RECIPES[name]
 
 
+def precision(name: str) -> Precision:
+    """The precision of that name, or all in one dtype. Raises ClusterError listing those known."""
+    if name in PRECISIONS:
+        return PRECISIONS[name]
+    return Precision.plain(name) if _item_bytes(name) else PRECISIONS["float32"]
+
+
+def _item_bytes(dtype: str) -> int:
+    if dtype not in ITEM_BYTES:
+        raise ClusterError(f"unknown dtype {dtype!r}: known are {', '.join(ITEM_BYTES)}, and the precisions "
+                           f"{', '.join(PRECISIONS)}")
+    return ITEM_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Bytes on one rank between steps; numbers or arrays."""
+
+    parameters: Any
+    gradients: Any
+    optimizer: Any
+
+    @property
+    def total(self) -> Any:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def training_state(
+    num_elements: Any,
+    dtype: str,
+    optimizer: str,
+    *,
+    zero_stage: int = 0,
+    num_shards: int = 1,
+    row_and_column: Any = 0,
+) -> TrainingState:
+    """State of ``num_elements`` parameter elements of a dtype or precision (arrays allowed).
+
+    ``num_elements`` is what tensor and pipeline parallelism leave to a rank; ZeRO divides that once more, over the
+    ``num_shards`` ranks that hold the same elements: optimizer state from stage 1, gradients from 2, parameters at 3.
+    ``row_and_column``: sum of a matrix's two sizes, for factored optimizers.
+
+    >>> state = training_state(7_500_000_000, "float16-master", "adam", zero_stage=1, num_shards=64)    # ZeRO, fig. 1
+    >>> f"{state.total / 1e9:.1f} GB"
+    '31.4 GB'
+    """
+    kept, how = precision(dtype), recipe(optimizer)
+    if zero_stage not in (0, 1, 2, 3) or num_shards < 1:
+        raise ClusterError(f"zero_stage must be 0 to 3 and num_shards at least 1, not {zero_stage} and {num_shards}")
+    part = np.ceil(np.asarray(num_elements, dtype=float) / num_shards)
+    by_stage = [np.asarray(num_elements, dtype=float) if zero_stage < first else part for first in (3, 2, 1)]
+    parameters, gradients, states = by_stage
+    master = ITEM_BYTES[kept.master] if kept.master else 0
+    factored = how.num_factored * np.minimum(np.asarray(row_and_column, dtype=float), states)
+    return TrainingState(
+        parameters=parameters * _item_bytes(kept.parameter),
+        gradients=gradients * _item_bytes(kept.gradient),
+        optimizer=states * (master + how.num_states * _item_bytes(kept.state)) + factored * _item_bytes(kept.state),
+    )
+
+
 def training_bytes(num_elements: Any, dtype: str, optimizer: str) -> Any:
-    """Parameter + gradient + optimizer state of ``num_elements`` elements of one dtype (arrays allowed)."""
-    return num_elements * ITEM_BYTES[dtype] * (2 + recipe(optimizer).num_states)
+    """Parameter + gradient + optimizer state of ``num_elements`` elements (arrays allowed)."""
+    return training_state(num_elements, dtype, optimizer).total
 
 
 def optimizer_step_s(num_elements: Any, dtype: str, optimizer: str, device: Device) -> Any:
-    """Memory-bound: parameter, gradient and states are read, parameter and states written; fused, no launches."""
-    moved = num_elements * ITEM_BYTES[dtype] * (3 + 2 * recipe(optimizer).num_states)
-    return moved / (device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency)
+    """Memory-bound: parameter (or master copy), gradient and states are read, parameter, master and states written.
+
+    ``num_elements`` are those whose state this rank holds. Fused: no launches (torch.optim's foreach and fused paths).
+    """
+    kept, how = precision(dtype), recipe(optimizer)
+    parameter, state = _item_bytes(kept.parameter), _item_bytes(kept.state)
+    master = 2 * ITEM_BYTES[kept.master] if kept.master else parameter
+    moved = _item_bytes(kept.gradient) + parameter + master + 2 * (how.num_states + how.num_factored) * state
+    speed = device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency
+    return np.asarray(num_elements, dtype=float) * moved / speed
+
+
+def allocated_bytes(nbytes: Any) -> Any:
+    """What the caching allocator sets aside for tensors of these sizes: whole blocks of 512 bytes."""
+    return np.ceil(np.asarray(nbytes, dtype=float) / BLOCK_BYTES) * BLOCK_BYTES
+
+
+def peak_bytes(starts: Any, ends: Any, nbytes: Any) -> float:
+    """Bytes at the fullest moment, of values live from ``starts`` until before ``ends``.
+
+    >>> peak_bytes([0, 1, 2], [2, 3, 4], [10, 20, 5])    # the first is gone when the third comes
+    30.0
+    """
+    starts, ends, sizes = np.asarray(starts), np.asarray(ends), np.asarray(nbytes, dtype=float)
+    lives = ends > starts
+    moments = np.concatenate([ends[lives], starts[lives]])
+    changes = np.concatenate([-sizes[lives], sizes[lives]])
+    if not len(moments):
+        return 0.0
+    _, slot = np.unique(moments, return_inverse=True)
+    return float(max(0.0, np.bincount(slot, weights=changes).cumsum().max()))
+
+
+def in_flight_micro_batches(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> int:
+    """Micro-batches whose activations stage ``stage`` (from 0) holds at its fullest moment.
+
+    GPipe holds all; 1F1B (PipeDream-flush; Narayanan et al. 2021) num_stages - stage, and never more than there are.
+    """
+    if not 0 <= stage < num_stages or num_micro_batches < 1:
+        raise ClusterError(f"stage {stage} of {num_stages} with {num_micro_batches} micro-batches: stages count from 0")
+    match schedule.lower():
+        case "gpipe":
+            return num_micro_batches
+        case "1f1b":
+            return min(num_stages - stage, num_micro_batches)
+    raise ClusterError(f"unknown schedule {schedule!r}: known are gpipe, 1f1b")

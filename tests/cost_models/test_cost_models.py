@@ -145,7 +145,7 @@ def test_errors_name_what_is_known() -> None:
     with pytest.raises(ClusterError, match=r"a100-sxm, .*local-cpu; or give the path of a TOML file"):
         Cluster.load("h100")
     with pytest.raises(ClusterError, match=r"known are .*adamw"):
-        memory.recipe("lion")
+        memory.recipe("nonesuch")
     with pytest.raises(ClusterError, match="num_devices=128"):
         H100.group((128,), 0)
     with pytest.raises(ClusterError, match="at least one"):
