@@ -46,7 +46,7 @@ def pointwise(op: OpView) -> Rule | None:
         groups = ()  # adding a number to each summand would add it several times
     return Rule(
         tuple(broadcast_dims(m, out) for m in op.inputs),
-        (tuple(f"d{i}" if size != 1 else None for i, size in enumerate(out.shape)),),
+        (tuple(f"d{i}" if size != 1 else None for i, size in enumerate(out.shape)),) * len(op.outputs),
         sizes,
         linear=tuple(frozenset(g) for g in groups if all(i < len(op.inputs) for i in g)),
         flops=float(out.num_elements),

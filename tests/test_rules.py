@@ -1,0 +1,462 @@
+"""Rules: what they say, read as a table; and that they are true, by running every row on pieces in one process.
+
+`test_rows_on_pieces_give_the_whole` takes an op and, for each row of its rule, does what the ranks of one axis would
+do: cuts (S), copies (R, I) or splits into summands (P) the inputs, runs the op on each rank's, puts the outputs
+together and compares them with the op on the whole. Gradients likewise, by the duals S-S, R-P, I-I, P-I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from autoparallel.capture import OpGraph, Ref, TensorMeta
+from autoparallel.capture.graph import Node
+from autoparallel.errors import RuleError
+from autoparallel.layout import INVARIANT, PARTIAL, Placement, layout_fits, local_shape, pieces
+from autoparallel.lower import variants
+from autoparallel.lower.emit import SIZE_ARGUMENT
+from autoparallel.rules import Row, Rule, einsum_rule, find_rule
+from autoparallel.rules.views import reshape_groups
+from autoparallel.runtime import groups
+from tests.ranks import mesh_of
+
+aten = torch.ops.aten
+
+
+# --------------------------------------------------------------------------------------------------- one op as a graph
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """An op with its arguments; tensors among them are the inputs."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    def run(self, inputs: Sequence[Tensor], sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """The op on other inputs (and, for views, on other result sizes)."""
+        remaining = iter(inputs)
+        args, kwargs = pytree.tree_map(
+            lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
+        )
+        if sizes is not None and self.op in SIZE_ARGUMENT:
+            args = [*args[: SIZE_ARGUMENT[self.op]], list(sizes), *args[SIZE_ARGUMENT[self.op] + 1 :]]
+        result = self.op(*args, **kwargs)
+        return list(result) if isinstance(result, (tuple, list)) else [result]
+
+    def rule(self) -> tuple[Rule, bool]:
+        metas = [TensorMeta(tuple(t.shape), t.dtype, t.is_floating_point()) for t in self.inputs]
+        nodes = [Node(i, f"x{i}", "input", None, (), {}, (m,)) for i, m in enumerate(metas)]
+        numbers = iter(range(len(metas)))
+        args, kwargs = pytree.tree_map(
+            lambda leaf: Ref(next(numbers)) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
+        )
+        results = tuple(TensorMeta(tuple(t.shape), t.dtype, t.is_floating_point()) for t in self.run(self.inputs))
+        node = Node(len(nodes), "op", "op", self.op, tuple(args), kwargs, results)
+        spec = pytree.tree_structure(())
+        return find_rule(OpGraph((*nodes, node), spec, spec, {}, (), {}, {}), node)
+
+
+def call(op: Any, *args: Any, **kwargs: Any) -> OpCall:
+    return OpCall(op, args, kwargs)
+
+
+def table(made: OpCall) -> list[str]:
+    """The rows of an op's rule, as in rules/README.md."""
+    rule, known = made.rule()
+    assert known, f"{made.op} has no rule"
+    return [f"{r.name}: {' '.join(map(str, r.inputs))} -> {' '.join(map(str, r.outputs))}" for r in rule.rows()]
+
+
+def f(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
+
+
+def ids(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(3))
+
+
+def mask(*shape: int) -> Tensor:
+    return f(*shape) > 0
+
+
+# ------------------------------------------------------------------------------------------------------- what they say
+
+
+def test_linear() -> None:
+    """The bias is added once: a summand where k is cut. A single column parallel step needs no more than its row n."""
+    assert table(call(aten.linear.default, f(4, 8, 16), f(32, 16), f(32))) == [
+        "repeat: I I I -> I",
+        "part: R R R -> R",
+        "b0: S(0) R R -> S(0)",
+        "b1: S(1) R R -> S(1)",
+        "k: S(2) S(1) P -> P",
+        "n: R S(0) S(0) -> S(2)",
+    ]
+
+
+def test_attention_with_grouped_queries() -> None:
+    """Batch and heads; the pieces of the heads must divide the key-value heads too; sequences stay whole."""
+    attention = call(aten.scaled_dot_product_attention.default, f(2, 8, 5, 4), f(2, 4, 5, 4), f(2, 4, 5, 4),
+                     enable_gqa=True)
+    assert table(attention) == [
+        "repeat: I I I -> I",
+        "part: R R R -> R",
+        "b: S(0) S(0) S(0) -> S(0)",
+        "h: S(1) S(1) S(1) -> S(1)",
+    ]
+    assert {row.name: row.even for row in attention.rule()[0].rows()}["h"] == (8, 4)
+
+
+def test_reshape_cuts_the_leading_dim_of_each_group() -> None:
+    """[b, s, (h d)] -> [b, s, h, d] cuts h; a summand stays one."""
+    split = call(aten.reshape.default, f(2, 3, 32), [2, 3, 8, 4])
+    assert table(split) == [
+        "repeat: I -> I", "part: R -> R", "linear(0): P -> P",
+        "d0: S(0) -> S(0)", "d1: S(1) -> S(1)", "d2: S(2) -> S(2)",
+    ]
+    assert {row.name: row.even for row in split.rule()[0].rows()}["d2"] == (32, 8)
+
+
+def test_embedding_with_a_cut_vocabulary_is_a_summand() -> None:
+    assert table(call(aten.embedding.default, f(16, 6), ids(16, 4, 5))) == [
+        "repeat: I I -> I", "part: R R -> R",
+        "h: S(1) R -> S(2)", "b0: R S(0) -> S(0)", "b1: R S(1) -> S(1)",
+        "vocabulary: S(0) R -> P",
+    ]
+
+
+def test_cross_entropy_sums_over_targets() -> None:
+    """Cut targets give summands; cut classes are a variant whose result is whole."""
+    assert table(call(aten.cross_entropy_loss.default, f(8, 10), ids(10, 8), None, 2)) == [
+        "repeat: I I -> I", "part: R R -> R", "n0: S(0) S(0) -> P", "classes: S(1) I -> I",
+    ]
+
+
+def test_a_mean_cross_entropy_has_no_rule() -> None:
+    """A mean of means is not the mean: capture turns it into a sum and a count, and the rule refuses what is left."""
+    assert not call(aten.cross_entropy_loss.default, f(8, 10), ids(10, 8)).rule()[1]
+
+
+def test_pointwise_broadcasts() -> None:
+    """A dim of size 1 is read whole by all; a product is linear in each factor, a sum in both together."""
+    assert table(call(aten.mul.Tensor, f(4, 6), f(6))) == [
+        "repeat: I I -> I", "part: R R -> R", "linear(0): P R -> P", "linear(1): R P -> P",
+        "d0: S(0) R -> S(0)", "d1: S(1) S(0) -> S(1)",
+    ]
+    assert "linear(0,1): P P -> P" in table(call(aten.add.Tensor, f(4, 6), f(4, 1)))
+
+
+@pytest.mark.parametrize("made", [
+    call(aten.add.Tensor, f(4), 1.0), call(aten.sub.Tensor, f(4), 1.0), call(aten.relu.default, f(4)),
+    call(aten.exp.default, f(4)), call(aten.div.Tensor, f(4), 2.0), call(aten.softmax.int, f(4, 4), 1),
+], ids=lambda c: str(c.op))
+def test_summands_pass_through_linear_ops_only(made: OpCall) -> None:
+    """x + 1 on each of n summands would add n; x / 2 is linear."""
+    linear = any(PARTIAL in row.inputs for row in made.rule()[0].rows())
+    assert linear == (made.op is aten.div.Tensor)
+
+
+def test_unknown_ops_are_repeated() -> None:
+    """The last resort says so, and may still work for a part (R)."""
+    rule, known = call(aten.sort.default, f(4, 6)).rule()
+    assert not known and [row.name for row in rule.rows()] == ["repeat", "part"]
+
+
+@pytest.mark.parametrize(("source", "target", "expected"), [
+    ((8, 16, 32), (8, 16, 4, 8), [([0], [0]), ([1], [1]), ([2], [2, 3])]),
+    ((8, 16, 4, 8), (8, 16, 32), [([0], [0]), ([1], [1]), ([2, 3], [2])]),
+    ((8, 16), (128,), [([0, 1], [0])]),
+    ((1, 6, 1), (6,), [([1], [0])]),
+    ((4, 6), (6, 4), [([0, 1], [0, 1])]),
+    ((2, 6, 5), (4, 3, 5), [([0, 1], [0, 1]), ([2], [2])]),
+    ((), (1, 1), []),
+])
+def test_reshape_groups(source: tuple[int, ...], target: tuple[int, ...], expected: Any) -> None:
+    assert reshape_groups(source, target) == expected
+
+
+# ------------------------------------------------------------------------------------------------------------- parsing
+
+
+def test_einsum_rule_reads_patterns() -> None:
+    """`*b` takes the leading dims, `.` and dims of size 1 stay whole, optional inputs may be left out."""
+    rule = einsum_rule("x[*b, k], w[n, k], bias[n] -> y[*b, n]", [(4, 1, 16), (32, 16)], [(4, 1, 32)], reduce="k",
+                       additive="bias", flops_per_point=2.0)
+    assert rule.inputs == (("b0", None, "k"), ("n", "k")) and rule.outputs == (("b0", None, "n"),)
+    assert rule.sizes == {"b0": 4, "k": 16, "n": 32} and rule.flops == 2 * 4 * 16 * 32
+    assert rule.reduce == {"k"} and not rule.additive
+    assert einsum_rule("w[., h] -> y[h]", [(3, 5)], [(5,)]).inputs == ((None, "h"),)
+
+
+@pytest.mark.parametrize(("pattern", "inputs", "says"), [
+    ("x[a, b] -> y[a, b]", [(4, 5, 6)], r"gives 2 dims to a tensor of shape \[4, 5, 6\]"),
+    ("x[a, a] -> y[a]", [(4, 5)], r"factor a is 4 and 5 \(shape \[4, 5\]\)"),
+])
+def test_a_rule_that_does_not_fit_says_where(pattern: str, inputs: Any, says: str) -> None:
+    with pytest.raises(RuleError, match=says):
+        einsum_rule(pattern, inputs, [(4, 5)])
+
+
+# ------------------------------------------------------------------------------------------------------- and are true
+
+SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
+    "matmul": lambda: [
+        call(aten.linear.default, f(4, 6, 8), f(10, 8), f(10)),
+        call(aten.linear.default, f(7, 5), f(9, 5)),
+        call(aten.linear.default, f(6), f(4, 6), f(4)),
+        call(aten.linear.default, f(4, 1, 8), f(1, 8), f(1)),
+        call(aten.mm.default, f(4, 6), f(6, 5)),
+        call(aten.matmul.default, f(2, 4, 6), f(6, 5)),
+        call(aten.matmul.default, f(2, 3, 4, 6), f(2, 3, 6, 5)),
+        call(aten.bmm.default, f(4, 3, 6), f(4, 6, 5)),
+        call(aten.baddbmm.default, f(4, 3, 5), f(4, 3, 6), f(4, 6, 5)),
+        call(aten.baddbmm.default, f(1, 3, 5), f(4, 3, 6), f(4, 6, 5), beta=0.5, alpha=2.0),
+    ],
+    "attention": lambda: [
+        call(aten.scaled_dot_product_attention.default, f(4, 6, 5, 2), f(4, 6, 7, 2), f(4, 6, 7, 3)),
+        call(aten.scaled_dot_product_attention.default, f(2, 6, 5, 2), f(2, 6, 5, 2), f(2, 6, 5, 2), is_causal=True),
+        call(aten.scaled_dot_product_attention.default, f(2, 8, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), enable_gqa=True),
+        call(aten.scaled_dot_product_attention.default, f(2, 4, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), mask(2, 1, 5, 5)),
+        call(aten.scaled_dot_product_attention.default, f(2, 4, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), f(4, 5, 5)),
+        call(aten.scaled_dot_product_attention.default, f(2, 4, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), f(5, 5)),
+    ],
+    "views": lambda: [
+        call(aten.reshape.default, f(4, 6, 8), [4, 6, 4, 2]),
+        call(aten.reshape.default, f(4, 6, 4, 2), [4, 6, 8]),
+        call(aten.reshape.default, f(4, 6), [24]),
+        call(aten.reshape.default, f(4, 6), [6, 4]),
+        call(aten.reshape.default, f(1, 6, 1, 5), [6, 5, 1]),
+        call(aten.permute.default, f(4, 5, 6), [2, 0, 1]),
+        call(aten.expand.default, f(4, 1, 5), [3, 4, 6, 5]),
+        call(aten.slice.Tensor, f(4, 9), 1, 2, 8, 3),
+        call(aten.select.int, f(4, 5, 6), 1, -1),
+        call(aten.select.int, f(4, 5, 6), -1, 2),
+        call(aten.cat.default, [f(4, 5), f(2, 5)], 0),
+        call(aten.stack.default, [f(4, 5), f(4, 5)], 1),
+        call(aten.constant_pad_nd.default, f(4, 5, 6), [1, 2]),
+        call(aten.constant_pad_nd.default, f(4, 5, 6), [0, 0, 1, 0], 2.0),
+        call(aten.flip.default, f(4, 5), [1]),
+        call(aten.roll.default, f(4, 5), [2], [0]),
+    ],
+    "reduce": lambda: [
+        call(aten.sum.dim_IntList, f(4, 6, 5), [1]),
+        call(aten.sum.dim_IntList, f(4, 6, 5), [0, -1], True),
+        call(aten.sum.dim_IntList, f(4, 6), []),
+        call(aten.amax.default, f(4, 6), [1]),
+        call(aten.amin.default, f(4, 6), [0], True),
+        call(aten.max.dim, f(4, 6), 1),
+        call(aten.argmax.default, f(4, 6), -1),
+        call(aten.argmax.default, f(4, 6)),
+        call(aten.any.dim, mask(4, 6), 0),
+        call(aten.cumsum.default, f(4, 6), 1),
+        call(aten.softmax.int, f(4, 6, 5), -1),
+        call(aten.log_softmax.int, f(4, 6), 0),
+    ],
+    "norm": lambda: [
+        call(aten.layer_norm.default, f(4, 6, 8), [8], f(8), f(8)),
+        call(aten.layer_norm.default, f(4, 6, 8), [6, 8]),
+        call(aten.rms_norm.default, f(4, 6, 8), [8], f(8)),
+        call(aten.group_norm.default, f(4, 6, 5), 3, f(6), f(6)),
+    ],
+    "conv": lambda: [
+        call(aten.conv2d.default, f(4, 6, 7, 7), f(5, 6, 3, 3), f(5), [2, 2], [1, 1]),
+        call(aten.conv2d.default, f(4, 6, 5, 5), f(6, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 6),
+        call(aten.conv1d.default, f(4, 6, 9), f(8, 6, 3)),
+        call(aten.max_pool2d.default, f(4, 6, 8, 8), [2, 2]),
+        call(aten.avg_pool2d.default, f(4, 6, 8, 8), [3, 3], [2, 2], [1, 1]),
+        call(aten.adaptive_avg_pool2d.default, f(4, 6, 7, 7), [1, 1]),
+        call(aten.max_pool2d.default, f(6, 8, 8), [2, 2]),
+    ],
+    "embedding": lambda: [
+        call(aten.embedding.default, f(9, 6), ids(9, 4, 5)),
+        call(aten.embedding.default, f(9, 6), ids(9, 4, 5), 2),
+    ],
+    "loss": lambda: [
+        call(aten.cross_entropy_loss.default, f(8, 10), ids(10, 8), None, 2),
+        call(aten.cross_entropy_loss.default, f(8, 10), ids(10, 8), None, 2, 3),
+        call(aten.cross_entropy_loss.default, f(8, 10), ids(10, 8), None, 2, -100, 0.1),
+        call(aten.cross_entropy_loss.default, f(4, 10, 6), ids(10, 4, 6), None, 2),
+        call(aten.mse_loss.default, f(4, 6), f(4, 6) + 1, 2),
+        call(aten.smooth_l1_loss.default, f(4, 6), f(4, 6) + 1, 2),
+    ],
+    "pointwise": lambda: [
+        call(aten.add.Tensor, f(4, 6), f(6), alpha=2),
+        call(aten.add.Tensor, f(4, 6), 2.0),
+        call(aten.sub.Tensor, f(4, 1, 6), f(5, 1)),
+        call(aten.mul.Tensor, f(4, 6), f(4, 1)),
+        call(aten.mul.Tensor, f(4, 6), 0.5),
+        call(aten.mul.Tensor, f(4, 6), mask(4, 6)),
+        call(aten.div.Tensor, f(4, 6), f(6) + 9),
+        call(aten.neg.default, f(7)),
+        call(aten.where.self, mask(6), f(4, 6), f(4, 1)),
+        call(aten.masked_fill.Scalar, f(4, 6), mask(1, 6), 3.0),
+        call(aten.gelu.default, f(4, 6)),
+        call(aten.pow.Tensor_Scalar, f(4, 6), 2),
+        call(aten.clamp.default, f(4, 6), -0.5, 0.5),
+        call(aten.to.dtype, f(4, 6), torch.float32),
+        call(aten.detach.default, f(4, 6)),
+        call(aten.rsub.Scalar, f(4, 6), 1.0),
+        call(aten.addcmul.default, f(4, 6), f(6), f(4, 6), value=2),
+        call(aten.lerp.Scalar, f(4, 6), f(4, 6), 0.3),
+        call(aten.maximum.default, f(4, 6), f(6)),
+        call(aten.gt.Scalar, f(4, 6), 0.0),
+        call(aten.frexp.Tensor, f(4, 6)),
+    ],
+}
+
+
+def split(whole: Tensor, p: Placement, num_ranks: int) -> list[Tensor]:
+    """What each rank holds; summands differ in every element."""
+    if p.is_shard:
+        return list(whole.split(list(pieces(whole.shape[p.dim], num_ranks)), p.dim))
+    if p == PARTIAL and not whole.is_floating_point():
+        return [whole, *(torch.zeros_like(whole) for _ in range(num_ranks - 1))]
+    if p == PARTIAL:
+        generator = torch.Generator().manual_seed(5)
+        parts = [torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in range(num_ranks - 1)]
+        return [*parts, whole - sum(parts)]
+    return [whole] * num_ranks
+
+
+def join(held: Sequence[Tensor], p: Placement) -> Tensor:
+    """The global value; whoever holds all of it must hold the same."""
+    if p.is_shard:
+        return torch.cat(list(held), p.dim)
+    if p == PARTIAL:
+        return torch.stack(list(held)).sum(0)
+    for other in held[1:]:
+        torch.testing.assert_close(other, held[0])
+    return held[0]
+
+
+def dual(p: Placement) -> Placement:
+    return p if p.is_shard else {"R": PARTIAL, "I": INVARIANT, "P": INVARIANT}[p.kind]
+
+
+def fits(row: Row, made: OpCall, outputs: Sequence[Tensor], num_ranks: int) -> bool:
+    placed = zip((*made.inputs, *outputs), (*row.inputs, *row.outputs), strict=True)
+    return all(layout_fits(tuple(t.shape), (p,), (num_ranks,)) for t, p in placed) and not any(
+        size % num_ranks for size in row.even
+    )
+
+
+def run_rank(made: OpCall, row: Row, inputs: Sequence[Tensor], sizes: Sequence[int], start: int) -> list[Tensor]:
+    if row.variant == "vocabulary":
+        return [variants.vocabulary_embedding(*inputs, *made.args[2:3], start=start)]
+    return made.run(inputs, sizes)
+
+
+def check_row(made: OpCall, row: Row, num_ranks: int) -> bool:
+    """Whether the row applies; if it does it must be true, forward and backward."""
+    whole = [t.clone().requires_grad_(t.is_floating_point()) for t in made.inputs]
+    expected = made.run(whole)
+    if not fits(row, made, expected, num_ranks):
+        return False
+    given = [split(t.detach(), p, num_ranks) for t, p in zip(whole, row.inputs, strict=True)]
+    starts = [sum(len(t) for t in given[0][:r]) for r in range(num_ranks)]
+    held = [[t[r].clone().requires_grad_(t[r].is_floating_point()) for t in given] for r in range(num_ranks)]
+    size = [local_shape(tuple(expected[0].shape), (row.outputs[0],), (num_ranks,), (r,)) for r in range(num_ranks)]
+    results = [run_rank(made, row, held[r], size[r], starts[r]) for r in range(num_ranks)]
+    for number, (value, p) in enumerate(zip(expected, row.outputs, strict=True)):
+        torch.testing.assert_close(join([r[number] for r in results], p), value)
+        if not value.requires_grad:
+            continue
+        gradient = torch.randn(value.shape, generator=torch.Generator().manual_seed(6), dtype=value.dtype)
+        asked = [i for i, t in enumerate(whole) if t.requires_grad]
+        right = torch.autograd.grad(value, [whole[i] for i in asked], gradient, retain_graph=True, allow_unused=True)
+        mine = [
+            torch.autograd.grad(results[r][number], [held[r][i] for i in asked], g, retain_graph=True,
+                                materialize_grads=True)
+            for r, g in enumerate(split(gradient, dual(p), num_ranks))
+        ]
+        for place, i in enumerate(asked):
+            whole_gradient = right[place] if right[place] is not None else torch.zeros_like(whole[i])
+            joined = join([m[place] for m in mine], dual(row.inputs[i]))
+            torch.testing.assert_close(joined, whole_gradient, rtol=1e-6, atol=1e-6)
+    return True
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("family", list(SAMPLES))
+def test_rows_on_pieces_give_the_whole(family: str, num_ranks: int) -> None:
+    """Forward and gradient, even and uneven pieces; class-parallel cross-entropy is on ranks below."""
+    for made in SAMPLES[family]():
+        rule, known = made.rule()
+        assert known, f"{made.op} has no rule"
+        for row in rule.rows():
+            if row.variant == "classes":
+                continue
+            try:
+                check_row(made, row, num_ranks)
+            except Exception as error:
+                shapes = [list(t.shape) for t in made.inputs]
+                raise AssertionError(f"{made.op} of {shapes} on {num_ranks} ranks, row {row}: {error}") from error
+
+
+@pytest.mark.parametrize("family", list(SAMPLES))
+def test_every_row_is_run(family: str) -> None:
+    """Each row of each sample applies on some number of ranks: nothing above passes by being skipped."""
+    for made in SAMPLES[family]():
+        for row in made.rule()[0].rows():
+            cuts = [*row.inputs, *row.outputs]
+            if row.variant != "classes" and not any(p.is_shard for p in cuts):
+                assert check_row(made, row, 2)
+            elif row.variant != "classes":
+                assert any(check_row(made, row, n) for n in (2, 3)), f"{made.op}: {row}"
+
+
+def test_a_wrong_row_is_found() -> None:
+    """The property can fail: a bias on every rank of a cut sum, a softmax cut where it must be whole."""
+    linear = call(aten.linear.default, f(4, 8), f(6, 8), f(6))
+    k = next(row for row in linear.rule()[0].rows() if row.name == "k")
+    wrong = Row("k", (*k.inputs[:2], Placement("R")), k.outputs, "k")
+    softmax = call(aten.softmax.int, f(4, 8), 1)
+    for made, row in ((linear, wrong), (softmax, Row("d1", (Placement("S", 1),), (Placement("S", 1),), "d1"))):
+        with pytest.raises(AssertionError):
+            check_row(made, row, 2)
+
+
+def classes_on_ranks() -> list[tuple[Tensor, Tensor]]:
+    """Class-parallel cross-entropy: (loss, whole gradient of the logits) for uneven pieces and ignored targets."""
+    logits, target = f(8, 11), ids(11, 8)
+    target[2] = -100
+    axes = groups.bind(mesh_of(torch.distributed.get_world_size()))
+    (axis,) = axes.values()
+    sizes = pieces(11, axis.size)
+    start = sum(sizes[: axis.rank])
+    found = []
+    for shift in (0.0, 1000.0):  # exponentials must not overflow
+        mine = (logits + shift).narrow(1, start, sizes[axis.rank]).clone().requires_grad_()
+        with groups.use(axes):
+            loss = variants.class_cross_entropy(mine, target, -100, start=start, axes=(axis.name,))
+        (3 * loss).backward()
+        found.append((loss.detach(), mine.grad))
+    return found
+
+
+def test_class_parallel_cross_entropy(ranks: Any) -> None:
+    """It computes in float32, whatever the logits are."""
+    results = ranks(3).run(classes_on_ranks)
+    target = ids(11, 8)
+    target[2] = -100
+    for case in range(2):
+        logits = f(8, 11).requires_grad_()
+        loss = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
+        (3 * loss).backward()
+        tolerance = {"rtol": 1e-5, "atol": 1e-3 if case else 1e-5}
+        torch.testing.assert_close(torch.cat([r[case][1] for r in results], 1), logits.grad, **tolerance)
+        for held in results:
+            torch.testing.assert_close(held[case][0], loss.detach(), **tolerance)
