@@ -79,7 +79,7 @@ def _best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]]
     plans, failures = [], []
     for shape in shapes:
         try:
-            plans.append(_plan_on(graph, cluster, shape, axis_names, options)[0])
+            plans.append(_plan_on(graph, cluster, shape, axis_names, options))
         except InfeasibleError as error:
             failures.append(error)
     if not plans:
@@ -124,23 +124,21 @@ def compile(
 
 def _compile_call(graph: OpGraph, mesh: DeviceMesh, cluster: Cluster, options: Options, given: Plan | None,
                   placed: Mapping[str, Layout]) -> Compiled:
-    """One call form: plan it (or take the given plan), emit this rank's program, check it."""
-    from autoparallel.lower import check, emit
+    """One call form: rank 0 plans it (or the plan is given), every rank emits its own program and checks it."""
+    from autoparallel.lower import check, emit, order_digest
     from autoparallel.runtime import groups
-    from autoparallel.runtime.agree import agree
+    from autoparallel.runtime.agree import agree, decide_once
     from autoparallel.runtime.module import Compiled
 
     shape, names = tuple(mesh.shape), groups.axis_names(mesh)
-    if given is None:
-        found, space, prices = _plan_on(graph, cluster, shape, names, options, placed)
-    else:
-        found, space = given, StrategySpace(graph, shape, names)
-        prices = Prices(space, cluster, options.optimizer)
+    agree("a program", graph.fingerprint)
+    found = given or decide_once(lambda: _plan_on(graph, cluster, shape, names, options, placed))
+    space = StrategySpace(graph, shape, names)
     coordinate = mesh.get_coordinate() or ()
-    labels = found.labels(space)
-    program = emit(space, labels, prices.path, coordinate, mesh.device_type)
+    path = Prices(space, cluster, options.optimizer).path
+    program = emit(space, found.labels(space), path, coordinate, mesh.device_type)
     check(program, space, coordinate)
-    agree(program, mesh)
+    agree("an order of collectives", order_digest(program))
     return Compiled(found, space, program)
 
 
@@ -151,7 +149,7 @@ def _plan_on(
     axis_names: Sequence[str] | None,
     options: Options,
     placed: Mapping[str, Layout] | None = None,
-) -> tuple[Plan, StrategySpace, Prices]:
+) -> Plan:
     """Space, prices, problem, solution, plan; with the CPU seconds of each."""
     clock = _Clock()
     space = StrategySpace(graph, mesh_shape, axis_names)
@@ -170,8 +168,7 @@ def _plan_on(
     if faults is not None:  # told apart from the price of the plan that they led to
         pricer = SpacePricer(prices, limit, allowed)
         problem = pricer.full()
-    made = _plan_of(pricer, problem, solution, labels, options, clock)
-    return made, space, prices
+    return _plan_of(pricer, problem, solution, labels, options, clock)
 
 
 def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: Sequence[Label], options: Options,

@@ -1,23 +1,53 @@
-"""Ranks agree before they run: all must issue the same collectives in the same order."""
+"""Ranks agree before they run: one program, one plan, one order of collectives.
+
+A disagreement is an error on every rank, instead of a hang.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from autoparallel.errors import LoweringError
-from autoparallel.lower import Program, order_digest
+from autoparallel.errors import AutoparallelError, LoweringError
+
+T = TypeVar("T")
 
 
-def agree(program: Program, mesh: DeviceMesh) -> None:
-    """Compare the order of collectives over all ranks of the mesh.
+class _Failure(NamedTuple):
+    """An error as it travels: whatever its constructor takes, it arrives with its message and its facts."""
 
-    Raises LoweringError, naming the ranks that differ, instead of letting the program hang.
-    """
-    mine = order_digest(program)
+    kind: type[AutoparallelError]
+    message: str
+    facts: dict[str, Any]
+
+    def error(self) -> AutoparallelError:
+        made = self.kind.__new__(self.kind, self.message)
+        made.args = (self.message,)
+        made.__dict__.update(self.facts)
+        return made
+
+
+def agree(what: str, mine: str) -> None:
+    """Compare a digest over all ranks. Raises LoweringError on every rank, naming those that differ from rank 0."""
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     different = [rank for rank, digest in enumerate(found) if digest != found[0]]
     if different:
-        raise LoweringError(f"ranks {different} would issue other collectives than rank 0 on mesh {tuple(mesh.shape)}: "
+        raise LoweringError(f"ranks {different} have {what} other than rank 0's: "
                             "do all ranks compile the same model with the same inputs and options?")
+
+
+def decide_once(decide: Callable[[], T]) -> T:
+    """What rank 0 decides, on every rank; an error of ours that it meets is raised on every rank."""
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [decide()]
+        except AutoparallelError as error:
+            box = [_Failure(type(error), str(error), vars(error))]
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], _Failure):
+        raise box[0].error()
+    return cast(T, box[0])
