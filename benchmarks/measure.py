@@ -1,4 +1,4 @@
-"""What every benchmark states: machine, versions, repeats, spread."""
+"""What every benchmark states: machine, versions, repeats, spread, date."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds of repeated runs."""
+    """Seconds of repeated runs: ``Spread.of([3.0, 1.0, 2.0])`` is minimum 1, median 2, maximum 3, of 3 repeats."""
 
     minimum_s: float
     median_s: float
@@ -27,23 +27,34 @@ class Spread:
 
 
 def conditions() -> dict[str, Any]:
-    """Machine, versions and date."""
+    """Machine, versions, date, and how busy the machine was with other work (load average at this moment)."""
     import torch
 
     import autoparallel
 
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
-    memory = next((line.split()[1] for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), "0")
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu,
         "cores": os.cpu_count(),
-        "memory_gib": round(int(memory) / 2**20, 1),
+        "memory_gib": round(_kib("/proc/meminfo", "MemTotal") / 2**20, 1),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "autoparallel": autoparallel.__version__,
-        "load": os.getloadavg()[0],
+        "load_average_1_minute": round(os.getloadavg()[0], 2),
     }
+
+
+def peak_memory_bytes() -> int:
+    """The most resident memory this process ever had.
+
+    From VmHWM: ``ru_maxrss`` survives exec, so that a subprocess would report its parent's peak.
+    """
+    return _kib("/proc/self/status", "VmHWM") * 2**10
+
+
+def _kib(path: str, key: str) -> int:
+    return next((int(line.split()[1]) for line in _lines(path) if line.startswith(key + ":")), 0)
 
 
 def _lines(path: str) -> list[str]:
@@ -52,8 +63,10 @@ def _lines(path: str) -> list[str]:
 
 def as_json(value: Any) -> Any:
     """Dataclasses as dicts, all the way down."""
+    if hasattr(value, "__dataclass_fields__"):
+        return as_json(asdict(value))
     if isinstance(value, dict):
         return {k: as_json(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(v) for v in value]
-    return asdict(value) if hasattr(value, "__dataclass_fields__") else value
+    return value
