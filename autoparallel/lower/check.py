@@ -21,9 +21,11 @@ from autoparallel.lower import variants
 from autoparallel.lower.collectives import STEP_FUNCTIONS
 from autoparallel.lower.emit import Program, item
 from autoparallel.rules.space import StrategySpace
+from autoparallel.runtime.rng import random_op
 
 aten = torch.ops.aten
 _STEPS = frozenset(STEP_FUNCTIONS.values())
+_VARIANTS: dict[Any, str] = {variants.vocabulary_embedding: "vocabulary", variants.class_cross_entropy: "classes"}
 
 
 def check(program: Program, space: StrategySpace, coordinate: Sequence[int]) -> None:
@@ -75,8 +77,11 @@ def _check_shape(space: StrategySpace, node: FxNode, layout: Layout, coordinate:
 
 def _check_step(space: StrategySpace, node: Any, layout: Layout) -> None:
     value, axis_name, source_text, target_text = node.args
-    axis = space.axis_names.index(axis_name)
-    source, target = Placement.parse(source_text), Placement.parse(target_text)
+    try:
+        axis = space.axis_names.index(axis_name)
+        source, target = Placement.parse(source_text), Placement.parse(target_text)
+    except ValueError as error:
+        raise LoweringError(f"the emitted program is wrong at {node.format_node()}: {error}") from None
     before: Layout = value.meta["layout"]
     _expect(node, (source.kind, target.kind) in ACTIONS, "no such step")
     _expect(node, STEP_FUNCTIONS[source.kind, target.kind] is node.target, "the wrong function for this step")
@@ -94,10 +99,16 @@ def _check_op(space: StrategySpace, node: FxNode) -> None:
     torch.fx.node.map_arg((node.args, node.kwargs), leaves.append)
     given = [leaf.meta["layout"] for leaf in leaves]
     _expect(node, len(leaves) == len(strategies.input_metas), "wrong number of tensors")
+    variant = _VARIANTS.get(node.target, "")
+    if not variant:
+        op = node.args[0] if node.target is random_op else node.target
+        _expect(node, op is _graph_node(space, node).target, f"the model's op is {_graph_node(space, node).target}")
     for axis in range(len(space.mesh_shape)):
         ins = tuple(layout[axis] for layout in given)
         out = node.meta["layout"][axis]
-        found = any(row.inputs == ins and row.outputs[0] == out for row in strategies.rows)
+        found = any(
+            row.inputs == ins and row.outputs[0] == out and row.variant in ("", variant) for row in strategies.rows
+        )
         _expect(node, found, f"no rule takes {[str(p) for p in ins]} to {out} on axis {space.axis_names[axis]}")
 
 

@@ -1,0 +1,336 @@
+"""Lowering: the emitted program is readable, passes its own check, and no corruption of it does.
+
+Nothing here runs but `test_ranks_with_other_programs_get_an_error`: emission and check need no process group.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import Node as FxNode
+
+import autoparallel
+from autoparallel import Cluster
+from autoparallel.baselines import NAMES as BASELINES
+from autoparallel.capture import capture
+from autoparallel.compiler import plan
+from autoparallel.errors import LoweringError
+from autoparallel.layout import COLLECTIVES, local_shape, parse_layout
+from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.lower import Program, check, count_collectives, emit, order_digest
+from autoparallel.lower.collectives import STEP_FUNCTIONS, all_gather
+from autoparallel.pricing import Prices
+from autoparallel.rules.space import Label, StrategySpace
+from tests.models import CASES
+from tests.ranks import mesh_of
+
+AXES = ("dp", "tp", "pp")
+STEPS = set(STEP_FUNCTIONS.values())
+
+
+@functools.cache
+def space_of(case_name: str, mesh_shape: tuple[int, ...] = (2, 2)) -> tuple[StrategySpace, Prices]:
+    case = CASES[case_name]
+    graph = capture(case.build(), *case.inputs(8))
+    space = StrategySpace(graph, mesh_shape, AXES[: len(mesh_shape)])
+    return space, Prices(space, Cluster.load("h100-sxm", num_devices=torch.Size(mesh_shape).numel()))
+
+
+def baseline_labels(case_name: str, baseline: str, mesh_shape: tuple[int, ...] = (2, 2)) -> list[Label]:
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    space, prices = space_of(case_name, mesh_shape)
+    made = plan(case.build(), prices.cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape,
+                axis_names=space.axis_names, baseline=baseline)
+    return made.labels(space)
+
+
+def random_labels(space: StrategySpace, seed: int) -> list[Label]:
+    draw = random.Random(seed)
+    return [draw.choice(s.labels) for s in space.strategies]
+
+
+def emit_mlp(baseline: str = "tensor_parallel", coordinate: Sequence[int] = (0, 0)) -> tuple[Program, StrategySpace]:
+    """A new program at each call: the tests corrupt it."""
+    space, prices = space_of("mlp")
+    return emit(space, mlp_labels(baseline), prices.path, coordinate), space
+
+
+@functools.cache
+def mlp_labels(baseline: str) -> tuple[Label, ...]:
+    return tuple(baseline_labels("mlp", baseline))
+
+
+def steps_of(program: Program) -> list[FxNode]:
+    return [node for node in program.module.graph.nodes if node.target in STEPS]
+
+
+def call_of(program: Program, name: str) -> FxNode:
+    return next(n for n in program.module.graph.nodes if n.op == "call_function" and n.target.__name__ == name)
+
+
+# ------------------------------------------------------------------------------------------------------ what is emitted
+
+
+def test_the_program_reads_as_a_list() -> None:
+    """One line for each step, with its axis, source and target, and each value's local shape."""
+    program, _ = emit_mlp()
+    text = program.module.print_readable(print_output=False)
+    found = re.findall(r"\w+: \"f32\[[\d, ]*\]\" = \w*collectives_(\w+)\(\w+, '(\w+)', '([^']+)', '([^']+)'", text)
+    expected = [(n.target.__name__, *n.args[1:]) for n in steps_of(program)]
+    assert found == expected
+    assert ("all_reduce", "tp", "P", "I") in found, "Megatron's g"
+    assert ("reduce_gradient", "dp", "I", "R") in found, "data parallelism's gradients"
+    assert 'param_up_weight: "f32[32, 32]"' in text, "64 rows on two ranks"
+    assert re.search(r'linear: "f32\[4, 32\]" = torch.ops.aten.linear.default\(', text), "half batch, half columns"
+
+
+def test_counts_are_the_steps_collectives() -> None:
+    program, _ = emit_mlp("fsdp")
+    assert count_collectives(program) == {("forward", "all_gather"): 8, ("backward", "reduce_scatter"): 8}
+
+
+@pytest.mark.parametrize("case_name", ["mlp", "llama"])
+def test_every_rank_issues_the_same_collectives(case_name: str) -> None:
+    """On an uneven mesh too; other plans issue others."""
+    space, prices = space_of(case_name, (2, 3))
+    digests = set()
+    for seed in range(3):
+        labels = random_labels(space, seed)
+        programs = [emit(space, labels, prices.path, c) for c in itertools.product(range(2), range(3))]
+        assert len({order_digest(p) for p in programs}) == 1
+        digests.add(order_digest(programs[0]))
+    assert len(digests) == 3
+
+
+def test_the_digest_sees_what_would_hang() -> None:
+    """A collective less, another axis, another size; but not the rank that it is for."""
+    program, _ = emit_mlp()
+    digest = order_digest(program)
+    assert digest == order_digest(emit_mlp(coordinate=(1, 1))[0])
+    assert len({digest, order_digest(emit_mlp("ddp")[0]), order_digest(emit_mlp("fsdp")[0])}) == 3
+    step = call_of(program, "all_reduce")
+    step.update_arg(1, "dp")
+    assert order_digest(program) != digest
+    step.update_arg(1, "tp")
+    assert order_digest(program) == digest
+    step.replace_all_uses_with(step.args[0])  # type: ignore[arg-type]
+    program.module.graph.erase_node(step)
+    assert order_digest(program) != digest
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sizes_of_an_uneven_mesh_add_up(seed: int) -> None:
+    """The pieces along a cut dim, as each step has them, are this rank's and add up to what the step gathers."""
+    space, prices = space_of("mlp", (2, 3))
+    program = emit(space, random_labels(space, seed), prices.path, (1, 2))
+    for node in steps_of(program):
+        step, shape = node.meta["step"], node.meta["global_meta"].shape
+        for key, mine, p in (("source_sizes", step.before, step.source), ("target_sizes", step.after, step.target)):
+            assert (key in node.kwargs) == p.is_shard
+            if p.is_shard:
+                whole = (*mine[: step.axis], *parse_layout("I"), *mine[step.axis + 1 :])
+                here, there = (local_shape(shape, x, space.mesh_shape, (1, 2))[p.dim] for x in (mine, whole))
+                sizes = node.kwargs[key]
+                assert sizes[(1, 2)[step.axis]] == here and sum(sizes) == there
+
+
+# ------------------------------------------------------------------------------------------------------------ the check
+
+
+@pytest.mark.parametrize("case_name", ["mlp", "llama", "gpt2", "resnet"])
+def test_emitted_programs_pass(case_name: str) -> None:
+    """Random plans on an even and an uneven mesh, on every rank."""
+    for mesh_shape, seed in (((2, 2), 0), ((2, 2), 1), ((2, 3), 2)):
+        space, prices = space_of(case_name, mesh_shape)
+        labels = random_labels(space, seed)
+        for coordinate in ((0, 0), tuple(n - 1 for n in mesh_shape)):
+            check(emit(space, labels, prices.path, coordinate), space, coordinate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case_name", list(CASES))
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 3), (2, 2, 2)])
+def test_all_emitted_programs_pass(case_name: str, mesh_shape: tuple[int, ...]) -> None:
+    space, prices = space_of(case_name, mesh_shape)
+    plans = [baseline_labels(case_name, name, mesh_shape) for name in BASELINES]
+    plans += [random_labels(space, seed) for seed in range(5)]
+    for labels in plans:
+        for coordinate in itertools.product(*(range(n) for n in mesh_shape)):
+            check(emit(space, labels, prices.path, coordinate), space, coordinate)
+
+
+def another_target(program: Program) -> FxNode:
+    step = call_of(program, "all_reduce")
+    step.update_arg(3, "R")
+    return step
+
+
+def another_source(program: Program) -> FxNode:
+    step = call_of(program, "all_reduce")
+    step.update_arg(2, "I")
+    return step
+
+
+def no_placement(program: Program) -> FxNode:
+    step = call_of(program, "all_reduce")
+    step.update_arg(3, "Q")
+    return step
+
+
+def another_axis(program: Program) -> FxNode:
+    step = call_of(program, "all_reduce")
+    step.update_arg(1, "dp")
+    return step
+
+
+def no_axis(program: Program) -> FxNode:
+    step = call_of(program, "all_reduce")
+    step.update_arg(1, "xp")
+    return step
+
+
+def another_function(program: Program) -> FxNode:
+    step = call_of(program, "all_reduce")
+    step.target = all_gather
+    return step
+
+
+def a_missing_step(program: Program) -> FxNode:
+    """The summands reach the loss."""
+    step = call_of(program, "all_reduce")
+    (reader,) = step.users
+    step.replace_all_uses_with(step.args[0])  # type: ignore[arg-type]
+    program.module.graph.erase_node(step)
+    return reader
+
+
+def a_missing_gradient_reduction(program: Program) -> FxNode:
+    """Forward values stay right; only the gradients would be wrong."""
+    step = call_of(program, "reduce_gradient")
+    (reader,) = step.users
+    step.replace_all_uses_with(step.args[0])  # type: ignore[arg-type]
+    program.module.graph.erase_node(step)
+    return reader
+
+
+def a_step_twice(program: Program) -> FxNode:
+    step = call_of(program, "all_reduce")
+    with program.module.graph.inserting_after(step):
+        again = program.module.graph.call_function(step.target, step.args)
+    again.meta = dict(step.meta)
+    step.replace_all_uses_with(again)
+    again.update_arg(0, step)
+    return again
+
+
+def another_layout(program: Program) -> FxNode:
+    """R for I says nothing about shapes, and all about gradients."""
+    node = call_of(program, "relu.default")
+    node.meta["layout"] = parse_layout("S(0)·R")
+    return node
+
+
+def a_layout_of_another_shape(program: Program) -> FxNode:
+    node = call_of(program, "relu.default")
+    node.meta["layout"] = parse_layout("I·I")
+    return node
+
+
+def a_layout_that_cannot_be(program: Program) -> FxNode:
+    node = call_of(program, "relu.default")
+    node.meta["layout"] = parse_layout("S(2)·I")
+    return node
+
+
+def another_op(program: Program) -> FxNode:
+    node = call_of(program, "relu.default")
+    node.target = torch.ops.aten.gelu.default
+    return node
+
+
+def a_tensor_less(program: Program) -> FxNode:
+    node = call_of(program, "linear.default")
+    node.args = node.args[:2]
+    return node
+
+
+def a_summand_as_result(program: Program) -> FxNode:
+    """The last reduction is left out: each rank would return its own part of the loss."""
+    output = next(n for n in program.module.graph.nodes if n.op == "output")
+    step = [n for n in steps_of(program) if n.meta["global_meta"].shape == ()][-1]
+    output.args = (((step.args[0],), ()),)
+    return output
+
+
+@pytest.mark.parametrize("corrupt", [
+    another_target, another_source, no_placement, another_axis, no_axis, another_function, a_missing_step,
+    a_missing_gradient_reduction, a_step_twice, another_layout, a_layout_of_another_shape, a_layout_that_cannot_be,
+    another_op, a_tensor_less, a_summand_as_result,
+], ids=lambda corrupt: corrupt.__name__)
+def test_corrupted_programs_are_refused(corrupt: Callable[[Program], FxNode]) -> None:
+    """The error names the line of the value that is wrong, or of the first one that reads it."""
+    program, space = emit_mlp()
+    check(program, space, (0, 0))
+    wrong = corrupt(program)
+    with pytest.raises(LoweringError, match="the emitted program is wrong at") as caught:
+        check(program, space, (0, 0))
+    said = str(caught.value)
+    named = [wrong, *wrong.users]
+    assert any(f"%{n.name} :" in said or (n.op == "output" and "return" in said) for n in named), said
+
+
+def test_a_vocabulary_variant_is_not_the_plain_embedding() -> None:
+    """On a piece of the table, plain look-up would read other rows (or none)."""
+    space, prices = space_of("llama", (2,))
+    site = space.site_named["embedding"]
+    label = (space.strategies[site].row_named("vocabulary"),)
+    labels = random_labels(space, 0)
+    labels[site] = label
+    program = emit(space, labels, prices.path, (0,))
+    check(program, space, (0,))
+    node = call_of(program, "vocabulary_embedding")
+    node.target, node.kwargs = torch.ops.aten.embedding.default, {}
+    with pytest.raises(LoweringError, match="embedding"):
+        check(program, space, (0,))
+
+
+# ------------------------------------------------------------------------------------------------------------- on ranks
+
+
+def compile_something_else(kind: str) -> str:
+    """Rank 1 compiles another model, or the same with other inputs or another plan."""
+    other = torch.distributed.get_rank() == 1
+    width = 32 if kind == "width" and other else 16
+    layers = [nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8)]
+    model = nn.Sequential(*layers, *([nn.Linear(8, 8)] if kind == "depth" and other else []))
+    x = torch.ones(8 if kind == "batch" and other else 4, 8)
+    baseline = "fsdp" if kind == "baseline" and other else "ddp"
+    try:
+        autoparallel.compile(model, mesh_of(2), example_inputs=(x,), baseline=baseline)
+    except LoweringError as error:
+        return str(error)
+    return "compiled"
+
+
+@pytest.mark.parametrize("kind", ["width", "depth", "batch"])
+def test_ranks_with_other_programs_get_an_error(ranks: Any, kind: str) -> None:
+    """On both ranks, at once, where running would hang."""
+    for said in ranks(2).run(compile_something_else, kind, timeout_s=30):
+        assert re.match(r"ranks \[1\]", said) and "do all ranks compile the same model" in said
+
+
+def test_collectives_have_functions() -> None:
+    """Every step that communicates forward is a line that says so by its name."""
+    for (source, target), function in STEP_FUNCTIONS.items():
+        forward = ACTIONS[source, target][0]
+        assert (function.__name__ in COLLECTIVES) == (forward in COLLECTIVES)
+        assert forward not in COLLECTIVES or function.__name__ == forward
