@@ -108,23 +108,29 @@ def _ring(b: Any, group: Group) -> Any:
     return _ring_alpha_s(group) + (group.size - 1) / group.size * b * _worst_beta(group)
 
 
-def _by_levels(b: Any, group: Group) -> list[Any]:
-    """One direction level by level, if that is valid: b/inside bytes at W/inside for each rank of every level."""
-    if "hierarchical" not in group.algorithms or not group.even or len(group.crossed) < 2:
-        return []
-    return [sum((count - 1) * link.alpha_s + (count - 1) / count * b / bandwidth
-                for count, link, bandwidth in group.crossed)]
+def _by_levels(b: Any, group: Group) -> Any:
+    """One direction level by level: b/inside bytes at W/inside for each rank of every level."""
+    return sum((count - 1) * link.alpha_s + (count - 1) / count * b / bandwidth
+               for count, link, bandwidth in group.crossed)
+
+
+def _ways(b: Any, group: Group) -> list[Any]:
+    """One direction by each algorithm that the library has and that is valid for the group."""
+    ways = [_ring(b, group)] if "ring" in group.algorithms else []
+    if "hierarchical" in group.algorithms and group.even and len(group.crossed) > 1:
+        ways.append(_by_levels(b, group))
+    return ways
 
 
 def _one_way(b: Any, group: Group) -> Any:
-    return _least([_ring(b, group), *_by_levels(b, group)])
+    return _least(_ways(b, group) or [_ring(b, group)])
 
 
 def _all_reduce(b: Any, group: Group) -> Any:
-    both = 2 * _one_way(b, group)
-    if "tree" not in group.algorithms:
-        return both
-    return np.minimum(both, 2 * _tree_alpha_s(group) + 2 * b * _worst_beta(group))
+    ways = [2 * way for way in _ways(b, group)]
+    if "tree" in group.algorithms:
+        ways.append(2 * _tree_alpha_s(group) + 2 * b * _worst_beta(group))
+    return _least(ways or [2 * _ring(b, group)])
 
 
 def _tree_alpha_s(group: Group) -> float:

@@ -1,0 +1,216 @@
+"""Prices of communication: formulas, properties that any cost model must have, and defects found in public systems."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cost_models import Cluster, Group, Link, collectives, known_clusters
+from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
+
+COLLECTIVES = [all_reduce_s, all_gather_s, reduce_scatter_s, all_to_all_s, broadcast_s, send_recv_s]
+H100 = Cluster.load("h100-sxm", num_devices=64)
+WIRE = Link("wire", 8, 1e-6, 1e11)
+NET = Link("net", 4096, 1e-5, 1e10)
+PLAIN = replace(H100, links=(WIRE, NET))
+MACHINES = {name: Cluster.load(name, num_devices=64) for name in known_clusters()}
+MESHES = [(64,), (8, 8), (4, 16), (2, 4, 8), (16, 4), (3,), (6, 2), (4, 3), (61,)]
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    cluster = MACHINES[draw(st.sampled_from(sorted(MACHINES)))]
+    mesh = draw(st.sampled_from(MESHES))
+    return cluster.group(mesh, draw(st.integers(0, len(mesh) - 1)))
+
+
+# --- properties ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups(), st.floats(0, 1e11), st.floats(0, 1e11))
+def test_more_bytes_never_cost_less(group: Group, a: float, b: float) -> None:
+    for collective in COLLECTIVES:
+        assert collective(min(a, b), group) <= collective(max(a, b), group)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups(), st.floats(0, 1e11), st.floats(1.0, 100.0), st.floats(1.0, 100.0), st.integers(0, 1))
+def test_a_slower_link_never_makes_anything_faster(
+    group: Group, nbytes: float, narrower: float, later: float, which: int
+) -> None:
+    levels = list(group.levels)
+    count, link = levels[which % len(levels)]
+    levels[which % len(levels)] = count, replace(
+        link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / narrower, alpha_s=link.alpha_s * later)
+    slower = replace(group, levels=tuple(levels))
+    for collective in COLLECTIVES:
+        assert collective(nbytes, slower) >= collective(nbytes, group) * (1 - 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0, 1e12), st.sampled_from(known_clusters()))
+def test_a_group_of_one_is_free(nbytes: float, name: str) -> None:
+    group = MACHINES[name].group((16, 1), 1)
+    for collective in COLLECTIVES:
+        assert collective(nbytes, group) == 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups(), st.lists(st.floats(0, 1e11), min_size=1, max_size=5))
+def test_arrays_price_like_their_elements(group: Group, sizes: list[float]) -> None:
+    for collective in COLLECTIVES:
+        together = collective(np.array(sizes), group)
+        assert together.shape == (len(sizes),)
+        assert np.array_equal(together, [collective(size, group) for size in sizes])
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_gathering_and_reduce_scattering_make_an_all_reduce(group: Group) -> None:
+    """Also the defect of pricing an all-gather on the sharded size: bytes are those of the gathered tensor."""
+    both = all_gather_s(4e9, group) + reduce_scatter_s(4e9, group)
+    assert both >= 0.99 * all_reduce_s(4e9, group)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(known_clusters()), st.floats(1e3, 1e10))
+def test_the_inner_axis_is_faster_than_the_outer(name: str, nbytes: float) -> None:
+    cluster = MACHINES[name]
+    for collective in COLLECTIVES:
+        assert collective(nbytes, cluster.group((8, 8), 1)) <= collective(nbytes, cluster.group((8, 8), 0))
+
+
+# --- formulas -----------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_inside_a_host() -> None:
+    """n = 8, large b: (n-1)/n b beta one way, twice that for all-reduce."""
+    group = PLAIN.group((8, 8), 1)
+    assert all_gather_s(8e9, group) == pytest.approx(7e9 / 1e11, rel=1e-3)
+    assert reduce_scatter_s(8e9, group) == pytest.approx(7e9 / 1e11, rel=1e-3)
+    assert all_reduce_s(8e9, group) == pytest.approx(14e9 / 1e11, rel=1e-3)
+    assert all_to_all_s(8e9, group) == pytest.approx(7e9 / 1e11, rel=1e-3)
+    assert broadcast_s(8e9, group) == pytest.approx(8e9 / 1e11, rel=1e-3)
+    assert send_recv_s(8e9, group) == pytest.approx(8e9 / 1e11, rel=1e-3)
+    small = PLAIN.device.launch_s + 7e-6
+    assert all_gather_s(0, group) == pytest.approx(small)
+
+
+def test_a_ring_over_hosts_uses_all_their_nics() -> None:
+    """64 ranks in 8 hosts: a host's 8 NICs carry 63/64 b together; with one NIC a host, eight times slower."""
+    ring = replace(PLAIN, algorithms=("ring",))
+    wide, narrow = ring.group((64,), 0), replace(ring, links=(WIRE, replace(NET, nics_per_host=1))).group((64,), 0)
+    assert all_gather_s(64e9, wide) == pytest.approx(63e9 / 8e10, rel=1e-3)
+    assert all_gather_s(64e9, narrow) == pytest.approx(63e9 / 1e10, rel=1e-3)
+
+
+def test_latencies_count_steps_by_level() -> None:
+    """A ring of 64 in 8 hosts: 63 steps, 7 between hosts; a tree: 7 inside and log2(8) between, both ways."""
+    ring = replace(PLAIN, algorithms=("ring",)).group((64,), 0)
+    assert all_gather_s(0, ring) - ring.launch_s == pytest.approx(56 * 1e-6 + 7 * 1e-5)
+    tree = replace(PLAIN, algorithms=("tree",)).group((64,), 0)
+    assert all_reduce_s(0, tree) - tree.launch_s == pytest.approx(2 * (7 * 1e-6 + 3 * 1e-5))
+    levels = replace(PLAIN, algorithms=("hierarchical",)).group((64,), 0)
+    assert all_gather_s(0, levels) - levels.launch_s == pytest.approx(7 * 1e-6 + 7 * 1e-5)
+
+
+def test_trees_for_small_and_rings_for_large() -> None:
+    """More ways never cost more; each is the cheapest somewhere."""
+    sizes = np.logspace(2, 10, 50)
+    by = {way: all_reduce_s(sizes, replace(PLAIN, algorithms=(way,)).group((64,), 0)) for way in ("ring", "tree")}
+    every = all_reduce_s(sizes, PLAIN.group((64,), 0))
+    assert (every <= np.minimum(by["ring"], by["tree"])).all()
+    assert by["tree"][0] < by["ring"][0]
+    assert by["ring"][-1] < by["tree"][-1]
+
+
+def test_all_to_all_over_hosts_is_limited_by_what_leaves_a_host() -> None:
+    """Of each rank's b, 56/64 go to other hosts, by its own NIC."""
+    assert all_to_all_s(64e9, PLAIN.group((64,), 0)) == pytest.approx(56e9 / 1e10, rel=1e-3)
+
+
+def test_protocols_trade_latency_for_bandwidth() -> None:
+    """NCCL's LL for small, Simple for large; and the model is near nccl-tests where it should be."""
+    group = H100.group((8, 8), 1)
+    simple_only = replace(group, levels=tuple((count, replace(link, protocols={})) for count, link in group.levels))
+    assert all_gather_s(1e3, group) < 0.6 * all_gather_s(1e3, simple_only)
+    assert all_gather_s(1e9, group) == all_gather_s(1e9, simple_only)
+    bus = 2 * 7 / 8 * 8e9 / float(all_reduce_s(8e9, group))
+    assert 460e9 < bus < 482e9
+
+
+def test_a_protocol_must_be_offered_by_every_link() -> None:
+    inner, outer = H100.links
+    mixed = replace(H100, links=(inner, replace(outer, protocols={})))
+    assert all_gather_s(1e3, mixed.group((64,), 0)) > all_gather_s(1e3, H100.group((64,), 0))
+    assert all_gather_s(1e3, mixed.group((8, 8), 1)) == all_gather_s(1e3, H100.group((8, 8), 1))
+
+
+def test_slowdowns_multiply_time() -> None:
+    """gloo's reduce_scatter: about as expensive as its all_reduce."""
+    group = Cluster.load("local-cpu").group((4,), 0)
+    assert reduce_scatter_s(8e6, group) == pytest.approx(float(all_reduce_s(8e6, group)), rel=0.5)
+    ideal = replace(group, levels=tuple((count, replace(link, slowdown={})) for count, link in group.levels))
+    ratio = (reduce_scatter_s(8e6, group) - group.launch_s) / (reduce_scatter_s(8e6, ideal) - group.launch_s)
+    assert ratio == pytest.approx(group.levels[0][1].slowdown["reduce_scatter"])
+
+
+def test_measured_gloo() -> None:
+    """Medians of 4 processes on the machine that local-cpu describes: within 35 % (8 MiB are outside the caches)."""
+    group = Cluster.load("local-cpu").group((4,), 0)
+    for collective, nbytes, seconds in [
+        (all_reduce_s, 2**10, 0.85e-3), (all_reduce_s, 2**20, 1.31e-3), (all_reduce_s, 2**23, 7.36e-3),
+        (all_gather_s, 2**20, 0.96e-3), (all_gather_s, 2**23, 5.86e-3), (reduce_scatter_s, 2**20, 1.85e-3),
+        (reduce_scatter_s, 2**23, 10.7e-3), (all_to_all_s, 2**20, 0.60e-3), (all_to_all_s, 2**23, 4.26e-3),
+    ]:
+        assert collective(nbytes, group) == pytest.approx(seconds, rel=0.35)
+
+
+# --- defects of public systems ------------------------------------------------------------------------------------
+
+
+def test_defect_fastest_link_for_a_flattened_mesh() -> None:
+    """A group over several hosts costs at least what must leave a host by its slowest link."""
+    group = H100.group_of((8, 8), (0, 1))
+    inner, outer = H100.links
+    assert group.slowest is outer
+    assert all_reduce_s(8e9, group) >= 2 * 7 / 8 * 8e9 / (8 * outer.bandwidth_bytes_per_s)
+    assert all_reduce_s(8e9, group) > all_reduce_s(8e9, H100.group((8, 8), 1))
+
+
+def test_defect_all_to_all_priced_as_a_hack() -> None:
+    """An all-to-all sends (n-1)/n of a local tensor: no more than reduce-scattering it, and an n-th of gathering it."""
+    group = PLAIN.group((8, 8), 1)
+    assert all_to_all_s(1e9, group) <= reduce_scatter_s(1e9, group) * (1 + 1e-9)
+    assert all_to_all_s(1e9, group) < all_gather_s(8e9, group) / 7
+
+
+def test_defect_shards_of_later_dims_are_free() -> None:
+    """Gathering a shard of dim 1 costs a copy on top, which is not free."""
+    assert collectives.copy_s(1e9, H100.device) > 2e9 / H100.device.memory_bandwidth_bytes_per_s
+
+
+def test_sharing_a_nic_is_priced() -> None:
+    """Four NICs for eight devices: eight groups at once take twice as long as with eight NICs."""
+    eight, four = PLAIN, replace(PLAIN, links=(WIRE, replace(NET, nics_per_host=4)))
+    ratio = all_gather_s(8e9, four.group((8, 8), 0)) / all_gather_s(8e9, eight.group((8, 8), 0))
+    assert ratio == pytest.approx(2.0, rel=1e-2)
+
+
+def test_planning_calls_are_cheap() -> None:
+    """4,000 sizes at once in well under a millisecond each; groups of a thousand devices are found once."""
+    sizes = np.logspace(0, 10, 4000)
+    cluster = Cluster.load("h100-sxm", num_devices=1024)
+    cluster.group((128, 8), 0)
+    start = time.perf_counter()
+    for _ in range(20):
+        group = cluster.group((128, 8), 0)
+        for collective in COLLECTIVES:
+            collective(sizes, group)
+    assert time.perf_counter() - start < 20 * len(COLLECTIVES) * 5e-3
