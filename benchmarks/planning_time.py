@@ -6,6 +6,7 @@ seconds of all threads, from the built (meta device) model to the plan, then fro
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -100,7 +101,7 @@ def _lower(case: Case, plan: Any, model: Any, args: Any, kwargs: Any) -> dict[st
     times.append(time.process_time())
     check(program, space, coordinate)
     times.append(time.process_time())
-    return dict(zip(("space", "emit", "check"), (b - a for a, b in zip(times, times[1:], strict=False)), strict=True))
+    return {k: b - a for k, (a, b) in zip(("space", "emit", "check"), itertools.pairwise(times), strict=True)}
 
 
 def run(cases: list[Case], repeats: int = 1) -> list[dict[str, Any]]:
@@ -138,8 +139,8 @@ def table(rows: list[dict[str, Any]]) -> Any:
     for column in (*phases, "peak GiB", "gap"):
         made.add_column(column, justify="right")
     for row in rows:
-        made.add_row(row["case"], *(f"{row['cpu_s'][k].median_s:.2f}" for k in phases), f"{row['peak_gib']['plan']:.2f}",
-                     f"{row['gap']:.3%}")
+        seconds = (f"{row['cpu_s'][k].median_s:.2f}" for k in phases)
+        made.add_row(row["case"], *seconds, f"{row['peak_gib']['plan']:.2f}", f"{row['gap']:.3%}")
     return made
 
 

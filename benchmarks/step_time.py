@@ -1,208 +1,204 @@
 """Step time of the chosen plan against what people do by hand: ``python -m benchmarks.step_time``.
 
 Four local gloo processes, one run: after a warm-up all variants take one training step in turn, again and again (A B C
-D A B C D ...), so that drift of the machine hits all alike. Every variant's loss must equal the single process's, or
-the benchmark fails. Ratios are of medians: the variant's over ours; below 1 we lose.
+D A B C D ...), so that drift of the machine hits all alike. Same model, global batch and optimizer (AdamW). Every loss,
+and the norm of the first gradients, must equal the single process's, or the benchmark fails. A ratio is of medians, the
+variant's over ours: where it is below 1, we lose.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 from torch import nn
 
 from benchmarks.measure import Spread, as_json, conditions
+from benchmarks.subjects import SUBJECTS, Subject, tensor_parallel
+
+if TYPE_CHECKING:
+    from autoparallel.runtime.module import ParallelModule
 
 RANKS = 4
-Step = Callable[[], torch.Tensor]
+WARM_UP = 2
+TOLERANCE = 1e-4
+OURS, ALONE = "autoparallel", "one process"
+SHARED = (f"{RANKS} processes with one thread each share {os.cpu_count()} cores; the single process is measured with "
+          "one thread and with a thread per core, while the others wait.")
+
+@dataclass
+class Prepared:
+    """Every way to train one subject on these ranks, by name, and what the search predicted for each mesh."""
+
+    steps: dict[str, Stepper | Alone] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
+    chosen: str = ""
 
 
-class WideMLP(nn.Module):
-    """Few rows, wide layers: gradients are larger than activations, so data parallelism is a poor plan."""
+class Stepper:
+    """One AdamW step of a model; returns the global loss. The norm of the first step's gradients is kept.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(512, 4096)
-        self.down = nn.Linear(4096, 512)
+    ``mean``: each rank has the loss of its part of the batch. The norm is checked because AdamW hides gradients that
+    are wrong by a factor.
+    """
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(self.down(torch.relu(self.up(x))), y)
+    def __init__(self, model: nn.Module, kwargs: dict[str, Any], mean: bool = False) -> None:
+        self.model, self.kwargs, self.mean = model, kwargs, mean
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4)
+        self.gradient_norm: float | None = None
 
+    def __call__(self) -> float:
+        import torch.distributed as dist
 
-@dataclass(frozen=True)
-class Subject:
-    """A model, its call, and where tensor parallelism cuts it by hand (module pattern -> style)."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    kwargs: Callable[[], dict[str, torch.Tensor]]
-    by_hand: dict[str, str]
-
-
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, use_cache=False)).train()
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(
-        vocab_size=4096, n_embd=256, n_layer=2, n_head=8, n_positions=128, use_cache=False, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)).train()
-
-
-def _mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return WideMLP()
-
-
-def _tokens() -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 4096, (8, 64), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _rows() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {"x": torch.randn(64, 512, generator=generator), "y": torch.randn(64, 512, generator=generator)}
-
-
-SUBJECTS = {
-    "llama": Subject("llama", _llama, _tokens, {
-        r"q_proj|k_proj|v_proj|gate_proj|up_proj": "column", r"o_proj|down_proj": "row"}),
-    "gpt2": Subject("gpt2", _gpt2, _tokens, {}),
-    "wide_mlp": Subject("wide_mlp", _mlp, _rows, {r"^up$": "column", r"^down$": "row"}),
-}
-
-
-def _loss(output: Any) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output.loss
-
-
-def _stepper(model: nn.Module, kwargs: dict[str, torch.Tensor], share: float = 1.0) -> Step:
-    """One SGD step; ``share`` scales the loss of a rank that sees only its part of the batch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> torch.Tensor:
-        loss = _loss(model(**kwargs))
+        output = self.model(**self.kwargs)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach() * share
+        if self.gradient_norm is None:
+            gradients = (_whole(p.grad) for p in self.model.parameters() if p.grad is not None)
+            self.gradient_norm = float(sum(float(g.double().square().sum()) for g in gradients)) ** 0.5
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        value = _whole(loss.detach())
+        if self.mean:
+            dist.all_reduce(value)
+            value = value / dist.get_world_size()
+        return float(value)
 
-    return step
+
+class Alone:
+    """The whole step on rank 0, with so many threads, while the others wait and return nan."""
+
+    def __init__(self, subject: Subject, threads: int) -> None:
+        import torch.distributed as dist
+
+        self.threads = threads
+        self.step = None if dist.get_rank() else Stepper(subject.build(), subject.kwargs())
+
+    @property
+    def gradient_norm(self) -> float | None:
+        return self.step.gradient_norm if self.step else None
+
+    def __call__(self) -> float:
+        if self.step is None:
+            return float("nan")
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            return self.step()
+        finally:
+            torch.set_num_threads(before)
 
 
-def variants(subject: Subject, predicted: dict[str, float]) -> dict[str, Step]:
-    """Every way to train the subject on this mesh, by name. Plans tried are put into ``predicted``."""
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def prepare(subject: Subject, more_plans: bool) -> Prepared:
+    """All variants on this rank. ``more_plans`` adds our program of the mesh not chosen and of the DDP baseline."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     import autoparallel
 
-    kwargs = subject.kwargs()
+    found, kwargs = Prepared(), subject.kwargs()
     rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
+    line = init_device_mesh("cpu", (size,))
     mine = {k: v.chunk(size)[rank] for k, v in kwargs.items()}
-    found: dict[str, Step] = {}
-    best = None
-    for shape in ((size,), (2, size // 2)):
-        parallel = autoparallel.compile(subject.build(), init_device_mesh("cpu", shape), example_kwargs=kwargs)
-        predicted["x".join(map(str, shape))] = parallel.plan.prediction.step_s
-        if best is None or parallel.plan.prediction.step_s < best.plan.prediction.step_s:
-            best = parallel
-    assert best is not None
-    found["autoparallel"] = _stepper(best, kwargs)
-    found["DDP"] = _stepper(nn.parallel.DistributedDataParallel(subject.build()), mine, 1 / size)
+
+    def ours(shape: tuple[int, ...], **options: Any) -> ParallelModule:
+        mesh = init_device_mesh("cpu", shape)
+        return autoparallel.compile(subject.build(), mesh, example_kwargs=kwargs, **options)
+
+    made = {"x".join(map(str, shape)): ours(shape) for shape in ((size,), (2, size // 2))}
+    found.predicted = {mesh: parallel.plan.prediction.step_s for mesh, parallel in made.items()}
+    found.chosen = min(made, key=lambda mesh: found.predicted[mesh])
+    found.steps[OURS] = Stepper(made[found.chosen], made[found.chosen].shard_batch(kwargs))
+    if more_plans:
+        for mesh, parallel in made.items():
+            if mesh != found.chosen:
+                found.steps[f"{OURS}, mesh {mesh}"] = Stepper(parallel, parallel.shard_batch(kwargs))
+        parallel = ours((size,), baseline="ddp")
+        found.predicted["ddp"] = parallel.plan.prediction.step_s
+        found.steps[f"{OURS}, baseline ddp"] = Stepper(parallel, parallel.shard_batch(kwargs))
+    found.steps["DDP"] = Stepper(nn.parallel.DistributedDataParallel(subject.build()), mine, mean=True)
     sharded = subject.build()
     for child in sharded.modules():
         if isinstance(child, nn.ModuleList):
             for block in child:
-                fully_shard(block, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    found["FSDP2"] = _stepper(sharded, mine, 1 / size)
-    if subject.by_hand:
-        found["tensor parallel by hand"] = _stepper(_tensor_parallel(subject, mesh), kwargs)
+                fully_shard(block, mesh=line)
+    fully_shard(sharded, mesh=line)
+    found.steps["FSDP2"] = Stepper(sharded, mine, mean=True)
+    found.steps["tensor parallel by hand"] = Stepper(tensor_parallel(subject, line), kwargs)
+    found.steps[f"{ALONE}, 1 thread"] = Alone(subject, 1)
+    found.steps[ALONE] = Alone(subject, os.cpu_count() or 1)
     return found
 
 
-def _tensor_parallel(subject: Subject, mesh: Any) -> nn.Module:
-    """torch's own parallelize_module with column- and row-wise linears."""
-    import re
-
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    model = subject.build()
-    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
-    plan = {
-        name: styles[style]()
-        for name, module in model.named_modules() if isinstance(module, nn.Linear)
-        for pattern, style in subject.by_hand.items() if re.search(pattern, name)
-    }
-    return parallelize_module(model, mesh, plan)
-
-
-def measure(name: str, repeats: int) -> dict[str, Any]:
-    """On each rank: seconds of every variant's steps, losses of the first step, predictions."""
+def measure(name: str, repeats: int, more_plans: bool = False) -> dict[str, Any]:
+    """On each rank: seconds and losses of every variant's steps, and what was predicted. The slowest rank counts."""
     import torch.distributed as dist
 
-    subject = SUBJECTS[name]
-    predicted: dict[str, float] = {}
-    steps = variants(subject, predicted)
-    losses = {}
-    for variant, step in steps.items():
-        loss = step()
-        if variant in ("DDP", "FSDP2"):
-            dist.all_reduce(loss)
-        losses[variant] = float(loss)
-    seconds: dict[str, list[float]] = {variant: [] for variant in steps}
-    for repeat in range(repeats + 2):
-        for variant, step in steps.items():
+    prepared = prepare(SUBJECTS[name], more_plans)
+    seconds: dict[str, list[float]] = {variant: [] for variant in prepared.steps}
+    losses: dict[str, list[float]] = {variant: [] for variant in prepared.steps}
+    for repeat in range(WARM_UP + repeats):
+        for variant, step in prepared.steps.items():
             dist.barrier()
             started = time.perf_counter()
-            step()
+            loss = step()
             dist.barrier()
-            if repeat >= 2:
+            losses[variant].append(loss)
+            if repeat >= WARM_UP:
                 seconds[variant].append(time.perf_counter() - started)
-    return {"seconds": seconds, "losses": losses, "predicted": predicted}
+    norms = {variant: step.gradient_norm for variant, step in prepared.steps.items()}
+    return {"seconds": seconds, "losses": losses, "norms": norms, "predicted": prepared.predicted,
+            "chosen": prepared.chosen}
 
 
-def run(names: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Rows of the table: one per subject and variant. Raises RuntimeError when a loss differs."""
+def run(names: list[str], repeats: int, more_plans: bool = False) -> list[dict[str, Any]]:
+    """A row per subject and variant. Raises RuntimeError when a loss differs from the single process's."""
     from autoparallel.runtime.launch import launch
 
+    return [row for name in names for row in _rows(name, launch(measure, RANKS, name, repeats, more_plans)[0])]
+
+
+def _rows(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    for name in names:
-        subject = SUBJECTS[name]
-        single = _stepper(subject.build(), subject.kwargs())
-        expected = float(single())
-        alone = []
-        for _ in range(repeats):
-            started = time.perf_counter()
-            single()
-            alone.append(time.perf_counter() - started)
-        result = launch(measure, RANKS, name, repeats)[0]
-        ours = Spread.of(result["seconds"]["autoparallel"])
-        for variant, seconds in {**result["seconds"], "one process": alone}.items():
-            loss = result["losses"].get(variant, expected)
-            if abs(loss - expected) > 1e-4 * abs(expected):
-                raise RuntimeError(f"{name}: {variant} has loss {loss}, one process {expected}")
-            spread = Spread.of(seconds)
-            rows.append({"model": name, "variant": variant, "step": spread, "ratio": spread.median_s / ours.median_s,
-                         "predicted": result["predicted"] if variant == "autoparallel" else None})
+    ours = Spread.of(result["seconds"][OURS])
+    for variant, seconds in result["seconds"].items():
+        agreement = {
+            "loss_difference": _difference(result["losses"][variant], result["losses"][ALONE]),
+            "gradient_norm_difference": _difference([result["norms"][variant]], [result["norms"][ALONE]]),
+        }
+        for what, difference in agreement.items():
+            if not difference <= TOLERANCE:
+                raise RuntimeError(f"{name}: {variant} has a {what} from one process of {difference:.1e}, and at most "
+                                   f"{TOLERANCE:.0e} is rounding")
+        spread = Spread.of(seconds)
+        rows.append({"model": name, "variant": variant, "step": spread, "ratio": spread.median_s / ours.median_s,
+                     **agreement, **_prediction(variant, spread, result)})
     return rows
+
+
+def _difference(values: list[float], expected: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
+
+
+def _prediction(variant: str, spread: Spread, result: dict[str, Any]) -> dict[str, Any]:
+    """For our own variants: the mesh, the predicted seconds, and measured over predicted."""
+    if not variant.startswith(OURS):
+        return {}
+    key = result["chosen"] if variant == OURS else variant.split()[-1]
+    predicted = result["predicted"][key]
+    return {"mesh": key, "predicted_s": predicted, "measured_over_predicted": spread.median_s / predicted,
+            "predicted_by_mesh_s": result["predicted"]}
 
 
 def table(rows: list[dict[str, Any]]) -> Any:
@@ -210,26 +206,30 @@ def table(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     made = Table(title=f"step time on {RANKS} gloo processes", title_justify="left")
-    for column in ("model", "variant", "median", "min", "max", "ratio to ours", "predicted"):
+    for column in ("model", "variant", "median", "min", "max", "ratio to ours", "loss differs", "mesh", "predicted"):
         made.add_column(column, justify="left" if column in ("model", "variant") else "right")
     for row in rows:
         s = row["step"]
-        predicted = ", ".join(f"{k}: {v * 1e3:.0f} ms" for k, v in (row["predicted"] or {}).items())
         times = (f"{x * 1e3:.0f} ms" for x in (s.median_s, s.minimum_s, s.maximum_s))
-        made.add_row(row["model"], row["variant"], *times, f"{row['ratio']:.2f}", predicted)
+        predicted = f"{row['predicted_s'] * 1e3:.0f} ms" if "predicted_s" in row else ""
+        made.add_row(row["model"], row["variant"], *times, f"{row['ratio']:.2f}", f"{row['loss_difference']:.0e}",
+                     row.get("mesh", ""), predicted)
     return made
 
 
 def main(
     models: Annotated[str, typer.Option(help="which, with commas between")] = ",".join(SUBJECTS),
     repeats: Annotated[int, typer.Option(help="steps measured per variant")] = 15,
+    more_plans: Annotated[bool, typer.Option(help="also our other mesh and our own DDP program")] = False,
 ) -> None:
     """Measure and print the table and JSON."""
     from rich.console import Console
 
-    rows = run(models.split(","), repeats)
-    Console().print(table(rows))
-    typer.echo(json.dumps({"conditions": conditions(), "step_time": as_json(rows)}))
+    rows = run(models.split(","), repeats, more_plans)
+    console = Console(width=140, soft_wrap=True)
+    console.print(table(rows))
+    console.print(SHARED)
+    typer.echo(json.dumps({"conditions": conditions(), "sharing": SHARED, "step_time": as_json(rows)}))
 
 
 if __name__ == "__main__":

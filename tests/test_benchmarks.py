@@ -46,6 +46,19 @@ def test_step_times_are_ratios_to_ours() -> None:
     rows = step_time.run(["wide_mlp"], repeats=2)
     by_name = {row["variant"]: row for row in rows}
     assert {"autoparallel", "DDP", "FSDP2", "tensor parallel by hand", "one process"} <= set(by_name)
-    ours = by_name["autoparallel"]["step"].median_s
+    ours = by_name["autoparallel"]
     for row in rows:
-        assert row["ratio"] == pytest.approx(row["step"].median_s / ours)
+        assert row["ratio"] == pytest.approx(row["step"].median_s / ours["step"].median_s)
+        assert row["step"].repeats == 2
+        assert max(row["loss_difference"], row["gradient_norm_difference"]) <= step_time.TOLERANCE
+    assert ours["predicted_s"] == min(ours["predicted_by_mesh_s"].values())
+    assert ours["measured_over_predicted"] == pytest.approx(ours["step"].median_s / ours["predicted_s"])
+    json.dumps(as_json(rows))
+
+
+def test_a_variant_that_computes_something_else_fails_the_benchmark() -> None:
+    result = {"seconds": {"autoparallel": [1.0], "DDP": [1.0], "one process": [1.0]},
+              "losses": {"autoparallel": [2.0], "DDP": [2.0], "one process": [2.0]},
+              "norms": {"autoparallel": 1.0, "DDP": 4.0, "one process": 1.0}, "predicted": {"4": 1.0}, "chosen": "4"}
+    with pytest.raises(RuntimeError, match="DDP has a gradient_norm_difference from one process of 3"):
+        step_time._rows("made up", result)

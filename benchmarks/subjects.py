@@ -1,0 +1,121 @@
+"""The models of the step-time benchmark, and how one parallelises them by hand with torch's own tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+VOCABULARY = 4096
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its call (global values), and where tensor parallelism cuts it by hand.
+
+    ``by_hand`` maps module name patterns to a style: column, row, or "gathered" (column-wise, its result gathered).
+    ``prepare(model, num_ranks)`` makes a model ready for that.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    kwargs: Callable[[], dict[str, torch.Tensor]]
+    by_hand: Mapping[str, str]
+    prepare: Callable[[nn.Module, int], None] = lambda model, num_ranks: None
+
+
+class WideMLP(nn.Module):
+    """Few rows, wide layers: gradients are larger than activations, so data parallelism is a poor plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(512, 4096)
+        self.down = nn.Linear(4096, 512)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.down(torch.relu(self.up(x))), y)
+
+
+def _llama() -> nn.Module:
+    """3.6 million parameters, grouped-query attention, untied head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, use_cache=False)).train()
+
+
+def _gpt2() -> nn.Module:
+    """4.2 million parameters, tied embeddings."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=VOCABULARY, n_embd=256, n_layer=4, n_head=8, n_positions=128, use_cache=False, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)).train()
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return WideMLP()
+
+
+def _tokens() -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _rows() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(64, 512, generator=generator), "y": torch.randn(64, 512, generator=generator)}
+
+
+def _cut_gpt2(model: nn.Module, num_ranks: int) -> None:
+    """Conv1D becomes Linear, the fused projection's rows are ordered by rank, and each rank has its share of the heads.
+
+    q, k, v of 2 ranks lie as q0 q1 k0 k1 v0 v1; column-wise shards must be q0 k0 v0 and q1 k1 v1.
+    """
+    for block in model.transformer.h:
+        for owner, leaf in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
+            conv = getattr(owner, leaf)
+            linear = nn.Linear(*conv.weight.shape)
+            weight, bias = conv.weight.detach().t(), conv.bias.detach()
+            if leaf == "c_attn":
+                order = torch.arange(len(bias)).view(3, num_ranks, -1).transpose(0, 1).flatten()
+                weight, bias = weight[order], bias[order]
+            linear.weight, linear.bias = nn.Parameter(weight.contiguous()), nn.Parameter(bias.clone())
+            setattr(owner, leaf, linear)
+        block.attn.split_size //= num_ranks
+
+
+def tensor_parallel(subject: Subject, mesh: DeviceMesh) -> nn.Module:
+    """torch's parallelize_module with column- and row-wise linears, as its tutorial does it."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"column": ColwiseParallel, "row": RowwiseParallel,
+              "gathered": lambda: ColwiseParallel(output_layouts=Replicate())}
+    model = subject.build()
+    subject.prepare(model, mesh.size())
+    plan = {
+        name: styles[style]()
+        for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        for pattern, style in subject.by_hand.items() if re.search(pattern, name)
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+SUBJECTS = {
+    "llama": Subject("llama", _llama, _tokens, {
+        r"(q|k|v|gate|up)_proj$": "column", r"(o|down)_proj$": "row", r"^lm_head$": "gathered"}),
+    "gpt2": Subject("gpt2", _gpt2, _tokens, {r"c_attn$|c_fc$": "column", r"c_proj$": "row"}, _cut_gpt2),
+    "wide_mlp": Subject("wide_mlp", _mlp, _rows, {r"^up$": "column", r"^down$": "row"}),
+}
