@@ -178,7 +178,7 @@ def test_measured_gloo() -> None:
 def test_defect_fastest_link_for_a_flattened_mesh() -> None:
     """A group over several hosts costs at least what must leave a host by its slowest link."""
     group = H100.group_of((8, 8), (0, 1))
-    inner, outer = H100.links
+    _, outer = H100.links
     assert group.slowest is outer
     assert all_reduce_s(8e9, group) >= 2 * 7 / 8 * 8e9 / (8 * outer.bandwidth_bytes_per_s)
     assert all_reduce_s(8e9, group) > all_reduce_s(8e9, H100.group((8, 8), 1))
