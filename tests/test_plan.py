@@ -191,10 +191,14 @@ def test_tensor_parallel_is_two_all_reduces_per_layer_each_way() -> None:
 
 
 def test_sequence_parallel_is_pairs_instead() -> None:
-    """Norm weights, read by pieces of the sequence, still need the sum of their gradients."""
+    """An all-gather before each pair of products and before the head, a reduce-scatter after each pair.
+
+    Before the first layer there is none where every rank looks up the whole sequence, as is cheaper on this machine.
+    (Norm weights, read by pieces of the sequence, still need the sum of their gradients.)
+    """
     found = counted("llama", 2, "sequence_parallel")
     assert found["forward", "reduce_scatter"] == found["backward", "all_gather"] == 2 * LAYERS
-    assert found["forward", "all_gather"] == found["backward", "reduce_scatter"] == 2 * LAYERS + 1
+    assert found["forward", "all_gather"] == found["backward", "reduce_scatter"] in (2 * LAYERS, 2 * LAYERS + 1)
     assert set(found) - {("backward", "all_reduce")} == {
         (direction, kind) for direction in ("forward", "backward") for kind in ("all_gather", "reduce_scatter")
     }

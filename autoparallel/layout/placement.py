@@ -87,7 +87,7 @@ def to_torch(layout: Layout) -> tuple[TorchPlacement, ...]:
 
 def from_torch(placements: tuple[TorchPlacement, ...]) -> Layout:
     """From torch's placements; ``Replicate()`` becomes I (what an optimizer or a caller means by it)."""
-    from torch.distributed.tensor import Partial, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     out: list[Placement] = []
     for p in placements:
@@ -97,7 +97,7 @@ def from_torch(placements: tuple[TorchPlacement, ...]) -> Layout:
             if p.reduce_op != "sum":
                 raise ValueError(f"only Partial('sum') can be placed, not {p}")
             out.append(PARTIAL)
-        elif p.is_replicate():
+        elif isinstance(p, Replicate):
             out.append(INVARIANT)
         else:
             raise ValueError(f"unknown placement {p}: use Shard, Replicate or Partial")

@@ -163,7 +163,7 @@ class Plan:
                             "plan again")
         try:
             return _plan_of(data)
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{origin} is not a plan of format {VERSION}: {error}") from error
 
 

@@ -79,7 +79,8 @@ class ParallelModule(nn.Module):
         key = (str(spec), tuple(_form(leaf) for leaf in leaves), self.training)
         if key not in state.forms:
             state.model.train(self.training)
-            plain = [_as_plain(leaf, state.device) for leaf in leaves]
+            on_meta = any(p.device.type == "meta" for p in state.model.parameters())
+            plain = [_as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(plain, spec)
             compiled = state.compile_call(state.model, args, kwargs, state.layouts)
             if not state.forms:
@@ -273,8 +274,8 @@ def _form(leaf: Any) -> Any:
 
 
 def _as_plain(leaf: Any, device: torch.device) -> Any:
-    """A DTensor as a tensor of its global shape, for tracing."""
-    if isinstance(leaf, DTensor):
+    """A DTensor as a tensor of its global shape, for tracing; of a meta-device model every tensor is a shape only."""
+    if isinstance(leaf, DTensor) or (isinstance(leaf, torch.Tensor) and device.type == "meta"):
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
     return leaf
 

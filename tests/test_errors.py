@@ -1,0 +1,354 @@
+"""Every bad input of the first issue: an error of our own tree that says what was given, what is required, what to do.
+
+The sites of the messages differ; `says` checks that all three parts are there, in one place for one kind of mistake.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import autoparallel
+from autoparallel import Cluster, Plan
+from autoparallel.compiler import cluster_of, plan
+from autoparallel.errors import (
+    AutoparallelError,
+    CaptureError,
+    ClusterError,
+    InfeasibleError,
+    InputError,
+    MeshError,
+    PinError,
+    PlanError,
+    SearchError,
+)
+from tests.models import CASES
+from tests.ranks import mesh_of
+
+
+def planned(case_name: str = "mlp", mesh_shape: tuple[int, ...] = (2, 2), **options: Any) -> Plan:
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    return plan(case.build(), Cluster.load("local-cpu", num_devices=torch.Size(mesh_shape).numel()),
+                example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape, **options)
+
+
+def says(error: type[AutoparallelError], *parts: str, of: Callable[[], Any]) -> str:
+    """`of()` raises this error and its message has all the parts."""
+    with pytest.raises(error) as caught:
+        of()
+    message = str(caught.value)
+    missing = [part for part in parts if part not in message]
+    assert not missing, f"{missing} not in: {message}"
+    return message
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """For jobs on ranks: type and message of our own error, or what came instead."""
+    try:
+        call()
+    except AutoparallelError as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return f"not ours: {type(error).__name__}: {error}"
+    return "no error"
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        if y.mean() > 0:  # this line
+            return y
+        return -y
+
+
+class AsksForANumber(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum().item()  # that line
+
+
+class HasABranchInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Branches()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class WritesToItsInput(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * 2
+
+
+class WritesToAView(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x[0] = 0
+        return x * 2
+
+
+def plan_of(model: nn.Module) -> Plan:
+    return plan(model, Cluster.load("local-cpu", num_devices=2), example_inputs=(torch.ones(4, 4),), mesh_shape=(2,))
+
+
+@pytest.mark.parametrize("model", [Branches(), HasABranchInside()], ids=["branch", "inner"])
+def test_a_branch_on_data_names_the_users_line(model: nn.Module) -> None:
+    """The file, the line and its text, however deep in the model."""
+    number = 1 + Path(__file__).read_text().splitlines().index("        if y.mean() > 0:  # this line")
+    says(CaptureError, "decides by the values of a tensor", f"{__file__}:{number} in forward: if y.mean() > 0:",
+         "shapes and Python values only", "torch.where(condition, a, b)", of=lambda: plan_of(model))
+
+
+def test_a_number_out_of_data_is_refused() -> None:
+    message = says(CaptureError, of=lambda: plan_of(AsksForANumber()))
+    assert "that line" in message or ".item()" in message or "_local_scalar_dense" in message, message
+
+
+@pytest.mark.parametrize("model", [WritesToItsInput(), WritesToAView()], ids=["input", "view"])
+def test_writing_to_an_input_is_refused(model: nn.Module) -> None:
+    """With what to write instead; and the caller's tensor is left as it was."""
+    x = torch.ones(4, 4)
+    machine = Cluster.load("local-cpu", num_devices=2)
+    message = says(CaptureError, of=lambda: plan(model, machine, example_inputs=(x,), mesh_shape=(2,)))
+    assert "in place" in message and ("clone()" in message or "out-of-place" in message), message
+    assert torch.equal(x, torch.ones(4, 4))
+
+
+# ----------------------------------------------------------------------------------------------------- group and mesh
+
+
+def test_no_process_group() -> None:
+    says(MeshError, "no process group", "torchrun", "init_process_group", of=lambda: autoparallel.compile(nn.ReLU(), 4))
+
+
+def meshes_of_other_sizes() -> list[str]:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    part = DeviceMesh("cpu", [[0], [1]])
+    machine = Cluster.load("local-cpu", num_devices=2)
+    return [message_of(lambda: autoparallel.compile(nn.Linear(2, 2), part)),
+            message_of(lambda: autoparallel.compile(nn.Linear(2, 2), 3)),
+            message_of(lambda: cluster_of(mesh_of(4), machine)),
+            message_of(lambda: autoparallel.compile(nn.Linear(2, 2), mesh_of(4), cluster="local-gpu"))]
+
+
+def test_a_mesh_of_another_size_than_the_world(ranks: Any) -> None:
+    for smaller, more, machine, unknown in ranks(4).run(meshes_of_other_sizes):
+        assert "MeshError" in smaller and "2 devices (2, 1)" in smaller and "the world 4 ranks" in smaller
+        assert "every rank must be on the mesh" in smaller
+        assert "MeshError: 3 devices were asked for and the world has 4 ranks: start 3 processes" in more
+        assert "MeshError: the cluster has 2 devices and the mesh 4" in machine
+        assert "ClusterError" in unknown and "local-gpu" in unknown and "local-cpu" in unknown
+
+
+# ------------------------------------------------------------------------------------------------------------- inputs
+
+
+def other_calls() -> dict[str, Any]:
+    """A model compiled for a batch of 8, called in other forms; and parameters asked for too early."""
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
+    single = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
+    single.load_state_dict(model.state_dict())
+    early = autoparallel.compile(model, mesh_of(4))
+    found: dict[str, Any] = {
+        "parameters": message_of(lambda: list(early.parameters())),
+        "state": message_of(early.state_dict),
+        "plan": message_of(lambda: early.plan),
+    }
+    parallel = autoparallel.compile(model, mesh_of(4), example_inputs=(torch.ones(8, 8),), baseline="fsdp")
+    before = [(id(p), p._local_tensor.data_ptr(), p.placements) for p in parallel.parameters()]
+    errors = []
+    for shape in ((8, 8), (16, 8), (3, 8), (2, 5, 8)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        single.zero_grad()
+        parallel.zero_grad()
+        expected, actual = single(x), parallel(x)
+        actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+        expected.square().sum().backward()
+        actual.square().sum().backward()
+        errors.append(float((actual - expected).abs().max()))
+        pairs = zip(single.parameters(), parallel.parameters(), strict=True)
+        errors += [float((q.grad.full_tensor() - p.grad).abs().max() / p.grad.abs().max()) for p, q in pairs]
+    found["errors"] = errors
+    found["in place"] = before == [(id(p), p._local_tensor.data_ptr(), p.placements) for p in parallel.parameters()]
+    found["structure"] = message_of(lambda: parallel(torch.ones(8, 8), torch.ones(8, 8)))
+    found["keyword"] = message_of(lambda: parallel(y=torch.ones(8, 8)))
+    found["wrong shape"] = message_of(lambda: parallel(torch.ones(8, 9)))
+    found["step"] = message_of(lambda: parallel.step(torch.ones(8, 8)))
+    return found
+
+
+def test_other_calls_are_traced_anew_or_refused(ranks: Any) -> None:
+    """Other shapes: the right result from the same parameters, where they are. What the model itself does not take is
+    an error of ours that carries the model's own."""
+    for found in ranks(4).run(other_calls):
+        for early in ("parameters", "state", "plan"):
+            assert found[early].startswith("InputError: the model has not been traced yet"), found[early]
+            assert "call it once, or give example_inputs" in found[early]
+        assert max(found["errors"]) < 1e-5 and found["in place"]
+        assert "CaptureError" in found["structure"] and "positional argument" in found["structure"]
+        assert "CaptureError" in found["keyword"] and "'y'" in found["keyword"]
+        assert "CaptureError" in found["wrong shape"] and "9" in found["wrong shape"]
+        assert "InputError: step needs a scalar loss" in found["step"] and "return the loss" in found["step"]
+
+
+class Weird(nn.Module):
+    """A parameter of its own and no way to initialise it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def meta_parameters() -> list[str]:
+    x = torch.ones(4, 8)
+    with torch.device("meta"):
+        model, weird = nn.Linear(8, 8), Weird()
+    parallel = autoparallel.compile(model, mesh_of(4), example_inputs=(x,))
+    odd = autoparallel.compile(weird, mesh_of(4), example_inputs=(x,))
+    state = nn.Linear(8, 8).state_dict()
+    return [
+        message_of(lambda: parallel(x)),
+        message_of(lambda: odd.init_weights()),
+        message_of(lambda: parallel.load_state_dict({"weight": state["weight"]})),
+        message_of(lambda: parallel.load_state_dict({**state, "other": state["bias"]})),
+        message_of(lambda: parallel.load_state_dict({**state, "bias": torch.ones(9)})),
+        message_of(lambda: (parallel.load_state_dict(state), parallel(x))),
+    ]
+
+
+def test_meta_parameters_want_values(ranks: Any) -> None:
+    for call, weird, missing, unexpected, shape, right in ranks(4).run(meta_parameters):
+        assert re.match(r"InputError: (weight|bias) is still on the meta device: call init_weights\(\) or load", call)
+        assert "Weird" in weird and "reset_parameters" in weird and "load a state dict instead" in weird
+        assert "missing ['bias'], unexpected []" in missing and "strict=False" in missing
+        assert "missing [], unexpected ['other']" in unexpected
+        assert "bias has shape [8], the value given [9]" in shape
+        assert right == "no error"
+
+
+# --------------------------------------------------------------------------------------------------------------- pins
+
+
+@pytest.mark.parametrize(("pins", "parts"), [
+    ({"up.weigth": Shard(0)}, ("'up.weigth' names no parameter, input or module", "did you mean", "'up.weight'")),
+    ({"up.weight": Shard(0)}, ("gives 1 placements", "2 axes ['axis0', 'axis1']", "one per axis, or a dict")),
+    ({"up.weight": [Shard(0)] * 3}, ("gives 3 placements", "2 axes")),
+    ({"up.weight": {"tp": Shard(0)}}, ("names mesh axes ['tp']", "the mesh has ['axis0', 'axis1']")),
+    ({"up.bias": (Shard(1), Replicate())}, ("up.bias is float32[64]", "no dim 1")),
+    ({"up.weight": (Partial(), Replicate())}, ("up.weight (float32[64, 32]) cannot be P", "on one axis it can be")),
+    ({"up.weight": (Partial("avg"), Replicate())}, ("'up.weight'", "only Partial('sum')")),
+    ({"up.weight": {"axis0": "columns"}}, ("'up.weight'", "columns")),
+])
+def test_pins_that_cannot_hold(pins: dict[str, Any], parts: tuple[str, ...]) -> None:
+    says(PinError, *parts, of=lambda: planned(pins=pins))
+
+
+def test_pins_that_contradict_each_other() -> None:
+    says(PinError, "up.weight", of=lambda: planned(pins={"up.*": {"axis0": Shard(0)}, "up.weight": {
+        "axis0": Replicate()}}))
+
+
+def test_a_shard_that_leaves_ranks_without_elements() -> None:
+    """Ten classes on a mesh of (2, 8)."""
+    says(PinError, "head.bias", "float32[10]", "a dim must leave every rank at least one element",
+         of=lambda: planned("transformer_encoder", (2, 8), pins={"head.bias": {"axis1": Shard(0)}}))
+
+
+# -------------------------------------------------------------------------------------------------------------- plans
+
+
+def test_plan_files_that_are_none(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    says(PlanError, "cannot read the plan file", str(file), "No such file", of=lambda: Plan.load(file))
+    data = json.loads(planned().to_json())
+    without = {k: v for k, v in data.items() if k != "strategies"}
+    for text, parts in (
+        ("not { json", (str(file), "is not JSON")),
+        ("[]", (str(file), "plan format version None")),
+        (json.dumps({**data, "version": 2}), ("plan format version 2", "reads 1", "plan again")),
+        (json.dumps(without), ("is not a plan of format 1", "strategies")),
+        (json.dumps({**data, "evidence": {"solver": "x"}}), ("is not a plan of format 1",)),
+        (json.dumps({**data, "mesh_shape": 4}), ("is not a plan of format 1",)),
+        (json.dumps({**data, "strategies": []}), ("is not a plan of format 1",)),
+    ):
+        file.write_text(text)
+        says(PlanError, *parts, of=lambda: Plan.load(file))
+
+
+def wrong_plans(wrong: list[Plan]) -> list[str]:
+    case = CASES["mlp"]
+    args, _ = case.inputs(8)
+    mesh = mesh_of(2, 2, axes=("axis0", "axis1"))
+    return [message_of(lambda p=p: autoparallel.compile(case.build(), mesh, example_inputs=args, plan=p))  # type: ignore[misc]
+            for p in wrong]
+
+
+def test_plans_of_others(ranks: Any) -> None:
+    """Of another mesh, model, batch; edited to what is not there or does not fit."""
+    right = planned()
+
+    def edited(**strategies: tuple[str, ...]) -> Plan:
+        return dataclasses.replace(right, strategies={**right.strategies, **strategies})
+
+    case = CASES["mlp"]
+    machine = Cluster.load("local-cpu", num_devices=4)
+    batch = plan(case.build(), machine, example_inputs=case.inputs(16)[0], mesh_shape=(2, 2))
+    wrong = [planned(mesh_shape=(4,)), planned("llama"), batch, edited(linear=("b0", "wat")), edited(linear=("b0",))]
+    for mesh, model, other_batch, name, count in ranks(4).run(wrong_plans, wrong):
+        assert "PlanError: the plan is for a mesh of shape (4,), this mesh has (2, 2)" in mesh
+        for said in (model, other_batch):
+            assert "PlanError: the plan belongs to another program" in said
+            assert "the same model, mode, shapes and dtypes are required" in said
+        assert "PlanError: 'linear' has no strategy 'wat'; it has ['repeat'" in name
+        assert "PlanError" in count and "linear" in count
+
+
+# ----------------------------------------------------------------------------------------------------- limits and names
+
+
+def test_a_memory_limit_too_small_says_which_would_do() -> None:
+    """And the one that it names does."""
+    message = says(InfeasibleError, "no plan fits in 1,000 bytes", "more than the limit", "use more devices",
+                   of=lambda: planned(memory_limit_bytes=1000))
+    with pytest.raises(InfeasibleError) as caught:
+        planned(memory_limit_bytes=1000)
+    needed = caught.value.needed_bytes  # type: ignore[attr-defined]
+    assert f"needs {needed:,.0f} bytes, {needed - 1000:,.0f} more" in message
+    assert f"Raise the limit to {needed:,.0f} bytes" in message
+    assert planned(memory_limit_bytes=needed).prediction.peak_bytes <= needed
+    with pytest.raises(InfeasibleError):
+        planned(memory_limit_bytes=needed * 0.5)
+
+
+@pytest.mark.parametrize(("call", "error", "parts"), [
+    (lambda: Cluster.load("h200-pcie"), ClusterError, ("h200-pcie", "h100-sxm", "local-cpu")),
+    (lambda: planned(search="annealing"), SearchError, ("annealing", "ilp", "recursive", "exact")),
+    (lambda: planned(baseline="megatron"), PlanError, ("'megatron'", "tensor_parallel", "sequence_parallel")),
+    (lambda: planned(optimizer="shampoo"), ClusterError, ("shampoo", "adamw", "sgd")),
+])
+def test_unknown_names_list_the_known(call: Callable[[], Any], error: type[AutoparallelError], parts: Any) -> None:
+    says(error, *parts, of=call)
+
+
+def test_input_errors_are_in_the_tree() -> None:
+    """One except clause catches them all; each is also the built-in that a caller would expect."""
+    for error, also in ((InputError, ValueError), (PinError, ValueError), (PlanError, ValueError),
+                        (InfeasibleError, ValueError), (MeshError, RuntimeError), (CaptureError, RuntimeError)):
+        assert issubclass(error, AutoparallelError) and issubclass(error, also)
