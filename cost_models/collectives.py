@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import Device, Group, Link
+from cost_models.cluster import Cluster, Device, Group, Link
 from cost_models.compute import op_time_s
+from cost_models.errors import ClusterError
 
 Bytes = Any
 
@@ -73,6 +74,17 @@ def send_recv_s(nbytes: Bytes, over: Link | Group, launch_s: float = 0.0) -> Any
 def copy_s(nbytes: Bytes, device: Device) -> Any:
     """Reading and writing ``nbytes`` in device memory: what slices and shards of a dim other than the first pay."""
     return op_time_s("copy", 0.0, 2.0 * np.asarray(nbytes, dtype=float), "float32", device)
+
+
+def host_copy_s(nbytes: Bytes, cluster: Cluster, to_device: bool) -> Any:
+    """Moving ``nbytes`` between a device's memory and its host's, while all devices of the host do. Raises ClusterError
+    where the cluster does not say how fast that is."""
+    name = "to_device_bytes_per_s" if to_device else "from_device_bytes_per_s"
+    rate = getattr(cluster.host, name)
+    if not rate:
+        raise ClusterError(f"cluster {cluster.name} does not say how fast copies to and from its hosts are: add "
+                           f"{name} to [host] of its description")
+    return cluster.device.launch_s + np.asarray(nbytes, dtype=float) / rate
 
 
 def _cheapest(nbytes: Bytes, group: Group, collective: str, cost: Callable[[Any, Group], Any]) -> Any:

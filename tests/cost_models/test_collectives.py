@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_models import Cluster, Group, Link, collectives, known_clusters
+from cost_models import Cluster, ClusterError, Group, Link, collectives, known_clusters
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 
 COLLECTIVES = [all_reduce_s, all_gather_s, reduce_scatter_s, all_to_all_s, broadcast_s, send_recv_s]
@@ -194,6 +194,12 @@ def test_defect_all_to_all_priced_as_a_hack() -> None:
 def test_defect_shards_of_later_dims_are_free() -> None:
     """Gathering a shard of dim 1 costs a copy on top, which is not free."""
     assert collectives.copy_s(1e9, H100.device) > 2e9 / H100.device.memory_bandwidth_bytes_per_s
+
+
+def test_copies_to_the_host() -> None:
+    assert collectives.host_copy_s(48e9, H100, to_device=True) == pytest.approx(1.0, rel=1e-3)
+    with pytest.raises(ClusterError, match=r"local-cpu does not say how fast .* add from_device_bytes_per_s to .host."):
+        collectives.host_copy_s(1.0, Cluster.load("local-cpu"), to_device=False)
 
 
 def test_sharing_a_nic_is_priced() -> None:
