@@ -1,0 +1,44 @@
+"""Ranks agree: what one rank finds is told on all, and nobody hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import autoparallel
+from autoparallel.errors import AutoparallelError, InfeasibleError
+from tests.ranks import mesh_of
+
+
+def too_little_memory() -> str:
+    """Rank 0 finds that nothing fits; every rank is told."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    try:
+        autoparallel.compile(model, mesh_of(2), example_inputs=(torch.ones(4, 8),), memory_limit_bytes=10)
+    except InfeasibleError as error:
+        return str(error)
+    return ""
+
+
+def test_an_infeasible_plan_is_an_error_on_every_rank(ranks: Any) -> None:
+    assert all("more than the limit" in said for said in ranks(2).run(too_little_memory, timeout_s=60))
+
+
+def different_models() -> str:
+    """Rank 0 compiles another model than the others."""
+    import torch.distributed as dist
+
+    width = 16 if dist.get_rank() == 0 else 32
+    model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8))
+    try:
+        autoparallel.compile(model, mesh_of(2), example_inputs=(torch.ones(4, 8),), baseline="ddp")
+    except AutoparallelError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_programs_are_told_not_hung(ranks: Any) -> None:
+    for said in ranks(2).run(different_models, timeout_s=60):
+        assert said.startswith("ranks [1] have a program other than rank 0's")
