@@ -2,6 +2,7 @@
 
     AutoparallelError
       ClusterError          a cluster name or description that cannot be used
+      TimelineError         tasks that cannot be simulated (cost_models.timeline)
       CaptureError          the model cannot be traced (data-dependent branch, unsupported construct)
       RuleError             an op without a rule, or a rule that does not fit its op
       PinError              a pin that names nothing, or a placement that cannot hold
@@ -15,7 +16,7 @@
 Every message says what was given, what is required and what to write instead.
 """
 
-from cost_models.errors import AutoparallelError, ClusterError
+from cost_models.errors import AutoparallelError, ClusterError, TimelineError
 
 __all__ = [
     "AutoparallelError",
@@ -29,6 +30,7 @@ __all__ = [
     "PlanError",
     "RuleError",
     "SearchError",
+    "TimelineError",
 ]
 
 
