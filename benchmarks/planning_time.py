@@ -54,6 +54,7 @@ CASES = [
 def run_case(case: Case) -> dict[str, Any]:
     """CPU seconds by phase and peak memory of one case, in this process."""
     clock = time.process_time()  # of the interpreter's start and this module
+    import torch  # noqa: F401, autoparallel and transformers import it only when they need it
     import transformers  # noqa: F401
 
     import autoparallel
