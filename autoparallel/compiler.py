@@ -36,8 +36,8 @@ class Options:
     """What `plan` and `compile` share.
 
     ``search``: auto, ilp, recursive or exact. ``pins``: placements by name pattern. ``baseline``: a classical plan
-    instead of the search's own. ``memory_limit_bytes`` per device (None: no limit). ``optimizer``: whose state is
-    counted. ``time_limit_s`` bounds the search.
+    instead of the search's own. ``memory_limit_bytes`` per device (None: what the device has; inf: no limit).
+    ``optimizer``: whose state is counted. ``time_limit_s`` bounds the search.
     """
 
     search: str = "auto"
@@ -158,7 +158,7 @@ def _plan_on(
     allowed = apply_pins(space, options.pins or {})
     allowed.update(_placed_choices(space, placed or {}))
     faults = baseline(options.baseline, space) if options.baseline else None
-    limit = options.memory_limit_bytes if options.memory_limit_bytes is not None else float("inf")
+    limit = cluster.device.usable_bytes if options.memory_limit_bytes is None else options.memory_limit_bytes
     pricer = SpacePricer(prices, limit, allowed, faults)
     problem = pricer.full()
     clock.lap("pricing")
