@@ -16,7 +16,7 @@ tensor lies on it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoparallel.errors import RuleError
@@ -169,5 +169,3 @@ def _bind(dims: Dims, shape: Sequence[int], sizes: dict[str, int], pattern: str)
             bound.append(factor)
     return tuple(bound)
 
-
-RuleBuilder = Callable[..., Rule | None]
