@@ -135,7 +135,7 @@ def _compile_call(graph: OpGraph, mesh: DeviceMesh, cluster: Cluster, options: O
     found = given or decide_once(lambda: _plan_on(graph, cluster, shape, names, options, placed))
     space = StrategySpace(graph, shape, names)
     coordinate = mesh.get_coordinate() or ()
-    path = Prices(space, cluster, options.optimizer).path
+    path = Prices(space, cluster, options.optimizer, direct=found.direct).path
     program = emit(space, found.labels(space), path, coordinate, mesh.device_type)
     check(program, space, coordinate)
     agree("an order of collectives", order_digest(program))
@@ -154,7 +154,7 @@ def _plan_on(
     clock = _Clock()
     space = StrategySpace(graph, mesh_shape, axis_names)
     clock.lap("strategies")
-    prices = Prices(space, cluster, options.optimizer)
+    prices = Prices(space, cluster, options.optimizer, direct=options.baseline is not None)
     allowed = apply_pins(space, options.pins or {})
     allowed.update(_placed_choices(space, placed or {}))
     faults = baseline(options.baseline, space) if options.baseline else None
@@ -194,6 +194,7 @@ def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: 
         prediction=predict(pricer, problem, labels, judged.peak_bytes),
         blocks=block_layouts(space, labels),
         pins=pin_strings(space, options.pins or {}),
+        direct=pricer.prices.direct,
     )
 
 

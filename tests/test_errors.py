@@ -283,11 +283,11 @@ def test_plan_files_that_are_none(tmp_path: Path) -> None:
     for text, parts in (
         ("not { json", (str(file), "is not JSON")),
         ("[]", (str(file), "plan format version None")),
-        (json.dumps({**data, "version": 2}), ("plan format version 2", "reads 1", "plan again")),
-        (json.dumps(without), ("is not a plan of format 1", "strategies")),
-        (json.dumps({**data, "evidence": {"solver": "x"}}), ("is not a plan of format 1",)),
-        (json.dumps({**data, "mesh_shape": 4}), ("is not a plan of format 1",)),
-        (json.dumps({**data, "strategies": []}), ("is not a plan of format 1",)),
+        (json.dumps({**data, "version": 1}), ("plan format version 1", "reads 2", "plan again")),
+        (json.dumps(without), ("is not a plan of format 2", "strategies")),
+        (json.dumps({**data, "evidence": {"solver": "x"}}), ("is not a plan of format 2",)),
+        (json.dumps({**data, "mesh_shape": 4}), ("is not a plan of format 2",)),
+        (json.dumps({**data, "strategies": []}), ("is not a plan of format 2",)),
     ):
         file.write_text(text)
         says(PlanError, *parts, of=lambda: Plan.load(file))

@@ -52,6 +52,8 @@ ACTIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("R", "P"): ("mask", "mask"),
 }
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+#: Seconds of a step when the fewest steps are looked for: more than any path takes.
+DIRECT_S = 1e6
 
 
 @dataclass(frozen=True)
@@ -140,13 +142,16 @@ class LayoutSpace:
 class RedistributionTable:
     """Seconds of the cheapest path between any two layouts of one tensor, and the path itself.
 
-    Built once per distinct (shape, item size, needs gradient): min-plus closure, O(layouts^3) in numpy.
+    ``direct``: of the paths with the fewest steps. Built once per distinct (shape, item size, needs gradient): min-plus
+    closure, O(layouts^3) in numpy.
     """
 
-    def __init__(self, space: LayoutSpace, item_bytes: int, step_cost: StepCost) -> None:
+    def __init__(self, space: LayoutSpace, item_bytes: int, step_cost: StepCost, direct: bool = False) -> None:
         self.space, self.item_bytes = space, item_bytes
         self.seconds = self._single_steps(step_cost, item_bytes)
         count = len(space.layouts)
+        if direct:
+            self.seconds += DIRECT_S * (1 - np.eye(count))
         self._via = np.tile(np.arange(count, dtype=np.int32), (count, 1))
         reachable = np.flatnonzero(space.legal)
         for k in reachable:
@@ -154,6 +159,8 @@ class RedistributionTable:
             better = through < self.seconds * (1 - 1e-12)
             self.seconds = np.where(better, through, self.seconds)
             self._via = np.where(better, self._via[:, k, None], self._via)
+        if direct:
+            self.seconds = self.sum_along(step_cost)
 
     def _single_steps(self, step_cost: StepCost, item_bytes: int) -> np.ndarray:
         space = self.space

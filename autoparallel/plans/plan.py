@@ -11,7 +11,7 @@ from typing import Any
 from autoparallel.errors import PlanError
 from autoparallel.rules.space import Label, StrategySpace
 
-VERSION = 1
+VERSION = 2
 Strategies = Mapping[str, tuple[str, ...]]
 
 
@@ -73,6 +73,7 @@ class Plan:
     """A strategy for every site of one program on one mesh.
 
     ``strategies`` maps site names to row names, one per mesh axis, and is all that lowering needs; the rest explains.
+    ``direct``: redistribution takes the fewest steps instead of the cheapest (the baselines).
     ``fingerprint`` ties the plan to the traced program. Change a strategy by hand and compile it again: it is checked.
     """
 
@@ -85,6 +86,7 @@ class Plan:
     prediction: Prediction
     blocks: tuple[BlockLayouts, ...] = ()
     pins: Mapping[str, str] = field(default_factory=dict)
+    direct: bool = False
     version: int = VERSION
 
     def labels(self, space: StrategySpace) -> list[Label]:
@@ -188,5 +190,6 @@ def _plan_of(data: dict[str, Any]) -> Plan:
         prediction=Prediction(**prediction),
         blocks=blocks,
         pins=data["pins"],
+        direct=data["direct"],
         version=data["version"],
     )

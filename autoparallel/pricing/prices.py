@@ -34,10 +34,15 @@ class OpPrice:
 
 
 class Prices:
-    """Prices of one strategy space on one cluster; ``optimizer`` names the recipe for state bytes and step time."""
+    """Prices of one strategy space on one cluster; ``optimizer`` names the recipe for state bytes and step time.
 
-    def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True) -> None:
+    ``direct``: redistribution takes the fewest steps, not the cheapest (what a classical plan means by its name).
+    """
+
+    def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True,
+                 direct: bool = False) -> None:
         self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
+        self.direct = direct
         self.groups = [cluster.group(space.mesh_shape, axis) for axis in range(len(space.mesh_shape))]
         self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
         self._ops: dict[int, OpPrice] = {}
@@ -55,7 +60,7 @@ class Prices:
                 seconds = self.action_s(forward, axis, source, target, before, after)
                 return seconds + self.action_s(backward, axis, target, source, after, before) if grad else seconds
 
-            self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost)
+            self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct)
         return self._tables[key]
 
     def path(self, meta: TensorMeta, source: Layout, target: Layout) -> Sequence[Step]:
