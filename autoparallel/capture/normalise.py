@@ -298,17 +298,29 @@ def _dropout(graph: Graph, node: Node) -> Node | None:
 
 
 def _addmm(graph: Graph, node: Node) -> Node | None:
-    """bias + x @ w -> linear, over all leading dims when x is only a flattened view."""
+    """bias + x @ w -> linear."""
     bias, x, weight = node.args
     if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1 or bias.meta["val"].dim() != 1:
         return None
     transposed = emit(graph, node, aten.permute.default, weight, [1, 0])
-    if x.target in (aten.view.default, aten.reshape.default):
-        whole = x.args[0]
-        if whole.meta["val"].shape[-1] == x.meta["val"].shape[-1]:
-            out = emit(graph, node, aten.linear.default, whole, transposed, bias)
-            return emit(graph, node, aten.reshape.default, out, list(node.meta["val"].shape))
     return emit(graph, node, aten.linear.default, x, transposed, bias)
+
+
+def _linear(graph: Graph, node: Node) -> Node | None:
+    """linear of a flattened view -> view of linear over all leading dims, each of which can then be cut."""
+    x, *rest = node.args
+    if x.target is not aten.reshape.default or x.meta["val"].dim() != 2:
+        return None
+    rows, length = x.meta["val"].shape
+    whole = list(x.args[0].meta["val"].shape)
+    leading = next((whole[:d] for d in range(2, len(whole)) if math.prod(whole[:d]) == rows), None)
+    if leading is None:
+        return None
+    unflattened = x.args[0]
+    if whole != [*leading, length]:
+        unflattened = emit(graph, x, aten.reshape.default, unflattened, [*leading, length])
+    out = emit(graph, node, aten.linear.default, unflattened, *rest)
+    return emit(graph, node, aten.reshape.default, out, list(node.meta["val"].shape))
 
 
 def _filled(graph: Graph, node: Node) -> Node | None:
@@ -434,6 +446,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each(dict.fromkeys((aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default), _permute)),
     _each(dict.fromkeys((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default), _expand)),
     _each({aten.slice.Tensor: _slice}),
+    _each({aten.linear.default: _linear}),
     _each(dict.fromkeys(FILLED, _filled)),
     _each({aten.mean.default: _mean, aten.mean.dim: _mean, aten.sum.default: _sum_all}),
     _each({aten.dropout.default: _dropout}),

@@ -1,0 +1,34 @@
+"""Values of an operator graph computed as they stand, op by op: what a step needs before its first micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.utils._pytree as pytree
+
+from autoparallel.capture import OpGraph, Ref
+from autoparallel.errors import InputError
+
+
+def values_of(graph: OpGraph, wanted: Iterable[Ref], known: Mapping[Ref, torch.Tensor], device: torch.device
+              ) -> dict[Ref, torch.Tensor]:
+    """The wanted values and all on the way, from those known (at least the placeholders that they need)."""
+    found = dict(known)
+    needed: set[int] = set()
+    stack = [ref for ref in wanted if ref not in found]
+    while stack:
+        node = graph.nodes[stack.pop().node]
+        if node.kind != "op":
+            raise InputError(f"{node} is not known")
+        if node.index not in needed:
+            needed.add(node.index)
+            stack.extend(ref for ref in node.inputs if ref not in found)
+    for index in sorted(needed):
+        node = graph.nodes[index]
+        args, kwargs = pytree.tree_map_only(Ref, found.__getitem__, (node.args, dict(node.kwargs)))
+        kwargs = {k: device if isinstance(v, torch.device) else v for k, v in kwargs.items() if k != "pin_memory"}
+        made = node.target(*args, **kwargs)
+        for output, value in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
+            found[Ref(index, output)] = value
+    return found
