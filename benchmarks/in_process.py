@@ -1,0 +1,129 @@
+"""All ranks of a mesh as threads of this process, whose collectives meet in memory.
+
+The emitted programs run as they are, on their own pieces and in their own order; only the five functional collectives
+that they call are replaced. A few hundred tiny collectives take milliseconds, so that a plan can be judged in the time
+that starting four processes takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from autoparallel.lower import collectives
+from autoparallel.runtime import groups
+from autoparallel.runtime.groups import Axis
+
+TIMEOUT_S = 60.0
+Coordinate = tuple[int, ...]
+_REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0), "max": lambda stacked: stacked.amax(0)
+}
+
+
+class Group:
+    """The ranks along one axis: each brings a value, and gets all of them."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
+        self.brought: list[Any] = [None] * size
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """The values that all ranks bring to this meeting, which must be of one kind."""
+        rank = _here.rank[id(self)]
+        self.brought[rank] = (what, value)
+        self.barrier.wait()
+        found = list(self.brought)
+        self.barrier.wait()  # nobody brings the next value before all have read this one
+        if {name for name, _ in found} != {what}:
+            raise RuntimeError(f"ranks call different collectives: {[name for name, _ in found]}")
+        return [value for _, value in found]
+
+
+_here = threading.local()
+_groups: dict[str, Group] = {}
+
+
+class Collectives:
+    """`torch.ops._c10d_functional`, as far as lowering uses it."""
+
+    @staticmethod
+    def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+        return _REDUCE[op](torch.stack(_groups[group].exchange(f"all_reduce {op}", x))).to(x.dtype)
+
+    @staticmethod
+    def all_gather_into_tensor(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+        return torch.cat(_groups[group].exchange("all_gather", x))
+
+    @staticmethod
+    def reduce_scatter_tensor(x: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
+        met = _groups[group]
+        whole = _REDUCE[op](torch.stack(met.exchange(f"reduce_scatter {op}", x)))
+        return whole.chunk(size)[_here.rank[id(met)]].to(x.dtype, copy=True)
+
+    @staticmethod
+    def all_to_all_single(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> torch.Tensor:
+        met = _groups[group]
+        rank = _here.rank[id(met)]
+        mine = [piece.split(list(sizes))[rank] for piece, sizes in met.exchange("all_to_all", (x, sent))]
+        if [len(piece) for piece in mine] != list(received):
+            raise RuntimeError(f"rank {rank} expects pieces of {list(received)}, gets {[len(p) for p in mine]}")
+        return torch.cat(mine)
+
+
+@contextmanager
+def _met_in_memory(mesh_shape: Sequence[int], names: Sequence[str]) -> Iterator[None]:
+    real = collectives._c10d
+    collectives._c10d = Collectives()  # type: ignore[assignment]
+    _groups.clear()
+    for coordinate in coordinates(mesh_shape):
+        for axis, (name, size) in enumerate(zip(names, mesh_shape, strict=True)):
+            _groups.setdefault(_group_name(name, axis, coordinate), Group(size))
+    try:
+        yield
+    finally:
+        collectives._c10d = real
+
+
+def _group_name(name: str, axis: int, coordinate: Coordinate) -> str:
+    return f"{name} at {coordinate[:axis]}:{coordinate[axis + 1 :]}"
+
+
+def coordinates(mesh_shape: Sequence[int]) -> list[Coordinate]:
+    return list(itertools.product(*(range(size) for size in mesh_shape)))
+
+
+def on_every_rank(mesh_shape: Sequence[int], names: Sequence[str], work: Callable[[Coordinate], Any]
+                  ) -> dict[Coordinate, Any]:
+    """``work(coordinate)`` on all ranks at once; the first exception of a rank is raised here."""
+    first: list[BaseException] = []
+
+    def rank(coordinate: Coordinate) -> Any:
+        keys = [_group_name(name, axis, coordinate) for axis, name in enumerate(names)]
+        _here.rank = {id(_groups[key]): coordinate[axis] for axis, key in enumerate(keys)}
+        axes = {name: Axis(name, mesh_shape[axis], coordinate[axis], keys[axis]) for axis, name in enumerate(names)}
+        try:
+            with groups.use(axes):
+                return work(coordinate)
+        except BaseException as error:
+            first.append(error)
+            for group in _groups.values():
+                group.barrier.abort()  # the others wait for this rank no longer
+            raise
+
+    ranks = coordinates(mesh_shape)
+    with _met_in_memory(mesh_shape, names), ThreadPoolExecutor(len(ranks)) as pool:
+        made = {coordinate: pool.submit(rank, coordinate) for coordinate in ranks}
+    if first:
+        raise first[0]
+    return {coordinate: future.result() for coordinate, future in made.items()}

@@ -1,0 +1,358 @@
+"""Every architecture, every plan: ``python -m benchmarks.model_zoo [NAMES...]``.
+
+Each model of `benchmarks.architectures` is captured, planned for 4 ranks and run on them (threads of this process, see
+`benchmarks.in_process`) under the chosen plan, a tensor-parallel plan, a plan whose inputs are pinned whole, and 5
+random plans; loss, outputs, gradients and updated buffers are held to the model's own. Ops that no rule describes, and
+work that the chosen plan repeats, are reported by their share of the step's FLOP.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import torch.utils._pytree as pytree
+import typer
+from torch import nn
+from torch.distributed.tensor import Replicate
+
+from autoparallel.capture import OpGraph, capture
+from autoparallel.compiler import Options, _best_of, mesh_shapes
+from autoparallel.layout import Layout, local_box
+from autoparallel.lower import Program, check, emit
+from autoparallel.pricing import Prices
+from autoparallel.rules.space import Label, Site, StrategySpace
+from benchmarks.architectures import ARCHITECTURES, Inputs, build, inputs_of
+from benchmarks.in_process import Coordinate, coordinates, on_every_rank
+from cost_models import Cluster
+from tests.reference import ZERO_IN_FLOAT64, largest_entry
+
+NUM_RANKS, NUM_RANDOM, TOLERANCE = 4, 5, 1e-5
+SHARE_SHOWN = 0.01
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one process computes: tensors of the output, gradients and buffers by name."""
+
+    outputs: Tensors
+    gradients: Tensors
+    buffers: Tensors
+    zero: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan to run: a label per site of a strategy space, and the cluster that prices its redistributions."""
+
+    space: StrategySpace
+    labels: tuple[Label, ...]
+    direct: bool = False
+
+
+@dataclass
+class Report:
+    """What became of one architecture. ``worst``: plan -> (error, tensor); ``failed``: step or plan -> why.
+
+    ``undescribed`` (ops without a rule) and ``repeated`` (work that the chosen plan does on several ranks): op name ->
+    share of the step's FLOP.
+    """
+
+    name: str
+    num_ops: int = 0
+    chosen: str = ""
+    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    undescribed: dict[str, float] = field(default_factory=dict)
+    repeated: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed and len(self.worst) == 3 + NUM_RANDOM
+
+    def lines(self) -> Iterator[str]:
+        error, tensor = max(self.worst.values(), default=(0.0, "-"))
+        verdict = "equal" if self.passed else "FAILED"
+        yield (f"{self.name:12} {verdict:6} {len(self.worst)} plans, worst {error:.1e} ({tensor}); {self.num_ops} ops; "
+               f"{self.chosen}; {self.seconds:.0f} s")
+        for what, why in self.failed.items():
+            yield f"    {what}: {why}"
+        for title, shares in (("no rule", self.undescribed), ("repeated", self.repeated)):
+            shown = [f"{op} {share:.1%}" for op, share in sorted(shares.items(), key=lambda item: -item[1])]
+            if shown:
+                yield f"    {title}: {', '.join(shown)}"
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+def truth(model: nn.Module, inputs: Inputs) -> Truth:
+    """The model's own step, and which gradients are zero but for rounding (known from a step in float64)."""
+    found, exact = _step(copy.deepcopy(model), inputs), _step(*_in_float64(model, inputs))
+    least = ZERO_IN_FLOAT64 * largest_entry(exact.gradients)
+    return replace(found, zero=frozenset(n for n, g in exact.gradients.items() if largest_entry({n: g}) <= least))
+
+
+def _step(model: nn.Module, inputs: Inputs) -> Truth:
+    output = model(**inputs)
+    output.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Truth(_named_leaves(output), gradients, dict(model.named_buffers()))
+
+
+def _in_float64(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
+    double = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    return copy.deepcopy(model).double(), double
+
+
+def _named_leaves(output: Any) -> dict[str, torch.Tensor]:
+    leaves = pytree.tree_leaves(output)
+    return {f"output {i}": leaf.detach() for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+
+
+# ------------------------------------------------------------------------------------------------------ on the ranks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of a result, where it lies in the whole."""
+
+    offsets: tuple[int, ...]
+    value: torch.Tensor
+
+    def error(self, whole: torch.Tensor, scale: float) -> float:
+        """Largest distance from the whole's part, over ``scale``; infinite for another shape or nan."""
+        for dim, (start, length) in enumerate(zip(self.offsets, self.value.shape, strict=True)):
+            whole = whole.narrow(dim, start, length)
+        if whole.dtype != self.value.dtype:
+            return float("inf")
+        distance = largest_entry({"": self.value.double() - whole.double()})
+        error = distance / scale if scale and distance else distance
+        return error if error == error else float("inf")
+
+
+Pieces = dict[str, list[Piece]]
+
+
+class Ranks:
+    """The programs of one plan, one for each rank, run together on one model's state."""
+
+    def __init__(self, candidate: Candidate, cluster: Cluster) -> None:
+        self.space = space = candidate.space
+        path = Prices(space, cluster, direct=candidate.direct).path
+        self.programs: dict[Coordinate, Program] = {}
+        for coordinate in coordinates(space.mesh_shape):
+            program = emit(space, candidate.labels, path, coordinate)
+            check(program, space, coordinate)
+            self.programs[coordinate] = program
+
+    def step(self, model: nn.Module, inputs: Inputs) -> tuple[Pieces, Pieces, Pieces]:
+        """Forward and backward; every rank's pieces of outputs, gradients and updated buffers."""
+        state = {**dict(model.named_parameters(remove_duplicate=False)),
+                 **dict(model.named_buffers(remove_duplicate=False)), **self.space.graph.constant_tensors}
+        leaves = pytree.tree_leaves(((), dict(sorted(inputs.items()))))
+        made = on_every_rank(self.space.mesh_shape, self.space.axis_names,
+                             lambda coordinate: self._rank(coordinate, state, leaves))
+        gathered: tuple[Pieces, Pieces, Pieces] = ({}, {}, {})
+        for results in made.values():
+            for all_pieces, pieces in zip(gathered, results, strict=True):
+                for name, piece in pieces.items():
+                    all_pieces.setdefault(name, []).append(piece)
+        return gathered
+
+    def _rank(self, coordinate: Coordinate, state: Mapping[str, Any], leaves: list[Any]
+              ) -> tuple[dict[str, Piece], ...]:
+        program, graph = self.programs[coordinate], self.space.graph
+        local = [self._local(site, layout, coordinate, leaves[int(site.path)] if site.kind == "input"
+                             else state[site.path])
+                 for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)]
+        outputs, updates = program.module(*local)[:2]
+        pytree.tree_unflatten(list(outputs), graph.out_spec).loss.backward()
+        results, gradients = {}, {}
+        for number, (value, layout) in enumerate(zip(outputs, program.output_layouts, strict=True)):
+            if layout is not None:
+                results[f"output {number}"] = self._piece(value, graph.meta(graph.outputs[number]).shape, layout,
+                                                          coordinate)
+        for site, layout, value in zip(program.placeholders, program.placeholder_layouts, local, strict=True):
+            if site.kind == "parameter" and value.grad is not None:
+                gradients[site.path] = self._piece(value.grad, state[site.path].shape, layout, coordinate)
+        buffers = {name: Piece((0,) * value.dim(), value) for name, value in zip(program.updates, updates, strict=True)}
+        return results, gradients, buffers
+
+    def _local(self, site: Site, layout: Layout, coordinate: Coordinate, value: torch.Tensor) -> torch.Tensor:
+        offsets, shape = local_box(tuple(value.shape), layout, self.space.mesh_shape, coordinate)
+        piece = value.detach()
+        for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
+            piece = piece.narrow(dim, start, length)
+        return piece.clone().requires_grad_(value.requires_grad)
+
+    def _piece(self, value: torch.Tensor, shape: torch.Size | tuple[int, ...], layout: Layout, coordinate: Coordinate
+               ) -> Piece:
+        return Piece(local_box(tuple(shape), layout, self.space.mesh_shape, coordinate)[0], value.detach())
+
+
+def worst_error(expected: Truth, found: tuple[Pieces, Pieces, Pieces]) -> tuple[float, str]:
+    """(largest relative error of any rank's piece of any tensor, that tensor's name)."""
+    errors = [(0.0, "nothing")]
+    for kind, whole, pieces in zip(("", "gradient of ", "buffer "), (expected.outputs, expected.gradients,
+                                                                     expected.buffers), found, strict=True):
+        missing = whole.keys() - pieces.keys() if kind != "buffer " else ()
+        errors += [(float("inf"), f"{kind}{name} (missing)") for name in missing]
+        for name, parts in pieces.items():
+            value = whole.get(name)
+            if value is None:  # a parameter that the step does not use
+                errors += [(largest_entry({name: part.value}), f"{kind}{name} (unused)") for part in parts]
+                continue
+            scale = largest_entry(whole if name in expected.zero else {name: value})
+            errors += [(part.error(value, scale), kind + name) for part in parts]
+    return max(errors)
+
+
+# -------------------------------------------------------------------------------------------------------------- plans
+
+
+def toy_cluster() -> Cluster:
+    """Four devices for toy models: a call costs nothing, and computing 64 times as much as on an H100.
+
+    A model of width 64 has 1/64 of the FLOP per byte of one of width 4096; on a real device its best plan would be to
+    repeat everything. Here it is cut as the large model is there.
+    """
+    cluster = Cluster.load("h100-sxm", num_devices=NUM_RANKS)
+    device = replace(cluster.device, launch_s=0.0, efficiency={}, memory_efficiency={}, tiles=None,
+                     peak_flops_per_s={k: v / 64 for k, v in cluster.device.peak_flops_per_s.items()})
+    links = tuple(replace(link, alpha_s=0.0, protocols={}) for link in cluster.links)
+    return replace(cluster, device=device, links=links)
+
+
+def candidates(graph: OpGraph, cluster: Cluster) -> dict[str, Callable[[], Candidate]]:
+    """The plans to run, made when asked for."""
+    whole = {node.name: Replicate() for node in graph.of_kind("input")}
+
+    def planned(shapes: Sequence[tuple[int, ...]], **options: Any) -> Candidate:
+        plan = _best_of(graph, cluster, shapes, None, Options(**options))
+        space = StrategySpace(graph, plan.mesh_shape, plan.axis_names)
+        return Candidate(space, tuple(plan.labels(space)), plan.direct)
+
+    found: dict[str, Callable[[], Candidate]] = {
+        "chosen": partial(planned, mesh_shapes(NUM_RANKS)),
+        "tensor": partial(planned, [(NUM_RANKS,)], baseline="tensor_parallel"),
+        "whole inputs": partial(planned, [(NUM_RANKS,)], pins=whole),
+    }
+    for seed in range(NUM_RANDOM):
+        found[f"random {seed}"] = partial(random_candidate, graph, (2, 2) if seed % 2 else (NUM_RANKS,), seed)
+    return found
+
+
+def random_candidate(graph: OpGraph, mesh_shape: tuple[int, ...], seed: int) -> Candidate:
+    """Every site takes any of its strategies."""
+    space, draw = StrategySpace(graph, mesh_shape), random.Random(seed)
+    return Candidate(space, tuple(draw.choice(s.labels) for s in space.strategies))
+
+
+# ----------------------------------------------------------------------------------------------------- shares of FLOP
+
+
+def step_flops(space: StrategySpace, site: Site) -> float:
+    """FLOP of an op forward and, where there is a gradient, backward."""
+    s = space.strategies[site.index]
+    assert s.rule is not None
+    grad = any(m.requires_grad for m in s.output_metas)
+    return s.rule.flops * (1 + s.rule.backward_flops * grad)
+
+
+def shares(candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
+    """Shares of the step's FLOP by op: of ops without a rule, and of work that all ranks of some axis repeat."""
+    space = candidate.space
+    flops, undescribed, repeated = 0.0, defaultdict[str, float](float), defaultdict[str, float](float)
+    for site, s, label in zip(space.sites, space.strategies, candidate.labels, strict=True):
+        if site.kind != "op" or s.rule is None or s.rule.fixed or s.rule.alias:
+            continue
+        name, mine = space.graph.nodes[site.node].op_name, step_flops(space, site)
+        flops += mine
+        if not s.known:
+            undescribed[name] += mine
+        times = 1
+        for row, size in zip(label, space.mesh_shape, strict=True):
+            times *= 1 if s.rows[row].factor or s.rows[row].variant else size
+        repeated[name] += mine * (times - 1) / (NUM_RANKS - 1)
+    return ({op: n / flops for op, n in undescribed.items()},
+            {op: n / flops for op, n in repeated.items() if n / flops > SHARE_SHOWN})
+
+
+# ---------------------------------------------------------------------------------------------------------- one model
+
+
+def examine(name: str, run: bool = True) -> Report:
+    """Capture, plan and run one architecture; failures are told, never raised."""
+    report, clock = Report(name), time.perf_counter()
+    try:
+        model, inputs, cluster = build(name), inputs_of(name), toy_cluster()
+        graph = capture(model, (), inputs)
+        report.num_ops = len(graph.of_kind("op"))
+        expected = truth(model, inputs) if run else None
+    except Exception as error:
+        report.failed["capture"] = _why(error)
+        return report
+    for plan_name, make in candidates(graph, cluster).items():
+        try:
+            candidate = make()
+            if plan_name == "chosen":
+                report.chosen = "mesh " + "x".join(map(str, candidate.space.mesh_shape))
+                report.undescribed, report.repeated = shares(candidate)
+            if expected is not None:
+                found = worst_error(expected, Ranks(candidate, cluster).step(model, inputs))
+                report.worst[plan_name] = found
+                if not found[0] <= TOLERANCE:
+                    report.failed[plan_name] = f"error {found[0]:.3g} in {found[1]}"
+        except Exception as error:
+            report.failed[plan_name] = _why(error)
+    report.seconds = time.perf_counter() - clock
+    return report
+
+
+def _why(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/torch/" not in frame.filename] or frames
+    place = f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}: {str(error).strip()[:400]} [{place}]"
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="architectures; all 46 when none is given")] = None,
+    run: Annotated[bool, typer.Option(help="run the plans and compare; without, capture and plan only")] = True,
+) -> None:
+    """Every architecture under every plan, against one process."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    reports = []
+    for name in names or ARCHITECTURES:
+        reports.append(examine(name, run))
+        for line in reports[-1].lines():
+            print(line, flush=True)
+    summary = {
+        "models": len(reports),
+        "captured": sum("capture" not in r.failed for r in reports),
+        "passed": sum(r.passed for r in reports),
+        "seconds": round(sum(r.seconds for r in reports)),
+        "failed": {r.name: r.failed for r in reports if r.failed},
+        "repeated": {r.name: r.repeated for r in reports if r.repeated},
+        "reports": [asdict(r) for r in reports],
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    typer.run(main)
