@@ -16,9 +16,10 @@ from torch import nn
 from autoparallel.baselines import baseline
 from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import InfeasibleError, MeshError
+from autoparallel.hybrid import MicroBatches, Ungathered, place_cuts, split_batch, stages_of, stored_in_pieces
 from autoparallel.layout import Layout
-from autoparallel.plans import Evidence, Plan, apply_pins, pin_strings
-from autoparallel.pricing import Prices, SpacePricer, predict
+from autoparallel.plans import Evidence, Hybrid, Plan, apply_pins, pin_strings
+from autoparallel.pricing import Faults, Prices, SpacePricer, predict
 from autoparallel.report import block_layouts
 from autoparallel.rules.space import Label, StrategySpace
 from autoparallel.search import solve
@@ -28,6 +29,7 @@ from cost_models import Cluster
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from autoparallel.runtime.groups import MeshSite
     from autoparallel.runtime.module import Compiled, ParallelModule
 
 
@@ -38,6 +40,10 @@ class Options:
     ``search``: auto, ilp, recursive or exact. ``pins``: placements by name pattern. ``baseline``: a classical plan
     instead of the search's own. ``memory_limit_bytes`` per device (None: what the device has; inf: no limit).
     ``optimizer``: whose state is counted. ``time_limit_s`` bounds the search.
+
+    A step in turns (see `plans.Hybrid`): ``micro_batches``, ``pipeline_stages`` (over the mesh's first axis, of which
+    they are a multiple), ``schedule``, ``recompute``. ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3
+    store each in as many pieces as it can be cut into; None leaves that to the search.
     """
 
     search: str = "auto"
@@ -46,6 +52,17 @@ class Options:
     memory_limit_bytes: float | None = None
     optimizer: str = "adamw"
     time_limit_s: float = 60.0
+    micro_batches: int = 1
+    pipeline_stages: int = 1
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    zero_stage: int | None = None
+
+    def hybrid(self, pipeline_ranks: int) -> Hybrid:
+        """How a step runs, on so many ranks of the pipeline axis. Raises PlanError for what does not go together."""
+        zero_stage = 3 if self.zero_stage is None else self.zero_stage
+        return Hybrid(self.micro_batches, self.pipeline_stages, pipeline_ranks, self.schedule, (), zero_stage,
+                      self.recompute)
 
 
 def plan(
@@ -79,12 +96,22 @@ def _best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]]
     plans, failures = [], []
     for shape in shapes:
         try:
-            plans.append(_plan_on(graph, cluster, shape, axis_names, options))
+            plans.append(_plan_of_shape(graph, cluster, shape, axis_names, options))
         except InfeasibleError as error:
             failures.append(error)
     if not plans:
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", float("inf")))
     return min(plans, key=lambda p: p.evidence.objective_s)
+
+
+def _plan_of_shape(graph: OpGraph, cluster: Cluster, shape: tuple[int, ...], axis_names: Sequence[str] | None,
+                   options: Options) -> Plan:
+    """The best plan on one mesh, whose first axis is the pipeline's if there are stages."""
+    micro = split_batch(graph, options.micro_batches)
+    if options.pipeline_stages == 1:
+        return _plan_on(micro, cluster, shape, axis_names, options, hybrid=options.hybrid(1))
+    names = axis_names[1:] if axis_names else None
+    return _plan_on(micro, cluster, shape[1:] or (1,), names, options, hybrid=options.hybrid(shape[0]))
 
 
 def compile(
@@ -105,59 +132,76 @@ def compile(
 
     Raises MeshError without a process group or when the mesh is not the world's size.
     """
+    from autoparallel.runtime import groups
     from autoparallel.runtime.module import ParallelModule
 
     mesh = check_mesh(mesh)
     machine = cluster_of(mesh, cluster)
     chosen = Options(**options)
+    several = (plan.hybrid.stages if plan else chosen.pipeline_stages) > 1
+    hybrid = plan.hybrid if plan else chosen.hybrid(mesh.size(0) if several else 1)
+    site = groups.site_of(mesh, hybrid.pipeline_ranks)
 
     def compile_call(
-        model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout]
+        model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool
     ) -> Compiled:
-        return _compile_call(capture(model, args, kwargs), mesh, machine, chosen, plan if not placed else None, placed)
+        graph = capture(model, args, kwargs)
+        given = None if placed or plain else plan
+        return _compile_call(graph, site, machine, chosen, Hybrid() if plain else hybrid, given, placed)
 
-    parallel = ParallelModule(model, mesh, compile_call)
+    parallel = ParallelModule(model, site, hybrid, compile_call)
     if example_inputs is not None or example_kwargs is not None:
         parallel.trace(example_inputs or (), example_kwargs or {})
     return parallel
 
 
-def _compile_call(graph: OpGraph, mesh: DeviceMesh, cluster: Cluster, options: Options, given: Plan | None,
-                  placed: Mapping[str, Layout]) -> Compiled:
-    """One call form: rank 0 plans it (or the plan is given), every rank emits its own program and checks it."""
+def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Options, hybrid: Hybrid,
+                  given: Plan | None, placed: Mapping[str, Layout]) -> Compiled:
+    """One call form: rank 0 plans it (or the plan is given), every rank emits its own programs and checks them."""
     from autoparallel.lower import check, emit, order_digest
-    from autoparallel.runtime import groups
     from autoparallel.runtime.agree import agree, decide_once
     from autoparallel.runtime.module import Compiled
 
-    shape, names = tuple(mesh.shape), groups.axis_names(mesh)
     agree("a program", graph.fingerprint)
-    found = given or decide_once(lambda: _plan_on(graph, cluster, shape, names, options, placed))
-    space = StrategySpace(graph, shape, names)
-    coordinate = mesh.get_coordinate() or ()
-    path = Prices(space, cluster, options.optimizer, direct=found.direct).path
-    program = emit(space, found.labels(space), path, coordinate, mesh.device_type)
-    check(program, space, coordinate)
-    agree("an order of collectives", order_digest(program))
-    return Compiled(found, space, program)
+    micro = split_batch(graph, hybrid.micro_batches)
+    names = site.axis_names
+    found = given or decide_once(
+        lambda: _plan_on(micro, cluster, tuple(site.mesh.shape), names, options, placed, hybrid)
+    )
+    space = StrategySpace(micro.body, tuple(site.mesh.shape), names)
+    labels = found.labels(space)
+    stages = stages_of(space, micro.loss, found.hybrid)
+    path = Prices(space, cluster, options.optimizer, direct=found.direct, stages=site.pipeline_ranks).path
+    programs = {
+        number: emit(space, labels, path, site.coordinate, site.mesh.device_type, stages.parts[number])
+        for number in found.hybrid.stages_of(site.pipeline_rank)
+    }
+    for program in programs.values():
+        check(program, space, site.coordinate)
+    agree("an order of collectives", "".join(order_digest(p) for p in programs.values()), site.pipeline_rank)
+    return Compiled(found, space, micro, stages, programs)
 
 
 def _plan_on(
-    graph: OpGraph,
+    micro: MicroBatches,
     cluster: Cluster,
     mesh_shape: tuple[int, ...],
     axis_names: Sequence[str] | None,
     options: Options,
     placed: Mapping[str, Layout] | None = None,
+    hybrid: Hybrid | None = None,
 ) -> Plan:
     """Space, prices, problem, solution, plan; with the CPU seconds of each."""
-    clock = _Clock()
-    space = StrategySpace(graph, mesh_shape, axis_names)
+    clock, hybrid = _Clock(), hybrid or Hybrid()
+    space = StrategySpace(micro.body, mesh_shape, axis_names)
     clock.lap("strategies")
-    prices = Prices(space, cluster, options.optimizer, direct=options.baseline is not None)
+    prices = Prices(space, cluster, options.optimizer, direct=options.baseline is not None,
+                    stages=hybrid.pipeline_ranks)
     allowed = apply_pins(space, options.pins or {})
+    if options.zero_stage:
+        allowed = {**stored_in_pieces(space), **allowed}
     allowed.update(_placed_choices(space, placed or {}))
-    faults = baseline(options.baseline, space) if options.baseline else None
+    faults = _faults(space, options)
     limit = cluster.device.usable_bytes if options.memory_limit_bytes is None else options.memory_limit_bytes
     pricer = SpacePricer(prices, limit, allowed, faults)
     problem = pricer.full()
@@ -168,17 +212,25 @@ def _plan_on(
     if faults is not None:  # told apart from the price of the plan that they led to
         pricer = SpacePricer(prices, limit, allowed)
         problem = pricer.full()
-    return _plan_of(pricer, problem, solution, labels, options, clock)
+    if hybrid.stages > 1:
+        hybrid = replace(hybrid, cuts=place_cuts(pricer, labels, micro.loss, hybrid.stages))
+    return _plan_of(pricer, problem, solution, labels, options, clock, hybrid)
+
+
+def _faults(space: StrategySpace, options: Options) -> Faults | None:
+    if options.baseline:
+        return baseline(options.baseline, space)
+    return Ungathered(space) if options.zero_stage == 0 else None
 
 
 def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: Sequence[Label], options: Options,
-             clock: _Clock) -> Plan:
+             clock: _Clock, hybrid: Hybrid) -> Plan:
     space = pricer.space
     judged = evaluate(problem, pricer.choice_of(labels))
-    baseline_bound = judged.objective if options.baseline else solution.lower_bound
+    named = f"baseline {options.baseline}" if options.baseline else "zero_stage=0" if options.zero_stage == 0 else ""
     evidence = Evidence(
-        solution.solver, judged.objective, baseline_bound, 0.0 if options.baseline else solution.gap,
-        f"baseline {options.baseline}" if options.baseline else solution.stop_reason,
+        solution.solver, judged.objective, judged.objective if named else solution.lower_bound,
+        0.0 if named else solution.gap, named or solution.stop_reason,
         {**clock.seconds, **{f"search: {k}": v for k, v in solution.seconds.items()}},
     )
     strategies = {
@@ -195,6 +247,7 @@ def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: 
         blocks=block_layouts(space, labels),
         pins=pin_strings(space, options.pins or {}),
         direct=pricer.prices.direct,
+        hybrid=hybrid,
     )
 
 

@@ -113,7 +113,7 @@ def _check_op(space: StrategySpace, node: FxNode) -> None:
 
 
 def _check_results(program: Program, node: Any) -> None:
-    outputs, updates = node.args[0]
+    outputs, updates, _ = node.args[0]
     for value in (*outputs, *updates):
         if isinstance(value, FxNode):
             kinds = {p.kind for p in value.meta["layout"]}

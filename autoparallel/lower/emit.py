@@ -31,16 +31,27 @@ aten = torch.ops.aten
 
 #: Position of the argument that gives the result's sizes.
 SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1}
+#: A value: output number ``[1]`` of site ``[0]``.
+Value = tuple[int, int]
 #: The cheapest steps between two layouts of a tensor.
 PathFinder = Callable[[TensorMeta, Layout, Layout], Sequence[Step]]
 
 
 @dataclass(frozen=True)
-class Program:
-    """One rank's program.
+class Part:
+    """What one program runs: its sites, the values that come from the part before and those that go to the next."""
 
-    ``module(*placeholders)`` takes local tensors in the order of ``placeholders`` and returns the local outputs
-    followed by the new values of the buffers in ``updates``.
+    sites: frozenset[int]
+    received: tuple[Value, ...] = ()
+    sent: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's program (of one part of the model, where that is cut into stages).
+
+    ``module(*placeholders, *received)`` takes local tensors and returns (local outputs, new values of the buffers in
+    ``updates``, local values to send). An output that another part makes is None.
     """
 
     module: GraphModule
@@ -48,6 +59,8 @@ class Program:
     placeholder_layouts: tuple[Layout, ...]
     output_layouts: tuple[Layout | None, ...]
     updates: tuple[str, ...]
+    received: tuple[FxNode, ...] = ()
+    sent: tuple[FxNode, ...] = ()
 
 
 def emit(
@@ -56,9 +69,11 @@ def emit(
     path: PathFinder,
     coordinate: Sequence[int],
     device: torch.device | str = "cpu",
+    part: Part | None = None,
 ) -> Program:
-    """Write the program of the rank at ``coordinate`` for one label per site."""
-    return _Emitter(space, labels, path, tuple(coordinate), torch.device(device)).run()
+    """Write the program of the rank at ``coordinate`` for one label per site; of one part of the sites if given."""
+    part = part or Part(frozenset(range(len(space))))
+    return _Emitter(space, labels, path, tuple(coordinate), torch.device(device)).run(part)
 
 
 def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[
@@ -86,14 +101,13 @@ class _Emitter:
         self.graph = Graph()
         self.values: dict[tuple[int, int], FxNode] = {}
 
-    def run(self) -> Program:
-        placeholders, layouts = [], []
-        for site in self.space.sites:
-            if site.kind in ("parameter", "buffer", "input"):
-                placeholders.append(site)
-                layouts.append(self._placeholder(site))
+    def run(self, part: Part) -> Program:
+        sites = [self.space.sites[index] for index in sorted(part.sites)]
+        placeholders = [site for site in sites if site.kind in ("parameter", "buffer", "input")]
+        layouts = [self._placeholder(site) for site in placeholders]
+        received = tuple(self._received(value) for value in part.received)
         results: dict[str, FxNode] = {}
-        for site in self.space.sites:
+        for site in sites:
             if site.kind == "op":
                 self._op(site)
             elif site.kind == "hub":
@@ -101,18 +115,24 @@ class _Emitter:
             elif site.kind in ("output", "update"):
                 results[site.name] = self._read(self.space.links_into[site.index][0])
         outputs = [
-            results[f"output:{i}"] if isinstance(value, Ref) else value
+            results.get(f"output:{i}") if isinstance(value, Ref) else value
             for i, value in enumerate(self.space.graph.outputs)
         ]
-        updates = tuple(self.space.graph.mutations)
-        self.graph.output((tuple(outputs), tuple(results[f"update:{name}"] for name in updates)))
+        updates = tuple(name for name in self.space.graph.mutations if f"update:{name}" in results)
+        sent = tuple(self.values[value] for value in part.sent)
+        self.graph.output((tuple(outputs), tuple(results[f"update:{name}"] for name in updates), sent))
         self.graph.lint()
-        output_layouts = tuple(
-            results[f"output:{i}"].meta["layout"] if isinstance(value, Ref) else None
-            for i, value in enumerate(self.space.graph.outputs)
-        )
+        output_layouts = tuple(x.meta["layout"] if isinstance(x, FxNode) else None for x in outputs)
         module = GraphModule({}, self.graph, class_name="ParallelProgram")
-        return Program(module, tuple(placeholders), tuple(layouts), output_layouts, updates)
+        return Program(module, tuple(placeholders), tuple(layouts), output_layouts, updates, received, sent)
+
+    def _received(self, value: Value) -> FxNode:
+        site, s = self.space.sites[value[0]], self.space.strategies[value[0]]
+        layout = s.output_layout(self.labels[site.index], value[1])
+        name = "_".join(["received", *re.findall(r"\w+", site.name), str(value[1])])
+        node = self._describe(self.graph.placeholder(name), site, s.output_metas[value[1]], layout)
+        self.values[value] = node
+        return node
 
     def _describe(self, node: FxNode, site: Site, meta: TensorMeta, layout: Layout) -> FxNode:
         local = local_shape(meta.shape, layout, self.space.mesh_shape, self.coordinate)

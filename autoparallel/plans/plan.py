@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autoparallel.errors import PlanError
+from autoparallel.plans.hybrid import Hybrid
 from autoparallel.rules.space import Label, StrategySpace
 
 VERSION = 2
@@ -73,7 +74,8 @@ class Plan:
     """A strategy for every site of one program on one mesh.
 
     ``strategies`` maps site names to row names, one per mesh axis, and is all that lowering needs; the rest explains.
-    ``direct``: redistribution takes the fewest steps instead of the cheapest (the baselines).
+    ``hybrid``: stages, micro-batches, ZeRO stage, recompute; ``mesh_shape`` is then one stage's. ``direct``:
+    redistribution takes the fewest steps instead of the cheapest (the baselines).
     ``fingerprint`` ties the plan to the traced program. Change a strategy by hand and compile it again: it is checked.
     """
 
@@ -87,6 +89,7 @@ class Plan:
     blocks: tuple[BlockLayouts, ...] = ()
     pins: Mapping[str, str] = field(default_factory=dict)
     direct: bool = False
+    hybrid: Hybrid = field(default_factory=Hybrid)
     version: int = VERSION
 
     def labels(self, space: StrategySpace) -> list[Label]:
@@ -191,5 +194,6 @@ def _plan_of(data: dict[str, Any]) -> Plan:
         blocks=blocks,
         pins=data["pins"],
         direct=data["direct"],
+        hybrid=Hybrid(**{**data["hybrid"], "cuts": tuple(data["hybrid"]["cuts"])}),
         version=data["version"],
     )

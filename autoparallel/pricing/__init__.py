@@ -2,6 +2,6 @@
 
 from autoparallel.pricing.breakdown import predict
 from autoparallel.pricing.prices import Prices
-from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.problem import Faults, SpacePricer
 
-__all__ = ["Prices", "SpacePricer", "predict"]
+__all__ = ["Faults", "Prices", "SpacePricer", "predict"]

@@ -37,13 +37,15 @@ class Prices:
     """Prices of one strategy space on one cluster; ``optimizer`` names the recipe for state bytes and step time.
 
     ``direct``: redistribution takes the fewest steps, not the cheapest (what a classical plan means by its name).
+    ``stages``: the mesh is one of so many on the cluster, one for each rank of a pipeline.
     """
 
     def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True,
-                 direct: bool = False) -> None:
+                 direct: bool = False, stages: int = 1) -> None:
         self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
         self.direct = direct
-        self.groups = [cluster.group(space.mesh_shape, axis) for axis in range(len(space.mesh_shape))]
+        mesh_shape = (stages, *space.mesh_shape)
+        self.groups = [cluster.group(mesh_shape, axis) for axis in range(1, len(mesh_shape))]
         self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
         self._ops: dict[int, OpPrice] = {}
 

@@ -29,11 +29,15 @@ class _Failure(NamedTuple):
         return made
 
 
-def agree(what: str, mine: str) -> None:
-    """Compare a digest over all ranks. Raises LoweringError on every rank, naming those that differ from rank 0."""
-    found: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    different = [rank for rank, digest in enumerate(found) if digest != found[0]]
+def agree(what: str, mine: str, among: int = 0) -> None:
+    """Compare a digest over all ranks that give the same ``among``.
+
+    Raises LoweringError on every rank, naming those that differ from the first of theirs.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (among, mine))
+    first: dict[int, str] = {}
+    different = [rank for rank, (part, digest) in enumerate(found) if first.setdefault(part, digest) != digest]
     if different:
         raise LoweringError(f"ranks {different} have {what} other than rank 0's: "
                             "do all ranks compile the same model with the same inputs and options?")

@@ -55,6 +55,54 @@ def bind(mesh: DeviceMesh) -> dict[str, Axis]:
     }
 
 
+@dataclass(frozen=True)
+class MeshSite:
+    """Where this rank stands: its place on the pipeline axis, and the mesh that its stage is sharded over.
+
+    ``whole`` is the mesh as given; ``mesh`` is the same without its first axis when that is a pipeline.
+    """
+
+    whole: DeviceMesh
+    mesh: DeviceMesh
+    pipeline_rank: int
+    pipeline_ranks: int
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return axis_names(self.mesh)
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        return tuple(self.mesh.get_coordinate() or ())
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        return self.whole.get_group(0) if self.pipeline_ranks > 1 else None
+
+
+def site_of(mesh: DeviceMesh, pipeline_ranks: int) -> MeshSite:
+    """This rank's place; the first axis is the pipeline's when that has several ranks.
+
+    Raises MeshError when the first axis has another size than the pipeline.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if pipeline_ranks == 1:
+        return MeshSite(mesh, mesh, 0, 1)
+    if mesh.size(0) != pipeline_ranks:
+        raise MeshError(f"the plan has a pipeline of {pipeline_ranks} ranks and the mesh's first axis "
+                        f"{mesh.size(0)}: the first axis is the pipeline's")
+    names = axis_names(mesh)
+    if mesh.ndim == 1:
+        mesh = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(1), mesh_dim_names=(*names, "alone"))
+    elif mesh.mesh_dim_names is None:
+        mesh = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise MeshError(f"rank {dist.get_rank()} is not on the mesh {mesh}")
+    return MeshSite(mesh, mesh[axis_names(mesh)[1:]], coordinate[0], pipeline_ranks)
+
+
 @contextmanager
 def use(axes: Mapping[str, Axis]) -> Iterator[None]:
     """Run emitted code on these axes."""

@@ -4,42 +4,76 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture import canonical_call
+from autoparallel.capture import OpGraph, Ref, canonical_call
 from autoparallel.errors import InputError
+from autoparallel.hybrid import MicroBatches, Stages
 from autoparallel.layout import INVARIANT, Layout, local_box, to_torch
 from autoparallel.lower.emit import Program
-from autoparallel.plans import Plan
+from autoparallel.plans import Hybrid, Plan
 from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime import groups, initialise, rng
+from autoparallel.runtime.interpret import values_of
+from autoparallel.runtime.step import StepRunner
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One traced call form: its plan, strategy space and this rank's program."""
+    """One traced call form: its plan, the strategy space of one turn, and this rank's programs by stage."""
 
     plan: Plan
     space: StrategySpace
-    program: Program
+    micro: MicroBatches
+    stages: Stages
+    programs: Mapping[int, Program]
+
+    @property
+    def program(self) -> Program:
+        """The program of a form that is one stage."""
+        if len(self.stages) > 1:
+            raise InputError(f"the model is cut into {len(self.stages)} pipeline stages: it runs by step(...)")
+        return self.programs[0]
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
+        """Layouts of the parameters that this rank has."""
         return {
             site.path: layout
-            for site, layout in zip(self.program.placeholders, self.program.placeholder_layouts, strict=True)
+            for program in self.programs.values()
+            for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
             if site.kind == "parameter"
         }
 
+    @property
+    def elsewhere(self) -> set[str]:
+        """Parameters that only other stages have."""
+        read = {site.path for site in self.space.sites if site.kind == "parameter"}
+        return read - set(self.parameter_layouts) if len(self.stages) > 1 else set()
 
-#: (model in the right mode, args, kwargs, layouts of parameters placed already) -> Compiled
-Compile = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], Mapping[str, Layout]], Compiled]
+    @cached_property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """Parameters of several ranks of the pipeline, with these ranks."""
+        found = {}
+        for index in self.stages.shared:
+            stages = [s for s, part in enumerate(self.stages.parts) if index in part.sites]
+            ranks = tuple(sorted({s % self.plan.hybrid.pipeline_ranks for s in stages}))
+            if len(ranks) > 1:
+                found[self.space.sites[index].path] = ranks
+        return found
+
+
+#: (model in the right mode, args, kwargs, layouts of parameters placed already, whether the form is plain: in one turn
+#: and one stage whatever the plan) -> Compiled
+Compile = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], Mapping[str, Layout], bool], Compiled]
 
 
 class ParallelModule(nn.Module):
@@ -50,10 +84,9 @@ class ParallelModule(nn.Module):
     or eval) is traced and planned anew, with the parameters where they are.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, compile_call: Compile) -> None:
+    def __init__(self, model: nn.Module, site: groups.MeshSite, hybrid: Hybrid, compile_call: Compile) -> None:
         super().__init__()
-        axes = groups.bind(mesh)
-        self._state = _State(model, mesh, axes, compile_call)
+        self._state = _State(model, site, hybrid, compile_call)
         self.training = model.training
 
     # --- what a user asks ---------------------------------------------------------------------------------------
@@ -65,24 +98,29 @@ class ParallelModule(nn.Module):
 
     @property
     def mesh(self) -> DeviceMesh:
-        return self._state.mesh
+        """The mesh as given (parameters lie on it, or on this rank's stage of it)."""
+        return self._state.site.whole
 
     def program(self) -> torch.fx.GraphModule:
-        """This rank's program, for reading: ``parallel.program().print_readable()``."""
-        return self._first().program.module
+        """This rank's (first) program, for reading: ``parallel.program().print_readable()``."""
+        return next(iter(self._first().programs.values())).module
 
-    def trace(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Compiled:
-        """Trace, plan and lower the call ``self(*args, **kwargs)``, and place the parameters, without running it."""
+    def trace(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, step: bool = True) -> Compiled:
+        """Trace, plan and lower the call ``self(*args, **kwargs)``, and place the parameters, without running it.
+
+        ``step``: as `step` runs it, in its turns and stages; else as one forward.
+        """
         state = self._state
         args, kwargs = canonical_call(args, kwargs or {})
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (str(spec), tuple(_form(leaf) for leaf in leaves), self.training)
+        plain = not step or state.hybrid.is_plain
+        key = (str(spec), tuple(_form(leaf) for leaf in leaves), self.training, plain)
         if key not in state.forms:
             state.model.train(self.training)
             on_meta = any(p.device.type == "meta" for p in state.model.parameters())
-            plain = [_as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(plain, spec)
-            compiled = state.compile_call(state.model, args, kwargs, state.layouts)
+            shapes = [_as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(shapes, spec)
+            compiled = state.compile_call(state.model, args, kwargs, state.layouts, plain and not state.hybrid.is_plain)
             if not state.forms:
                 self._place(compiled)
             state.forms[key] = compiled
@@ -90,21 +128,24 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
-        compiled = self.trace(args, kwargs)
+        if not state.forms:
+            self.trace(args, kwargs)
+        if state.hybrid.stages > 1:
+            raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
+                             "parallel.step(...), which runs forward and backward of a whole step")
+        compiled = self.trace(args, kwargs, step=False)
         program, space = compiled.program, compiled.space
         leaves = pytree.tree_leaves(canonical_call(args, kwargs))
         with groups.use(state.axes):
             local = [
                 self._local_input(leaves[int(site.path)], layout) if site.kind == "input"
-                else self._local_state(site.path, space)
+                else self._local_state(site.path, space.graph)
                 for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
             ]
             with rng.use_seed(rng.mix(state.seed, state.calls)):
-                outputs, updates = program.module(*local)
+                outputs, updates, _ = program.module(*local)
         state.calls += 1
-        with torch.no_grad():
-            for name, value in zip(program.updates, updates, strict=True):
-                self.get_buffer(name).copy_(value)
+        self._update(program.updates, updates)
         results = [
             value if layout is None else self._global_output(value, layout, space, number)
             for number, (value, layout) in enumerate(zip(outputs, program.output_layouts, strict=True))
@@ -112,17 +153,81 @@ class ParallelModule(nn.Module):
         return pytree.tree_unflatten(results, space.graph.out_spec)
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of one step; returns the loss, detached.
+        """Forward and backward of one step over the whole batch; returns the loss, detached.
 
-        The model must return a scalar, or a structure with a ``loss``.
+        The model must return a scalar loss: alone, first in a tuple, or as ``loss`` of a structure. With
+        micro-batches and pipeline stages it is the same step, in turns; every rank returns the loss.
         """
-        output = self(*args, **kwargs)
-        loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-        if loss is None or loss.dim() != 0:
-            raise InputError(f"step needs a scalar loss; the model returned {type(output).__name__}: return the loss, "
-                             "or a structure with an attribute `loss`")
-        loss.backward()
-        return loss.detach()
+        state = self._state
+        compiled = self.trace(args, kwargs)
+        leaves = pytree.tree_leaves(canonical_call(args, kwargs))
+        key = id(compiled)
+        if key not in state.runners:
+            state.runners[key] = StepRunner(
+                compiled.programs, compiled.micro.loss, compiled.plan.hybrid, state.axes, state.site.pipeline_group,
+                state.device,
+            )
+        feeds = self._feeds(compiled, leaves)
+        held = self._take_shared_gradients(compiled)
+        loss = state.runners[key].run(
+            lambda program: [self._local_state(site.path, compiled.space.graph) for site in program.placeholders
+                             if site.kind == "parameter"],
+            lambda program, turn: [
+                self._local_input(feeds[int(site.path)][turn], layout) if site.kind == "input"
+                else self._local_state(site.path, compiled.space.graph)
+                for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+                if site.kind != "parameter"
+            ],
+            rng.mix(state.seed, state.calls),
+        )
+        state.calls += 1
+        for module in state.runners[key].modules.values():
+            self._update(module.program.updates, module.updates)
+        self._add_shared_gradients(compiled, held)
+        return loss
+
+    def _update(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in zip(names, values, strict=True):
+                self.get_buffer(name).copy_(value)
+
+    def _feeds(self, compiled: Compiled, leaves: Sequence[Any]) -> list[list[Any]]:
+        """Each input of the turns' program, turn by turn."""
+        state, micro = self._state, compiled.micro
+        if micro.count == 1:
+            return [[leaf] for leaf in leaves]
+        known: dict[Ref, torch.Tensor] = {}
+        for node in micro.whole.of_kind("input"):
+            leaf = leaves[int(node.path)]
+            known[Ref(node.index)] = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).to(state.device)
+        for node in micro.whole.of_kind("buffer"):
+            known[Ref(node.index)] = self._local_state(node.path, micro.whole)
+        with torch.no_grad():
+            values = values_of(micro.whole, [feed.ref for feed in micro.feeds], known, state.device)
+        return [
+            list(values[feed.ref].chunk(micro.count, feed.dim)) if feed.dim >= 0 else [values[feed.ref]] * micro.count
+            for feed in micro.feeds
+        ]
+
+    def _take_shared_gradients(self, compiled: Compiled) -> dict[str, torch.Tensor | None]:
+        """Put aside the gradients (of earlier steps) of parameters that several stages have."""
+        found = {}
+        for name in compiled.shared:
+            if name in compiled.parameter_layouts:
+                parameter = self.get_parameter(name)
+                found[name], parameter.grad = parameter.grad, None
+        return found
+
+    def _add_shared_gradients(self, compiled: Compiled, held: Mapping[str, torch.Tensor | None]) -> None:
+        """Add up the gradients that stages have of a parameter that they share."""
+        for name, ranks in sorted(compiled.shared.items()):
+            if name in held:
+                parameter = self.get_parameter(name)
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(cast(DTensor, parameter.grad).to_local(), group=self._state.shared_groups[ranks])
+                if (before := held[name]) is not None:
+                    parameter.grad += before
 
     def manual_seed(self, seed: int) -> None:
         """Restart the random ops (dropout) from this seed; the same on all ranks."""
@@ -135,6 +240,8 @@ class ParallelModule(nn.Module):
         tensors. Each rank keeps its own piece only.
         """
         args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        if not self._state.hybrid.is_plain:
+            raise InputError("a step in micro-batches or stages takes the whole batch: call step(...) with it as it is")
         compiled = self.trace(args, kwargs)
         leaves, spec = pytree.tree_flatten(canonical_call(args, kwargs))
         for site, layout in zip(compiled.program.placeholders, compiled.program.placeholder_layouts, strict=True):
@@ -192,16 +299,20 @@ class ParallelModule(nn.Module):
         """Make the module tree with the original's names: parameters as DTensors, buffers whole on every rank."""
         state = self._state
         model, mesh = state.model, state.mesh
-        layouts = compiled.parameter_layouts
+        layouts, elsewhere = compiled.parameter_layouts, compiled.elsewhere
+        state.make_shared_groups(sorted(set(compiled.shared.values())))
         everywhere = (INVARIANT,) * mesh.ndim
         placed: dict[int, nn.Parameter | torch.Tensor] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
+            value = state.same_on_pipeline(parameter.detach())
+            if compiled.micro.whole.aliases.get(name, name) in elsewhere:
+                continue
             owner, leaf = initialise.container(self, name)
             if id(parameter) not in placed:
                 layout = layouts.get(name, everywhere)
                 state.layouts[name] = layout
                 placed[id(parameter)] = nn.Parameter(
-                    initialise.place(parameter.detach(), mesh, layout, state.device), parameter.requires_grad
+                    initialise.place(value, mesh, layout, state.device), parameter.requires_grad
                 )
             owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
         for path, owner_module in model.named_modules():
@@ -210,15 +321,16 @@ class ParallelModule(nn.Module):
                     name = f"{path}.{leaf}" if path else leaf
                     owner, _ = initialise.container(self, name)
                     if id(buffer) not in placed:
-                        placed[id(buffer)] = initialise.same_everywhere(buffer.detach(), mesh, state.device)
+                        value = state.same_on_pipeline(buffer.detach())
+                        placed[id(buffer)] = initialise.same_everywhere(value, mesh, state.device)
                     owner._buffers[leaf] = placed[id(buffer)]
                     if leaf in owner_module._non_persistent_buffers_set:
                         owner._non_persistent_buffers_set.add(leaf)
         self.train(self.training)
 
-    def _local_state(self, path: str, space: StrategySpace) -> torch.Tensor:
-        if path in space.graph.constant_tensors:
-            return space.graph.constant_tensors[path].to(self._state.device)
+    def _local_state(self, path: str, graph: OpGraph) -> torch.Tensor:
+        if path in graph.constant_tensors:
+            return graph.constant_tensors[path].to(self._state.device)
         owner, leaf = initialise.container(self, path)
         value = getattr(owner, leaf)
         if value.device.type == "meta":
@@ -253,18 +365,39 @@ class _State:
     """What the module keeps beside its parameters."""
 
     model: nn.Module
-    mesh: DeviceMesh
-    axes: Mapping[str, groups.Axis]
+    site: groups.MeshSite
+    hybrid: Hybrid
     compile_call: Compile
 
     def __post_init__(self) -> None:
+        self.mesh = self.site.mesh
+        self.axes = groups.bind(self.mesh)
         self.forms: dict[Any, Compiled] = {}
+        self.runners: dict[int, StepRunner] = {}
         self.layouts: dict[str, Layout] = {}
+        self.shared_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.calls = 0
         self.seed = initialise.shared_seed(torch.initial_seed())
         self.device = torch.device(self.mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def make_shared_groups(self, ranks_together: Sequence[tuple[int, ...]]) -> None:
+        """Process groups of these ranks of the pipeline, beside each place in a stage. All ranks call this."""
+        for ranks in ranks_together:
+            for column in self.site.whole.mesh.flatten(1).t().tolist():
+                group = dist.new_group([column[rank] for rank in ranks])
+                if dist.get_rank() in column and self.site.pipeline_rank in ranks:
+                    self.shared_groups[ranks] = group
+
+    def same_on_pipeline(self, value: torch.Tensor) -> torch.Tensor:
+        """A value as the pipeline's first rank has it."""
+        group = self.site.pipeline_group
+        if group is None or value.device.type == "meta":
+            return value
+        value = value.to(self.device).clone()
+        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+        return value
 
 
 def _form(leaf: Any) -> Any:

@@ -1,0 +1,178 @@
+"""Pipeline stages: a program cut anywhere between its ops into parts that run on different devices.
+
+All stages share one strategy space and one plan, so a value that crosses a cut has one layout. What does not depend on
+the inputs (views of weights) goes to every stage that reads it, and so does what depends neither on parameters nor on
+a gradient (masks, positions): computing it again is cheaper than sending it. A value that is read further down (skip
+connections, an encoder's output) travels through the stages between.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoparallel.errors import InfeasibleError, InputError, PlanError
+from autoparallel.lower.emit import Part, Value
+from autoparallel.plans import Hybrid
+from autoparallel.pricing import SpacePricer
+from autoparallel.rules.space import Label, StrategySpace
+
+
+@dataclass(frozen=True)
+class Stages:
+    """``parts`` in order; ``shared`` are parameters (sites) of several stages, whose gradients must be added up."""
+
+    parts: tuple[Part, ...]
+    shared: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a program computes from what: ``main`` sites in order (ops and hubs on the way from input to loss),
+    and ``repeated`` ones, which every stage that needs them runs itself."""
+
+    space: StrategySpace
+    main: tuple[int, ...]
+    repeated: frozenset[int]
+
+
+def flow_of(space: StrategySpace, loss: int) -> Flow:
+    """The sites on which the loss and the buffers' new values depend."""
+    needed = _needed(space, [s.index for s in space.sites if s.kind == "update" or s.name == f"output:{loss}"])
+    fed: set[int] = set()  # from an input, through something with a gradient or a parameter
+    plain: set[int] = set()  # neither parameters nor gradients
+    for site in space.sites:
+        sources = [k.source for k in space.links_into.get(site.index, ())]
+        s = space.strategies[site.index]
+        random = s.rule is not None and s.rule.random
+        if site.kind in ("input", "buffer"):
+            if not s.output_metas[0].requires_grad:
+                plain.add(site.index)
+            else:
+                fed.add(site.index)
+        elif site.kind != "parameter" and not random and sources and all(k in plain for k in sources):
+            plain.add(site.index)
+        elif site.kind != "parameter" and (random or any(k in plain or k in fed for k in sources)):
+            fed.add(site.index)
+    kinds = ("op", "hub")
+    main = tuple(s.index for s in space.sites if s.kind in kinds and s.index in fed and s.index in needed)
+    return Flow(space, main, frozenset(s.index for s in space.sites if s.index in needed) - set(main))
+
+
+def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
+    needed: set[int] = set()
+    stack = list(ends)
+    while stack:
+        index = stack.pop()
+        if index not in needed:
+            needed.add(index)
+            stack.extend(k.source for k in space.links_into.get(index, ()))
+    return needed
+
+
+def place_cuts(pricer: SpacePricer, labels: Sequence[Label], loss: int | None, count: int) -> tuple[str, ...]:
+    """Names of the sites at which stages 1 .. count - 1 begin, so that their predicted seconds are even."""
+    space = pricer.space
+    seconds = np.zeros(len(space))
+    for site, s, label in zip(space.sites, space.strategies, labels, strict=True):
+        if site.kind == "op":
+            seconds[site.index] = pricer.prices.op(s).total_s[s.position[label]]
+    cuts = cut_evenly(flow_of(space, _loss(loss)), seconds, count)
+    return tuple(space.sites[index].name for index in cuts)
+
+
+def stages_of(space: StrategySpace, loss: int | None, hybrid: Hybrid) -> Stages:
+    """The stages of a plan; a program without a pipeline is one stage of all sites.
+
+    Raises PlanError when a cut is not at an op on the way to the loss.
+    """
+    if hybrid.stages == 1:
+        return Stages((Part(frozenset(range(len(space)))),), ())
+    flow = flow_of(space, _loss(loss))
+    places = {space.sites[index].name: index for index in flow.main if space.sites[index].kind == "op"}
+    unknown = [name for name in hybrid.cuts if name not in places]
+    cuts = sorted(places[name] for name in hybrid.cuts if name in places)
+    if unknown or len(set(cuts)) != hybrid.stages - 1:
+        raise PlanError(f"cuts {list(hybrid.cuts)} do not make {hybrid.stages} stages: "
+                        + (f"{unknown} are no ops on the way to the loss" if unknown else "each must be another op"))
+    return cut(flow, cuts, _loss(loss))
+
+
+def _loss(loss: int | None) -> int:
+    if loss is None:
+        raise InputError("a pipeline needs a scalar loss: return the loss from the model, alone, first in a tuple, or "
+                         "as `loss` of a structure")
+    return loss
+
+
+def cut_evenly(flow: Flow, seconds: np.ndarray, count: int) -> tuple[int, ...]:
+    """Sites at which stages 1 .. count - 1 begin, with seconds (by site) as even as a cut between ops allows.
+
+    Raises InfeasibleError when there are fewer ops than stages.
+    """
+    ops = [i for i in flow.main if flow.space.sites[i].kind == "op"]
+    if len(ops) < count:
+        raise InfeasibleError(f"{len(ops)} ops cannot be cut into {count} pipeline stages: take at most {len(ops)}")
+    before = np.concatenate([[0.0], np.cumsum(seconds[ops])])
+    cuts: list[int] = []
+    for stage in range(1, count):
+        low, high = (cuts[-1] + 1 if cuts else 1), len(ops) - (count - stage)
+        want = before[-1] * stage / count
+        cuts.append(int(np.clip(np.argmin(np.abs(before - want)), low, high)))
+    return tuple(ops[c] for c in cuts)
+
+
+def cut(flow: Flow, cuts: Sequence[int], loss: int) -> Stages:
+    """The stages that begin at these sites (the first begins with the program)."""
+    space, count = flow.space, len(cuts) + 1
+    stage_of = {index: bisect_right(cuts, index) for index in flow.main}
+    for index in flow.main:  # a hub reads where its value is made
+        if space.sites[index].kind == "hub":
+            stage_of[index] = stage_of[space.links_into[index][0].source]
+    for site in space.sites:
+        if site.name == f"output:{loss}":
+            stage_of[site.index] = count - 1
+        elif site.kind == "update":
+            stage_of[site.index] = max(
+                (stage_of[k.source] for k in space.links_into[site.index] if k.source in stage_of), default=0
+            )
+    sites = [_with_repeated(flow, {i for i, s in stage_of.items() if s == stage}, stage_of) for stage in range(count)]
+    crossing = _crossing(space, sites, stage_of)
+    parts = []
+    for stage in range(count):
+        received = tuple(v for v, (made, used) in crossing.items() if made < stage <= used)
+        sent = tuple(v for v, (made, used) in crossing.items() if made <= stage < used)
+        parts.append(Part(frozenset(sites[stage]), received, sent))
+    parameters = [s.index for s in space.sites if s.kind == "parameter"]
+    shared = tuple(p for p in parameters if sum(p in s for s in sites) > 1)
+    return Stages(tuple(parts), shared)
+
+
+def _with_repeated(flow: Flow, own: set[int], stage_of: dict[int, int]) -> set[int]:
+    """The stage's own sites and all repeated ones on which they depend."""
+    found, stack = set(own), list(own)
+    while stack:
+        for link in flow.space.links_into.get(stack.pop(), ()):
+            if link.source not in stage_of and link.source not in found:
+                found.add(link.source)
+                stack.append(link.source)
+    return found
+
+
+def _crossing(space: StrategySpace, sites: Sequence[set[int]], stage_of: dict[int, int]
+              ) -> dict[Value, tuple[int, int]]:
+    """For each value that a later stage reads: (the stage that makes it, the last that reads it), in order."""
+    last: dict[Value, int] = {}
+    for stage, members in enumerate(sites):
+        for index in members:
+            for link in space.links_into.get(index, ()):
+                if link.source in stage_of and stage_of[link.source] < stage:
+                    value = (link.source, link.output)
+                    last[value] = max(last.get(value, 0), stage)
+    return {value: (stage_of[value[0]], used) for value, used in sorted(last.items())}

@@ -1,0 +1,68 @@
+"""What a plan decides beside layouts: stages, micro-batches, when gradients are reduced, what is recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoparallel.errors import PlanError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """How one step runs.
+
+    ``micro_batches``: turns over the batch. ``stages``: pipeline stages over the mesh's pipeline axis of
+    ``pipeline_ranks`` (a multiple of it: each rank has ``stages / pipeline_ranks``); ``cuts`` are the sites at which
+    stages 1, 2, ... begin. ``zero_stage``: how long a gathered parameter lives and when gradients are reduced:
+
+        0, 1   gathered once per step, gradients added up whole and reduced at its end
+        2      gathered once per step, gradients reduced after each turn (only a piece is kept)
+        3      gathered anew in each turn and dropped after it, gradients reduced after each turn
+
+    (whether a parameter is stored in pieces at all is its layout's business). ``recompute``: what backward computes
+    again instead of keeping: nothing, all but products, attention and collectives ("selective"), or whole blocks.
+    """
+
+    micro_batches: int = 1
+    stages: int = 1
+    pipeline_ranks: int = 1
+    schedule: str = "1f1b"
+    cuts: tuple[str, ...] = ()
+    zero_stage: int = 3
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise PlanError(f"unknown schedule {self.schedule!r}; there are {list(SCHEDULES)}")
+        if self.recompute not in RECOMPUTE:
+            raise PlanError(f"unknown recompute {self.recompute!r}; there are {list(RECOMPUTE)}")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise PlanError(f"unknown zero_stage {self.zero_stage!r}; there are 0, 1, 2 and 3")
+        if self.stages % self.pipeline_ranks:
+            raise PlanError(f"{self.stages} pipeline stages on {self.pipeline_ranks} ranks: each rank must have the "
+                            f"same number; take a multiple of {self.pipeline_ranks}")
+        if self.stages > 1 and self.pipeline_ranks == 1:
+            raise PlanError(f"{self.stages} pipeline stages need a pipeline axis of at least two ranks")
+        per_rank = self.stages // self.pipeline_ranks
+        if per_rank > 1 and self.schedule in ("gpipe", "1f1b"):
+            raise PlanError(f"schedule {self.schedule!r} runs one stage per rank, and {self.stages} stages on "
+                            f"{self.pipeline_ranks} ranks are {per_rank}: take 'interleaved' or 'zero_bubble'")
+        if self.schedule == "1f1b" and self.stages > 1 and self.micro_batches < self.stages:
+            raise PlanError(f"schedule '1f1b' needs at least as many micro-batches as its {self.stages} stages, not "
+                            f"{self.micro_batches}: take more, or schedule='gpipe'")
+        rounds = max(1, self.micro_batches // self.pipeline_ranks)
+        if self.schedule in ("interleaved", "zero_bubble") and self.micro_batches % rounds:
+            raise PlanError(f"schedule {self.schedule!r} needs micro-batches in rounds of {self.pipeline_ranks}, and "
+                            f"{self.micro_batches} are not: take a multiple of {self.pipeline_ranks}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is one forward and one backward of the whole program."""
+        return self.micro_batches == 1 and self.stages == 1
+
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The stages of one rank of the pipeline axis (dealt out in turn)."""
+        return tuple(range(pipeline_rank, self.stages, self.pipeline_ranks))

@@ -1,0 +1,124 @@
+"""One training step in turns: parameters are read, each micro-batch runs forward and backward, gradients are reduced.
+
+Without a pipeline the turns run one after the other here; with one, torch's schedule runs them (`pipeline.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoparallel.errors import InputError
+from autoparallel.lower.emit import Program
+from autoparallel.lower.reads import gathered_each_turn, split_reads
+from autoparallel.plans import Hybrid
+from autoparallel.runtime import groups, rng
+from autoparallel.runtime.groups import Axis
+from autoparallel.runtime.pipeline import Pipeline
+
+
+class TurnModule(nn.Module):
+    """One stage's program as it runs turn by turn.
+
+    Its parameters are the values that turns read, made once per step from the real ones; gradients add up in them.
+    """
+
+    def __init__(self, program: Program, loss: int | None, zero_stage: int, axes: Mapping[str, Axis]) -> None:
+        super().__init__()
+        self.program, self.loss, self.axes = program, loss, axes
+        self.each_turn = zero_stage >= 2
+        split = split_reads(program, gathered_each_turn if zero_stage == 3 else lambda node: False)
+        self.reads, self.turn = split.reads, split.turn
+        self.received = program.received
+        outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
+        self.results = (outputs[loss],) if loss is not None else program.sent
+        self.leaves = nn.ParameterList()
+        self.updates: tuple[torch.Tensor, ...] = ()
+
+    def begin(self, parameters: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], seed: int) -> None:
+        """Read the parameters (local tensors); ``inputs`` are the other placeholders' tensors, turn by turn."""
+        with groups.use(self.axes):
+            self.values = self.reads(*parameters)
+        self.inputs, self.seed = inputs, seed
+        self.leaves = nn.ParameterList(nn.Parameter(v.detach(), requires_grad=v.requires_grad) for v in self.values)
+        if self.each_turn:
+            for leaf, value in zip(self.leaves, self.values, strict=True):
+                if value.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(_reduce_now(value))
+
+    def forward(self, *received: torch.Tensor, turn: int) -> tuple[torch.Tensor, ...]:
+        with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, turn)):
+            outputs, self.updates, sent = self.turn(*self.leaves, *self.inputs[turn],
+                                                    *(_Boundary.apply(x) for x in received))
+        if self.loss is not None:
+            return (outputs[self.loss],)
+        return tuple(_Boundary.apply(x) for x in sent)
+
+    def finish(self) -> None:
+        """Reduce what gradients are still to be reduced, into the parameters' own."""
+        found = [(v, leaf.grad) for v, leaf in zip(self.values, self.leaves, strict=True) if leaf.grad is not None]
+        if found:
+            torch.autograd.backward([v for v, _ in found], [g for _, g in found])
+        self.values, self.inputs, self.leaves = (), (), nn.ParameterList()
+
+
+class _Boundary(torch.autograd.Function):
+    """A value as stages exchange it: contiguous in both directions, and no view (torch's zero-bubble schedule detaches
+    what a stage returns in place)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+def _reduce_now(value: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def reduce(leaf: torch.Tensor) -> None:
+        torch.autograd.backward([value], [leaf.grad], retain_graph=True)
+        leaf.grad = None
+
+    return reduce
+
+
+def run_turns(module: TurnModule, count: int) -> torch.Tensor:
+    """All turns of a program that is one stage; returns the sum of their losses."""
+    losses = []
+    for turn in range(count):
+        (loss,) = module(turn=turn)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
+
+
+class StepRunner:
+    """Runs steps of one compiled program on this rank; ``programs`` by stage index."""
+
+    def __init__(self, programs: Mapping[int, Program], loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis],
+                 pipeline_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        if loss is None:
+            raise InputError("step needs a scalar loss: return the loss from the model, alone, first in a tuple, or as "
+                             "`loss` of a structure")
+        self.micro_batches = hybrid.micro_batches
+        self.modules = {
+            index: TurnModule(program, loss if index == hybrid.stages - 1 else None, hybrid.zero_stage, axes)
+            for index, program in programs.items()
+        }
+        self.pipeline = Pipeline(hybrid, self.modules, pipeline_group, device) if pipeline_group is not None else None
+
+    def run(self, parameters: Callable[[Program], list[torch.Tensor]],
+            inputs: Callable[[Program, int], list[torch.Tensor]], seed: int) -> torch.Tensor:
+        """Forward and backward of one step; returns its loss. Gradients are in the parameters afterwards."""
+        for module in self.modules.values():
+            turns = [inputs(module.program, turn) for turn in range(self.micro_batches)]
+            module.begin(parameters(module.program), turns, seed)
+        loss = self.pipeline.run() if self.pipeline else run_turns(self.modules[0], self.micro_batches)
+        for module in self.modules.values():
+            module.finish()
+        return loss
