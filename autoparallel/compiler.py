@@ -60,7 +60,7 @@ class Options:
 
     def hybrid(self, pipeline_ranks: int) -> Hybrid:
         """How a step runs, on so many ranks of the pipeline axis. Raises PlanError for what does not go together."""
-        zero_stage = 3 if self.zero_stage is None else self.zero_stage
+        zero_stage = 2 if self.zero_stage is None else self.zero_stage
         return Hybrid(self.micro_batches, self.pipeline_stages, pipeline_ranks, self.schedule, (), zero_stage,
                       self.recompute)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import autoparallel
-from autoparallel.capture import capture
+from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.hybrid import split_batch
+from autoparallel.hybrid.stages import cut_evenly, flow_of
 from autoparallel.plans import Hybrid
+from autoparallel.rules.space import StrategySpace
 from tests.models import CASES
 from tests.ranks import mesh_of
 from tests.reference import (
@@ -58,7 +61,8 @@ def assert_one_process(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], 
     )
     for trained in found:
         assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
-        everything = Trained(0, [], expected.gradients | trained.gradients, expected.parameters | trained.parameters, {})
+        everything = Trained(0, [], expected.gradients | trained.gradients, expected.parameters | trained.parameters,
+                             {})
         assert_same_gradients(everything.gradients, expected)
         assert_same_parameters(everything.parameters, expected, 1e-4 if optimizer == "adamw" else 1e-5)
     assert {name for trained in found for name in trained.parameters} == set(expected.parameters)
@@ -93,3 +97,58 @@ def test_zero_stages_with_micro_batches(ranks: Any, zero_stage: int) -> None:
 ])
 def test_pipelines(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options) -> None:
     assert_one_process(ranks, case_name, mesh_shape, {"pipeline_stages": 2, **options})
+
+
+@pytest.mark.parametrize(("case_name", "options"), [
+    ("llama", {"recompute": "full"}),
+    ("gpt2", {"recompute": "selective", "micro_batches": 2}),
+    ("bert", {"recompute": "full", "micro_batches": 4, "zero_stage": 3}),
+    ("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2}),
+    ("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
+])
+def test_recompute(ranks: Any, case_name: str, options: Options) -> None:
+    assert_one_process(ranks, case_name, (2, 2), options)
+
+
+@pytest.mark.parametrize(("options", "parts"), [
+    ({"schedule": "gpip"}, ("unknown schedule 'gpip'", "gpipe")),
+    ({"recompute": "some"}, ("unknown recompute 'some'", "selective")),
+    ({"zero_stage": 4}, ("unknown zero_stage 4",)),
+    ({"stages": 3, "pipeline_ranks": 2}, ("3 pipeline stages on 2 ranks", "a multiple of 2")),
+    ({"stages": 4, "pipeline_ranks": 2, "micro_batches": 4}, ("one stage per rank", "interleaved")),
+    ({"stages": 4, "pipeline_ranks": 4, "micro_batches": 3}, ("at least as many micro-batches", "gpipe")),
+    ({"stages": 2, "pipeline_ranks": 2, "micro_batches": 3, "schedule": "zero_bubble"}, ()),
+    ({"stages": 2, "pipeline_ranks": 2, "micro_batches": 5, "schedule": "zero_bubble"}, ("rounds of 2",)),
+    ({"stages": 2, "pipeline_ranks": 2, "micro_batches": 2, "schedule": "zero_bubble", "recompute": "selective"},
+     ("two parts", "'full'")),
+])
+def test_what_does_not_go_together_is_refused(options: Options, parts: tuple[str, ...]) -> None:
+    if not parts:
+        Hybrid(**options)
+        return
+    with pytest.raises(PlanError) as error:
+        Hybrid(**options)
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+def graph_of(case_name: str) -> OpGraph:
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    return capture(case.build(), args, kwargs)
+
+
+def test_micro_batches_that_do_not_divide_name_those_that_do() -> None:
+    with pytest.raises(InputError, match=r"3 micro-batches do not divide the batch of 8: take one of \[1, 2, 4, 8\]"):
+        split_batch(graph_of("mlp"), 3)
+
+
+def test_batch_norm_cannot_be_split() -> None:
+    with pytest.raises(InfeasibleError, match=r"computes across its samples.*Use micro_batches=1"):
+        split_batch(graph_of("resnet"), 2)
+
+
+def test_more_stages_than_ops() -> None:
+    micro = split_batch(graph_of("mlp"), 1)
+    space = StrategySpace(micro.body, (2,))
+    with pytest.raises(InfeasibleError, match="cannot be cut into 50 pipeline stages: take at most"):
+        cut_evenly(flow_of(space, 0), np.ones(len(space)), 50)

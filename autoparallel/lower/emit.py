@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.capture import Ref, TensorMeta
+from autoparallel.capture.blocks import block_path
 from autoparallel.capture.graph import Node
 from autoparallel.layout import Layout, Step, local_box, local_shape, pieces
 from autoparallel.layout.shapes import piece_of
@@ -136,7 +137,8 @@ class _Emitter:
 
     def _describe(self, node: FxNode, site: Site, meta: TensorMeta, layout: Layout) -> FxNode:
         local = local_shape(meta.shape, layout, self.space.mesh_shape, self.coordinate)
-        node.meta.update(layout=layout, global_meta=meta, site=site.index,
+        path = self.space.graph.nodes[site.node].module_path if site.kind == "op" else ""
+        node.meta.update(layout=layout, global_meta=meta, site=site.index, block=block_path(path),
                          val=torch.empty(local, dtype=meta.dtype, device="meta"))
         return node
 

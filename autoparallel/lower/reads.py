@@ -21,10 +21,11 @@ from autoparallel.lower.emit import Program
 @dataclass(frozen=True)
 class Turn:
     """A program in two: ``reads(*parameters)`` and ``turn(*values, *rest)``, where ``rest`` are the program's other
-    placeholders in order."""
+    placeholders in order. ``gathers`` tells the steps of ``turn`` that gather parameters."""
 
     reads: GraphModule
     turn: GraphModule
+    gathers: Callable[[FxNode], bool]
 
 
 def gathered_each_turn(node: FxNode) -> bool:
@@ -44,7 +45,13 @@ def split_reads(program: Program, stays: Callable[[FxNode], bool] = lambda node:
         if "step" in node.meta and node.args[0] in early and not stays(node):
             early[node] = None
     frontier = [n for n in early if any(user not in early for user in n.users)]
-    return Turn(_reads(parameters, list(early), frontier), _turn(nodes, set(early), frontier))
+    late: dict[FxNode, None] = {}
+    for node in nodes:
+        if "step" in node.meta and node not in early and (node.args[0] in early or node.args[0] in late):
+            late[node] = None
+    turn = _turn(nodes, set(early), frontier)
+    names_late = {n.name for n in late if gathered_each_turn(n)}
+    return Turn(_reads(parameters, list(early), frontier), turn, lambda node: node.name in names_late)
 
 
 def _reads(parameters: list[FxNode], early: list[FxNode], frontier: list[FxNode]) -> GraphModule:

@@ -20,7 +20,7 @@ class Hybrid:
 
         0, 1   gathered once per step, gradients added up whole and reduced at its end
         2      gathered once per step, gradients reduced after each turn (only a piece is kept)
-        3      gathered anew in each turn and dropped after it, gradients reduced after each turn
+        3      gathered for each use in each turn, forward and again backward; gradients reduced after each turn
 
     (whether a parameter is stored in pieces at all is its layout's business). ``recompute``: what backward computes
     again instead of keeping: nothing, all but products, attention and collectives ("selective"), or whole blocks.
@@ -31,7 +31,7 @@ class Hybrid:
     pipeline_ranks: int = 1
     schedule: str = "1f1b"
     cuts: tuple[str, ...] = ()
-    zero_stage: int = 3
+    zero_stage: int = 2
     recompute: str = "none"
 
     def __post_init__(self) -> None:
@@ -53,6 +53,9 @@ class Hybrid:
         if self.schedule == "1f1b" and self.stages > 1 and self.micro_batches < self.stages:
             raise PlanError(f"schedule '1f1b' needs at least as many micro-batches as its {self.stages} stages, not "
                             f"{self.micro_batches}: take more, or schedule='gpipe'")
+        if self.schedule == "zero_bubble" and self.stages > 1 and self.recompute == "selective":
+            raise PlanError("schedule 'zero_bubble' runs backward in two parts, and recompute='selective' can run once "
+                            "only: take recompute='full' or another schedule")
         rounds = max(1, self.micro_batches // self.pipeline_ranks)
         if self.schedule in ("interleaved", "zero_bubble") and self.micro_batches % rounds:
             raise PlanError(f"schedule {self.schedule!r} needs micro-batches in rounds of {self.pipeline_ranks}, and "

@@ -113,6 +113,11 @@ def use(axes: Mapping[str, Axis]) -> Iterator[None]:
         _current.reset(token)
 
 
+def bound() -> Mapping[str, Axis]:
+    """The axes that emitted code runs on now."""
+    return _current.get() or {}
+
+
 def current(name: str) -> Axis:
     axes = _current.get()
     if axes is None or name not in axes:

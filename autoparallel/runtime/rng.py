@@ -27,6 +27,11 @@ def use_seed(seed: int) -> Iterator[None]:
         _call_seed.reset(token)
 
 
+def call_seed() -> int:
+    """The seed that random ops of this call have now."""
+    return _call_seed.get()
+
+
 def mix(*parts: int) -> int:
     """A 63-bit hash of integers, the same on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()

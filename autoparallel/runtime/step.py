@@ -6,6 +6,7 @@ Without a pipeline the turns run one after the other here; with one, torch's sch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torch import nn
 from autoparallel.errors import InputError
 from autoparallel.lower.emit import Program
 from autoparallel.lower.reads import gathered_each_turn, split_reads
+from autoparallel.lower.recompute import with_recompute
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import groups, rng
 from autoparallel.runtime.groups import Axis
 from autoparallel.runtime.pipeline import Pipeline
+from autoparallel.runtime.regather import gather_again, regathering
 
 
 class TurnModule(nn.Module):
@@ -27,12 +30,16 @@ class TurnModule(nn.Module):
     Its parameters are the values that turns read, made once per step from the real ones; gradients add up in them.
     """
 
-    def __init__(self, program: Program, loss: int | None, zero_stage: int, axes: Mapping[str, Axis]) -> None:
+    def __init__(self, program: Program, loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis]) -> None:
         super().__init__()
         self.program, self.loss, self.axes = program, loss, axes
-        self.each_turn = zero_stage >= 2
-        split = split_reads(program, gathered_each_turn if zero_stage == 3 else lambda node: False)
+        self.each_turn, self.regathers = hybrid.zero_stage >= 2, hybrid.zero_stage == 3
+        split = split_reads(program, gathered_each_turn if self.regathers else lambda node: False)
         self.reads, self.turn = split.reads, split.turn
+        if self.regathers:
+            self.turn = gather_again(self.turn, split.gathers)
+        if hybrid.recompute != "none":
+            self.turn = with_recompute(self.turn, hybrid.recompute, lambda node: node.meta.get("block"))
         self.received = program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
         self.results = (outputs[loss],) if loss is not None else program.sent
@@ -51,7 +58,8 @@ class TurnModule(nn.Module):
                     leaf.register_post_accumulate_grad_hook(_reduce_now(value))
 
     def forward(self, *received: torch.Tensor, turn: int) -> tuple[torch.Tensor, ...]:
-        with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, turn)):
+        with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, turn)), \
+                regathering() if self.regathers else nullcontext():
             outputs, self.updates, sent = self.turn(*self.leaves, *self.inputs[turn],
                                                     *(_Boundary.apply(x) for x in received))
         if self.loss is not None:
@@ -107,7 +115,7 @@ class StepRunner:
                              "`loss` of a structure")
         self.micro_batches = hybrid.micro_batches
         self.modules = {
-            index: TurnModule(program, loss if index == hybrid.stages - 1 else None, hybrid.zero_stage, axes)
+            index: TurnModule(program, loss if index == hybrid.stages - 1 else None, hybrid, axes)
             for index, program in programs.items()
         }
         self.pipeline = Pipeline(hybrid, self.modules, pipeline_group, device) if pipeline_group is not None else None

@@ -1,0 +1,88 @@
+"""Recompute: blocks of a program that keep their inputs only, and run again when backward needs what was inside.
+
+A block is everything under one index of a module list (`capture.blocks`), as far as it is one piece of the program.
+"full" computes all of it again, collectives too; "selective" keeps the results of matrix products, attention and
+collectives and computes the rest again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule
+from torch.fx import Node as FxNode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autoparallel.lower.emit import item
+from autoparallel.runtime import groups, rng
+
+#: Op classes whose results "selective" keeps; the names are those of `Rule.op_class`.
+KEPT_CLASSES = frozenset({"matmul", "attention", "conv"})
+_KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::convolution",
+         "aten::_flash_attention", "aten::_efficient_attention", "_c10d_functional::")
+
+
+class Recomputed(nn.Module):
+    """A block that is computed again in backward, under the same random numbers and axes."""
+
+    def __init__(self, body: GraphModule, mode: str) -> None:
+        super().__init__()
+        self.body, self.mode = body, mode
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        axes, seed = groups.bound(), rng.call_seed()
+
+        def run(*again: torch.Tensor) -> Any:
+            with groups.use(axes), rng.use_seed(seed):
+                return self.body(*again)
+
+        contexts: dict[str, Any] = {}
+        if self.mode == "selective":
+            contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(_KEPT)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], str | None]) -> GraphModule:
+    """The same program with each run of nodes of one block as a module that is recomputed (full or selective)."""
+    graph = Graph()
+    made: dict[FxNode, FxNode] = {}
+    blocks: dict[str, nn.Module] = {}
+    nodes = list(program.graph.nodes)
+    for block, run in itertools.groupby(nodes, lambda n: block_of(n) if n.op == "call_function" else None):
+        members = list(run)
+        if block is None:
+            for node in members:
+                made[node] = graph.node_copy(node, made.__getitem__)
+            continue
+        inside = set(members)
+        inputs = list(dict.fromkeys(i for n in members for i in n.all_input_nodes if i not in inside))
+        outputs = [n for n in members if any(user not in inside for user in n.users)]
+        name = f"{block.replace('.', '_')}_{len(blocks)}"
+        blocks[name] = Recomputed(_block(members, inputs, outputs), mode)
+        result = graph.call_module(name, tuple(made[i] for i in inputs))
+        for number, node in enumerate(outputs):
+            made[node] = graph.call_function(item, (result, number))
+            made[node].meta = dict(node.meta)
+    return GraphModule(blocks, graph, class_name="Turn")
+
+
+def _block(members: Sequence[FxNode], inputs: Sequence[FxNode], outputs: Sequence[FxNode]) -> GraphModule:
+    graph = Graph()
+    made: dict[FxNode, FxNode] = {}
+    for node in inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = dict(node.meta)
+    for node in members:
+        made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made[n] for n in outputs))
+    return GraphModule({}, graph, class_name="Block")
