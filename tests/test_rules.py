@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
+import transformers.integrations.moe  # noqa: F401, its op of experts' products
 from torch import Tensor
 
 from autoparallel.capture import OpGraph, Ref, TensorMeta
@@ -171,7 +172,7 @@ def test_summands_pass_through_linear_ops_only(made: OpCall) -> None:
 
 def test_unknown_ops_are_repeated() -> None:
     """The last resort says so, and may still work for a part (R)."""
-    rule, known = call(aten.sort.default, f(4, 6)).rule()
+    rule, known = call(aten.kthvalue.default, f(4, 6), 2).rule()
     assert not known and [row.name for row in rule.rows()] == ["repeat", "part"]
 
 
@@ -224,6 +225,45 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.bmm.default, f(4, 3, 6), f(4, 6, 5)),
         call(aten.baddbmm.default, f(4, 3, 5), f(4, 3, 6), f(4, 6, 5)),
         call(aten.baddbmm.default, f(1, 3, 5), f(4, 3, 6), f(4, 6, 5), beta=0.5, alpha=2.0),
+        call(aten.matmul.default, f(2, 1, 4, 6), f(3, 6, 5)),
+        call(aten.matmul.default, f(6), f(6)),
+        call(aten.matmul.default, f(4, 6), f(6)),
+        call(aten.matmul.default, f(6), f(3, 6, 5)),
+    ],
+    "einsum": lambda: [
+        call(aten.einsum.default, "bqd,hd->bhq", [f(2, 4, 6), f(3, 6)]),
+        call(aten.einsum.default, "bij,bjk,k->ik", [f(2, 4, 6), f(2, 6, 5), f(5)]),
+        call(aten.einsum.default, "ab,ab->b", [f(1, 6), f(4, 6)]),
+        call(aten.einsum.default, "iij->j", [f(4, 4, 6)]),
+        call(aten.einsum.default, "ij->ji", [f(4, 6)]),
+    ],
+    "experts": lambda: [
+        call(torch.ops.transformers.grouped_mm_fallback.default, f(8, 6), f(4, 6, 5), torch.tensor([2, 2, 7, 8])),
+    ],
+    "gather": lambda: [
+        call(aten.index.Tensor, f(9, 6), [ids(9, 4, 5)]),
+        call(aten.index.Tensor, f(9, 6, 4), [None, ids(6, 4, 1), ids(4, 3)]),
+        call(aten.index.Tensor, f(9, 6, 4), [ids(9, 5), None, ids(4, 5)]),
+        call(aten.index.Tensor, f(9, 1, 4), [None, ids(1, 4)]),
+        call(aten.index_select.default, f(4, 9), 1, ids(9, 6)),
+        call(aten.gather.default, f(4, 9, 6), 1, ids(9, 4, 5, 6)),
+        call(aten.gather.default, f(4, 9, 6), -1, ids(6, 4, 9, 1)),
+        call(aten.gather.default, f(4, 9), 0, ids(4, 6, 7)),
+        call(aten.index_put.default, f(4, 9), [None, torch.tensor([1, 7, 3])], f(4, 3)),
+        call(aten.index_put.default, f(9, 4), [torch.tensor([1, 7, 1])], f(1, 4), True),
+        call(aten.scatter.src, f(4, 9), 1, torch.tensor([[0, 3, 8]] * 4), f(4, 3)),
+        call(aten.scatter.value, f(4, 9), 1, ids(9, 4, 3), 2.0),
+        call(aten.scatter_add.default, f(4, 9), 1, ids(9, 4, 9), f(4, 9)),
+    ],
+    "order": lambda: [
+        call(aten.sort.default, f(4, 6)),
+        call(aten.sort.default, f(4, 6), 0, True),
+        call(aten.topk.default, f(4, 6), 2),
+        call(aten.argsort.default, f(4, 6), 0),
+        call(aten.diff.default, f(4, 6), 1, 0),
+        call(aten.diff.default, f(4, 6), 1, -1, f(4, 1)),
+        call(aten.diff.default, mask(4, 6)),
+        call(aten.histc.default, f(12), 5, -1, 1),
     ],
     "attention": lambda: [
         call(aten.scaled_dot_product_attention.default, f(4, 6, 5, 2), f(4, 6, 7, 2), f(4, 6, 7, 3)),
@@ -250,6 +290,10 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.constant_pad_nd.default, f(4, 5, 6), [0, 0, 1, 0], 2.0),
         call(aten.flip.default, f(4, 5), [1]),
         call(aten.roll.default, f(4, 5), [2], [0]),
+        call(aten.slice_scatter.default, f(4, 9), f(4, 3), 1, 2, 5),
+        call(aten.select_scatter.default, f(4, 5, 6), f(4, 6), 1, 2),
+        call(aten.tril.default, f(4, 5, 6), -1),
+        call(aten.triu.default, f(4, 6)),
     ],
     "reduce": lambda: [
         call(aten.sum.dim_IntList, f(4, 6, 5), [1]),
@@ -302,6 +346,8 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.div.Tensor, f(4, 6), f(6) + 9),
         call(aten.neg.default, f(7)),
         call(aten.where.self, mask(6), f(4, 6), f(4, 1)),
+        call(aten.where.ScalarOther, mask(4, 1), f(6), 0.0),
+        call(aten.floor_divide.default, ids(9, 4, 6), 2),
         call(aten.masked_fill.Scalar, f(4, 6), mask(1, 6), 3.0),
         call(aten.gelu.default, f(4, 6)),
         call(aten.pow.Tensor_Scalar, f(4, 6), 2),

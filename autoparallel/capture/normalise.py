@@ -10,44 +10,28 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.errors import CaptureError
+from autoparallel.capture.editing import Node, emit, replace
+from autoparallel.capture.functionalise import functionalise
 
 aten = torch.ops.aten
-Node: TypeAlias = Any  # an fx node, whose args torch types as a union of twenty kinds
 
 
 def normalise(gm: GraphModule, buffer_names: dict[str, str]) -> dict[str, Node]:
     """Run all passes in place; returns the final value of each buffer that the program updates, by placeholder name."""
     graph = gm.graph
     inline_grad_regions(gm)
+    lists(graph, {})  # so that a piece of a split that is written to is a slice
     mutations = functionalise(graph, buffer_names)
     for one_pass in PASSES:
         one_pass(graph, mutations)
     drop_dead(graph, mutations)
     return mutations
-
-
-def emit(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Insert an op at the current point, with the value and origin metadata that a traced node would have."""
-    node = graph.call_function(target, args, kwargs)
-    values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-    node.meta = {k: like.meta[k] for k in ("nn_module_stack", "stack_trace", "no_grad") if k in like.meta}
-    node.meta["val"] = target(*values[0], **values[1])
-    return node
-
-
-def replace(node: Node, new: Node, mutations: dict[str, Node]) -> None:
-    node.replace_all_uses_with(new)
-    for name, value in mutations.items():
-        if value is node:
-            mutations[name] = new
-    node.graph.erase_node(node)
 
 
 # --- structure ---------------------------------------------------------------------------------------------------
@@ -79,80 +63,6 @@ def inline_grad_regions(gm: GraphModule) -> None:
             user.replace_all_uses_with(results[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
-
-
-def functionalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]:
-    """Replace in-place ops by their functional twins; later readers of the written tensor read the new value."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    mutations: dict[str, Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        written = [a for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        if not written:
-            continue
-        target = node.args[0]
-        if _shared_later(target, node, order):
-            raise CaptureError(
-                f"{node.target} writes in place to memory that is read later under another name{_source(node)}\n"
-                "  Write the out-of-place form instead (x = x.add(y), torch.where, torch.cat, ...)."
-            )
-        new = _functional_twin(graph, node)
-        for user in list(target.users):
-            if user is not new and order.get(user, len(order)) > order[node]:
-                user.replace_input_with(target, new)
-        root = next((name for name, value in mutations.items() if value is target), None)
-        if target.op == "placeholder" or root is not None:
-            name = root or target.name
-            if name not in buffer_names:
-                raise CaptureError(f"the model writes in place to its input {name!r}{_source(node)}\n"
-                                   "  Write to a copy (x.clone()) or to a buffer.")
-            mutations[name] = new
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-        order[new] = order[node]
-    return mutations
-
-
-def _is_view(node: Node) -> bool:
-    """Whether the op's result may share memory with its first argument."""
-    schema = getattr(node.target, "_schema", None)
-    first = schema.arguments[0] if schema is not None and schema.arguments else None
-    return first is not None and first.alias_info is not None and not first.alias_info.is_write
-
-
-def _shared_later(target: Node, node: Node, order: dict[Node, int]) -> bool:
-    """Whether memory that ``node`` writes to is read later under another name: a view, or what it is a view of."""
-    root = target
-    while root.op == "call_function" and _is_view(root):
-        root = root.args[0]
-    if root is not target and root.op == "placeholder":
-        return True
-    family, waiting = {root}, [root]
-    while waiting:
-        views = [user for user in waiting.pop().users if user.op == "call_function" and _is_view(user)]
-        waiting.extend(v for v in views if v not in family)
-        family.update(views)
-    return any(order.get(user, 0) > order[node] for member in family - {target} for user in member.users)
-
-
-def _functional_twin(graph: Graph, node: Node) -> Node:
-    name = node.target._schema.name.split("::")[1]
-    packet = getattr(aten, name.removesuffix("_"), None)
-    overload = getattr(packet, node.target._overloadname, None) if packet is not None else None
-    if not name.endswith("_") or overload is None:
-        raise CaptureError(f"{node.target} writes in place and has no functional form{_source(node)}")
-    with graph.inserting_before(node):
-        twin = emit(graph, node, overload, *node.args, **node.kwargs)
-        if twin.meta["val"].dtype != node.args[0].meta["val"].dtype:
-            twin = emit(graph, node, aten.to.dtype, twin, node.args[0].meta["val"].dtype)
-        return twin
-
-
-def _source(node: Node) -> str:
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.strip().splitlines()]
-    return f"\n  at {lines[-2]}: {lines[-1]}" if len(lines) >= 2 else ""
 
 
 def drop_dead(graph: Graph, mutations: dict[str, Node]) -> None:
@@ -230,6 +140,33 @@ def _expand(graph: Graph, node: Node) -> Node:
     return emit(graph, node, aten.expand.default, source, shape)
 
 
+def _repeat(graph: Graph, node: Node) -> Node:
+    """repeat -> expand of a dim before each repeated one, merged: [a, b] 2 x 3 times is [2, a, 3, b] -> [2 a, 3 b]."""
+    source, repeats = node.args[0], list(node.args[1])
+    shape = [1] * (len(repeats) - source.meta["val"].dim()) + list(source.meta["val"].shape)
+    return _expanded_between(graph, node, [(1, n) for n in shape], list(zip(repeats, shape, strict=True)))
+
+
+def _repeat_interleave(graph: Graph, node: Node) -> Node | None:
+    """repeat_interleave -> expand of a dim after the repeated one, merged."""
+    source, times = node.args[:2]
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    shape = list(source.meta["val"].shape)
+    if dim is None:
+        return None
+    dims = [(n,) for n in shape]
+    at = dim % len(shape)
+    apart, wide = [*dims[:at], (shape[at], 1), *dims[at + 1 :]], [*dims[:at], (shape[at], times), *dims[at + 1 :]]
+    return _expanded_between(graph, node, apart, wide)
+
+
+def _expanded_between(graph: Graph, node: Node, apart: list[tuple[int, ...]], wide: list[tuple[int, ...]]) -> Node:
+    """reshape to the sizes of ``apart``, expand to those of ``wide``, merge each group of dims again."""
+    made = emit(graph, node, aten.reshape.default, node.args[0], [n for dims in apart for n in dims])
+    made = emit(graph, node, aten.expand.default, made, [n for dims in wide for n in dims])
+    return emit(graph, node, aten.reshape.default, made, [math.prod(dims) for dims in wide])
+
+
 def _slice(graph: Graph, node: Node) -> Node:
     arguments: list[Any] = [*node.args] + [None] * (5 - len(node.args))
     source, dim, start, end, step = arguments
@@ -239,6 +176,39 @@ def _slice(graph: Graph, node: Node) -> Node:
     if (start, end, step) == (0, value.shape[dim], 1):
         return source
     return emit(graph, node, aten.slice.Tensor, source, dim, start, end, step)
+
+
+def _cat(graph: Graph, node: Node) -> Node | None:
+    """Pieces without elements add nothing; a single piece is the result."""
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    pieces = [piece for piece in node.args[0] if piece.meta["val"].numel()]
+    if not pieces or len(pieces) == len(node.args[0]) or pieces[0].meta["val"].dtype != node.meta["val"].dtype:
+        return None
+    return pieces[0] if len(pieces) == 1 else emit(graph, node, aten.cat.default, pieces, dim)
+
+
+def _copy(graph: Graph, node: Node) -> Node:
+    """copy(x, y), fill(x, y): y in x's dtype and shape."""
+    value = node.meta["val"]
+    if not isinstance(node.args[1], FxNode):
+        return emit(graph, node, aten.full.default, list(value.shape), node.args[1], dtype=value.dtype,
+                    device=value.device)
+    made = node.args[1]
+    if made.meta["val"].dtype != value.dtype:
+        made = emit(graph, node, aten.to.dtype, made, value.dtype)
+    same = made.meta["val"].shape == value.shape
+    return made if same else emit(graph, node, aten.expand.default, made, list(value.shape))
+
+
+def _weight_norm(graph: Graph, node: Node) -> Node:
+    """v * (g / |v|), with the norm over all dims but one as a root of a sum, of which each rank may have a summand."""
+    v, g = node.args[:2]
+    rank = v.meta["val"].dim()
+    dim = (node.args[2] if len(node.args) > 2 else 0) % rank
+    squares = emit(graph, node, aten.mul.Tensor, v, v)
+    total = emit(graph, node, aten.sum.dim_IntList, squares, [d for d in range(rank) if d != dim], True)
+    scale = emit(graph, node, aten.div.Tensor, g, emit(graph, node, aten.sqrt.default, total))
+    return emit(graph, node, aten.mul.Tensor, v, scale)
 
 
 def _pieces(graph: Graph, node: Node) -> None:
@@ -324,10 +294,11 @@ def _linear(graph: Graph, node: Node) -> Node | None:
 
 
 def _filled(graph: Graph, node: Node) -> Node | None:
-    """new_ones(x, ...), zeros_like(x): x gives only a dtype and a shape, both known now."""
+    """new_ones(x, ...), zeros_like(x): x gives only a dtype and a shape, both known now. Empty is zero as well."""
     name = node.target._schema.name.split("::")[1]
     value = node.meta["val"]
-    fill = 0 if "zeros" in name else 1 if "ones" in name else node.args[2 if name == "new_full" else 1]
+    known = next((fill for word, fill in (("zero", 0), ("empty", 0), ("ones", 1)) if word in name), None)
+    fill = node.args[2 if name == "new_full" else 1] if known is None else known
     if isinstance(fill, FxNode):
         return None
     return emit(graph, node, aten.full.default, list(value.shape), fill, dtype=value.dtype, device=value.device)
@@ -433,15 +404,18 @@ COPIES = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.def
 IDENTITIES = (aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
               aten.clone.default, aten.positive.default)
 FILLED = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.zeros_like.default,
-          aten.ones_like.default, aten.full_like.default)
+          aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_empty.default,
+          aten.zero.default)
+WRITTEN = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor)
 
 PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     drop_asserts,
     batch_norm,
-    lists,
     _each(dict.fromkeys(IDENTITIES, _identity)),
     _each(dict.fromkeys(COPIES, _same_dtype)),
-    _each({aten.addmm.default: _addmm}),
+    _each({aten.addmm.default: _addmm, aten.repeat.default: _repeat, aten.cat.default: _cat,
+           aten.repeat_interleave.self_int: _repeat_interleave, aten._weight_norm.default: _weight_norm}),
+    _each(dict.fromkeys(WRITTEN, _copy)),
     _each(dict.fromkeys(VIEWS, _reshape)),
     _each(dict.fromkeys((aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default), _permute)),
     _each(dict.fromkeys((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default), _expand)),

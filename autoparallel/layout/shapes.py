@@ -53,7 +53,8 @@ def layout_fits(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> bool
     """Whether a tensor of this global shape can have this layout."""
     if any(p.is_shard and p.dim >= len(shape) for p in layout):
         return False
-    return all(can_cut(size, cuts_of_dim(layout, mesh_shape, dim)) for dim, size in enumerate(shape))
+    cuts = ((size, cuts_of_dim(layout, mesh_shape, dim)) for dim, size in enumerate(shape))
+    return all(can_cut(size, cut) for size, cut in cuts if cut)  # a tensor without elements fits where it is whole
 
 
 def largest_local_shape(shape: Shape, layout: Layout, mesh_shape: Sequence[int]) -> Shape:

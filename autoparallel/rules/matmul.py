@@ -16,15 +16,15 @@ def linear(op: OpView) -> Rule:
                        additive="bias", flops_per_point=2.0, op_class="matmul", saves=frozenset({0, 1}))
 
 
-@rule_for(aten.mm.default, aten.matmul.default, aten.bmm.default)
-def matmul(op: OpView) -> Rule | None:
-    a, b = op.shapes
-    if len(b) == 2 and len(a) >= 2:
-        pattern = "x[*b, k], w[k, n] -> y[*b, n]"
-    elif len(a) == len(b) and len(a) > 2 and a[:-2] == b[:-2]:
-        pattern = "x[*b, m, k], w[*b, k, n] -> y[*b, m, n]"
-    else:
-        return None
+@rule_for(aten.mm.default, aten.matmul.default, aten.bmm.default, aten.mv.default, aten.dot.default)
+def matmul(op: OpView) -> Rule:
+    """Also of vectors, and of batches that broadcast."""
+    a, b = (len(shape) for shape in op.shapes)
+    batch = [f"b{i}" for i in range(max(a, b) - 2)]
+    left = [*batch[len(batch) - max(0, a - 2) :], *(["m", "k"] if a > 1 else ["k"])]
+    right = [*batch[len(batch) - max(0, b - 2) :], *(["k", "n"] if b > 1 else ["k"])]
+    out = [*batch, *(["m"] if a > 1 else []), *(["n"] if b > 1 else [])]
+    pattern = f"x[{', '.join(left)}], w[{', '.join(right)}] -> y[{', '.join(out)}]"
     return einsum_rule(pattern, op.shapes, [op.out.shape], reduce="k", flops_per_point=2.0, op_class="matmul",
                        saves=frozenset({0, 1}))
 

@@ -34,11 +34,10 @@ def broadcast_dims(meta: TensorMeta, out: TensorMeta) -> Dims:
 
 
 @rule_for("pointwise", aten.to.dtype, aten.where.self, aten.relu.default, aten.gelu.default, aten.silu.default,
-          aten.detach.default, aten.__and__.Tensor, aten.__or__.Tensor, aten.masked_fill.Scalar, aten.tril.default,
-          aten.softplus.default, aten.clamp.default)
+          aten.detach.default, aten.__and__.Tensor, aten.__or__.Tensor, aten.masked_fill.Scalar, aten.softplus.default,
+          aten.clamp.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar,
+          aten.floor_divide.default, aten.floor_divide.Scalar)
 def pointwise(op: OpView) -> Rule | None:
-    if op.target is aten.tril.default:
-        return None
     out = op.out
     sizes = {f"d{i}": size for i, size in enumerate(out.shape) if size != 1}
     groups = LINEAR.get(op.target, ())

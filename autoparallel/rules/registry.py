@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from autoparallel.capture.graph import Node, OpGraph, TensorMeta
+from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta
 from autoparallel.rules.rule import Rule
 
 Builder = Callable[["OpView"], Rule | None]
-FAMILIES = ("matmul", "attention", "pointwise", "views", "reduce", "norm", "conv", "embedding", "loss", "factory")
+FAMILIES = ("matmul", "einsum", "experts", "attention", "pointwise", "views", "reduce", "order", "norm", "conv",
+            "embedding", "gather", "loss", "factory")
 _BUILDERS: dict[Any, Builder] = {}
 
 
@@ -29,8 +30,6 @@ class OpView:
 
     def arg(self, name: str) -> Any:
         """The value of a schema argument (its default when not given); Refs become TensorMetas."""
-        from autoparallel.capture.graph import Ref
-
         for position, argument in enumerate(self.target._schema.arguments):
             if argument.name == name:
                 if name in self.node.kwargs:
@@ -42,6 +41,10 @@ class OpView:
                 return self._graph.meta(value) if isinstance(value, Ref) else value
         raise KeyError(f"{self.target} has no argument {name!r}")
 
+    def meta(self, ref: Ref) -> TensorMeta:
+        """What a tensor inside a list argument looks like."""
+        return self._graph.meta(ref)
+
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         return [meta.shape for meta in self.inputs]
@@ -52,7 +55,10 @@ class OpView:
 
 
 def rule_for(*targets: Any) -> Callable[[Builder], Builder]:
-    """Register a builder for these ops. It may return None: then the op is repeated on every rank."""
+    """Register a builder for these ops (or names such as "mylib::op", of libraries that need not be there).
+
+    It may return None: then the op is repeated on every rank.
+    """
 
     def register(builder: Builder) -> Builder:
         for target in targets:
@@ -72,7 +78,7 @@ def find_rule(graph: OpGraph, node: Node) -> tuple[Rule, bool]:
     """(rule, known): the op's rule, and False when it is only the last resort."""
     _load_families()
     view = OpView(graph, node)
-    builder = _BUILDERS.get(node.target)
+    builder = _BUILDERS.get(node.target) or _BUILDERS.get(node.target._schema.name)
     if builder is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         builder = _BUILDERS["pointwise"]
     rule = builder(view) if builder is not None else None

@@ -6,6 +6,8 @@ only into pieces that divide the leading dim on both sides: [b, s, (h d)] -> [b,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autoparallel.rules.registry import OpView, rule_for
@@ -78,12 +80,12 @@ def expand(op: OpView) -> Rule:
 
 
 def whole_dims(op: OpView, whole: set[int], **rest: object) -> Rule:
-    """Input and output alike, with every dim a factor but those in ``whole``."""
+    """Inputs and outputs alike, with every dim a factor but those in ``whole``."""
     rank = len(op.out.shape)
     names = tuple(f"d{i}" if i not in whole and op.out.shape[i] != 1 else None for i in range(rank))
     sizes = {n: op.out.shape[i] for i, n in enumerate(names) if n is not None}
     inputs = tuple(names if len(shape) == rank else (None,) * len(shape) for shape in op.shapes)
-    return Rule(inputs, (names,), sizes, **rest)  # type: ignore[arg-type]
+    return Rule(inputs, (names,) * len(op.outputs), sizes, **rest)  # type: ignore[arg-type]
 
 
 @rule_for(aten.slice.Tensor)
@@ -98,6 +100,21 @@ def select(op: OpView) -> Rule:
     names = tuple(f"d{i}" if i != dim and n != 1 else None for i, n in enumerate(shape))
     sizes = {f"d{i}": n for i, n in enumerate(shape) if i != dim and n != 1}
     return Rule((names,), (names[:dim] + names[dim + 1 :],), sizes, linear=(frozenset({0}),), alias=True)
+
+
+@rule_for(aten.slice_scatter.default, aten.select_scatter.default)
+def scatter(op: OpView) -> Rule:
+    """A tensor with a slice, or one place of a dim, replaced: linear in both together."""
+    dim = op.arg("dim") % len(op.out.shape)
+    rule = whole_dims(op, {dim}, linear=(frozenset({0, 1}),))
+    inner = rule.outputs[0][:dim] + rule.outputs[0][dim + 1 :]
+    return replace(rule, inputs=(rule.inputs[0], inner)) if op.target is aten.select_scatter.default else rule
+
+
+@rule_for(aten.tril.default, aten.triu.default)
+def triangle(op: OpView) -> Rule:
+    rank = len(op.out.shape)
+    return whole_dims(op, {rank - 2, rank - 1}, linear=(frozenset({0}),))
 
 
 @rule_for(aten.cat.default)

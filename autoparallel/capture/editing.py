@@ -1,0 +1,33 @@
+"""Edits of a traced graph that keep what a traced node would have: its value's shape and where it came from."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Graph
+
+Node: TypeAlias = Any  # an fx node, whose args torch types as a union of twenty kinds
+
+
+def emit(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Insert an op at the current point, with the value and origin metadata that a traced node would have."""
+    node = graph.call_function(target, args, kwargs)
+    values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    node.meta = {k: like.meta[k] for k in ("nn_module_stack", "stack_trace", "no_grad") if k in like.meta}
+    node.meta["val"] = target(*values[0], **values[1])
+    return node
+
+
+def replace(node: Node, new: Node, mutations: dict[str, Node]) -> None:
+    node.replace_all_uses_with(new)
+    for name, value in mutations.items():
+        if value is node:
+            mutations[name] = new
+    node.graph.erase_node(node)
+
+
+def source_line(node: Node) -> str:
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    return f"\n  at {lines[-2]}: {lines[-1]}" if len(lines) >= 2 else ""

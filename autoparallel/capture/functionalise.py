@@ -1,0 +1,204 @@
+"""In-place ops -> their functional twins: whoever reads the written memory later reads the new value.
+
+    y = x[:, 1:]            y  = slice(x, 1, 1)
+    y.copy_(z)       ->     y' = copy(y, z);  x' = slice_scatter(x, y', 1, 1)
+    return x.sum()          sum(x')
+
+A write through a view is carried up to what it is a view of; a view is made anew when the memory under it has been
+written to since. What shares memory with what is read off the traced values' storages.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+from torch.fx import Graph
+
+from autoparallel.capture.editing import Node, emit, source_line
+from autoparallel.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+def functionalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]:
+    """Rewrite the graph in place; returns the last value of each buffer that it writes to, by placeholder name.
+
+    Raises CaptureError when the program writes to its input, or through a view that cannot be undone.
+    """
+    writing = [node for node in graph.nodes if _writes(node)]
+    if not writing:
+        return {}
+    memory = _Memory(graph)
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            memory.visit(node)
+    mutations = {}
+    for node in memory.written_placeholders():
+        if node.name not in buffer_names:
+            raise CaptureError(f"the model writes in place to its input {node.name!r}\n"
+                               "  Write to a copy (x.clone()) or to a buffer.")
+        mutations[node.name] = memory.value[node]
+    for node in reversed(writing):
+        graph.erase_node(node)
+    return mutations
+
+
+class _Memory:
+    """What every traced tensor holds at the present point of the program.
+
+    ``base[v]`` is what the view v looks at (of an in-place op's result: the tensor written to). ``value[t]`` is t's
+    present value, if it is not t itself. ``version`` counts the writes to a root's memory, ``seen[v]`` is the version
+    that v's value belongs to. ``lost``: written to through a view that cannot be undone.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.base: dict[Node, Node] = {}
+        self.value: dict[Node, Node] = {}
+        self.version: dict[Node, int] = {}
+        self.seen: dict[Node, int] = {}
+        self.lost: dict[Node, Node] = {}
+
+    def visit(self, node: Node) -> None:
+        """Let a node read present values; note what it looks at, or do what it writes."""
+        first = node.args[0] if node.args else None
+        writes = _writes(node)
+        if _shares_memory(node, first):
+            self.base[node] = first
+            self.seen[node] = self.version.get(self._root(first), 0)
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), self.read)
+        node.args, node.kwargs = arguments
+        if writes:
+            self._write(first, _functional_twin(self.graph, node), node)
+
+    def written_placeholders(self) -> Iterator[Node]:
+        return (node for node in self.version if node.op == "placeholder")
+
+    def read(self, node: Node) -> Node:
+        """The node's present value; a view of memory written to since is made anew."""
+        if node in self.lost:
+            write = self.lost[node]
+            raise CaptureError(
+                f"{write.target} writes in place to memory that is read later under another name{source_line(write)}\n"
+                "  Write the out-of-place form instead (x = x.add(y), torch.where, torch.cat, ...)."
+            )
+        if node not in self.base:
+            return self.value.get(node, node)
+        if _writes(node):
+            return self.read(self.base[node])
+        version = self.version.get(self._root(node), 0)
+        if self.seen[node] != version:
+            whole = self.read(self.base[node])
+            self.value[node] = emit(self.graph, node, node.target, whole, *node.args[1:], **node.kwargs)
+            self.seen[node] = version
+        return self.value.get(node, node)
+
+    def _root(self, node: Node) -> Node:
+        while node in self.base:
+            node = self.base[node]
+        return node
+
+    def _write(self, target: Node, new: Node, write: Node) -> None:
+        """Give ``target`` a value, and everything that it is a view of."""
+        chain = [target]
+        while chain[-1] in self.base:
+            chain.append(self.base[chain[-1]])
+        olds = [None if node in self.lost else self.read(node) for node in chain]
+        root, known = chain[-1], True
+        self.version[root] = self.version.get(root, 0) + 1
+        self._set(target, new)
+        for (view, whole), old in zip(pairwise(chain), olds[1:], strict=True):
+            carry = _same if _writes(view) else CARRY.get(view.target)
+            known = known and carry is not None and old is not None
+            if known:
+                assert carry is not None
+                new = carry(self.graph, view, old, new)
+                self._set(whole, new)
+            else:
+                self.lost[whole] = write
+
+    def _set(self, node: Node, value: Node) -> None:
+        self.value[node] = value
+        self.seen[node] = self.version[self._root(node)]
+
+
+def _writes(node: Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)
+
+
+def _shares_memory(node: Node, first: Node | None) -> bool:
+    """Whether a node's value lies in its first argument's memory. (One result of several is a view of their source.)"""
+    if not isinstance(first, torch.fx.Node) or node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        first = first.args[0] if first.args else None
+    value, whole = node.meta.get("val"), first.meta.get("val") if isinstance(first, torch.fx.Node) else None
+    if not isinstance(value, torch.Tensor) or not isinstance(whole, torch.Tensor):
+        return False
+    return value.untyped_storage()._cdata == whole.untyped_storage()._cdata
+
+
+def _functional_twin(graph: Graph, node: Node) -> Node:
+    name = node.target._schema.name.split("::")[1]
+    packet = getattr(aten, name.removesuffix("_"), None)
+    overload = getattr(packet, node.target._overloadname, None) if packet is not None else None
+    if not name.endswith("_") or overload is None:
+        raise CaptureError(f"{node.target} writes in place and has no functional form{source_line(node)}")
+    twin = emit(graph, node, overload, *node.args, **node.kwargs)
+    if twin.meta["val"].dtype != node.args[0].meta["val"].dtype:
+        twin = emit(graph, node, aten.to.dtype, twin, node.args[0].meta["val"].dtype)
+    return twin
+
+
+# ------------------------------------------------------------------------------------------------------- views undone
+
+#: view node, the whole's old value, the view's new value -> the whole's new value
+Carry = Callable[[Graph, Node, Node, Node], Node]
+
+
+def _same(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    return new
+
+
+def _into_slice(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    return emit(graph, view, aten.slice_scatter.default, whole, new, *view.args[1:])
+
+
+def _into_place(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    return emit(graph, view, aten.select_scatter.default, whole, new, *view.args[1:])
+
+
+def _reshaped(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    return emit(graph, view, aten.reshape.default, new, list(whole.meta["val"].shape))
+
+
+def _transposed(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    return emit(graph, view, aten.transpose.int, new, *view.args[1:])
+
+
+def _permuted(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    dims = [d % len(view.args[1]) for d in view.args[1]]
+    return emit(graph, view, aten.permute.default, new, [dims.index(d) for d in range(len(dims))])
+
+
+def _turned(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    return emit(graph, view, view.target, new)
+
+
+CARRY: dict[object, Carry] = {
+    aten.slice.Tensor: _into_slice,
+    aten.select.int: _into_place,
+    aten.transpose.int: _transposed,
+    aten.permute.default: _permuted,
+    aten.t.default: _turned,
+    aten.numpy_T.default: _turned,
+    **dict.fromkeys((aten.alias.default, aten.detach.default, aten.contiguous.default, aten.to.dtype), _same),
+    **dict.fromkeys((aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default,
+                     aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int,
+                     aten._unsafe_view.default, aten.view_as.default), _reshaped),
+}

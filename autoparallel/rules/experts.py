@@ -1,0 +1,26 @@
+"""Products of rows, sorted by expert, with their experts' matrices.
+
+The rows stay together (where one expert's end is known by their number only); inner and outer dims are cut, as in a
+plain matrix product.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.rule import Rule, einsum_rule
+
+aten = torch.ops.aten
+
+
+@rule_for(aten._grouped_mm.default, "transformers::grouped_mm_fallback")
+def grouped_matmul(op: OpView) -> Rule | None:
+    """x[rows, k], w[experts, k, n], the experts' ends -> y[rows, n]; each row meets one expert."""
+    if [len(shape) for shape in op.shapes] != [2, 3, 1]:
+        return None  # a bias, or groups along another dim
+    rows, k = op.shapes[0]
+    n = op.out.shape[1]
+    rule = einsum_rule("x[., k], w[., k, n], ends[.] -> y[., n]", op.shapes, [op.out.shape], reduce="k",
+                       linear=("x", "w"), op_class="matmul", saves=frozenset({0, 1, 2}))
+    return Rule(**{**rule.__dict__, "flops": 2.0 * rows * k * n})

@@ -1,0 +1,41 @@
+"""Sorting, the largest few, differences of neighbours, histograms: the dim that is ordered stays whole."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.rule import Rule
+from autoparallel.rules.views import whole_dims
+
+aten = torch.ops.aten
+
+
+@rule_for(aten.sort.default, aten.sort.stable, aten.topk.default, aten.argsort.default, aten.argsort.stable)
+def ordered(op: OpView) -> Rule | None:
+    shape = op.shapes[0]
+    if not shape:
+        return None
+    comparisons = op.inputs[0].num_elements * math.log2(max(2, shape[op.arg("dim") % len(shape)]))
+    return whole_dims(op, {op.arg("dim") % len(shape)}, flops=comparisons, op_class="reduction")
+
+
+@rule_for(aten.diff.default)
+def diff(op: OpView) -> Rule | None:
+    """Linear in all its inputs together, but for bool, whose differences are exclusive ors."""
+    numbers = op.inputs[0].dtype is not torch.bool
+    linear = (frozenset(range(len(op.inputs))),) if numbers else ()
+    return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, linear=linear, flops=float(op.out.num_elements))
+
+
+@rule_for(aten.histc.default)
+def histogram(op: OpView) -> Rule | None:
+    """Counts between given limits: each rank counts its own part."""
+    if op.arg("min") == op.arg("max"):  # then the limits are the data's
+        return None
+    names = tuple(f"d{d}" if n != 1 else None for d, n in enumerate(op.shapes[0]))
+    sizes = {f: n for f, n in zip(names, op.shapes[0], strict=True) if f}
+    return Rule((names,), ((None,),), sizes, reduce=frozenset(sizes), flops=float(op.inputs[0].num_elements),
+                op_class="reduction")
