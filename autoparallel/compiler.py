@@ -16,10 +16,10 @@ from torch import nn
 from autoparallel.baselines import baseline
 from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import InfeasibleError, MeshError
-from autoparallel.hybrid import MicroBatches, Ungathered, place_cuts, split_batch, stages_of, stored_in_pieces
+from autoparallel.hybrid import MicroBatches, Stages, Ungathered, place_cuts, split_batch, stages_of, stored_in_pieces
 from autoparallel.layout import Layout
 from autoparallel.plans import Evidence, Hybrid, Plan, apply_pins, pin_strings
-from autoparallel.pricing import Faults, Prices, SpacePricer, predict
+from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
 from autoparallel.report import block_layouts
 from autoparallel.rules.space import Label, StrategySpace
 from autoparallel.search import solve
@@ -203,18 +203,20 @@ def _plan_on(
     allowed.update(_placed_choices(space, placed or {}))
     faults = _faults(space, options)
     limit = cluster.device.usable_bytes if options.memory_limit_bytes is None else options.memory_limit_bytes
-    pricer = SpacePricer(prices, limit, allowed, faults)
+    if hybrid.stages > 1 and not hybrid.cuts:
+        hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid.stages))
+    stages = stages_of(space, micro.loss, hybrid)
+    turns = Turns(space, hybrid, stages.of_sites(len(space)))
+    pricer = SpacePricer(prices, limit, allowed, faults, turns)
     problem = pricer.full()
     clock.lap("pricing")
     solution = solve(problem, options.search, time_limit_s=options.time_limit_s, pricer=pricer)
     clock.lap("search")
     labels = pricer.labels_of(solution.choice)
     if faults is not None:  # told apart from the price of the plan that they led to
-        pricer = SpacePricer(prices, limit, allowed)
+        pricer = SpacePricer(prices, limit, allowed, turns=turns)
         problem = pricer.full()
-    if hybrid.stages > 1:
-        hybrid = replace(hybrid, cuts=place_cuts(pricer, labels, micro.loss, hybrid.stages))
-    return _plan_of(pricer, problem, solution, labels, options, clock, hybrid)
+    return _plan_of(pricer, problem, solution, labels, options, clock, stages)
 
 
 def _faults(space: StrategySpace, options: Options) -> Faults | None:
@@ -224,7 +226,7 @@ def _faults(space: StrategySpace, options: Options) -> Faults | None:
 
 
 def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: Sequence[Label], options: Options,
-             clock: _Clock, hybrid: Hybrid) -> Plan:
+             clock: _Clock, stages: Stages) -> Plan:
     space = pricer.space
     judged = evaluate(problem, pricer.choice_of(labels))
     named = f"baseline {options.baseline}" if options.baseline else "zero_stage=0" if options.zero_stage == 0 else ""
@@ -243,11 +245,11 @@ def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: 
         strategies=strategies,
         cluster=pricer.prices.cluster.name,
         evidence=evidence,
-        prediction=predict(pricer, problem, labels, judged.peak_bytes),
+        prediction=predict(pricer, problem, labels, judged.peak_bytes, stages.sent_bytes(space, labels)),
         blocks=block_layouts(space, labels),
         pins=pin_strings(space, options.pins or {}),
         direct=pricer.prices.direct,
-        hybrid=hybrid,
+        hybrid=pricer.turns.hybrid,
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.lower.emit import Part, Value
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import SpacePricer
+from autoparallel.pricing import Prices
 from autoparallel.rules.space import Label, StrategySpace
 
 
@@ -30,6 +30,26 @@ class Stages:
 
     def __len__(self) -> int:
         return len(self.parts)
+
+    def of_sites(self, num_sites: int) -> list[int]:
+        """The stage of each site: the first that has it."""
+        found = [0] * num_sites
+        for stage in range(len(self.parts) - 1, -1, -1):
+            for index in self.parts[stage].sites:
+                found[index] = stage
+        return found
+
+
+    def sent_bytes(self, space: StrategySpace, labels: Sequence[Label]) -> list[float]:
+        """Bytes that one rank sends over each cut for one micro-batch, one way."""
+        found = []
+        for part in self.parts[:-1]:
+            metas = [(space.strategies[site], labels[site], output) for site, output in part.sent]
+            found.append(sum(
+                float(space.spaces(s.output_metas[o]).local_elements[s.outputs[o][s.position[label]]])
+                * s.output_metas[o].dtype.itemsize for s, label, o in metas
+            ))
+        return found
 
 
 @dataclass(frozen=True)
@@ -76,13 +96,13 @@ def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
     return needed
 
 
-def place_cuts(pricer: SpacePricer, labels: Sequence[Label], loss: int | None, count: int) -> tuple[str, ...]:
-    """Names of the sites at which stages 1 .. count - 1 begin, so that their predicted seconds are even."""
-    space = pricer.space
+def place_cuts(prices: Prices, loss: int | None, count: int) -> tuple[str, ...]:
+    """Names of the sites at which stages 1 .. count - 1 begin, so that their seconds at the ops' best are even."""
+    space = prices.space
     seconds = np.zeros(len(space))
-    for site, s, label in zip(space.sites, space.strategies, labels, strict=True):
+    for site, s in zip(space.sites, space.strategies, strict=True):
         if site.kind == "op":
-            seconds[site.index] = pricer.prices.op(s).total_s[s.position[label]]
+            seconds[site.index] = prices.op(s).total_s.min()
     cuts = cut_evenly(flow_of(space, _loss(loss)), seconds, count)
     return tuple(space.sites[index].name for index in cuts)
 

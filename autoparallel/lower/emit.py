@@ -137,7 +137,8 @@ class _Emitter:
 
     def _describe(self, node: FxNode, site: Site, meta: TensorMeta, layout: Layout) -> FxNode:
         local = local_shape(meta.shape, layout, self.space.mesh_shape, self.coordinate)
-        path = self.space.graph.nodes[site.node].module_path if site.kind == "op" else ""
+        origin = site.node if site.ref is None else site.ref.node
+        path = self.space.graph.nodes[origin].module_path if site.kind in ("op", "hub") else ""
         node.meta.update(layout=layout, global_meta=meta, site=site.index, block=block_path(path),
                          val=torch.empty(local, dtype=meta.dtype, device="meta"))
         return node

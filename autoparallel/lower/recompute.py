@@ -21,8 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autoparallel.lower.emit import item
 from autoparallel.runtime import groups, rng
 
-#: Op classes whose results "selective" keeps; the names are those of `Rule.op_class`.
-KEPT_CLASSES = frozenset({"matmul", "attention", "conv"})
+#: What "selective" keeps (`pricing.turns.KEPT_CLASSES` prices it).
 _KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::convolution",
          "aten::_flash_attention", "aten::_efficient_attention", "_c10d_functional::")
 

@@ -42,7 +42,10 @@ class CollectiveUse:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds of one step by part, and bytes on the fullest rank by part."""
+    """Predicted seconds of one step by part, and bytes on the fullest rank by part.
+
+    In a pipeline the parts are means over its ranks, and ``waiting_s`` is filling, draining, sending and unevenness.
+    """
 
     forward_s: float
     backward_s: float
@@ -54,11 +57,12 @@ class Prediction:
     peak_bytes: float
     collectives: tuple[CollectiveUse, ...] = ()
     repeated_ops: tuple[str, ...] = ()
+    waiting_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         return (self.forward_s + self.backward_s + self.optimizer_s + self.forward_communication_s
-                + self.backward_communication_s)
+                + self.backward_communication_s + self.waiting_s)
 
 
 @dataclass(frozen=True)

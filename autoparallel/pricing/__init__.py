@@ -3,5 +3,6 @@
 from autoparallel.pricing.breakdown import predict
 from autoparallel.pricing.prices import Prices
 from autoparallel.pricing.problem import Faults, SpacePricer
+from autoparallel.pricing.turns import Turns
 
-__all__ = ["Faults", "Prices", "SpacePricer", "predict"]
+__all__ = ["Faults", "Prices", "SpacePricer", "Turns", "predict"]

@@ -3,78 +3,155 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from autoparallel.layout import COLLECTIVES
 from autoparallel.plans import CollectiveUse, Prediction
 from autoparallel.pricing.problem import SpacePricer
-from autoparallel.rules.space import Label
+from autoparallel.rules.space import Label, Link
 from autoparallel.search.problem import Problem
+from cost_models import collectives
+from cost_models.pipeline import pipeline_s
 
 
-def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak_bytes: float) -> Prediction:
-    """Seconds and bytes of the plan that takes ``labels``; the parts add up to the search's objective."""
-    space, prices = pricer.space, pricer.prices
-    forward = backward = optimizer = state = activations = 0.0
-    repeated = []
-    for site, strategies, label in zip(space.sites, space.strategies, labels, strict=True):
-        number = strategies.position[label]
-        if site.kind == "op":
-            price = prices.op(strategies)
-            forward += float(price.forward_s[number])
-            backward += float(price.backward_s[number])
-            if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
-                repeated.append(str(space.graph.nodes[site.node]))
-        elif site.kind == "parameter":
-            optimizer += float(prices.parameter_s(strategies)[number])
-            state += float(prices.parameter_bytes(strategies)[number])
-    activations = _kept_bytes(pricer, problem, labels) - state
-    uses = _collectives(pricer, labels)
-    local = [u for u in uses if u.kind not in COLLECTIVES]
+@dataclass
+class _Parts:
+    """Seconds of one step on one stage; ``once_s`` is what of them does not depend on the number of turns."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    forward_communication: float = 0.0
+    backward_communication: float = 0.0
+    once: float = 0.0
+    state_bytes: float = 0.0
+    live_bytes: float = 0.0
+    repeated: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        return (self.forward + self.backward + self.optimizer + self.forward_communication
+                + self.backward_communication)
+
+
+def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak_bytes: float,
+            sends: Sequence[float] = ()) -> Prediction:
+    """Seconds and bytes of the plan that takes ``labels``.
+
+    Without a pipeline the parts add up to the search's objective. With one they are means over the ranks, and waiting
+    is what the schedule adds; ``sends`` are the bytes of one micro-batch over each cut, one way.
+    """
+    hybrid = pricer.turns.hybrid
+    stages = [_Parts() for _ in range(hybrid.stages)]
+    _add_sites(pricer, labels, stages)
+    uses = _add_links(pricer, labels, stages)
+    _add_live_bytes(pricer, problem, labels, stages)
+    ranks = hybrid.pipeline_ranks
+    fullest = max((_together(stages[r::ranks]) for r in range(ranks)), key=lambda s: s.live_bytes)
+    mean = _together(stages)
+    step = _pipelined_s(pricer, stages, sends) if hybrid.stages > 1 else mean.total
     return Prediction(
-        forward_s=forward + sum(u.seconds for u in local if u.direction == "forward"),
-        backward_s=backward + sum(u.seconds for u in local if u.direction == "backward"),
-        optimizer_s=optimizer,
-        forward_communication_s=sum(u.seconds for u in uses if u.direction == "forward" and u.kind in COLLECTIVES),
-        backward_communication_s=sum(u.seconds for u in uses if u.direction == "backward" and u.kind in COLLECTIVES),
-        state_bytes=state,
-        activation_bytes=max(0.0, activations),
+        forward_s=mean.forward / ranks,
+        backward_s=mean.backward / ranks,
+        optimizer_s=mean.optimizer / ranks,
+        forward_communication_s=mean.forward_communication / ranks,
+        backward_communication_s=mean.backward_communication / ranks,
+        state_bytes=fullest.state_bytes,
+        activation_bytes=max(0.0, fullest.live_bytes - fullest.state_bytes),
         peak_bytes=peak_bytes,
         collectives=tuple(u for u in uses if u.kind in COLLECTIVES),
-        repeated_ops=tuple(repeated),
+        repeated_ops=tuple(mean.repeated),
+        waiting_s=max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0,
     )
 
 
-def _kept_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Label]) -> float:
-    """Bytes live at the end of the forward pass."""
-    choice = pricer.choice_of(labels)
-    turn = len(pricer.space)
-    total = sum(float(n.usages[c]) for n, c in zip(problem.nodes, choice, strict=True)
-                if n.interval[0] <= turn < n.interval[1])
-    return total + sum(
-        float(e.usages[choice[e.source], choice[e.target]])
-        for e in problem.edges
-        if e.usages is not None and e.interval[0] <= turn < e.interval[1]
-    )
+def _together(stages: Sequence[_Parts]) -> _Parts:
+    made = _Parts(repeated=[name for s in stages for name in s.repeated])
+    for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
+                 "state_bytes", "live_bytes"):
+        setattr(made, name, sum(getattr(s, name) for s in stages))
+    return made
 
 
-def _collectives(pricer: SpacePricer, labels: Sequence[Label]) -> list[CollectiveUse]:
-    space, prices = pricer.space, pricer.prices
+def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[float]) -> float:
+    """Seconds of a step under the schedule: turns in a pipeline, then what is done once.
+
+    Zero bubble (ZB-H1, Qi et al. 2023) fills two thirds of the bubble with gradients of weights.
+    """
+    hybrid, cluster = pricer.turns.hybrid, pricer.prices.cluster
+    ranks, count = hybrid.pipeline_ranks, hybrid.micro_batches
+    link = cluster.group((ranks, *pricer.space.mesh_shape), 0)
+    sent = [2 * float(collectives.send_recv_s(b, link)) for b in sends] + [0.0] * (hybrid.stages - len(sends))
+    turn = [(s.total - s.once) / count + over for s, over in zip(stages, sent, strict=True)]
+    virtual = hybrid.stages // ranks * (3 if hybrid.schedule == "zero_bubble" else 1)
+    by_rank = [sum(turn[r::ranks]) for r in range(ranks)]
+    once = max(sum(s.once for s in stages[r::ranks]) for r in range(ranks))
+    return float(pipeline_s(by_rank, count, virtual)) + once
+
+
+def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
+    space, prices, turns = pricer.space, pricer.prices, pricer.turns
+    for site, strategies, label in zip(space.sites, space.strategies, labels, strict=True):
+        number, stage = strategies.position[label], stages[turns.stage_of[site.index]]
+        if site.kind == "op":
+            price, times = prices.op(strategies), turns.op_times(site.index)
+            stage.forward += times[0] * float(price.forward_s[number])
+            stage.backward += times[1] * float(price.backward_s[number])
+            if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
+                stage.repeated.append(str(space.graph.nodes[site.node]))
+        elif site.kind == "parameter":
+            seconds = float(prices.parameter_s(strategies)[number])
+            stage.optimizer += seconds
+            stage.once += seconds
+            stage.state_bytes += float(prices.parameter_bytes(strategies)[number])
+
+
+def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
+    """Bytes live at the end of each stage's forward pass."""
+    choice, size = pricer.choice_of(labels), len(pricer.space)
+    moments = [stage * (2 * size + 2) + size for stage in range(len(stages))]
+    for node, c in zip(problem.nodes, choice, strict=True):
+        _count(stages, moments, node.interval, float(node.usages[c]))
+    for edge in problem.edges:
+        if edge.usages is not None:
+            _count(stages, moments, edge.interval, float(edge.usages[choice[edge.source], choice[edge.target]]))
+
+
+def _count(stages: Sequence[_Parts], moments: Sequence[int], interval: tuple[int, int], num_bytes: float) -> None:
+    for stage, moment in zip(stages, moments, strict=True):
+        if interval[0] <= moment < interval[1]:
+            stage.live_bytes += num_bytes
+
+
+def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> list[CollectiveUse]:
     found: dict[tuple[str, str, str], list[float]] = {}
-    for link in space.links:
-        source = space.strategies[link.source].output_layout(labels[link.source], link.output)
-        target = space.strategies[link.target].input_layout(labels[link.target], link.position)
-        if source == target:
-            continue
-        layouts = space.spaces(link.meta)
-        for step in prices.path(link.meta, source, target):
-            seconds = prices.step_s(link.meta, step)
-            elements = max(layouts.local_elements[layouts.index(x)] for x in (step.before, step.after))
-            axis = space.axis_names[step.axis]
-            for direction, kind, s in zip(("forward", "backward"), (step.forward, step.backward), seconds, strict=True):
-                if kind != "none" and (direction == "forward" or (link.meta.requires_grad and prices.training)):
-                    entry = found.setdefault((kind, axis, direction), [0, 0.0, 0.0])
-                    entry[0] += 1
-                    entry[1] += float(elements) * link.meta.dtype.itemsize
-                    entry[2] += s
+    for link in pricer.space.links:
+        _add_link(pricer, labels, link, stages[pricer.turns.stage_of[link.target]], found)
     return [CollectiveUse(k, a, d, int(n), b, s) for (k, a, d), (n, b, s) in sorted(found.items())]
 
+
+def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _Parts,
+              found: dict[tuple[str, str, str], list[float]]) -> None:
+    space, prices = pricer.space, pricer.prices
+    source = space.strategies[link.source].output_layout(labels[link.source], link.output)
+    target = space.strategies[link.target].input_layout(labels[link.target], link.position)
+    if source == target:
+        return
+    layouts, times = space.spaces(link.meta), pricer.turns.link_times(link)
+    once = pricer.turns.of_parameter[link.source]
+    for step in prices.path(link.meta, source, target):
+        seconds = prices.step_s(link.meta, step)
+        elements = max(layouts.local_elements[layouts.index(x)] for x in (step.before, step.after))
+        axis = space.axis_names[step.axis]
+        actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)
+        for direction, kind, s, n in actions:
+            if kind == "none" or (direction == "backward" and not (link.meta.requires_grad and prices.training)):
+                continue
+            entry = found.setdefault((kind, axis, direction), [0, 0.0, 0.0])
+            entry[0] += n
+            entry[1] += n * float(elements) * link.meta.dtype.itemsize
+            entry[2] += n * s
+            name = f"{direction}_communication" if kind in COLLECTIVES else direction
+            setattr(stage, name, getattr(stage, name) + n * s)
+            if once and n == 1:
+                stage.once += s

@@ -47,6 +47,7 @@ class Prices:
         mesh_shape = (stages, *space.mesh_shape)
         self.groups = [cluster.group(mesh_shape, axis) for axis in range(1, len(mesh_shape))]
         self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
+        self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
         self._ops: dict[int, OpPrice] = {}
 
     # --- redistribution -----------------------------------------------------------------------------------------
@@ -103,11 +104,27 @@ class Prices:
         backward = self.action_s(step.backward, step.axis, step.target, step.source, after, before)
         return float(forward[0]), float(backward[0])
 
-    def link_s(self, link: Link) -> np.ndarray:
-        """Seconds of a link, by (strategy of its source, strategy of its target)."""
+    def link_s(self, link: Link, times: tuple[int, int] = (1, 1)) -> np.ndarray:
+        """Seconds of a link that runs so often (forward, backward), by (strategy of its source, of its target)."""
         rows = self.space.strategies[link.source].outputs[link.output]
         columns = self.space.strategies[link.target].inputs[link.position]
-        return self.table(link.meta).seconds[np.ix_(rows, columns)]
+        return self._seconds(link.meta, times)[np.ix_(rows, columns)]
+
+    def _seconds(self, meta: TensorMeta, times: tuple[int, int]) -> np.ndarray:
+        """Between all layouts, along the paths that are cheapest for one forward and one backward."""
+        table, grad = self.table(meta), meta.requires_grad and self.training
+        if times[0] == times[1] or not grad:
+            return times[0] * table.seconds
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, times)
+        if key not in self._weighted:
+
+            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                forward, backward = ACTIONS[source.kind, target.kind]
+                return (times[0] * self.action_s(forward, axis, source, target, before, after)
+                        + times[1] * self.action_s(backward, axis, target, source, after, before))
+
+            self._weighted[key] = table.sum_along(cost)
+        return self._weighted[key]
 
     def link_copies(self, link: Link) -> np.ndarray:
         """Bytes that the redistributed copy takes, by (strategy of source, strategy of target)."""

@@ -1,9 +1,4 @@
-"""Strategy space x prices -> the search problem.
-
-Time runs over the sites forward (site i at time i) and backward (site i at time 2N - i). What backward needs lives from
-the one to the other; parameters, gradients and optimizer state live always. A redistributed copy uses memory on its
-edge.
-"""
+"""Strategy space x prices x turns -> the search problem. A redistributed copy uses memory on its edge."""
 
 from __future__ import annotations
 
@@ -14,6 +9,7 @@ import numpy as np
 
 from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.prices import Prices
+from autoparallel.pricing.turns import Turns
 from autoparallel.rules.space import Label, Link, StrategySpace
 from autoparallel.search.problem import Edge, Node, Problem
 
@@ -40,13 +36,12 @@ class SpacePricer:
     """
 
     def __init__(self, prices: Prices, limit_bytes: float = float("inf"), allowed: Allowed | None = None,
-                 faults: Faults | None = None) -> None:
+                 faults: Faults | None = None, turns: Turns | None = None) -> None:
         self.faults = faults
+        self.turns = turns or Turns(prices.space, training=prices.training)
         self.prices, self.space, self.limit_bytes = prices, prices.space, limit_bytes
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
-        self.kept = _kept_values(self.space) if prices.training else frozenset()
-        self.last_use = _last_uses(self.space)
         self._arrays: dict[object, np.ndarray] = {}
 
     @property
@@ -105,19 +100,21 @@ class SpacePricer:
 
     def _node(self, index: int, numbers: np.ndarray) -> Node:
         site, s = self.space.sites[index], self.space.strategies[index]
-        kept = tuple((index, o) in self.kept for o in range(len(s.output_metas)))
-        key = (id(s), site.kind, numbers.tobytes(), kept)
-        costs = self._memo(("cost", *key), lambda: self._site_s(index)[numbers])
-        usages = self._memo(("usage", *key), lambda: self._site_bytes(index)[numbers])
+        life = self.turns.site_life(index, range(len(s.output_metas)))
+        times = self.turns.op_times(index)
+        key = (id(s), site.kind, numbers.tobytes())
+        costs = self._memo(("cost", *key, times), lambda: self._site_s(index, times)[numbers])
+        usages = self._memo(("usage", *key, life.copies), lambda: self._site_bytes(index)[numbers] * life.copies)
         if self.faults is not None:
             costs = costs + FAULT_S * self.faults.site_faults(index)[numbers]
         labels = s.labels if len(numbers) == len(s.labels) else tuple(s.labels[n] for n in numbers)
-        return Node(site.name, costs, usages, self._interval(index, any(kept)), labels)
+        return Node(site.name, costs, usages, life.interval, labels)
 
-    def _site_s(self, index: int) -> np.ndarray:
+    def _site_s(self, index: int, times: tuple[int, int]) -> np.ndarray:
         s, kind = self.space.strategies[index], self.space.sites[index].kind
         if kind == "op":
-            return self.prices.op(s).total_s
+            price = self.prices.op(s)
+            return times[0] * price.forward_s + times[1] * price.backward_s
         return self.prices.parameter_s(s) if kind == "parameter" else np.zeros(len(s.labels))
 
     def _site_bytes(self, index: int) -> np.ndarray:
@@ -134,45 +131,17 @@ class SpacePricer:
             total = total + elements * s.rule.extra_bytes
         return total
 
-    def _interval(self, index: int, kept: bool) -> tuple[int, int]:
-        end = 2 * len(self.space) + 1
-        if self.space.sites[index].kind in ("parameter", "buffer", "input"):
-            return 0, end
-        return (index, end - index) if kept else (index, max(index, self.last_use.get(index, index)) + 1)
-
     def _edge(self, link: Link, chosen: Sequence[np.ndarray]) -> Edge:
         rows, columns = chosen[link.source], chosen[link.target]
         s, t = self.space.strategies[link.source], self.space.strategies[link.target]
+        life, times = self.turns.copy_life(link), self.turns.link_times(link)
         key = (id(s), link.output, id(t), link.position, rows.tobytes(), columns.tobytes())
         pick = np.ix_(rows, columns)
-        costs = self._memo(("link", *key), lambda: self.prices.link_s(link)[pick])
-        usages = self._memo(("copy", *key), lambda: self.prices.link_copies(link)[pick])
+        costs = self._memo(("link", *key, times), lambda: self.prices.link_s(link, times)[pick])
+        usages = self._memo(("copy", *key, life.copies), lambda: self.prices.link_copies(link)[pick] * life.copies)
         if self.faults is not None:
             costs = costs + FAULT_S * self.faults.link_faults(link, self.prices.table(link.meta))[pick]
-        kept = ("copy", link.target, link.position) in self.kept
-        end = 2 * len(self.space) + 1 - link.target if kept else link.target + 1
-        return Edge(link.source, link.target, costs, usages if usages.any() else None, (link.target, end))
-
-
-def _kept_values(space: StrategySpace) -> frozenset[object]:
-    """Values (site, output) and copies ("copy", site, input) that backward needs.
-
-    What an aliasing op or a hub passes on is its input's memory, so a need of theirs is a need of their input's.
-    """
-    kept: set[object] = set()
-    for index in range(len(space.sites) - 1, -1, -1):
-        strategies, site = space.strategies[index], space.sites[index]
-        rule = strategies.rule
-        passes_on = site.kind == "hub" or (rule is not None and rule.alias)
-        if rule is not None and rule.saves_output and strategies.output_metas[0].requires_grad:
-            kept.add((index, 0))
-        grad = any(m.requires_grad for m in strategies.output_metas)
-        for link in space.links_into.get(index, ()):
-            saved = grad and rule is not None and not passes_on and link.position in rule.saves
-            if saved or (passes_on and (index, 0) in kept):
-                kept.add(("copy", index, link.position))
-                kept.add((link.source, link.output))
-    return frozenset(kept)
+        return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:
@@ -191,13 +160,3 @@ def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:
         if index not in from_input and size <= most and not grad:
             found[index] = np.flatnonzero((s.array == 0).all(axis=1))
     return found
-
-
-def _last_uses(space: StrategySpace) -> dict[int, int]:
-    last: dict[int, int] = {}
-    for link in sorted(space.links, key=lambda k: -k.target):
-        passes_on = space.sites[link.target].kind == "hub"
-        use = last.get(link.target, link.target) if passes_on else link.target
-        last[link.source] = max(last.get(link.source, 0), use)
-    return last
-

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from autoparallel.plans import Plan
+from autoparallel.plans import Hybrid, Plan
 
 MOST_LINES = 40
 
@@ -24,6 +24,8 @@ def print_report(plan: Plan, console: Console) -> None:
     mesh = " x ".join(f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh_shape, strict=True))
     evidence, p = plan.evidence, plan.prediction
     console.print(f"[bold]plan[/bold] for {mesh} on {plan.cluster}, program {plan.fingerprint}")
+    if plan.hybrid != Hybrid():
+        console.print(_hybrid(plan.hybrid), markup=False)
     if plan.pins:
         console.print("pins: " + ", ".join(f"{k} = {v}" for k, v in plan.pins.items()), markup=False)
     table = Table(title="predicted step", title_justify="left")
@@ -33,6 +35,7 @@ def print_report(plan: Plan, console: Console) -> None:
     for part, seconds in (
         ("forward compute", p.forward_s), ("backward compute", p.backward_s), ("optimizer", p.optimizer_s),
         ("forward communication", p.forward_communication_s), ("backward communication", p.backward_communication_s),
+        *([("waiting in the pipeline", p.waiting_s)] if p.waiting_s else []),
         ("whole step, nothing overlapped", p.step_s),
     ):
         table.add_row(part, seconds_str(seconds), f"{seconds / p.step_s:.1%}" if p.step_s else "-")
@@ -48,6 +51,12 @@ def print_report(plan: Plan, console: Console) -> None:
                   f"{seconds_str(evidence.lower_bound_s)}, gap {evidence.gap:.2%} ({evidence.stop_reason})")
     phases = {k: v for k, v in evidence.seconds.items() if not k.startswith("search:")}
     console.print("planning: " + ", ".join(f"{k} {v:.2f} s" for k, v in phases.items()))
+
+
+def _hybrid(h: Hybrid) -> str:
+    pipeline = (f"{h.stages} stages on a pipeline of {h.pipeline_ranks} (schedule {h.schedule}, cut at "
+                f"{', '.join(h.cuts)}), " if h.stages > 1 else "")
+    return f"{pipeline}{h.micro_batches} micro-batches, ZeRO stage {h.zero_stage}, recompute {h.recompute}"
 
 
 def _collectives(plan: Plan) -> Table:
