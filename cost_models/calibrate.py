@@ -155,6 +155,8 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
         "memory_bytes", "memory_bandwidth_bytes_per_s", "memory_bandwidth_efficiency", "launch_s", "reserved_bytes")]
     for key in ("peak_flops_per_s", "efficiency", "memory_efficiency"):
         lines += table(f"device.{key}", getattr(d, key))
+    if d.tiles:
+        lines += table("device.tiles", {key: value for key, value in vars(d.tiles).items() if value is not None})
     lines += table("host", {key: value for key, value in vars(cluster.host).items() if value})
     for i, link in enumerate(cluster.links):
         reached: object = "unlimited" if link.num_devices == UNLIMITED else link.num_devices

@@ -13,6 +13,9 @@ import numpy as np
 
 from cost_models.errors import ClusterError
 
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+              "float4_e2m1fn": 0.5}
+
 #: Points of an efficiency curve: (FLOP or bytes of one call, achieved share of the peak), sizes growing.
 Curve = tuple[tuple[float, float], ...]
 
@@ -27,6 +30,27 @@ UNLIMITED = 2**31
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """How a device cuts matrix products: each of ``units`` multiprocessors computes one tile of the result at a time.
+
+    ``share`` of the peak is what the main loop of the largest tile reaches; a tile loses the time of ``ramp`` columns
+    of k to its start and end; ``misaligned`` is the speed left where an operand's rows do not start on 128-byte
+    boundaries. ``low_precision_share`` is ``share`` for dtypes of one byte and less.
+    """
+
+    units: int
+    share: float
+    ramp: float = 256.0
+    misaligned: float = 0.8
+    low_precision_share: float | None = None
+
+    def __post_init__(self) -> None:
+        shares = (self.share, self.misaligned, self.low_precision_share or self.share)
+        if self.units < 1 or not all(0 < share <= 1 for share in shares) or not 0 <= self.ramp < math.inf:
+            raise ClusterError(f"tiles need units >= 1, ramp >= 0 and shares in (0, 1], not {self}")
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator (or one process of a CPU cluster).
 
@@ -34,7 +58,7 @@ class Device:
     an op class a curve of (FLOP of one call, share of the peak), ``memory_efficiency`` one of (bytes of one call, share
     of the memory bandwidth), "default" for classes not listed; else ``memory_bandwidth_efficiency`` counts, which is
     that of large transfers. ``reserved_bytes`` is what a process loses before the first tensor: context, library and
-    communication buffers.
+    communication buffers. ``tiles``, where known, prices matrix products by their shape (`compute.matmul_time_s`).
 
     A curve may not rise so steeply that a larger call takes less time:
 
@@ -55,6 +79,7 @@ class Device:
     efficiency: Mapping[str, Curve] = field(default_factory=dict)
     memory_efficiency: Mapping[str, Curve] = field(default_factory=dict)
     reserved_bytes: float = 0.0
+    tiles: Tiles | None = None
 
     def __post_init__(self) -> None:
         for what in ("memory_bandwidth_bytes_per_s", "memory_bytes"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import Curve, Device
+from cost_models.cluster import ITEM_BYTES, Curve, Device
 
 #: Op classes whose arithmetic runs on the matrix units; everything else counts as memory traffic with fp32 arithmetic.
 MATRIX = frozenset({"matmul", "attention", "conv"})
@@ -29,6 +30,43 @@ def op_time_s(op_class: str, flops: Any, nbytes: Any, dtype: str, device: Device
     arithmetic = f / (peak_flops_per_s(op_class, dtype, device) * efficiency(op_class, f, device))
     memory = b / (device.memory_bandwidth_bytes_per_s * memory_efficiency(op_class, b, device))
     return np.maximum(arithmetic, memory) + device.launch_s
+
+
+#: Tiles of a result that libraries choose among, and the main loop's speed in each over that of the largest: smaller
+#: ones read their operands more often. From the shapes of cuBLAS kernels; the ratios are of their operands' traffic.
+_TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.78), (64, 64, 0.6))
+#: Into how many parts k may be split, so that small results with long sums fill the device.
+_SPLITS = (1, 2, 4, 8)
+
+
+def matmul_time_s(m: float, n: float, k: float, dtype: str, device: Device, count: float = 1) -> float:
+    """Seconds of ``count`` products [m, k] x [k, n], by tiles and waves; without ``device.tiles``, by the roofline.
+
+    Every multiprocessor computes one tile of the result at a time, so a product takes whole waves of tiles:
+
+        ceil(ceil(m/tm) ceil(n/tn) splits count / units)  x  2 tm tn (k/splits + ramp) / (speed of one unit)
+
+    by the best of the usual tiles and splits of k (NVIDIA, "Matrix Multiplication Background User's Guide": tile and
+    wave quantisation), and never less than the operands' traffic. Rows of an operand that do not start on 128-byte
+    boundaries slow the main loop.
+    """
+    width = ITEM_BYTES.get(dtype, 4)
+    nbytes = width * count * (m * k + k * n + m * n)
+    if device.tiles is None:
+        return float(op_time_s("matmul", 2.0 * m * n * k * count, nbytes, dtype, device))
+    cut, lines = device.tiles, 128 // min(width, 2)
+    share = cut.share if width > 1 else cut.low_precision_share or cut.share
+    if n % lines or k % lines:
+        share *= cut.misaligned
+    unit = peak_flops_per_s("matmul", dtype, device) * share / cut.units
+    best = math.inf
+    for tm, tn, speed in _TILES:
+        tiles = math.ceil(m / tm) * math.ceil(n / tn) * count
+        for splits in _SPLITS:
+            waves = math.ceil(tiles * splits / cut.units)
+            best = min(best, waves * 2.0 * tm * tn * (k / splits + cut.ramp) / (unit * speed))
+    memory = nbytes / (device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency)
+    return max(best, memory) + device.launch_s
 
 
 def peak_flops_per_s(op_class: str, dtype: str, device: Device) -> float:

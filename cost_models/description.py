@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cost_models.cluster import ALGORITHMS, UNLIMITED, Cluster, Curve, Device, Host, Link, Protocol
+from cost_models.cluster import ALGORITHMS, UNLIMITED, Cluster, Curve, Device, Host, Link, Protocol, Tiles
 from cost_models.errors import ClusterError
 
 _NUMBER = '{ value = 1.0, source = "where it comes from" }'
@@ -175,13 +175,25 @@ def _device(d: _Table) -> Device:
         "reserved_bytes": d.number("reserved_bytes", "bytes lost to context and libraries", 0.0),
     }
     name = d.text("name", "the device's name")
+    cut = d.table("tiles", "how matrix products are cut", optional=True)
     d.finish()
     try:
-        return Device(name=name, peak_flops_per_s=peak, **values,
+        return Device(name=name, peak_flops_per_s=peak, **values, tiles=_tiles(cut) if cut.data else None,
                       efficiency={op_class: work.curve(op_class) for op_class in work.data},
                       memory_efficiency={op_class: traffic.curve(op_class) for op_class in traffic.data})
     except ClusterError as error:
         raise ClusterError(f"{d.file}: {error}") from error
+
+
+def _tiles(table: _Table) -> Tiles:
+    units = table.number("units", "multiprocessors")
+    optional = {key: table.number(key, "see cost_models.cluster.Tiles") for key in table.data if key != "units"}
+    table.finish()
+    try:
+        return Tiles(units=int(units), **optional)
+    except TypeError as error:
+        raise ClusterError(f"{table.file}: {table.path} has {sorted(table.data)}; required: units and share, optional "
+                           "ramp, misaligned and low_precision_share") from error
 
 
 def _link(table: _Table, outermost: bool) -> Link:

@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import Device
+from cost_models.cluster import ITEM_BYTES, Device
 from cost_models.errors import ClusterError
-
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 #: PyTorch's caching allocator rounds blocks up to this (c10/cuda/CUDACachingAllocator.h: kMinBlockSize).
 BLOCK_BYTES = 512
@@ -82,7 +80,7 @@ def precision(name: str) -> Precision:
     return Precision.plain(name) if _item_bytes(name) else PRECISIONS["float32"]
 
 
-def _item_bytes(dtype: str) -> int:
+def _item_bytes(dtype: str) -> float:
     if dtype not in ITEM_BYTES:
         raise ClusterError(f"unknown dtype {dtype!r}: known are {', '.join(ITEM_BYTES)}, and the precisions "
                            f"{', '.join(PRECISIONS)}")
@@ -175,16 +173,27 @@ def peak_bytes(starts: Any, ends: Any, nbytes: Any) -> float:
     return float(max(0.0, np.bincount(slot, weights=changes).cumsum().max()))
 
 
-def in_flight_micro_batches(schedule: str, stage: int, num_stages: int, num_micro_batches: int) -> int:
+def in_flight_micro_batches(
+    schedule: str, stage: int, num_stages: int, num_micro_batches: int, virtual: int = 1
+) -> int:
     """Micro-batches whose activations stage ``stage`` (from 0) holds at its fullest moment.
 
     GPipe holds all; 1F1B (PipeDream-flush; Narayanan et al. 2021) num_stages - stage, and never more than there are.
+    With ``virtual`` chunks of layers on each stage, interleaved, the count is of chunks, each a ``virtual``-th of the
+    stage: 2 (num_stages - stage - 1) + (virtual - 1) num_stages + 1 (megatron/core/pipeline_parallel/schedules.py;
+    Korthikanti et al. 2022, section 4.2.3).
+
+    >>> in_flight_micro_batches("1f1b", 0, 8, 64), in_flight_micro_batches("interleaved-1f1b", 0, 8, 64, virtual=4)
+    (8, 39)
     """
-    if not 0 <= stage < num_stages or num_micro_batches < 1:
-        raise ClusterError(f"stage {stage} of {num_stages} with {num_micro_batches} micro-batches: stages count from 0")
+    if not 0 <= stage < num_stages or num_micro_batches < 1 or virtual < 1:
+        raise ClusterError(f"stage {stage} of {num_stages} with {num_micro_batches} micro-batches and {virtual} "
+                           "chunks: stages count from 0, the others from 1")
     match schedule.lower():
         case "gpipe":
-            return num_micro_batches
-        case "1f1b":
-            return min(num_stages - stage, num_micro_batches)
-    raise ClusterError(f"unknown schedule {schedule!r}: known are gpipe, 1f1b")
+            return num_micro_batches * virtual
+        case "1f1b" | "interleaved-1f1b":
+            if virtual == 1:
+                return min(num_stages - stage, num_micro_batches)
+            return min(2 * (num_stages - stage - 1) + (virtual - 1) * num_stages + 1, num_micro_batches * virtual)
+    raise ClusterError(f"unknown schedule {schedule!r}: known are gpipe, 1f1b, interleaved-1f1b")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_models import Cluster, ClusterError, compute, known_clusters
+from cost_models import Cluster, ClusterError, Device, Tiles, compute, known_clusters
 from cost_models.compute import op_time_s
 
 DEVICES = {name: Cluster.load(name).device for name in known_clusters()}
@@ -72,3 +72,63 @@ def test_measured_cpu() -> None:
     for size, seconds in [(64, 7.0e-6), (128, 43e-6), (256, 0.335e-3), (512, 2.7e-3), (1024, 21.6e-3)]:
         predicted = op_time_s("matmul", 2 * size**3, 3 * 4 * size**2, "float32", DEVICES["local-cpu"])
         assert predicted == pytest.approx(2 * seconds, rel=0.15)
+
+
+# --- matrix products by shape ---------------------------------------------------------------------------------------
+
+A100 = Cluster.load("a100-sxm").device
+
+
+def rate(m: float, n: float, k: float, count: float = 1, device: Device = A100) -> float:
+    """Share of the peak that one product reaches."""
+    return 2 * m * n * k * count / compute.matmul_time_s(m, n, k, "float16", device, count) / 312e12
+
+
+def test_large_products_reach_the_share() -> None:
+    assert A100.tiles is not None
+    assert 0.9 * A100.tiles.share < rate(16384, 16384, 16384) < A100.tiles.share
+
+
+def test_a_wave_that_is_not_full_costs_a_whole_one() -> None:
+    """108 tiles of 256 x 128 are one wave, 109 two (NVIDIA, Matrix Multiplication Background: wave quantisation)."""
+    device = replace(A100, launch_s=0.0)
+    full = compute.matmul_time_s(256, 128 * 108, 8192, "float16", device)
+    assert compute.matmul_time_s(256, 128 * 109, 8192, "float16", device) > 1.3 * full
+    assert compute.matmul_time_s(256, 128 * 100, 8192, "float16", device) == pytest.approx(full)
+
+
+def test_skinny_products_are_bound_by_memory() -> None:
+    m, n, k = 8, 16384, 16384
+    traffic = 2 * (m * k + k * n + m * n) / (A100.memory_bandwidth_bytes_per_s * A100.memory_bandwidth_efficiency)
+    assert compute.matmul_time_s(m, n, k, "float16", A100) == pytest.approx(traffic + A100.launch_s)
+
+
+def test_long_sums_of_small_results_are_split() -> None:
+    """A weight's gradient, 1024 x 1024 from 65,536 tokens, would keep 32 of 108 units busy if k stayed whole."""
+    assert rate(1024, 1024, 65536) > 0.6
+
+
+def test_rows_off_128_bytes_are_slower() -> None:
+    """BLOOM's hidden size of 14,400 on 8 ranks gives rows of 1,800 elements (BigScience, chronicles-prequel.md)."""
+    assert rate(2048, 5400, 14400) < 0.85 * rate(2048, 5376, 14400)
+
+
+def test_without_tiles_the_roofline_counts() -> None:
+    plain = replace(A100, tiles=None)
+    b = 2 * 3 * 4096**2
+    assert compute.matmul_time_s(4096, 4096, 4096, "float16", plain) == pytest.approx(
+        float(compute.op_time_s("matmul", 2 * 4096**3, b, "float16", plain)))
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.integers(1, 8), st.sampled_from("mnkc"))
+def test_larger_aligned_products_never_take_less(m: int, n: int, k: int, count: int, which: str) -> None:
+    sizes = {"m": 64 * m, "n": 64 * n, "k": 64 * k, "c": count}
+    grown = sizes | {which: sizes[which] + (1 if which == "c" else 64)}
+    before, after = (compute.matmul_time_s(s["m"], s["n"], s["k"], "float16", A100, s["c"]) for s in (sizes, grown))
+    assert after >= before
+
+
+@pytest.mark.parametrize("change", [{"units": 0}, {"share": 0.0}, {"share": 1.2}, {"ramp": -1.0}, {"misaligned": 0.0}])
+def test_impossible_tiles_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ClusterError, match="tiles"):
+        Tiles(**{"units": 108, "share": 0.8, **change})    # type: ignore[arg-type]

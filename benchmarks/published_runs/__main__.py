@@ -1,0 +1,121 @@
+"""``python -m benchmarks.published_runs --runs FILE``: predictions against measurements; ``--fit`` fits the constants
+anew and writes them; ``--leave-one-out`` fits without each source in turn and predicts that source."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published_runs import fit, report
+from benchmarks.published_runs.constants import FILE, Table, dump, load
+from benchmarks.published_runs.predict import priced
+from benchmarks.published_runs.report import Pair
+from benchmarks.published_runs.rows import AbstainError, Row, read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.published_runs", description=__doc__)
+    parser.add_argument("--runs", type=Path, required=True, help="JSON list of rows")
+    parser.add_argument("--source", help="only rows whose id starts so")
+    parser.add_argument("--rows", action="store_true", help="print each row too")
+    parser.add_argument("--fit", action="store_true", help=f"fit the constants and write {FILE.name}")
+    parser.add_argument("--leave-one-out", action="store_true", help="errors of each source under constants fitted "
+                        "without it (minutes for each)")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+    rows = json.loads(options.runs.read_text("utf-8"))
+    rows = [row for row in rows if not options.source or str(row.get("id", "")).startswith(options.source)]
+    if options.fit:
+        refit(rows)
+    pairs, abstained = compare(rows, load())
+    print(show(pairs))
+    for (name, reason), count in sorted(abstained.items()):
+        print(f"abstained: {name}, {count} rows: {reason}")
+    if options.rows:
+        print("\n".join(line(pair) for pair in pairs))
+    figures: dict[str, Any] = {"fitted": by_source(pairs)}
+    if options.leave_one_out:
+        left_out = leave_one_out(rows)
+        print("\nEach source under constants fitted without it:\n" + report.table(left_out))
+        figures["left_out"] = left_out
+    if options.output:
+        options.output.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+
+
+def compare(rows: list[Row], table: Table) -> tuple[list[Pair], dict[tuple[str, str], int]]:
+    """Predicted and measured, and how many rows of which source were not predicted, and why."""
+    pairs, abstained = [], defaultdict[tuple[str, str], int](int)
+    for row in rows:
+        name, prediction = report.source(row), dict[str, Any]()
+        try:
+            prediction = priced(read(row), table)
+        except AbstainError as reason:
+            abstained[name, str(reason)] += 1
+        pairs.append(Pair(row, name, report.measured_s(row), prediction.get("step_time_s"),
+                          report.measured_bytes(row), prediction.get("peak_memory_bytes")))
+    return pairs, abstained
+
+
+def by_source(pairs: list[Pair]) -> dict[str, dict[str, Any]]:
+    """Summaries of each source and of all."""
+    groups = defaultdict[str, list[Pair]](list)
+    for pair in pairs:
+        groups[pair.source].append(pair)
+    return {name: report.summary(group) for name, group in groups.items()} | {"all": report.summary(pairs)}
+
+
+def show(pairs: list[Pair]) -> str:
+    return report.table(by_source(pairs))
+
+
+def line(pair: Pair) -> str:
+    """One row: seconds, and bytes where they were measured."""
+    parts = [str(pair.row.get("id"))]
+    if pair.error is not None:
+        parts.append(f"{pair.measured_s:.4g} s measured, {pair.predicted_s:.4g} s predicted, {100 * pair.error:+.1f} %")
+    if pair.memory_error is not None:
+        gib = report.GIB
+        parts.append(f"{pair.measured_bytes / gib:.1f} GiB, {pair.predicted_bytes / gib:.1f} predicted, "    # type: ignore[operator]
+                     f"{100 * pair.memory_error:+.1f} %")
+    return "  ".join(parts)
+
+
+def samples(rows: list[Row]) -> list[fit.Sample]:
+    """Those that can be predicted and were measured."""
+    found = []
+    for row in rows:
+        seconds = report.measured_s(row)
+        try:
+            if seconds:
+                found.append(fit.Sample(read(row), seconds, report.source(row)))
+        except AbstainError:
+            continue
+    return found
+
+
+def refit(rows: list[Row]) -> None:
+    known = samples(rows)
+    table = fit.fit(known, rounds=12, say=print)
+    head = (f"Fitted on {date.today()} to {len(known)} published runs by `python -m benchmarks.published_runs --fit`;\n"
+            "what is not in fit.FREE is as in priors.toml. Meaning and units: constants.py.")
+    FILE.write_text(dump(table, head), "utf-8")
+
+
+def leave_one_out(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """Each source's summary under constants fitted, from the priors, to all other sources."""
+    known, left_out, pairs = samples(rows), dict[str, dict[str, Any]](), list[Pair]()
+    for name in dict.fromkeys(sample.source for sample in known):
+        table = fit.fit([sample for sample in known if sample.source != name])
+        theirs, _ = compare([row for row in rows if report.source(row) == name], table)
+        left_out[name] = report.summary(theirs)
+        pairs += theirs
+        print(f"without {name}: median {100 * (left_out[name]['median'] or 0):.1f} %", flush=True)
+    return left_out | {"all": report.summary(pairs)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""From a row to its step time, peak memory and utilisation."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from benchmarks.published_runs.constants import Constants, Table, load
+from benchmarks.published_runs.peak import peak_bytes
+from benchmarks.published_runs.price import Pricer
+from benchmarks.published_runs.rows import AbstainError, Row, Run, read
+from cost_models import ClusterError
+
+
+def predict(row: Row) -> dict[str, Any] | None:
+    """``step_time_s``, ``peak_memory_bytes`` of the fullest device, and ``mfu``: model FLOP (recomputation not counted,
+    attention as if not causal) over the dense bf16 peak. None where the row lacks a fact; `explain` says which."""
+    try:
+        return explain(row)
+    except (AbstainError, ClusterError):
+        return None
+
+
+def explain(row: Row) -> dict[str, Any]:
+    """The same with the step's parts. Raises AbstainError naming the fact that is missing."""
+    run = read(row)
+    return priced(run, constants())
+
+
+def priced(run: Run, table: Table) -> dict[str, Any]:
+    """A run under given constants."""
+    pricer = Pricer(run, Constants.of(run, table))
+    step = pricer.step()
+    sequences = run.plan.data * run.plan.micro_batch * run.plan.micro_batches
+    peak = run.cluster.device.peak_flops_per_s["float16"] * run.plan.devices
+    return {
+        "step_time_s": step.step_s,
+        "peak_memory_bytes": peak_bytes(pricer),
+        "mfu": run.model.flops(sequences) / step.step_s / peak,
+        "parts_s": vars(step),
+    }
+
+
+@cache
+def constants() -> Table:
+    """The committed constants."""
+    return load()

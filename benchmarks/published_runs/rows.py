@@ -1,0 +1,418 @@
+"""A published run as typed data: model, machine, plan, and the software that ran it; or why it cannot be told.
+
+What a row leaves out is filled in by what its software does by default, and only where that is known; `AbstainError`
+says what is missing otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cost_models import Cluster, Link
+
+Row = Mapping[str, Any]
+
+#: GPU names of the rows to machines of cost_models.
+MACHINES = {
+    "V100-16GB": "v100-sxm-16",
+    "V100-32GB": "v100-sxm-32",
+    "A100": "a100-sxm-40",
+    "A100-40GB": "a100-sxm-40",
+    "A100-80GB": "a100-sxm",
+    "H100-80GB": "h100-sxm",
+    "H100-80GB-700W": "h100-sxm",
+    "H100-96GB-HBM2e-500W": "h100-hbm2e",
+    "H200-141GB": "h200",
+    "B200": "b200",
+    "B300": "b300",
+    "GB200": "gb200-nvl72",
+    "GB300": "gb300-nvl72",
+}
+
+#: NVIDIA's releases from which on its software counts as a generation of its own: 25.11 dropped no tokens any more,
+#: 26.02 came with new expert dispatch, 26.06 with graphs over layers with experts.
+RELEASES = ("25.09", "25.11", "26.02", "26.06")
+
+#: Generations of software, by words of a source's title. What they do differently: `constants.toml`.
+STACKS = (
+    ("megatron-deepspeed", ("bigscience", "bloom", "vtrain", "mt-nlg", "deepspeed")),
+    ("nemo-26.06", ("megatron-bridge skills",)),
+    ("megatron-core", ("megatron-bridge", "nemo", "examples/llama", "llama 3", "megatron-core", "mlperf")),
+    ("composer", ("mosaicml", "llm-foundry", "composer")),
+    ("torch-fsdp", ("torchtitan", "fms-fsdp", "fsdp")),
+    ("alpa", ("alpa",)),
+    ("megatron-2022", ("korthikanti",)),
+    ("megatron-2021", ("megatron", "sc21")),
+)
+
+
+class AbstainError(Exception):
+    """A row that lacks a fact without which no prediction would be more than a guess; the message names it."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in ``layers`` of the model's layers; the others are dense."""
+
+    number: int
+    top_k: int
+    ffn: int
+    shared_ffn: int
+    layers: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top_k <= self.number or self.ffn < 1 or self.shared_ffn < 0 or self.layers < 1:
+            raise AbstainError(f"impossible experts: {self}")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2): ranks of the query and key-value projections and head sizes."""
+
+    query_rank: int
+    key_value_rank: int
+    rope: int
+    query_key: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer; ``query_groups`` are key-value heads."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    query_groups: int
+    head_dim: int
+    vocab: int
+    seq_len: int
+    gated: bool = False
+    tied: bool = True
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (self.layers, self.hidden, self.heads, self.query_groups, self.head_dim, self.vocab, self.seq_len)
+        if min(sizes) < 1 or self.ffn < 0 or self.query_groups > self.heads:
+            raise AbstainError(f"impossible sizes: {self}")
+
+    @property
+    def mixed_layers(self) -> int:
+        """Layers with experts."""
+        return min(self.experts.layers, self.layers) if self.experts else 0
+
+    @property
+    def mlp_factor(self) -> int:
+        """Matrices of an MLP: up and down, and a gate."""
+        return 3 if self.gated else 2
+
+    def attention_parameters(self) -> float:
+        """Of one layer's projections."""
+        h, a, d = self.hidden, self.heads, self.head_dim
+        if self.latent is None:
+            return h * d * (2 * a + 2 * self.query_groups)
+        z = self.latent
+        query = h * z.query_rank + z.query_rank * a * z.query_key if z.query_rank else h * a * z.query_key
+        key_value = h * (z.key_value_rank + z.rope) + z.key_value_rank * a * (z.query_key - z.rope + z.value)
+        return query + key_value + a * z.value * h
+
+    def mlp_parameters(self, active: bool = False) -> tuple[float, float]:
+        """Of a dense layer, and of a layer with experts (those that a token uses, if ``active``)."""
+        dense, mixed = self.mlp_factor * self.hidden * self.ffn, 0.0
+        if self.experts:
+            e = self.experts
+            used = e.top_k if active else e.number
+            mixed = self.mlp_factor * self.hidden * (used * e.ffn + e.shared_ffn) + self.hidden * e.number
+        return dense, mixed
+
+    def parameters(self, active: bool = False) -> float:
+        """All of the model, embeddings included."""
+        dense, mixed = self.mlp_parameters(active)
+        layers = self.layers * self.attention_parameters() + (self.layers - self.mixed_layers) * dense
+        return layers + self.mixed_layers * mixed + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    def flops(self, sequences: float) -> float:
+        """Of forward and backward, nothing recomputed: 6 per matrix parameter and token, attention not halved for
+        being causal (PaLM, appendix B)."""
+        matrices = self.parameters(active=True) - (0 if self.tied else self.vocab * self.hidden)
+        width = self.heads * (self.latent.query_key + self.latent.value if self.latent else 2 * self.head_dim)
+        return sequences * self.seq_len * (6 * matrices + 6 * self.layers * self.seq_len * width)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who does what. ``recompute`` names what is run again in backward: "none", "selective" (attention's core),
+    "full" (the layer). ``fsdp``: parameters are gathered layer by layer by torch's FSDP or one like it."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    virtual: int
+    micro_batch: int
+    micro_batches: int
+    zero_stage: int
+    fsdp: bool
+    sequence_parallel: bool
+    recompute: str
+    precision: str
+    gpipe: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.data, self.tensor, self.pipeline, self.context, self.expert, self.virtual) < 1:
+            raise AbstainError(f"degrees must be at least 1: {self}")
+        if min(self.micro_batch, self.micro_batches) < 1:
+            raise AbstainError(f"micro-batches must be at least 1: {self}")
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.tensor * self.pipeline * self.context
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row, understood."""
+
+    model: Model
+    plan: Plan
+    machine: str
+    cluster: Cluster
+    stack: str
+    network: str
+    master_in_float32: bool = True
+    gradient_bytes: int = 2
+    compiled: bool = False
+
+
+def read(row: Row) -> Run:
+    """The run that a row describes. Raises AbstainError naming the fact that is missing."""
+    stack = _stack(row)
+    model = _model(row)
+    machine = _machine(row)
+    plan = _plan(row, model, stack)
+    cluster = _cluster(row, machine, plan.devices)
+    precision = str(_get(row, "plan", "precision") or "bf16").lower()
+    pure = "pure" in precision
+    return Run(
+        model, plan, machine, cluster, stack, _network(row),
+        master_in_float32=not pure,
+        gradient_bytes=4 if "fp32 grad" in precision else 2,
+        compiled=bool(_get(row, "plan", "compile")),
+    )
+
+
+def _get(row: Row, *path: str) -> Any:
+    value: Any = row
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def is_core(stack: str) -> bool:
+    """Megatron-Core, of any release."""
+    return stack == "megatron-core" or stack.startswith("nemo-")
+
+
+def _whole(row: Row, *path: str, default: int | None = None) -> int:
+    value = _get(row, *path)
+    if value is None or isinstance(value, bool):
+        if default is None:
+            raise AbstainError(f"{'.'.join(path)} is not stated")
+        return default
+    if not isinstance(value, int | float) or not math.isfinite(value) or value != int(value):
+        raise AbstainError(f"{'.'.join(path)} = {value!r} is not a whole number")
+    return int(value)
+
+
+def _stack(row: Row) -> str:
+    title = f"{_get(row, 'source', 'title') or ''} {_get(row, 'source', 'url') or ''}".lower()
+    for stack, words in STACKS:
+        if any(word in title for word in words):
+            return _release(row) if stack == "megatron-core" else stack
+    if _get(row, "plan", "fsdp") and "none" not in str(_get(row, "plan", "fsdp")):
+        return "torch-fsdp"
+    old = str(_get(row, "hardware", "gpu")).startswith(("V100", "A100"))
+    return "megatron-2021" if old else "megatron-core"
+
+
+def _release(row: Row) -> str:
+    """Megatron-Core in one of NVIDIA's dated releases, else as it was in 2024."""
+    date = re.search(r"\b(2[5-9]\.\d\d)\b", str(_get(row, "source", "locator") or ""))
+    since = [release for release in RELEASES if date and release <= date[1]]
+    return f"nemo-{since[-1]}" if since else "nemo-25.09" if date else "megatron-core"
+
+
+def _machine(row: Row) -> str:
+    gpu = str(_get(row, "hardware", "gpu") or "")
+    if gpu in MACHINES:
+        return MACHINES[gpu]
+    known = [name for name in MACHINES if gpu and gpu.startswith(name.split("-")[0])]
+    if not known:
+        raise AbstainError(f"no description of GPU {gpu!r}")
+    return MACHINES[known[-1]]
+
+
+#: Published configurations of models whose rows leave them out (config.json on huggingface.co).
+_LATENT = {
+    "deepseekv3": Latent(1536, 512, 64, 192, 128),
+    "kimi_k2": Latent(1536, 512, 64, 192, 128),
+    "moonlight": Latent(0, 512, 64, 192, 128),
+}
+_MOONLIGHT = Model(27, 2048, 11264, 16, 16, 128, 163840, 4096, True, False, Experts(64, 6, 1408, 2816, 26),
+                   _LATENT["moonlight"])
+
+
+def _model(row: Row) -> Model:
+    name = re.sub(r"[\s-]", "", str(_get(row, "model", "name") or "")).lower()
+    if _get(row, "model", "hybrid_mamba"):
+        raise AbstainError("state-space layers are not modelled, and the row has no sizes")
+    if name.startswith("moonlight") and _get(row, "model", "hidden") is None:
+        return replace(_MOONLIGHT, seq_len=_whole(row, "model", "seq_len", default=4096))
+    heads = _whole(row, "model", "heads")
+    hidden = _whole(row, "model", "hidden")
+    moe = _get(row, "model", "moe")
+    layers = _whole(row, "model", "layers")
+    experts = None
+    if isinstance(moe, Mapping):
+        number, top_k, ffn = (_whole(row, "model", "moe", key) for key in ("experts", "topk", "expert_ffn"))
+        experts = Experts(number, top_k, ffn, _whole(row, "model", "moe", "shared_ffn", default=0),
+                          _whole(row, "model", "moe", "moe_layers", default=layers))
+    gated = _get(row, "model", "gated_mlp")
+    tied = _get(row, "model", "tied_embeddings")
+    dense = experts is None or experts.layers < layers
+    return Model(
+        layers, hidden,
+        _whole(row, "model", "ffn", default=None if dense and gated else 4 * hidden if dense else 0),
+        heads,
+        _whole(row, "model", "kv_heads", default=heads),
+        _whole(row, "model", "head_dim", default=hidden // heads),
+        _whole(row, "model", "vocab", default=51200),
+        _whole(row, "model", "seq_len"),
+        bool(gated), True if tied is None else bool(tied), experts,
+        next((latent for key, latent in _LATENT.items() if name.startswith(key)), None),
+    )
+
+
+def _plan(row: Row, model: Model, stack: str) -> Plan:
+    tensor, pipeline, context = (_whole(row, "plan", key, default=1) for key in ("tp", "pp", "cp"))
+    if min(tensor, pipeline, context) < 1:
+        raise AbstainError(f"degrees must be at least 1, not tp {tensor}, pp {pipeline}, cp {context}")
+    devices = _whole(row, "hardware", "n_gpus", default=0)
+    if not devices and _get(row, "plan", "dp") is None:
+        raise AbstainError("neither the number of devices nor the data-parallel degree is stated")
+    data = _whole(row, "plan", "dp", default=max(1, devices // (tensor * pipeline * context)))
+    schedule = str(_get(row, "plan", "schedule") or "").lower()
+    virtual = _whole(row, "plan", "virtual_stages", default=2 if "interleaved" in schedule else 1)
+    micro, micro_batches = _micro_batches(row, data, pipeline * virtual, stack)
+    fsdp = str(_get(row, "plan", "fsdp") or "none").lower()
+    zero = _get(row, "plan", "zero")
+    if "bf16 optimizer" in str(_get(row, "plan", "precision")).lower():
+        zero = 1    # DeepSpeed's BF16_Optimizer shards its state over data ranks whatever the stage
+    core = is_core(stack)
+    precision = str(_get(row, "plan", "precision") or "bf16").lower()
+    parallel = _get(row, "plan", "sequence_parallel")
+    return Plan(
+        data, tensor, pipeline, context, _whole(row, "plan", "ep", default=1), virtual, micro, micro_batches,
+        zero_stage=zero if isinstance(zero, int) else 2 if zero else 1 if core else 0,
+        fsdp="none" not in fsdp or zero == 3,
+        sequence_parallel=tensor > 1 and (core or stack == "torch-fsdp" if parallel is None else bool(parallel)),
+        recompute=_recompute(row, stack),
+        precision="fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16",
+        gpipe="gpipe" in schedule,
+    )
+
+
+def _micro_batches(row: Row, data: int, stages: int, stack: str) -> tuple[int, int]:
+    """Sequences of a micro-batch and micro-batches of a step, on each data-parallel rank.
+
+    Where neither is stated: torchtitan cuts the batch into as many micro-batches as there are stages, Megatron takes
+    one sequence at a time, and others do not accumulate.
+    """
+    micro, steps, batch = (_number(row, "plan", key) for key in ("micro_batch", "grad_accum", "global_batch"))
+    if not batch and not (micro and steps):
+        if micro or steps:
+            raise AbstainError("the number of micro-batches is not stated")
+        raise AbstainError("neither the micro-batch nor the global batch is stated")
+    if not micro and steps:
+        micro = batch / data / steps
+    if not micro:
+        if stack == "torch-fsdp":
+            micro = batch // data // stages
+        else:
+            micro = 1 if stages > 1 or is_core(stack) else batch // data
+    micro = max(1, round(micro))
+    return micro, max(1, math.ceil(batch / (data * micro) - 1e-6) if batch else round(steps))
+
+
+def _number(row: Row, *path: str) -> float:
+    """A positive number, or 0 where none is stated."""
+    value = _get(row, *path)
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return float(value) if good else 0.0
+
+
+def _recompute(row: Row, stack: str) -> str:
+    stated = _get(row, "plan", "recompute")
+    if stated is None:
+        always = stack.startswith("megatron-2") or stack == "megatron-deepspeed"
+        return "full" if always else "selective" if stack == "torch-fsdp" else "none"
+    stated = str(stated).lower()
+    return "full" if stated.startswith("full") else "selective" if stated.startswith("selective") else "none"
+
+
+def _cluster(row: Row, machine: str, devices: int) -> Cluster:
+    """The machine, with as many devices to a host and links as fast as the row says."""
+    cluster = Cluster.load(machine, num_devices=devices)
+    inner, outer = cluster.links[0], cluster.links[-1]
+    between = cluster.links[1:-1]
+    inside = str(_get(row, "hardware", "intra_bw") or "")
+    per_host = _whole(row, "hardware", "gpus_per_node", default=inner.num_devices)
+    if inner.num_devices <= 16 and per_host != inner.num_devices:
+        inner = replace(inner, num_devices=per_host)
+        outer = replace(outer, nics_per_host=min(outer.nics_per_host or per_host, per_host))
+    stated = re.match(r"([\d.]+) GB/s", inside)
+    if stated:
+        inner = replace(inner, bandwidth_bytes_per_s=float(stated[1]) * 1e9)
+    if "NVLink 4 inter-gpu" in inside and per_host == 8:
+        inner, between = replace(inner, num_devices=4), (_boards(cluster),)
+    rate = host_bits_per_s(str(_get(row, "hardware", "inter_bw") or ""), per_host)
+    if rate:
+        nics = outer.nics_per_host or per_host
+        outer = replace(outer, bandwidth_bytes_per_s=0.9 * rate / 8 / nics)
+    return replace(cluster, links=(inner, *between, outer))
+
+
+def _network(row: Row) -> str:
+    """The kind of network between hosts, as far as the row says."""
+    stated = str(_get(row, "hardware", "inter_bw") or "").lower()
+    kinds = {"omni-path": "omni-path", "roce": "roce", "rdma": "roce", "infiniband": "infiniband", "cx-7": "infiniband"}
+    return next((kind for word, kind in kinds.items() if word in stated), "unknown")
+
+
+def _boards(cluster: Cluster) -> Link:
+    """PCIe between two boards of four GPUs. "4 inter-gpu connects" is how a board of four A100s is wired (four NVLinks
+    to each of the three others); eight on one switch have no such number."""
+    return Link("PCIe between boards", 8, 5e-6, cluster.host.to_device_bytes_per_s)
+
+
+def host_bits_per_s(stated: str, per_host: int) -> float:
+    """Bits per second that leave a host, as a row states it; 0 if it does not.
+
+    >>> host_bits_per_s("4 Omni-Path links per node (OPA, 100 Gb/s each by product)", 8) / 1e9
+    400.0
+    >>> host_bits_per_s("400 Gb/s RDMA per GPU", 8) / 1e9
+    3200.0
+    """
+    rate = re.search(r"([\d.]+)\s*Gb/s", stated)
+    links = re.match(r"(\d+) .*links? per node", stated)
+    if not rate:
+        return 4e11 if links and "Omni-Path" in stated else 0.0
+    times = float(links[1]) if links else per_host if "per GPU" in stated else 1.0
+    return float(rate[1]) * 1e9 * times

@@ -1,0 +1,316 @@
+"""Published runs: rows are understood or refused with a reason, predictions hold physics and the pinned figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.published_runs import AbstainError, explain, predict, report
+from benchmarks.published_runs.__main__ import compare, line
+from benchmarks.published_runs.constants import Constants, dump, load
+from benchmarks.published_runs.fit import FREE, PRIORS, SHARES, Sample, fit, inward, log_errors, lookup, outward
+from benchmarks.published_runs.price import Pricer, larger, places
+from benchmarks.published_runs.rows import Model, read
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """Korthikanti et al. 2022, table 5: 175B on 64 A100s with selective recomputation; dotted keys change it."""
+    base: dict[str, Any] = {
+        "id": "korth-004",
+        "source": {"title": "Korthikanti et al., Reducing Activation Recomputation, Table 5"},
+        "model": {"name": "Megatron-175B", "layers": 96, "hidden": 12288, "ffn": 49152, "heads": 96, "kv_heads": 96,
+                  "vocab": 51200, "seq_len": 2048, "gated_mlp": False, "tied_embeddings": True, "moe": None},
+        "hardware": {"gpu": "A100-80GB", "n_gpus": 64, "gpus_per_node": 8, "inter_bw": "HDR InfiniBand (Selene)"},
+        "plan": {"dp": 1, "tp": 8, "pp": 8, "cp": 1, "virtual_stages": 3, "schedule": "interleaved-1f1b", "zero": 0,
+                 "sequence_parallel": True, "micro_batch": 1, "global_batch": 64, "recompute": "selective",
+                 "precision": "fp16/bf16"},
+        "measured": {"step_time_s": 13.75},
+        "derived": {},
+    }
+    for key, value in changes.items():
+        part, name = key.split("__")
+        base[part][name] = value
+    return base
+
+
+FSDP: dict[str, Any] = {"plan__dp": 64, "plan__tp": 1, "plan__pp": 1, "plan__virtual_stages": None, "plan__zero": 3,
+                        "plan__fsdp": "FULL_SHARD", "plan__schedule": "none", "plan__sequence_parallel": None}
+EXPERTS = {"experts": 64, "topk": 8, "expert_ffn": 1024, "shared_ffn": 1024, "moe_layers": 90}
+
+
+def seconds(**changes: Any) -> float:
+    prediction = predict(row(**changes))
+    assert prediction is not None
+    return float(prediction["step_time_s"])
+
+
+def gigabytes(**changes: Any) -> float:
+    prediction = predict(row(**changes))
+    assert prediction is not None
+    return float(prediction["peak_memory_bytes"]) / 1e9
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("changes", "measured_s"), [
+    ({}, 13.75),
+    ({"plan__recompute": "full", "plan__sequence_parallel": False}, 18.13),
+    ({"model__layers": 48, "model__hidden": 6144, "model__ffn": 24576, "model__heads": 64, "model__kv_heads": 64,
+      "plan__pp": 1, "plan__virtual_stages": 1, "plan__micro_batch": 4, "plan__global_batch": 4,
+      "hardware__n_gpus": 8}, 1.10),
+    ({"model__layers": 128, "model__hidden": 25600, "model__ffn": 102400, "model__heads": 160, "model__kv_heads": 160,
+      "plan__pp": 64, "plan__virtual_stages": 1, "plan__schedule": "1f1b", "plan__global_batch": 512,
+      "hardware__n_gpus": 512}, 71.49),
+])
+def test_korthikanti_table_5(changes: dict[str, Any], measured_s: float) -> None:
+    assert seconds(**changes) == pytest.approx(measured_s, rel=0.09)
+
+
+def test_utilisation_counts_no_recomputation() -> None:
+    """Korthikanti et al. print 51.4 % for the 175B model."""
+    prediction = predict(row())
+    assert prediction is not None
+    assert prediction["mfu"] * prediction["step_time_s"] == pytest.approx(0.514 * 13.75, rel=0.01)
+
+
+def test_parts_add_up() -> None:
+    parts = explain(row(plan__dp=2, hardware__n_gpus=128, plan__global_batch=128))["parts_s"]
+    assert parts["pipeline_s"] + parts["data_s"] + parts["optimizer_s"] < parts["step_s"]
+    assert parts["pipeline_s"] + parts["data_s"] + parts["optimizer_s"] == pytest.approx(parts["step_s"], rel=0.01)
+    assert 0 < parts["bubble_s"] < 0.1 * parts["step_s"]    # 7 of 64 micro-batches, in thirds
+
+
+@pytest.mark.parametrize(("name", "billions"), [("dense", 174.6), ("experts", 671.0)])
+def test_parameters_are_those_of_the_papers(name: str, billions: float) -> None:
+    model = read(row()).model
+    if name == "experts":
+        deepseek = {"name": "DeepSeekV3", "layers": 61, "hidden": 7168, "ffn": 18432, "heads": 128, "kv_heads": 128,
+                    "vocab": 129280, "seq_len": 4096, "gated_mlp": True, "tied_embeddings": False,
+                    "moe": {"experts": 256, "topk": 8, "expert_ffn": 2048, "shared_ffn": 2048, "moe_layers": 58}}
+        model = read({**row(), "model": deepseek}).model
+    assert model.parameters() / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_full_recomputation_costs_a_forward() -> None:
+    full, selective = (explain(row(plan__recompute=how))["parts_s"] for how in ("full", "selective"))
+    extra = full["layer_backward_s"] - selective["layer_backward_s"]
+    assert 0.8 * full["layer_forward_s"] < extra < full["layer_forward_s"]
+
+
+# --- physics --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["none", "selective", "full"]),
+       st.booleans())
+def test_more_work_takes_longer(tp: int, pp: int, recompute: str, flash: bool) -> None:
+    title = "MosaicML llm-foundry" if flash else "Megatron-LM"
+    plan = {"plan__tp": tp, "plan__pp": pp, "plan__dp": 64 // tp // pp, "plan__virtual_stages": 1,
+            "plan__recompute": recompute, "source__title": title}
+    least = seconds(**plan)
+    assert seconds(**plan, plan__global_batch=128) > least
+    assert seconds(**plan, model__layers=104) > least
+    assert seconds(**plan, model__seq_len=4096) > least
+    assert seconds(**plan, model__ffn=65536) > least
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["200 Gb/s per node", "400 Gb/s per node", "1600 Gb/s per node"]), st.booleans(),
+       st.sampled_from([1, 8]))
+def test_a_slower_link_never_makes_a_plan_faster(network: str, fsdp: bool, tp: int) -> None:
+    plan = FSDP if fsdp else {"plan__tp": tp, "plan__dp": 8 // tp}
+    fast, slow = seconds(**plan, hardware__inter_bw=network), seconds(**plan, hardware__inter_bw="100 Gb/s per node")
+    assert slow >= fast
+    assert seconds(**plan, hardware__intra_bw="100 GB/s") >= seconds(**plan, hardware__intra_bw="200 GB/s")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([0, 1, 3]), st.booleans(),
+       st.sampled_from(["none", "selective", "full"]))
+def test_sharding_more_never_uses_more_memory(tp: int, dp: int, zero: int, parallel: bool, recompute: str) -> None:
+    plan = {"plan__pp": 1, "plan__virtual_stages": 1, "plan__zero": zero, "plan__recompute": recompute,
+            "plan__fsdp": "FULL_SHARD" if zero == 3 else None}
+    least = gigabytes(**plan, plan__tp=tp, plan__dp=dp, plan__sequence_parallel=parallel)
+    assert gigabytes(**plan, plan__tp=2 * tp, plan__dp=dp, plan__sequence_parallel=parallel) <= least
+    assert gigabytes(**plan, plan__tp=tp, plan__dp=2 * dp, plan__sequence_parallel=parallel) <= least
+
+
+def test_recomputation_trades_memory() -> None:
+    none, selective, full = (gigabytes(plan__recompute=how) for how in ("none", "selective", "full"))
+    assert none > selective > full
+
+
+def test_activations_in_flight_are_those_of_the_schedule() -> None:
+    """Interleaving holds 1 + (p - 1)/(p v) times as much on the first stage (Korthikanti et al., section 4.2.3)."""
+    from benchmarks.published_runs.peak import activation_bytes, layer_bytes
+
+    def saved(**changes: Any) -> float:
+        run = read(row(**changes))
+        pricer = Pricer(run, Constants.of(run, load()))
+        return activation_bytes(pricer, 0) - 0.5 * layer_bytes(pricer, False)
+
+    plain, dealt = saved(plan__virtual_stages=1, plan__schedule="1f1b"), saved()
+    assert dealt / plain == pytest.approx(1 + 7 / 24)
+    assert saved(plan__virtual_stages=1, plan__schedule="gpipe") / plain == 64 / 8
+
+
+def test_saved_activations_are_korthikantis() -> None:
+    """s b h (10 + (24 + 5 a s/h)/t), all of it over t with sequence parallelism (their equations 2 and 4)."""
+    from benchmarks.published_runs.peak import layer_bytes
+
+    for parallel in (False, True):
+        run = read(row(plan__recompute="none", plan__sequence_parallel=parallel))
+        pricer = Pricer(run, Constants.of(run, load()))
+        m, s, t = run.model, run.model.seq_len, run.plan.tensor
+        scores = 5 * m.heads * s / m.hidden
+        paper = s * m.hidden * (10 / (t if parallel else 1) + (24 + scores) / t)
+        assert layer_bytes(pricer, False) == pytest.approx(paper)
+
+
+def test_a_token_goes_once_to_a_place() -> None:
+    assert places(1, 8) == 1
+    assert places(64, 1) == pytest.approx(1)
+    assert places(8, 8) < 8 and places(10**6, 8) == pytest.approx(8, rel=1e-4)
+
+
+def test_experts_cost_less_than_they_weigh() -> None:
+    mixed = {"model__moe": EXPERTS, "source__title": "NVIDIA Megatron-Bridge performance summary", "plan__ep": 8}
+    model = read(row(**mixed)).model
+    assert model.parameters(active=True) < model.parameters()
+    spread, together = seconds(**mixed), seconds(**{**mixed, "plan__ep": 1})
+    assert spread > 0 and together > 0
+    assert gigabytes(**mixed) < gigabytes(**{**mixed, "plan__ep": 1})
+
+
+def test_the_smooth_maximum() -> None:
+    assert larger(0.0, 0.0) == 0.0 and larger(2.0, 0.0) == 2.0
+    assert 1.0 < larger(1.0, 1.0) < 1.15
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"model__hidden": None}, "model.hidden is not stated"),
+    ({"model__heads": None}, "model.heads"),
+    ({"model__seq_len": None}, "seq_len"),
+    ({"model__hybrid_mamba": True}, "state-space"),
+    ({"hardware__gpu": "TPU v4"}, "TPU v4"),
+    ({"plan__micro_batch": None, "plan__global_batch": None}, "neither the micro-batch nor the global batch"),
+    ({"plan__tp": 0}, "at least 1"),
+    ({"model__layers": 9.5}, "not a whole number"),
+])
+def test_what_is_missing_is_named(changes: dict[str, Any], says: str) -> None:
+    assert predict(row(**changes)) is None
+    with pytest.raises(AbstainError, match=says):
+        explain(row(**changes))
+
+
+@pytest.mark.parametrize("part", ["source", "measured", "derived", "id"])
+def test_rows_may_lack_what_is_not_needed(part: str) -> None:
+    short = row()
+    del short[part]
+    assert predict(short) is not None
+
+
+@pytest.mark.parametrize("value", [{}, {"model": None}, {"model": {}, "plan": {}, "hardware": {}}, {"plan": 3}])
+def test_nonsense_is_refused(value: dict[str, Any]) -> None:
+    assert predict(value) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_field_may_be_absent(data: st.DataObject) -> None:
+    """A row with fields missing gives a positive prediction or None, never an error."""
+    changed = row()
+    for part in ("model", "hardware", "plan"):
+        for name in data.draw(st.sets(st.sampled_from(sorted(changed[part])), max_size=4)):
+            changed[part][name] = None
+    prediction = predict(changed)
+    assert prediction is None or (prediction["step_time_s"] > 0 and prediction["peak_memory_bytes"] > 0)
+
+
+def test_numbers_do_not_leak_from_what_was_measured() -> None:
+    told = predict(row())
+    assert told == predict({**row(), "measured": {}, "derived": {}})
+
+
+@pytest.mark.parametrize(("locator", "stack"), [
+    ("26.04.01 NeMo Container / LLAMA3_70B", "nemo-26.02"), ("26.08 NeMo", "nemo-26.06"), ("25.07 NeMo", "nemo-25.09"),
+    ("", "megatron-core"),
+])
+def test_releases_are_generations(locator: str, stack: str) -> None:
+    dated = row(source__title="NVIDIA Megatron-Bridge performance summary", source__locator=locator)
+    assert read(dated).stack == stack
+
+
+def test_a_model_checks_its_sizes() -> None:
+    with pytest.raises(AbstainError, match="impossible sizes"):
+        Model(1, 8, 8, 2, 4, 4, 8, 8)
+
+
+# --- fitting and reporting ------------------------------------------------------------------------------------------
+
+
+def test_constants_belong_to_no_row_and_no_source() -> None:
+    kinds = {"devices", "stacks", "networks"}
+    assert {kind for kind, _, _ in FREE} == kinds == set(load())
+    text = json.dumps(load())
+    assert not any(word in text for word in ("korth", "bigsci", "vtrain", "mbridge", "mpt"))
+
+
+def test_committed_constants_are_within_physics() -> None:
+    table = load()
+    for kind, entry, name in FREE:
+        value = lookup(table, (kind, entry, name))
+        assert 0 < value < (1 if name in SHARES else math.inf)
+
+
+def test_the_fit_finds_what_made_the_data(tmp_path: Path) -> None:
+    """Times priced with other constants, then fitted from the priors: errors vanish."""
+    truth = load(PRIORS)
+    truth["devices"]["a100"]["share"] = 0.78
+    truth["stacks"]["megatron-2022"]["passes"] = 1.1
+    runs = [read(row(plan__recompute=how, plan__micro_batch=mb)) for how in ("full", "selective") for mb in (1, 2)]
+    made = [Sample(run, Pricer(run, Constants.of(run, truth)).step().step_s, "made") for run in runs]
+    before = abs(log_errors(load(PRIORS), made)).max()
+    after = abs(log_errors(fit(made, rounds=3), made)).max()
+    assert after < 0.01 < before
+    file = tmp_path / "constants.toml"
+    file.write_text(dump(truth, "a test"), "utf-8")
+    assert load(file) == truth
+
+
+@given(st.floats(0.01, 0.99))
+def test_scales_go_there_and_back(value: float) -> None:
+    for name in ("share", "host_s"):
+        assert outward(name, inward(name, value)) == pytest.approx(value)
+
+
+def test_the_report_counts_what_it_says() -> None:
+    rows = [row(measured__step_time_s=13.0), row(plan__recompute="full", measured__step_time_s=18.0),
+            row(plan__recompute="none", measured__step_time_s=13.5, measured__peak_memory_gb=60.0),
+            row(model__hidden=None)]
+    pairs, abstained = compare(rows, load())
+    assert list(abstained.values()) == [1]
+    found = report.summary(pairs)
+    assert (found["rows"], found["predicted"], found["memory_rows"], found["jobs"]) == (4, 3, 1, 1)
+    errors = [abs(pair.error) for pair in pairs if pair.error is not None]
+    assert found["mean"] == pytest.approx(sum(errors) / 3)
+    times = [pair.predicted_s for pair in pairs[:3]]
+    assert found["regret"] == pytest.approx([13.0, 18.0, 13.5][times.index(min(times))] / 13.0 - 1)
+    assert "GiB" in line(pairs[2])
+    assert report.table({"korth": found}).count("\n") == 2
+
+
+def test_ranks_share_ties() -> None:
+    assert report.spearman([1, 1, 2], [1, 1, 2]) == pytest.approx(1)
+    assert report.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert math.isnan(report.spearman([1, 1], [1, 2]))
