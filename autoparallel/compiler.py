@@ -17,6 +17,7 @@ from autoparallel.baselines import baseline
 from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import InfeasibleError, MeshError
 from autoparallel.hybrid import MicroBatches, Stages, Ungathered, place_cuts, split_batch, stages_of, stored_in_pieces
+from autoparallel.hybrid.joint import Candidate, Fixed, search_jointly
 from autoparallel.layout import Layout
 from autoparallel.plans import Evidence, Hybrid, Plan, apply_pins, pin_strings
 from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
@@ -52,17 +53,26 @@ class Options:
     memory_limit_bytes: float | None = None
     optimizer: str = "adamw"
     time_limit_s: float = 60.0
-    micro_batches: int = 1
-    pipeline_stages: int = 1
-    schedule: str = "1f1b"
-    recompute: str = "none"
+    micro_batches: int | None = None
+    pipeline_stages: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
     zero_stage: int | None = None
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline_stages or 1
 
     def hybrid(self, pipeline_ranks: int) -> Hybrid:
         """How a step runs, on so many ranks of the pipeline axis. Raises PlanError for what does not go together."""
-        zero_stage = 2 if self.zero_stage is None else self.zero_stage
-        return Hybrid(self.micro_batches, self.pipeline_stages, pipeline_ranks, self.schedule, (), zero_stage,
-                      self.recompute)
+        turns = 1 if self.micro_batches is None else self.micro_batches
+        zero_stage = (2 if turns == 1 else 1) if self.zero_stage is None else self.zero_stage
+        return Hybrid(turns, self.stages, pipeline_ranks, self.schedule or "1f1b", (), zero_stage,
+                      self.recompute or "none")
+
+    def limit_bytes(self, cluster: Cluster) -> float:
+        """Bytes that a plan may take on a device."""
+        return cluster.device.usable_bytes if self.memory_limit_bytes is None else self.memory_limit_bytes
 
 
 def plan(
@@ -73,19 +83,25 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     mesh_shape: Sequence[int] | None = None,
     axis_names: Sequence[str] | None = None,
+    joint: bool = False,
     **options: Any,
 ) -> Plan:
     """The best plan for one training step of ``model`` on ``cluster``; the model may be on the meta device.
 
     ``mesh_shape`` fixes the axes; without it the search tries every way to cut the devices into one or two axes.
+    ``joint`` searches pipeline, micro-batches, ZeRO stage and recompute too (those that the options leave open).
     Further keywords are those of `Options`. Raises CaptureError, PinError, InfeasibleError, ClusterError.
     """
     cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     started = time.process_time()
     graph = capture(model, example_inputs, example_kwargs or {})
     captured = time.process_time() - started
-    shapes = [tuple(mesh_shape)] if mesh_shape is not None else mesh_shapes(cluster.num_devices)
-    best = _best_of(graph, cluster, shapes, axis_names, Options(**options))
+    chosen = Options(**options)
+    if joint:
+        best = _plan_jointly(graph, cluster, mesh_shape, chosen)
+    else:
+        shapes = [tuple(mesh_shape)] if mesh_shape is not None else mesh_shapes(cluster.num_devices)
+        best = _best_of(graph, cluster, shapes, axis_names, chosen)
     seconds = {"capture": captured, **best.evidence.seconds}
     return replace(best, evidence=replace(best.evidence, seconds=seconds))
 
@@ -107,11 +123,31 @@ def _best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]]
 def _plan_of_shape(graph: OpGraph, cluster: Cluster, shape: tuple[int, ...], axis_names: Sequence[str] | None,
                    options: Options) -> Plan:
     """The best plan on one mesh, whose first axis is the pipeline's if there are stages."""
-    micro = split_batch(graph, options.micro_batches)
-    if options.pipeline_stages == 1:
-        return _plan_on(micro, cluster, shape, axis_names, options, hybrid=options.hybrid(1))
+    hybrid = options.hybrid(shape[0] if options.stages > 1 else 1)
+    micro = split_batch(graph, hybrid.micro_batches)
+    if options.stages == 1:
+        return _plan_on(micro, cluster, shape, axis_names, options, hybrid=hybrid)
     names = axis_names[1:] if axis_names else None
-    return _plan_on(micro, cluster, shape[1:] or (1,), names, options, hybrid=options.hybrid(shape[0]))
+    return _plan_on(micro, cluster, shape[1:] or (1,), names, options, hybrid=hybrid)
+
+
+def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
+    """The best of pipelines, meshes, micro-batches, ZeRO and recompute; what options fix stays."""
+    fixed = Fixed(options.micro_batches, options.pipeline_stages, options.schedule, options.recompute,
+                  options.zero_stage, tuple(mesh_shape) if mesh_shape is not None else None)
+
+    def in_full(candidate: Candidate) -> Plan:
+        micro = split_batch(graph, candidate.hybrid.micro_batches)
+        return _plan_on(micro, cluster, candidate.mesh_shape, None, options, hybrid=candidate.hybrid)
+
+    found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
+                           options.time_limit_s, in_full)
+    evidence = found.plan.evidence
+    seen = found.survey
+    reason = (f"{evidence.stop_reason} on the best of {seen.estimated} combinations, {seen.infeasible} of which do not "
+              f"fit; {seen.pruned} more bounded away; {found.planned} planned in full")
+    seconds = {**evidence.seconds, "joint": found.seconds}
+    return replace(found.plan, evidence=replace(evidence, stop_reason=reason, seconds=seconds))
 
 
 def compile(
@@ -138,7 +174,7 @@ def compile(
     mesh = check_mesh(mesh)
     machine = cluster_of(mesh, cluster)
     chosen = Options(**options)
-    several = (plan.hybrid.stages if plan else chosen.pipeline_stages) > 1
+    several = (plan.hybrid.stages if plan else chosen.stages) > 1
     hybrid = plan.hybrid if plan else chosen.hybrid(mesh.size(0) if several else 1)
     site = groups.site_of(mesh, hybrid.pipeline_ranks)
 
@@ -202,7 +238,7 @@ def _plan_on(
         allowed = {**stored_in_pieces(space), **allowed}
     allowed.update(_placed_choices(space, placed or {}))
     faults = _faults(space, options)
-    limit = cluster.device.usable_bytes if options.memory_limit_bytes is None else options.memory_limit_bytes
+    limit = options.limit_bytes(cluster)
     if hybrid.stages > 1 and not hybrid.cuts:
         hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid.stages))
     stages = stages_of(space, micro.loss, hybrid)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoparallel.layout import COLLECTIVES
-from autoparallel.plans import CollectiveUse, Prediction
+from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.rules.space import Label, Link
 from autoparallel.search.problem import Problem
@@ -65,6 +65,21 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
     )
 
 
+def estimate(pricer: SpacePricer, labels: Sequence[Label]) -> float:
+    """Seconds of a step whose stages are taken to be equal: for a sketch, which has no cuts."""
+    hybrid, stage = pricer.turns.hybrid, _Parts()
+    _add_sites(pricer, labels, [stage])
+    _add_links(pricer, labels, [stage])
+    return equal_stages_s(hybrid, stage.total - stage.once) + stage.once / hybrid.pipeline_ranks
+
+
+def equal_stages_s(hybrid: Hybrid, turns_s: float) -> float:
+    """Seconds of all turns, which take ``turns_s`` on one rank alone, in a pipeline of equal stages."""
+    ranks = hybrid.pipeline_ranks
+    virtual = hybrid.stages // ranks * (3 if hybrid.schedule == "zero_bubble" else 1)
+    return float(pipeline_s([turns_s / hybrid.micro_batches / ranks] * ranks, hybrid.micro_batches, virtual))
+
+
 def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[name for s in stages for name in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
@@ -100,7 +115,7 @@ def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_P
             if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
                 stage.repeated.append(str(space.graph.nodes[site.node]))
         elif site.kind == "parameter":
-            seconds = float(prices.parameter_s(strategies)[number])
+            seconds = turns.counts[site.index] * float(prices.parameter_s(strategies)[number])
             stage.optimizer += seconds
             stage.once += seconds
             stage.state_bytes += float(prices.parameter_bytes(strategies)[number])
@@ -153,5 +168,5 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _
             entry[2] += n * s
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
             setattr(stage, name, getattr(stage, name) + n * s)
-            if once and n == 1:
+            if once and n == pricer.turns.counts[link.target]:
                 stage.once += s

@@ -115,7 +115,8 @@ class SpacePricer:
         if kind == "op":
             price = self.prices.op(s)
             return times[0] * price.forward_s + times[1] * price.backward_s
-        return self.prices.parameter_s(s) if kind == "parameter" else np.zeros(len(s.labels))
+        seconds = self.prices.parameter_s(s) if kind == "parameter" else np.zeros(len(s.labels))
+        return self.turns.counts[index] * seconds
 
     def _site_bytes(self, index: int) -> np.ndarray:
         s, kind = self.space.strategies[index], self.space.sites[index].kind

@@ -16,7 +16,6 @@ from autoparallel.plans import Hybrid
 from autoparallel.rules.space import Link, StrategySpace
 from cost_models.memory import in_flight_micro_batches
 
-
 #: Classes of ops (`Rule.op_class`) whose results recompute="selective" keeps, as `lower.recompute` does.
 KEPT_CLASSES = frozenset({"matmul", "attention", "conv"})
 
@@ -29,11 +28,15 @@ class Life(NamedTuple):
 
 
 class Turns:
-    """A hybrid step over one strategy space; ``stage_of`` by site (all 0 without a pipeline)."""
+    """A hybrid step over one strategy space; ``stage_of`` by site (all 0 without a pipeline).
+
+    In a sketch (`hybrid.sketch`) a site counts for ``counts`` sites, of which one rank holds ``held``.
+    """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None, stage_of: Sequence[int] | None = None,
-                 training: bool = True) -> None:
+                 training: bool = True, counts: Sequence[int] | None = None, held: Sequence[int] | None = None) -> None:
         self.space, self.hybrid = space, hybrid or Hybrid()
+        self.counts, self.held = counts or [1] * len(space), held or [1] * len(space)
         self.stage_of = stage_of if stage_of is not None else [0] * len(space)
         self.kept = _kept_values(space) if training else frozenset()
         self.last_use = _last_uses(space)
@@ -74,15 +77,15 @@ class Turns:
 
     def op_times(self, index: int) -> tuple[int, int]:
         """How often the op runs (forward, backward) in a step."""
-        count = self.hybrid.micro_batches
+        count = self.hybrid.micro_batches * self.counts[index]
         return count * (2 if self.again(index) else 1), count
 
     def link_times(self, link: Link) -> tuple[int, int]:
         """How often the link's redistribution runs (forward, backward) in a step."""
-        count = self.hybrid.micro_batches
+        some = self.counts[link.target]
+        count = self.hybrid.micro_batches * some
         if self.of_parameter[link.source]:
-            forward, backward = {0: (1, 1), 1: (1, 1), 2: (1, count), 3: (2 * count, count)}[self.hybrid.zero_stage]
-            return forward, backward
+            return {0: (some, some), 1: (some, some), 2: (some, count), 3: (2 * count, count)}[self.hybrid.zero_stage]
         again = self.hybrid.recompute == "full" and self.block_of[link.target] is not None
         return count * (2 if again else 1), count
 
@@ -106,7 +109,7 @@ class Turns:
 
     def always(self, index: int) -> Life:
         start, turn = self._at(index)
-        return Life((start, start + turn + 1))
+        return Life((start, start + turn + 1), self.held[index])
 
     def site_life(self, index: int, outputs: Sequence[int]) -> Life:
         """Of an op's outputs."""
@@ -128,14 +131,16 @@ class Turns:
         start, turn = self._at(index)
         if inside and (block := self.block_of[index]) is not None:
             return Life((start + turn - self.block_end[block], start + turn - index + 1))
-        return Life((start + index, start + turn + 1 - index), self.in_flight(self.stage_of[index]))
+        copies = self.held[index] * self.in_flight(self.stage_of[index])
+        return Life((start + index, start + turn + 1 - index), copies)
 
     def copy_life(self, link: Link) -> Life:
         """Of the redistributed copy that a link makes."""
         start, _ = self._at(link.target)
         if self.of_parameter[link.source] and self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
             sums = self.hybrid.zero_stage < 2 and self.hybrid.micro_batches > 1
-            return Life(self.always(link.target).interval, 2 if sums else 1)  # and the gradient of the whole
+            whole = self.always(link.target)
+            return Life(whole.interval, whole.copies * (2 if sums else 1))  # and the gradient of the whole
         transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3
         if ("copy", link.target, link.position) in self.kept and not transient:
             return self._kept_life(link.target, self.hybrid.recompute == "full" or self.again(link.target))

@@ -1,0 +1,268 @@
+"""The joint search: pipeline, mesh, micro-batches, ZeRO, recompute and sharding together.
+
+Every combination is priced on a sketch of the model (a fraction of a second each); the best of them are then planned
+in full, best estimate first, until no estimate left is better than the best plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoparallel.capture import OpGraph
+from autoparallel.errors import InfeasibleError, PlanError
+from autoparallel.hybrid.microbatch import MicroBatches, batch_size, split_batch
+from autoparallel.hybrid.sketch import Sketch, sketch
+from autoparallel.plans import Hybrid, Plan
+from autoparallel.pricing import Prices, SpacePricer, Turns
+from autoparallel.pricing.breakdown import equal_stages_s, estimate
+from autoparallel.rules.space import StrategySpace
+from autoparallel.search import solve
+from autoparallel.search.problem import Problem
+from cost_models import Cluster
+
+SOLVE_S = 3.0
+MOST_PIPELINE, MOST_INNER, MOST_TURNS = 64, 64, 64
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the user decides; None is searched."""
+
+    micro_batches: int | None = None
+    pipeline_stages: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+    zero_stage: int | None = None
+    mesh_shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination, with its estimated seconds (inf: does not fit)."""
+
+    hybrid: Hybrid
+    mesh_shape: tuple[int, ...]
+    estimate_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Candidates, best estimate first; how many were estimated, how many of these do not fit, and how many have a
+    bound above the best estimate."""
+
+    candidates: tuple[Candidate, ...]
+    estimated: int
+    infeasible: int
+    pruned: int
+
+
+@dataclass(frozen=True)
+class JointResult:
+    """The best plan, what was looked at, how many were planned in full, and the best estimate that was not."""
+
+    plan: Plan
+    survey: Survey
+    planned: int
+    seconds: float
+    next_estimate_s: float
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+class JointSearch:
+    """Estimates combinations for one program on one cluster."""
+
+    def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float) -> None:
+        self.cluster, self.fixed, self.optimizer, self.limit = cluster, fixed, optimizer, limit_bytes
+        self.sketch: Sketch = sketch(graph)
+        self.batch = batch_size(graph)
+        self._split: dict[int, MicroBatches] = {}
+        self._prices: dict[object, Prices] = {}
+        self._least: dict[int, tuple[float, float]] = {}
+
+    # --- what there is ----------------------------------------------------------------------------------------------
+
+    def shapes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """(pipeline ranks, mesh of a stage): pipelines of all lengths, stages of one or two axes, the last within
+        hosts' reach."""
+        count, fixed = self.cluster.num_devices, self.fixed
+        if fixed.mesh_shape is not None:
+            whole = fixed.pipeline_stages in (None, 1)
+            yield (1, fixed.mesh_shape) if whole else (fixed.mesh_shape[0], fixed.mesh_shape[1:] or (1,))
+            return
+        for ranks in divisors(count):
+            if ranks > min(MOST_PIPELINE, max(1, self.sketch.num_blocks)) or not self._pipeline_allowed(ranks):
+                continue
+            rest = count // ranks
+            for inner in divisors(rest):
+                if inner <= MOST_INNER and (rest <= 8 or inner in (1, 2, 4, 8, 16, 32, 64)):
+                    yield ranks, (rest,) if inner in (1, rest) else (rest // inner, inner)
+
+    def _pipeline_allowed(self, ranks: int) -> bool:
+        stages = self.fixed.pipeline_stages
+        return stages is None or (stages % ranks == 0 and (ranks > 1) == (stages > 1))
+
+    def turns(self, ranks: int) -> list[int]:
+        if self.fixed.micro_batches is not None:
+            return [self.fixed.micro_batches]
+        found = [m for m in divisors(self.batch) if m & (m - 1) == 0 and m <= max(MOST_TURNS, 4 * ranks)]
+        return [m for m in found if ranks == 1 or m >= ranks] or found[-1:]
+
+    def hybrids(self, ranks: int, turns: int) -> Iterator[Hybrid]:
+        """The first round: 1F1B, recompute none or full, parameters gathered per step or per use."""
+        fixed = self.fixed
+        stages = fixed.pipeline_stages or ranks
+        for recompute, zero in itertools.product(
+            [fixed.recompute] if fixed.recompute else ["none", "full"],
+            [fixed.zero_stage] if fixed.zero_stage is not None else [2 if turns == 1 else 1, 3],
+        ):
+            yield from _valid(turns, stages, ranks, fixed.schedule or "1f1b", (), zero, recompute)
+
+    def around(self, best: Candidate) -> Iterator[Hybrid]:
+        """The second round: what the first left out, around one of its best."""
+        h, fixed = best.hybrid, self.fixed
+        stages = [h.stages] if fixed.pipeline_stages else [h.stages, 2 * h.stages]
+        for schedule, recompute, zero, count in itertools.product(
+            [fixed.schedule] if fixed.schedule else ["1f1b", "zero_bubble", "interleaved"],
+            [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
+            [fixed.zero_stage] if fixed.zero_stage is not None else [1, 2, 3],
+            stages if h.stages > 1 else [1],
+        ):
+            if h.stages > 1 or schedule == h.schedule:
+                yield from _valid(h.micro_batches, count, h.pipeline_ranks, schedule, (), zero, recompute)
+
+    # --- what it costs ----------------------------------------------------------------------------------------------
+
+    def _micro(self, count: int) -> MicroBatches:
+        if count not in self._split:
+            self._split[count] = split_batch(self.sketch.graph, count)
+        return self._split[count]
+
+    def _prices_of(self, turns: int, ranks: int, shape: tuple[int, ...]) -> Prices:
+        key = (turns, ranks, shape)
+        if key not in self._prices:
+            space = StrategySpace(self._micro(turns).body, shape)
+            self._prices[key] = Prices(space, self.cluster, self.optimizer, stages=ranks)
+        return self._prices[key]
+
+    def estimate(self, candidate: Candidate) -> Candidate:
+        """The candidate with its estimated seconds."""
+        h = candidate.hybrid
+        prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
+        weights = [self.sketch.stands_for.get(s.name.split(":")[0], 1) for s in prices.space.sites]
+        held = [math.ceil(w / h.pipeline_ranks) if w > 1 else 1 for w in weights]
+        pricer = SpacePricer(prices, self.limit, turns=Turns(prices.space, h, counts=weights, held=held))
+        problem = pricer.full()
+        if least_live_bytes(problem, len(prices.space)) > self.limit:
+            return candidate
+        try:
+            solution = solve(problem, "auto", time_limit_s=SOLVE_S, pricer=pricer)
+        except InfeasibleError:
+            return candidate
+        if solution.choice is None:
+            return candidate
+        return replace(candidate, estimate_s=estimate(pricer, pricer.labels_of(solution.choice)))
+
+    def floor(self, candidate: Candidate) -> float:
+        """A bound below the estimate: each op at its best, without communication."""
+        h = candidate.hybrid
+        prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
+        forward, backward = self._least_compute(prices)
+        again = {"none": 1.0, "selective": 1.0, "full": 2.0}[h.recompute]
+        return equal_stages_s(h, h.micro_batches * (again * forward + backward))
+
+    def _least_compute(self, prices: Prices) -> tuple[float, float]:
+        """Seconds (forward, backward) of one turn's ops, each at its best."""
+        if id(prices) not in self._least:
+            found = [0.0, 0.0]
+            for site, s in zip(prices.space.sites, prices.space.strategies, strict=True):
+                if site.kind == "op":
+                    count, price = self.sketch.stands_for.get(site.name, 1), prices.op(s)
+                    found[0] += count * float(price.forward_s.min())
+                    found[1] += count * float(price.backward_s.min())
+            self._least[id(prices)] = (found[0], found[1])
+        return self._least[id(prices)]
+
+    def run(self) -> Survey:
+        """All candidates worth an estimate, best first."""
+        first = [
+            Candidate(hybrid, shape)
+            for ranks, shape in self.shapes() for turns in self.turns(ranks) for hybrid in self.hybrids(ranks, turns)
+        ]
+        known: dict[object, Candidate] = {}
+        pruned = self._estimate_all(first, known)
+        for candidate in sorted(known.values(), key=lambda c: c.estimate_s)[:3]:
+            second = [Candidate(hybrid, candidate.mesh_shape) for hybrid in self.around(candidate)]
+            pruned += self._estimate_all(second, known)
+        found = sorted(known.values(), key=lambda c: c.estimate_s)
+        return Survey(tuple(found), len(known), sum(c.estimate_s == math.inf for c in found), pruned)
+
+    def _estimate_all(self, candidates: Sequence[Candidate], known: dict[object, Candidate]) -> int:
+        """Estimate those whose bound is below the best estimate; returns how many others there are."""
+        pruned = 0
+        best = min((c.estimate_s for c in known.values()), default=math.inf)
+        for floor, _, candidate in sorted((self.floor(c), i, c) for i, c in enumerate(candidates)):
+            key = (candidate.hybrid, candidate.mesh_shape)
+            if key in known:
+                continue
+            if floor >= best:
+                pruned += 1
+                continue
+            known[key] = self.estimate(candidate)
+            best = min(best, known[key].estimate_s)
+        return pruned
+
+
+def _valid(*arguments: object) -> Iterator[Hybrid]:
+    try:
+        yield Hybrid(*arguments)  # type: ignore[arg-type]
+    except PlanError:
+        return
+
+
+def least_live_bytes(problem: Problem, turn: int) -> float:
+    """A lower bound on the peak: what must live at the turn from forward to backward, at its smallest."""
+    return float(sum(np.min(n.usages) for n in problem.nodes if n.interval[0] <= turn < n.interval[1]))
+
+
+def search_jointly(
+    graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
+    plan_in_full: Callable[[Candidate], Plan],
+) -> JointResult:
+    """Estimate all combinations, then plan the best in full until no estimate left beats the best plan.
+
+    Raises InfeasibleError when nothing fits.
+    """
+    started = time.monotonic()
+    search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes)
+    survey = search.run()
+    candidates = survey.candidates
+    best: Plan | None = None
+    planned, failure = 0, None
+    for candidate in candidates:
+        late = time.monotonic() - started > time_limit_s
+        if best is not None and (candidate.estimate_s >= best.prediction.step_s or planned >= 3 or late):
+            break
+        if candidate.estimate_s == math.inf and planned >= 3:
+            break
+        try:
+            made = plan_in_full(candidate)
+        except InfeasibleError as error:
+            failure = error
+            planned += 1
+            continue
+        planned += 1
+        if best is None or made.prediction.step_s < best.prediction.step_s:
+            best = made
+    if best is None:
+        raise failure or InfeasibleError("no combination of pipeline, mesh and micro-batches is possible")
+    left = candidates[planned].estimate_s if planned < len(candidates) else math.inf
+    return JointResult(best, survey, planned, time.monotonic() - started, left)

@@ -1,0 +1,80 @@
+"""A sketch of a model: of many equal blocks the first, one that stands for all in between, and the last.
+
+Prices of a sketch are those of the model (what stands for k blocks counts k times), found in a time that does not grow
+with depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch.utils._pytree as pytree
+
+from autoparallel.capture import OpGraph, Ref
+from autoparallel.capture.blocks import Block, find_blocks
+from autoparallel.capture.graph import Node
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """``graph`` has fewer nodes than the model; ``stands_for`` says by node name how many nodes of the model each is
+    (one, where it says nothing)."""
+
+    graph: OpGraph
+    stands_for: Mapping[str, int]
+    num_blocks: int
+
+
+def sketch(graph: OpGraph) -> Sketch:
+    """The sketch of a program; a program with at most three equal blocks is its own."""
+    blocks = find_blocks(graph)
+    by_template: dict[int, list[Block]] = {}
+    for block in blocks:
+        by_template.setdefault(block.template, []).append(block)
+    twin: dict[int, int] = {}
+    stands_for: dict[str, int] = {}
+    for alike in by_template.values():
+        if len(alike) > 3:
+            _fold(graph, alike, twin, stands_for)
+    if not twin:
+        return Sketch(graph, {}, len(blocks))
+    return Sketch(_without(graph, twin), stands_for, len(blocks))
+
+
+def _fold(graph: OpGraph, alike: list[Block], twin: dict[int, int], stands_for: dict[str, int]) -> None:
+    """Give each node of the blocks between the second and the last its twin in the second."""
+    kept = alike[1]
+    members = [*kept.nodes, *_parameters(graph, kept)]
+    for block in alike[2:-1]:
+        twin.update(zip([*block.nodes, *_parameters(graph, block)], members, strict=True))
+    stands_for.update({graph.nodes[index].name: len(alike) - 2 for index in members})
+
+
+def _parameters(graph: OpGraph, block: Block) -> list[int]:
+    """Placeholders that only this block reads, in the order of reading."""
+    inside = set(block.nodes)
+    found = dict.fromkeys(
+        ref.node for index in block.nodes for ref in graph.nodes[index].inputs
+        if graph.nodes[ref.node].kind in ("parameter", "buffer")
+        and all(user in inside for user, _ in graph.consumers[ref])
+    )
+    return list(found)
+
+
+def _without(graph: OpGraph, twin: Mapping[int, int]) -> OpGraph:
+    place: dict[int, int] = {}
+    nodes: list[Node] = []
+
+    def moved(ref: Ref) -> Ref:
+        return Ref(place[twin.get(ref.node, ref.node)], ref.output)
+
+    for node in graph:
+        if node.index in twin:
+            continue
+        place[node.index] = len(nodes)
+        args, kwargs = pytree.tree_map_only(Ref, moved, (node.args, dict(node.kwargs)))
+        nodes.append(replace(node, index=len(nodes), args=args, kwargs=kwargs))
+    outputs = tuple(moved(v) if isinstance(v, Ref) else v for v in graph.outputs)
+    mutations = {name: moved(ref) for name, ref in graph.mutations.items() if ref.node not in twin}
+    return replace(graph, nodes=tuple(nodes), outputs=outputs, mutations=mutations)
