@@ -16,8 +16,9 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.capture.editing import Node, emit, replace
+from autoparallel.capture.editing import Node, emit, replace, source_line
 from autoparallel.capture.functionalise import functionalise
+from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -25,6 +26,7 @@ aten = torch.ops.aten
 def normalise(gm: GraphModule, buffer_names: dict[str, str]) -> dict[str, Node]:
     """Run all passes in place; returns the final value of each buffer that the program updates, by placeholder name."""
     graph = gm.graph
+    refuse_unknown_shapes(graph)
     inline_grad_regions(gm)
     lists(graph, {})  # so that a piece of a split that is written to is a slice
     mutations = functionalise(graph, buffer_names)
@@ -35,6 +37,15 @@ def normalise(gm: GraphModule, buffer_names: dict[str, str]) -> dict[str, Node]:
 
 
 # --- structure ---------------------------------------------------------------------------------------------------
+
+
+def refuse_unknown_shapes(graph: Graph) -> None:
+    """Raises CaptureError for a tensor whose shape depends on the data: nothing could be said about its pieces."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not all(type(size) is int for size in value.shape):
+            raise CaptureError(f"{node.target} gives a tensor whose shape depends on the data{source_line(node)}\n"
+                               "  Write torch.where or a mask, so that the shape is known beforehand.")
 
 
 def inline_grad_regions(gm: GraphModule) -> None:
@@ -181,10 +192,12 @@ def _slice(graph: Graph, node: Node) -> Node:
 def _cat(graph: Graph, node: Node) -> Node | None:
     """Pieces without elements add nothing; a single piece is the result."""
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    pieces = [piece for piece in node.args[0] if piece.meta["val"].numel()]
-    if not pieces or len(pieces) == len(node.args[0]) or pieces[0].meta["val"].dtype != node.meta["val"].dtype:
+    pieces = [piece for piece in node.args[0] if piece.meta["val"].numel()] or list(node.args[0])
+    if len(pieces) == 1 and pieces[0].meta["val"].dtype == node.meta["val"].dtype:
+        return pieces[0]
+    if node.target is aten.cat.default and len(pieces) == len(node.args[0]):
         return None
-    return pieces[0] if len(pieces) == 1 else emit(graph, node, aten.cat.default, pieces, dim)
+    return emit(graph, node, aten.cat.default, pieces, dim)
 
 
 def _copy(graph: Graph, node: Node) -> Node:
@@ -413,8 +426,8 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     batch_norm,
     _each(dict.fromkeys(IDENTITIES, _identity)),
     _each(dict.fromkeys(COPIES, _same_dtype)),
-    _each({aten.addmm.default: _addmm, aten.repeat.default: _repeat, aten.cat.default: _cat,
-           aten.repeat_interleave.self_int: _repeat_interleave, aten._weight_norm.default: _weight_norm}),
+    _each({aten.addmm.default: _addmm, aten._weight_norm.default: _weight_norm, aten.repeat.default: _repeat,
+           aten.repeat_interleave.self_int: _repeat_interleave, aten.cat.default: _cat, aten.concat.default: _cat}),
     _each(dict.fromkeys(WRITTEN, _copy)),
     _each(dict.fromkeys(VIEWS, _reshape)),
     _each(dict.fromkeys((aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default), _permute)),

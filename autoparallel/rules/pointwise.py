@@ -52,6 +52,7 @@ def pointwise(op: OpView) -> Rule | None:
         saves=_saved(op),
         saves_output=op.target in OUTPUT_SAVED,
         alias=op.target is aten.detach.default,
+        random=torch.Tag.nondeterministic_seeded in op.target.tags,
     )
 
 
@@ -68,8 +69,11 @@ def _saved(op: OpView) -> frozenset[int]:
     return frozenset(range(len(op.inputs)))
 
 
-@rule_for(aten.dropout.default)
-def dropout(op: OpView) -> Rule:
+@rule_for(aten.dropout.default, aten.native_dropout.default, aten.rand_like.default, aten.randn_like.default,
+          aten.bernoulli.default, aten.bernoulli.p, aten.uniform.default, aten.exponential.default)
+def random(op: OpView) -> Rule:
+    """Numbers drawn for each element: ranks with different pieces draw different ones."""
     sizes = {f"d{i}": size for i, size in enumerate(op.out.shape) if size != 1}
     dims = tuple(f"d{i}" if size != 1 else None for i, size in enumerate(op.out.shape))
-    return Rule((dims,), (dims,), sizes, flops=float(op.out.num_elements), random=True, extra_bytes=1.0)
+    return Rule((dims,), (dims,) * len(op.outputs), sizes, flops=float(op.out.num_elements), random=True,
+                extra_bytes=1.0)

@@ -1,0 +1,116 @@
+"""The model zoo judges plans rightly, and a handful of architectures pass it; ``-m slow`` runs all 46."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autoparallel.rules.matmul as matmul
+from autoparallel.capture import capture
+from autoparallel.lower import collectives
+from autoparallel.rules import Rule, registry
+from autoparallel.rules.space import StrategySpace
+from benchmarks import model_zoo
+from benchmarks.architectures import ARCHITECTURES, build, inputs_of
+from benchmarks.in_process import on_every_rank
+from benchmarks.model_zoo import Candidate, Ranks, examine, random_candidate, toy_cluster, truth, worst_error
+from tests.reference import assert_same_tensors
+
+#: One of each kind: experts, an encoder with masks, shifted labels written in place, convolutions, einsum.
+HANDFUL = ["mixtral", "deberta_v2", "bart", "convnext", "xlnet"]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+
+def test_46_architectures() -> None:
+    assert len(ARCHITECTURES) == 46
+
+
+@pytest.mark.parametrize("name", ["llama", "swin"])
+def test_same_model_and_inputs_every_time(name: str) -> None:
+    assert_same_tensors(build(name).state_dict(), build(name).state_dict(), tolerance=0)
+    torch.testing.assert_close(inputs_of(name), inputs_of(name), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", HANDFUL)
+def test_a_handful(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Chosen, tensor-parallel, whole inputs, and two random plans; no op without a rule, no work repeated."""
+    monkeypatch.setattr(model_zoo, "NUM_RANDOM", 2)
+    report = examine(name)
+    assert report.passed, "\n".join(report.lines())
+    assert not report.repeated and not report.undescribed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_every_architecture(name: str) -> None:
+    report = examine(name)
+    assert report.passed, "\n".join(report.lines())
+    assert not report.repeated and not report.undescribed
+
+
+# -------------------------------------------------------------------------------------------- the judge can say no
+
+
+def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias that every rank adds to its summand: the program is well-formed and wrong."""
+    model, inputs = build("bert"), inputs_of("bert")
+    graph = capture(model, (), inputs)
+    expected, linear = truth(model, inputs), torch.ops.aten.linear.default
+    registry.find_rule(graph, graph.of_kind("op")[0])  # the families are there
+
+    def wrong(op: registry.OpView) -> Rule | None:
+        return replace(matmul.linear(op), additive=frozenset())
+
+    def cut_sums() -> Ranks:
+        space = StrategySpace(graph, (4,))
+        at = [site.kind == "op" and graph.nodes[site.node].target is linear for site in space.sites]
+        labels = [(s.row_named("k"),) if cut else s.labels[0] for cut, s in zip(at, space.strategies, strict=True)]
+        return Ranks(Candidate(space, tuple(labels)), toy_cluster())
+
+    assert worst_error(expected, cut_sums().step(model, inputs))[0] < 1e-5
+    monkeypatch.setitem(registry._BUILDERS, linear, wrong)
+    error, tensor = worst_error(expected, cut_sums().step(model, inputs))
+    assert error > 1e-2 and "bias" in tensor
+
+
+def test_a_gradient_too_many_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every all-reduce of floating-point numbers sums twice."""
+    model, inputs = build("bert"), inputs_of("bert")
+    ranks = Ranks(random_candidate(capture(model, (), inputs), (4,), 0), toy_cluster())
+    assert worst_error(truth(model, inputs), ranks.step(model, inputs))[0] < 1e-5
+    once = collectives.all_reduce_tensor
+    monkeypatch.setattr(collectives, "all_reduce_tensor", lambda x, *args: once(x, *args) * (1 + x.is_floating_point()))
+    assert worst_error(truth(model, inputs), ranks.step(model, inputs))[0] > 0.1
+
+
+def test_collectives_in_memory() -> None:
+    """On a 2 x 2 mesh the ranks meet along one axis at a time, each group for itself."""
+
+    def work(coordinate: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        number = torch.full((2,), float(2 * coordinate[0] + coordinate[1]))
+        summed = collectives.redistribute(number, "x", "P", "I")
+        gathered = collectives.redistribute(number, "y", "S(0)", "I", (2, 2))
+        return summed, gathered
+
+    for coordinate, (summed, gathered) in on_every_rank((2, 2), ("x", "y"), work).items():
+        first = 2.0 * coordinate[0]
+        assert summed.tolist() == [2.0 + 2 * coordinate[1]] * 2
+        assert gathered.tolist() == [first, first, first + 1, first + 1]
+
+
+def test_ranks_that_disagree_do_not_hang() -> None:
+    def work(coordinate: tuple[int, ...]) -> torch.Tensor:
+        target = "I" if coordinate[0] else "S(0)"
+        return collectives.redistribute(torch.ones(4), "x", "P", target, (), () if coordinate[0] else (2, 2))
+
+    with pytest.raises(RuntimeError, match="different collectives"):
+        on_every_rank((2,), ("x",), work)
