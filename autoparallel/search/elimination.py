@@ -21,7 +21,7 @@ import numpy as np
 from autoparallel.search.problem import FORBIDDEN, Problem
 
 CHUNK_CELLS = 1_000_000
-HOPELESS_CELLS = 1e15
+HOPELESS_CELLS = 1e10
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,8 @@ class Eliminator:
     Look at ``order.max_cells`` first (`exact.affordable` does): inf means that there is no order to solve in.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.sizes = [len(node.costs) for node in problem.nodes]
-        self._pairs = [(edge.source, edge.target) for edge in problem.edges]
+    def __init__(self, sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> None:
+        self.sizes, self._pairs = list(sizes), list(pairs)
         open_pairs = [(u, v) for u, v in self._pairs if self.sizes[u] > 1 and self.sizes[v] > 1]
         self.order = elimination_order(self.sizes, open_pairs)
         if CHUNK_CELLS < self.order.max_cells < FORBIDDEN:
@@ -141,6 +140,10 @@ class Eliminator:
         self._rank = [0] * len(self.sizes)
         for rank, v in enumerate(self.order.nodes):
             self._rank[v] = rank
+
+    @classmethod
+    def of(cls, problem: Problem) -> Eliminator:
+        return cls([len(node.costs) for node in problem.nodes], [(e.source, e.target) for e in problem.edges])
 
     def _only(self, table: np.ndarray, axis: int) -> np.ndarray:
         """The table of an edge whose node on ``axis`` has one choice, as costs of the other; the same object again."""

@@ -91,7 +91,7 @@ def solve_exact(problem: Problem, deadline: float = FORBIDDEN, relax: Relaxation
     start = time.monotonic()
     memory = memory_of(problem)
     if relax is None:
-        relax = Eliminator(problem).solve
+        relax = Eliminator.of(problem).solve
     incumbent = Incumbent(problem, memory, deadline, report)
     dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, TARGET_GAP)
     if memory.binds and incumbent.objective - dual.bound > TARGET_GAP * abs(dual.bound) and dual.bound < FORBIDDEN:

@@ -61,7 +61,7 @@ class Recursion:
     def solve_allowed(self, allowed: Sequence[Sequence[Label]]) -> State | None:
         """The best plan of a restricted problem, None when it has none; memory by prices and repair."""
         problem = self.pricer.problem(allowed)
-        eliminator = Eliminator(problem)
+        eliminator = Eliminator.of(problem)
         if not affordable(eliminator, problem, PAIR_WORK_CELLS):
             return None
         memory = memory_of(problem if problem.limit == FORBIDDEN

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search.elimination import Eliminator
-from autoparallel.search.exact import MAX_ROUNDS, TARGET_GAP, Outcome, affordable, solve_exact, trivial_bound
-from autoparallel.search.ilp import MAX_CELLS, least_memory, model_cells, solve_ilp
+from autoparallel.search.compact import compact_of
+from autoparallel.search.elimination import HOPELESS_CELLS, Eliminator
+from autoparallel.search.exact import TARGET_GAP, WORK_CELLS, Outcome, affordable, solve_exact, trivial_bound
 from autoparallel.search.labelled import LabelledPricer
-from autoparallel.search.lagrange import LowestPeak, lowest_peak, priced
-from autoparallel.search.memory import least_peak, memory_of
-from autoparallel.search.messages import Messenger
+from autoparallel.search.lagrange import priced
+from autoparallel.search.least import least_memory
+from autoparallel.search.memory import memory_of
+from autoparallel.search.merge import Shrunk, shrink
 from autoparallel.search.presolve import Reduced, drop_dominated, keep
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Pricer, Problem, Solution, evaluate
+from autoparallel.search.program import Program, cells
 from autoparallel.search.recursive import search_axes
+from autoparallel.search.wide import WideSearch, quick_plan
 
 Progress = Callable[[str, float, float], None]
 AUTO_GAP = 1e-3
 SMALL_CELLS = 20_000
-LEAST_MEMORY_S = 10.0
-MESSAGE_S = 1.0  # the program does the rest
-LONG_MESSAGE_S = 60.0  # the program would be too large
-MESSAGE_PASSES = 20
+MAX_CELLS = 500_000
+WORK_CELLS_PER_S = 2e7  # a tenth of what elimination does, so that it is done in a tenth of the time
+LEAST_MEMORY_S = 5.0
 
 
 class Run:
@@ -37,15 +38,15 @@ class Run:
         self._progress = progress
         self.best = Outcome(None, FORBIDDEN, trivial_bound(problem), "not started")
         self._prices: np.ndarray | None = None
-        self._relaxation: Eliminator | Messenger | None = None
         start = time.monotonic()
+        work = min(WORK_CELLS, WORK_CELLS_PER_S * (deadline - start))
         self.reduced = keep(problem, [np.arange(len(node.costs)) for node in problem.nodes])
-        self.eliminator = Eliminator(problem)
-        self.can_eliminate = affordable(self.eliminator, problem)
-        if not self.can_eliminate:
+        self.eliminator = Eliminator.of(problem)
+        self.can_eliminate = affordable(self.eliminator, problem, work)
+        if not self.can_eliminate and self.eliminator.order.max_cells < HOPELESS_CELLS:
             self.reduced = drop_dominated(problem)
-            self.eliminator = Eliminator(self.reduced.problem)
-            self.can_eliminate = affordable(self.eliminator, self.reduced.problem)
+            self.eliminator = Eliminator.of(self.reduced.problem)
+            self.can_eliminate = affordable(self.eliminator, self.reduced.problem, work)
         self.best.seconds["presolve"] = time.monotonic() - start
 
     def note(self, found: Outcome, way_back: Reduced | None = None) -> None:
@@ -67,22 +68,17 @@ class Run:
             self._progress(found.stop_reason, best.objective, bound)
 
     def exact(self) -> None:
-        """Elimination, with prices for memory; where it is too wide, axes one at a time, messages, and the program."""
+        """Elimination, with prices for memory; where it is too wide, axes one at a time, then `wide`."""
         if self.can_eliminate:
-            self._priced_search(self.eliminator, self.deadline)
+            found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve)
+            self._prices = found.prices
+            self.note(found, self.reduced)
             return
         if any(node.labels for node in self.problem.nodes):
             self.recursive()
-        cells = model_cells(self.reduced.problem)
-        spent = MESSAGE_S if cells <= MAX_CELLS else LONG_MESSAGE_S
-        limit = min(self.deadline, time.monotonic() + spent)
-        self._priced_search(Messenger(self.reduced.problem, MESSAGE_PASSES, limit), limit)
-        self.program()
-
-    def _priced_search(self, relaxation: Eliminator | Messenger, deadline: float) -> None:
-        found = solve_exact(self.reduced.problem, deadline, relaxation.solve, isinstance(relaxation, Eliminator))
-        self._relaxation, self._prices = relaxation, found.prices
-        self.note(found, self.reduced)
+        search = WideSearch(self.problem, self.deadline, self.best.choice, self.note)
+        search.run()
+        self.note(search.outcome)
 
     def recursive(self) -> None:
         adapted = LabelledPricer(self.problem, self.pricer)
@@ -103,40 +99,51 @@ class Run:
             bound, _ = self.eliminator.solve([node.costs for node in free.nodes], [edge.costs for edge in free.edges])
             self.note(Outcome(None, FORBIDDEN, bound, self.best.stop_reason, {"bound": time.monotonic() - start}))
 
-    def program(self) -> None:
-        """The integer program over the choices that can still be part of a better plan."""
-        if time.monotonic() >= self.deadline:
+    def program(self, max_cells: int = MAX_CELLS) -> None:
+        """The integer program over the choices that can still be part of a better plan, unless it is too large."""
+        start = time.monotonic()
+        if start >= self.deadline:
             return
-        left = self._within_reach()
-        hint = None if self.best.choice is None else left.forward(self.best.choice)
-        found = solve_ilp(left.problem, self.deadline, hint)
+        left = shrink(compact_of(self.problem), self._within_reach())
+        found = Outcome(None, FORBIDDEN, -FORBIDDEN, "infeasible")
+        if left.allowed:
+            if cells(left.compact) > max_cells:
+                self.note(Outcome(None, FORBIDDEN, -FORBIDDEN, "too large", {"ilp": time.monotonic() - start}))
+                return
+            if self.best.choice is None:
+                self._try(left, quick_plan(left.compact, self.deadline))
+            picks, answer = Program(left.compact).solve(self.deadline, self.best.objective)
+            self._try(left, picks)
+            found = Outcome(None, FORBIDDEN, answer.bound, answer.reason, {"ilp": time.monotonic() - start})
         if found.stop_reason == "infeasible":
-            raise MemoryLimitError(self.problem.name, self.problem.limit, self.problem.limit)
-        self.note(found, left)
+            if self.best.choice is None:
+                raise MemoryLimitError(self.problem.name, self.problem.limit, self.problem.limit)
+            found.lower_bound, found.stop_reason = self.best.objective, "optimal"
+        self.note(found)
 
-    def _within_reach(self) -> Reduced:
-        """Without the choices whose best priced plan costs more than the plan in hand, and without dominated ones."""
-        if self._prices is None or self._relaxation is None or self.best.choice is None:
-            return self.reduced.then(drop_dominated(self.reduced.problem))
+    def _try(self, left: Shrunk, picks: Sequence[int] | None) -> None:
+        if picks is not None:
+            choice = left.restore(picks)
+            judged = evaluate(self.problem, choice)
+            if judged.feasible:
+                self.note(Outcome(choice, judged.objective, -FORBIDDEN, "better"))
+
+    def _within_reach(self) -> list[np.ndarray] | None:
+        """The choices whose best priced plan costs no more than the plan in hand (None: not known)."""
+        if self._prices is None or self.best.choice is None:
+            return None
         inner = self.reduced.problem
         memory = memory_of(inner)
         arrays = priced(inner, memory, self._prices)
-        bound = self._relaxation.solve(*arrays)[0] - float(self._prices @ memory.room)
-        regrets = self._relaxation.regrets(*arrays)
+        bound = self.eliminator.solve(*arrays)[0] - float(self._prices @ memory.room)
         room = (self.best.objective - bound) * (1 + 1e-6) + 1e-9 * abs(self.best.objective)
-        wanted = self.reduced.forward(self.best.choice)
-        keeping = []
-        for v, regret in enumerate(regrets):
-            kept = regret <= room
-            kept[wanted[v]] = True
-            keeping.append(np.flatnonzero(kept))
-        left = self.reduced.then(keep(inner, keeping))
-        return left.then(drop_dominated(left.problem))
+        return [np.union1d(kept[regret <= room], [pick]) for kept, regret, pick
+                in zip(self.reduced.kept, self.eliminator.regrets(*arrays), self.best.choice, strict=True)]
 
 
 def _ilp(run: Run) -> None:
     """Large programs get a plan, prices and so fewer choices from elimination first; small ones stand on their own."""
-    if run.can_eliminate and model_cells(run.reduced.problem) > SMALL_CELLS:
+    if run.can_eliminate and cells(compact_of(run.problem)) > SMALL_CELLS:
         run.exact()
     run.program()
 
@@ -197,15 +204,7 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
 
 def _why_not(problem: Problem, error: MemoryLimitError, deadline: float) -> InfeasibleError:
     """The error with the least memory of any plan, as exactly as it can be found in a few seconds."""
-    least = LowestPeak(least_peak(problem), FORBIDDEN, None)
-    deadline = min(deadline, time.monotonic() + LEAST_MEMORY_S)
-    bare = drop_dominated(replace(problem, limit=0.0)).problem
-    if model_cells(bare) <= min(SMALL_CELLS, MAX_CELLS):
-        least = least_memory(bare, deadline)
-    else:
-        eliminator = Eliminator(bare)
-        if affordable(eliminator, bare):
-            least = lowest_peak(bare, eliminator.solve, deadline, MAX_ROUNDS)
+    least = least_memory(problem, min(deadline, time.monotonic() + LEAST_MEMORY_S))
     if least.bound == FORBIDDEN:
         return InfeasibleError(f"{problem.name}: every plan is forbidden by some node's or edge's table, whatever the "
                                "memory. Look for pins that contradict each other.")

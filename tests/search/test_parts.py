@@ -93,7 +93,7 @@ def test_presolve_keeps_an_optimum(seed: int) -> None:
 @given(seeds)
 def test_elimination_and_its_regrets(seed: int) -> None:
     problem = random_problem(seed, limited=False)
-    eliminator = Eliminator(problem)
+    eliminator = Eliminator.of(problem)
     value, choice = eliminator.solve(*arrays(problem))
     plans = all_plans(problem)
     best = min(judged.objective for _, judged in plans)
@@ -108,7 +108,7 @@ def test_elimination_and_its_regrets(seed: int) -> None:
 
 def test_equal_blocks_are_worked_out_once() -> None:
     problem = block_chain(64, choices=16)
-    eliminator = Eliminator(problem)
+    eliminator = Eliminator.of(problem)
     order = eliminator.order
     one_by_one = sum(math.prod(eliminator.sizes[u] for u in (v, *near))
                      for v, near in zip(order.nodes, order.neighbours, strict=True))
@@ -122,7 +122,7 @@ def test_equal_blocks_are_worked_out_once() -> None:
 def test_priced_bounds_hold(seed: int) -> None:
     problem = replace(random_problem(seed, limited=True), limit=math.inf)
     problem = replace(problem, limit=max(least_peak(problem), 12.0))
-    memory, relax = memory_of(problem), Eliminator(problem).solve
+    memory, relax = memory_of(problem), Eliminator.of(problem).solve
     plans = [judged for _, judged in all_plans(problem)]
     best = min((judged.objective for judged in plans if judged.feasible), default=math.inf)
     dual = raise_bound(problem, memory, relax, math.inf, 20, lambda plan: math.inf, 0.0)

@@ -1,0 +1,71 @@
+"""The program that `highs.py` runs beside the search: reads pickled models from stdin, writes what HiGHS finds.
+
+A process of its own, since HiGHS looks at its clock only now and then and prints to stdout whatever it is told: the
+search can end this process on time, and nobody sees what it prints. It imports nothing of autoparallel.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+
+
+def solve(model: dict[str, Any]) -> tuple[np.ndarray | None, float, str]:
+    """Values (None: none found), a lower bound, and MathOpt's name of the reason to stop."""
+    from ortools.math_opt import model_pb2
+    from ortools.math_opt.python import mathopt
+    from ortools.math_opt.solvers import highs_pb2
+
+    proto = model_pb2.ModelProto()
+    count = len(model["costs"])
+    proto.variables.ids.extend(range(count))
+    proto.variables.lower_bounds.extend([0.0] * count)
+    proto.variables.upper_bounds.extend(model["highest"].tolist())
+    proto.variables.integers.extend(model["integer"].tolist())
+    paid = np.flatnonzero(model["costs"])
+    proto.objective.linear_coefficients.ids.extend(paid.tolist())
+    proto.objective.linear_coefficients.values.extend(model["costs"][paid].tolist())
+    proto.linear_constraints.ids.extend(range(len(model["lows"])))
+    proto.linear_constraints.lower_bounds.extend(model["lows"].tolist())
+    proto.linear_constraints.upper_bounds.extend(model["highs"].tolist())
+    matrix = proto.linear_constraint_matrix
+    matrix.row_ids.extend(model["rows"].tolist())
+    matrix.column_ids.extend(model["columns"].tolist())
+    matrix.coefficients.extend(model["coefficients"].tolist())
+    limit = None if model["seconds"] is None else datetime.timedelta(seconds=model["seconds"])
+    parameters = mathopt.SolveParameters(
+        random_seed=1, highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}), time_limit=limit,
+        relative_gap_tolerance=model["gap"], absolute_gap_tolerance=0.0, node_limit=model["nodes"])
+    result = mathopt.solve(mathopt.Model.from_model_proto(proto), mathopt.SolverType.HIGHS, params=parameters)
+    values = None
+    if result.has_primal_feasible_solution():
+        values = np.zeros(count)
+        for variable, value in result.variable_values().items():
+            values[variable.id] = value
+    termination = result.termination
+    return values, termination.objective_bounds.dual_bound, termination.reason.name
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    while True:
+        try:
+            model = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            answer: object = solve(model)
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The form that the searches for wide graphs work on: costs and tables, and memory as events.
+
+    slot     one choice of one node, or one cell of an edge that uses memory; a plan takes some of them
+    event    from this row on, the load is so many bytes higher if this slot is taken
+    load = cumsum(sum of the taken slots' events) <= room, one entry per row (a time at which the limit may bind)
+
+Loads count from the least that each owner of slots can use at a time; ``room`` is what that leaves of the limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autoparallel.search.memory import Memory, memory_of
+from autoparallel.search.problem import Problem
+
+ROW_ROUNDS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """From row ``rows[i]`` on, ``values[i]`` bytes more if slot ``slots[i]`` is taken; ascending by slot, then row."""
+
+    slots: np.ndarray
+    rows: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Compact:
+    """Nodes with costs, edges with tables, memory as events; see the module. Arrays must not be written to.
+
+    ``firsts[o]`` is the first slot of owner o: the nodes, then the edges (an edge without memory has no slots).
+    The objective is ``constant`` plus the costs and cells that a plan takes. ``room`` may be negative: nothing fits.
+    """
+
+    costs: tuple[np.ndarray, ...]
+    ends: tuple[tuple[int, int], ...]
+    tables: tuple[np.ndarray, ...]
+    firsts: np.ndarray
+    events: Events
+    room: np.ndarray
+    constant: float = 0.0
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [len(costs) for costs in self.costs]
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Where each slot's events start."""
+        return np.searchsorted(self.events.slots, np.arange(self.firsts[-1] + 1))
+
+    @cached_property
+    def around(self) -> list[list[tuple[int, int, np.ndarray]]]:
+        """For every node: edge, other end, and the table with this node's choices as rows."""
+        found: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in self.costs]
+        for e, ((u, v), table) in enumerate(zip(self.ends, self.tables, strict=True)):
+            found[u].append((e, v, table))
+            found[v].append((e, u, np.ascontiguousarray(table.T)))
+        return found
+
+    @cached_property
+    def heavy_edges(self) -> list[int]:
+        """Edges that use memory."""
+        firsts = self.firsts[len(self.costs):]
+        return np.flatnonzero(firsts[1:] > firsts[:-1]).tolist()
+
+    @cached_property
+    def uses(self) -> np.ndarray:
+        """Whether a node's choice changes the load."""
+        count, owners = len(self.costs), self.owners
+        found = np.zeros(count, bool)
+        found[owners[owners < count]] = True
+        for e in self.heavy_edges:
+            found[list(self.ends[e])] = True
+        return found
+
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """The owner of each event's slot."""
+        return np.searchsorted(self.firsts, self.events.slots, side="right") - 1
+
+    def slots(self, plan: Sequence[int]) -> np.ndarray:
+        """The slots that a plan takes."""
+        count = len(self.costs)
+        cells = [self.firsts[count + e] + plan[u] * self.sizes[v] + plan[v]
+                 for e in self.heavy_edges for u, v in [self.ends[e]]]
+        return np.concatenate([self.firsts[:count] + np.asarray(plan, np.int64), np.array(cells, np.int64)])
+
+    def load(self, plan: Sequence[int]) -> np.ndarray:
+        """Bytes above the least, per row."""
+        taken = np.zeros(self.firsts[-1])
+        taken[self.slots(plan)] = 1.0
+        events = self.events
+        return np.cumsum(np.bincount(events.rows, events.values * taken[events.slots], len(self.room)))
+
+    def fits(self, plan: Sequence[int]) -> bool:
+        return bool((self.load(plan) <= self.room).all())
+
+    def cost(self, plan: Sequence[int]) -> float:
+        nodes = sum(float(costs[pick]) for costs, pick in zip(self.costs, plan, strict=True))
+        return self.constant + nodes + sum(float(table[plan[u], plan[v]])
+                                           for (u, v), table in zip(self.ends, self.tables, strict=True))
+
+    def slot_prices(self, prices: np.ndarray) -> np.ndarray:
+        """Seconds that each slot's memory costs, from seconds per byte at each row."""
+        after = np.cumsum(prices[::-1])[::-1]
+        return np.bincount(self.events.slots, self.events.values * after[self.events.rows], self.firsts[-1])
+
+    def priced(self, prices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Costs and tables with the prices of their memory; tables without memory stay the same objects."""
+        extra, count = self.slot_prices(prices), len(self.costs)
+        costs = [costs + extra[self.firsts[v]:self.firsts[v + 1]] for v, costs in enumerate(self.costs)]
+        tables = list(self.tables)
+        for e in self.heavy_edges:
+            low, high = self.firsts[count + e], self.firsts[count + e + 1]
+            tables[e] = tables[e] + extra[low:high].reshape(tables[e].shape)
+        return costs, tables
+
+
+def compact_of(problem: Problem) -> Compact:
+    """The same decisions. Raises MemoryLimitError when the least usages alone exceed the limit."""
+    memory = memory_of(problem)
+    ends = tuple((edge.source, edge.target) for edge in problem.edges)
+    sizes = [len(node.costs) for node in problem.nodes]
+    sizes += [edge.costs.size if memory.uses(memory.num_nodes + e) else 0 for e, edge in enumerate(problem.edges)]
+    firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    return Compact(tuple(node.costs for node in problem.nodes), ends, tuple(edge.costs for edge in problem.edges),
+                   firsts, _events_of(memory, firsts), memory.room.astype(float))
+
+
+def _events_of(memory: Memory, firsts: np.ndarray) -> Events:
+    users = np.flatnonzero(memory.spans[:, 0] < memory.spans[:, 1]).tolist()
+    if not users:
+        return merged(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), 0)
+    values = np.concatenate([memory.extra[user].ravel() for user in users])
+    counts = np.array([memory.extra[user].size for user in users])
+    slots = np.concatenate([np.arange(firsts[user], firsts[user] + memory.extra[user].size) for user in users])
+    spans = np.repeat(memory.spans[users], counts, axis=0)
+    return merged(np.tile(slots, 2), np.concatenate([spans[:, 0], spans[:, 1]]), np.concatenate([values, -values]),
+                  len(memory.room))
+
+
+def merged(slots: np.ndarray, rows: np.ndarray, values: np.ndarray, num_rows: int) -> Events:
+    """One event per slot and row, none of 0 bytes, none after the last row."""
+    inside = (rows < num_rows) & (values != 0)
+    key, where = np.unique(slots[inside] * (num_rows + 1) + rows[inside], return_inverse=True)
+    total = np.bincount(where, values[inside], len(key))
+    key, total = key[total != 0], total[total != 0]
+    return Events(key // (num_rows + 1), key % (num_rows + 1), total)
+
+
+def profiles(events: Events, firsts: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """For every owner with events: its rows of change, and each of its slots' usage from each of them on."""
+    owners = np.searchsorted(firsts, events.slots, side="right") - 1
+    borders = np.append(np.flatnonzero(np.diff(owners, prepend=-1)), len(owners)).tolist()
+    for low, high in itertools.pairwise(borders):
+        owner = int(owners[low])
+        rows = np.array(sorted(set(events.rows[low:high].tolist())))
+        at = np.searchsorted(rows, events.rows[low:high])
+        usage = np.zeros((firsts[owner + 1] - firsts[owner], len(rows)))
+        usage[events.slots[low:high] - firsts[owner], at] = events.values[low:high]
+        yield owner, rows, np.cumsum(usage, axis=1, out=usage)
+
+
+def normalised(events: Events, firsts: np.ndarray, room: np.ndarray) -> tuple[Events, np.ndarray]:
+    """Usage above each owner's least, the room that is left, and only rows where the limit can bind."""
+    nothing = (events.slots[:0], events.rows[:0], events.values[:0])
+    parts, borders = [nothing], [(nothing[1], nothing[2], nothing[2])]
+    for owner, rows, usage in profiles(events, firsts):
+        low = usage.min(axis=0)
+        borders.append((rows, _steps(low), _steps(usage.max(axis=0))))
+        change = _steps(usage - low)
+        slots, at = np.nonzero(change)
+        parts.append((slots + firsts[owner], rows[at], change[slots, at]))
+    slots, rows, values = (np.concatenate(part) for part in zip(*parts, strict=True))
+    at, low, high = (np.concatenate(part) for part in zip(*borders, strict=True))
+    least, most = (np.cumsum(np.bincount(at, change, len(room)))[:len(room)] for change in (low, high))
+    return _fewer_rows(Events(slots, rows, values), firsts, room - least, most > room)
+
+
+def _steps(levels: np.ndarray) -> np.ndarray:
+    """By how much each entry along the last axis exceeds the one before it."""
+    found = levels.copy()
+    found[..., 1:] -= levels[..., :-1]
+    return found
+
+
+def _fewer_rows(events: Events, firsts: np.ndarray, room: np.ndarray, kept: np.ndarray) -> tuple[Events, np.ndarray]:
+    """Leave out rows that are not kept, and then those that the row before or after them implies."""
+    for _ in range(ROW_ROUNDS):
+        at = np.searchsorted(np.flatnonzero(kept), events.rows)
+        room = room[kept]
+        events = merged(events.slots, at, events.values, len(room))
+        kept = ~_implied(events, firsts, room)
+        if kept.all():
+            break
+    return events, room
+
+
+def _implied(events: Events, firsts: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Rows whose load can exceed that of a neighbouring row by no more than the room does."""
+    count = len(room)
+    owners = np.searchsorted(firsts, events.slots, side="right") - 1
+    key, where = np.unique(owners * (count + 1) + events.rows, return_inverse=True)
+    rise, fall = np.zeros(len(key)), np.zeros(len(key))
+    np.maximum.at(rise, where, events.values)
+    np.maximum.at(fall, where, -events.values)
+    most_rise = np.bincount(key % (count + 1), rise, count + 1)
+    most_fall = np.bincount(key % (count + 1), fall, count + 1)
+    by_next, by_last = np.zeros(count, bool), np.zeros(count, bool)
+    by_next[:-1] = most_fall[1:count] <= room[:-1] - room[1:]
+    by_last[1:] = (most_rise[1:count] <= room[1:] - room[:-1]) & ~by_next[:-1]  # what implies a row stays
+    return by_next | by_last
+
+
+def part_of(compact: Compact, plan: Sequence[int], nodes: Sequence[int]) -> Compact:
+    """Only these nodes (ascending), all others as in the plan."""
+    place = {v: i for i, v in enumerate(nodes)}
+    count = len(compact.costs)
+    costs, owners, ends, tables = [], list(nodes), [], []
+    fixed = 0.0
+    for v in nodes:
+        total = compact.costs[v]
+        for e, w, table in compact.around[v]:
+            if w not in place:
+                total = total + table[:, plan[w]]
+            elif v < w:
+                ends.append((place[v], place[w]))
+                tables.append(table)
+                owners.append(count + e)
+        costs.append(total)
+        fixed += float(total[plan[v]])
+    fixed += sum(float(table[plan[nodes[i]], plan[nodes[j]]]) for (i, j), table in zip(ends, tables, strict=True))
+    sizes = [compact.firsts[o + 1] - compact.firsts[o] for o in owners]
+    firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    slots = np.concatenate([np.arange(compact.firsts[o], compact.firsts[o + 1]) for o in owners])
+    events = moved(compact, slots, np.arange(len(slots)))
+    part = Compact(tuple(costs), tuple(ends), tuple(tables), firsts, events, compact.room,
+                   compact.cost(plan) - fixed)
+    room = compact.room - compact.load(plan) + part.load([plan[v] for v in nodes])
+    return replace(part, room=room)
+
+
+def moved(compact: Compact, old: np.ndarray, new: np.ndarray) -> Events:
+    """The events of slots ``old``, as those of slots ``new``."""
+    counts = compact.starts[old + 1] - compact.starts[old]
+    shift = np.repeat(compact.starts[old] - np.append(0, np.cumsum(counts)[:-1]), counts)
+    at = np.arange(len(shift)) + shift
+    return merged(np.repeat(new, counts), compact.events.rows[at], compact.events.values[at], len(compact.room))

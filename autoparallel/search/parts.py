@@ -1,0 +1,139 @@
+"""Large-neighbourhood search: take a connected part of the plan, decide it anew given the rest, keep what is better.
+
+Small parts are solved as integer programs, memory exactly as it is. Large parts are solved by elimination at prices of
+memory, then made to fit by local search. Parts grow around nodes that cost more than the bound's share for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autoparallel.search.compact import Compact, part_of
+from autoparallel.search.elimination import Eliminator
+from autoparallel.search.merge import shrink
+from autoparallel.search.messages import Messenger
+from autoparallel.search.problem import FORBIDDEN
+from autoparallel.search.program import Program
+from autoparallel.search.walk import Walk
+
+PROGRAM_CELLS = (2_000, 8_000, 30_000)
+PROGRAM_EVERY = 8
+PROGRAM_S = 5.0
+BRANCHES = 20
+LARGE_PARTS = (30, 100, 300)
+TABLE_CELLS = 3e4
+MAX_FANOUT = 20
+IDLE_ROUNDS = 400
+WEIGHTS_EVERY = 50
+WORST_FACTOR = 1e-12
+
+
+class Parts:
+    """The plan in hand and the ways to better it; choices are random but seeded."""
+
+    def __init__(self, compact: Compact, plan: Sequence[int], messenger: Messenger, prices: np.ndarray,
+                 deadline: float, on_better: Callable[[list[int], float], None]) -> None:
+        self.compact, self.plan, self.cost = compact, list(plan), compact.cost(plan)
+        self.messenger, self.prices, self.deadline = messenger, prices, deadline
+        self._on_better = on_better
+        self._near = [[w for _, w, _ in around] for around in compact.around]
+        self._random = np.random.default_rng(0)
+        self._walk = Walk(compact, self.plan, messenger.limit)
+        self._weights = np.zeros(0)
+
+    def run(self, bound: float, gap: float) -> None:
+        """Until the deadline, the gap is reached, or many rounds brought nothing."""
+        idle = number = 0
+        open_nodes = sum(size > 1 for size in self.compact.sizes)
+        while time.monotonic() < self.deadline and self.cost - bound > gap * abs(self.cost) and idle < IDLE_ROUNDS:
+            if number % WEIGHTS_EVERY == 0:
+                self._weights = self._dearness()
+            before = self.cost
+            if number % PROGRAM_EVERY == 0:
+                self._by_program(PROGRAM_CELLS[number // PROGRAM_EVERY % len(PROGRAM_CELLS)])
+            else:
+                self._by_elimination(LARGE_PARTS[number % len(LARGE_PARTS)])
+            idle = 0 if self.cost < before else idle + 1
+            number += 1
+            if open_nodes <= 1 and number >= PROGRAM_EVERY:
+                return
+
+    def _dearness(self) -> np.ndarray:
+        """By how much each node (with its edges) costs more in the plan than the messages say it must."""
+        costs = self.messenger.costs(self.prices)
+        regrets = self.messenger.regrets(costs)
+        found = np.array([regret[pick] for regret, pick in zip(regrets, self.plan, strict=True)])
+        found = np.minimum(found, self.cost)
+        return np.cumsum(found + found.mean() * 0.2 + WORST_FACTOR)
+
+    def _seed(self) -> int:
+        at = self._random.random() * self._weights[-1]
+        return int(min(np.searchsorted(self._weights, at), len(self._weights) - 1))
+
+    def _grow(self, max_nodes: int, max_cells: int) -> list[int]:
+        """A random connected part, ascending."""
+        seed = self._seed()
+        inside, cells, fringe = {seed}, 0, self._some(self._near[seed])
+        while fringe and len(inside) < max_nodes and cells < max_cells:
+            v = fringe.pop(int(self._random.integers(len(fringe))))
+            if v in inside:
+                continue
+            cells += sum(table.size for _, w, table in self.compact.around[v] if w in inside)
+            inside.add(v)
+            fringe += [w for w in self._some(self._near[v]) if w not in inside]
+        return sorted(inside)
+
+    def _some(self, nodes: list[int]) -> list[int]:
+        if len(nodes) <= MAX_FANOUT:
+            return list(nodes)
+        return [nodes[i] for i in self._random.permutation(len(nodes))[:MAX_FANOUT]]
+
+    def _by_program(self, cells: int) -> None:
+        part = self._grow(len(self.plan), cells)
+        shrunk = shrink(part_of(self.compact, self.plan, part))
+        if not shrunk.merger.feasible:
+            return
+        picks: Sequence[int] | None = ()
+        if shrunk.roots:
+            deadline = min(self.deadline, time.monotonic() + PROGRAM_S)
+            picks, _ = Program(shrunk.compact).solve(deadline, self.cost, BRANCHES)
+        if picks is not None:
+            self._try(part, shrunk.restore(picks))
+
+    def _by_elimination(self, max_nodes: int) -> None:
+        part = self._grow(max_nodes, 10**9)
+        factor = float(self._random.choice([0.0, 0.5, 0.8, 1.0, 1.0, 1.2, 1.5]))
+        eliminator, inner = None, None
+        while eliminator is None or eliminator.order.max_cells > TABLE_CELLS:
+            if eliminator is not None:  # leave out who has most neighbours inside
+                inside = set(part)
+                degrees = [sum(w in inside for w in self._near[v]) for v in part]
+                drop = set(np.argsort(degrees)[-max(1, len(part) // 10):].tolist())
+                part = [v for i, v in enumerate(part) if i not in drop]
+            inner = part_of(self.compact, self.plan, part)
+            eliminator = Eliminator(inner.sizes, inner.ends)
+        assert inner is not None
+        value, picks = eliminator.solve(*inner.priced(factor * self.prices))
+        if value < FORBIDDEN:
+            self._try(part, picks)
+
+    def _try(self, part: Sequence[int], picks: Sequence[int]) -> None:
+        """Take over the part's choices if, after local search, the plan fits and costs less."""
+        walk = self._walk
+        moves = [(v, pick) for v, pick in zip(part, picks, strict=True) if pick != self.plan[v]]
+        if not moves:
+            return
+        saved = walk.state()
+        for v, pick in moves:
+            walk.move(v, pick)
+        if (walk.over <= 0).all() or walk.repair(self.deadline):
+            walk.descend(self.deadline)
+            cost = walk.cost()
+            if cost < self.cost * (1 - 1e-12) and self.compact.fits(walk.plan):
+                self.plan, self.cost = list(walk.plan), cost
+                self._on_better(self.plan, cost)
+                return
+        walk.reset(*saved)
