@@ -242,12 +242,12 @@ def test_numbers_do_not_leak_from_what_was_measured() -> None:
     assert told == predict({**row(), "measured": {}, "derived": {}})
 
 
-@pytest.mark.parametrize(("locator", "stack"), [
-    ("26.04.01 NeMo Container / LLAMA3_70B", "nemo-26.02"), ("26.08 NeMo", "nemo-26.06"), ("25.07 NeMo", "nemo-25.09"),
-    ("", "megatron-core"),
+@pytest.mark.parametrize(("locator", "gpu", "stack"), [
+    ("26.04.01 NeMo Container / LLAMA3_70B", "GB300", "nemo-26.02"), ("26.08 NeMo", "GB300", "nemo-26.06"),
+    ("26.08 NeMo", "H100-80GB", "nemo-26.02"), ("25.07 NeMo", "B200", "nemo-25.09"), ("", "B200", "megatron-core"),
 ])
-def test_releases_are_generations(locator: str, stack: str) -> None:
-    dated = row(source__title="NVIDIA Megatron-Bridge performance summary", source__locator=locator)
+def test_releases_are_generations(locator: str, gpu: str, stack: str) -> None:
+    dated = row(source__title="NVIDIA Megatron-Bridge performance summary", source__locator=locator, hardware__gpu=gpu)
     assert read(dated).stack == stack
 
 

@@ -124,7 +124,7 @@ class _Fit:
             gained, x, e, cost, damping = cost - lower, x + step, tried, lower, max(damping / 5, 1e-4)
             size = np.abs(np.expm1(e))
             self.say(f"round {number + 1}: cost {cost:.4f}, median error {np.median(size):.4f}, mean {size.mean():.4f}")
-            if gained < 2e-3 * cost:
+            if gained < 1e-3 * cost:
                 break
         return self.table(x)
 

@@ -33,7 +33,8 @@ class Pass:
 
     def seconds(self, c: Constants) -> float:
         """Device and host work side by side, the slower one counts; what collectives cannot hide adds up."""
-        hidden = c.hide_tensor * min(self.tensor_s, self.compute_s) + c.hide_experts * self.experts_s
+        hidden = c.hide_tensor * min(self.tensor_s, self.compute_s) + c.hide_experts * min(
+            self.experts_s, self.compute_s)
         device = self.compute_s + self.tensor_s + self.experts_s - hidden
         return larger(device, self.host_s)
 
@@ -78,14 +79,14 @@ class Pricer:
         """Ranks are laid out as Megatron does: tensor innermost, then context, data, pipeline."""
         p = self.p
         shape = (p.pipeline, p.data, p.context, p.tensor)
-        if kind == "expert":
+        if kind in ("expert", "expert data"):
             inside = p.data * p.context * p.tensor
             expert = min(p.expert, inside)
-            return self.cluster.group((p.pipeline, max(1, inside // expert), expert), 2)
-        if kind == "expert data":
-            inside = p.data * p.context * p.tensor
-            expert = min(p.expert, inside)
-            return self.cluster.group((p.pipeline, max(1, inside // expert), expert), 1)
+            return self.cluster.group((p.pipeline, inside // expert, expert), 2 if kind == "expert" else 1)
+        if kind in ("host", "replicas"):
+            inside = max(1, min(p.data, self.cluster.links[0].num_devices // (p.context * p.tensor)))
+            return self.cluster.group((p.pipeline, p.data // inside, inside, p.context * p.tensor),
+                                      2 if kind == "host" else 1)
         if kind == "data":
             return self.cluster.group_of(shape, (1, 2))
         return self.cluster.group(shape, {"pipeline": 0, "context": 2, "tensor": 3}[kind])
@@ -261,10 +262,13 @@ class Pricer:
     def fsdp_s(self, mixed: bool) -> tuple[float, float]:
         """One layer's gather, and the reduce-scatter of its gradients."""
         elements = sum(self.layer_parameters(mixed))
-        group = self.group("data")
+        group, replicas = self.group("data"), 0.0
+        if self.p.hybrid:
+            group, across = self.group("host"), self.group("replicas")
+            replicas = float(collectives.all_reduce_s(elements * 2 / group.size, across))
         width = 1 if self.p.precision == "fp8" and self.run.stack != "composer" else 2
         return (float(collectives.all_gather_s(elements * width, group)),
-                float(collectives.reduce_scatter_s(elements * 2, group)))
+                float(collectives.reduce_scatter_s(elements * 2, group)) + replicas)
 
     def head_s(self) -> float:
         """Logits and loss of one micro-batch, forward and backward."""

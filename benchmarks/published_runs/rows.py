@@ -34,13 +34,14 @@ MACHINES = {
 }
 
 #: NVIDIA's releases from which on its software counts as a generation of its own: 25.11 dropped no tokens any more,
-#: 26.02 came with new expert dispatch, 26.06 with graphs over layers with experts.
+#: 26.02 came with new expert dispatch, 26.06 with graphs over layers with experts (on Blackwell: on H100 the same jobs
+#: take as long as before).
 RELEASES = ("25.09", "25.11", "26.02", "26.06")
 
 #: Generations of software, by words of a source's title. What they do differently: `constants.toml`.
 STACKS = (
     ("megatron-deepspeed", ("bigscience", "bloom", "vtrain", "mt-nlg", "deepspeed")),
-    ("nemo-26.06", ("megatron-bridge skills",)),
+    ("nemo-26.02", ("megatron-bridge skills",)),
     ("megatron-core", ("megatron-bridge", "nemo", "examples/llama", "llama 3", "megatron-core", "mlperf")),
     ("composer", ("mosaicml", "llm-foundry", "composer")),
     ("torch-fsdp", ("torchtitan", "fms-fsdp", "fsdp")),
@@ -160,6 +161,7 @@ class Plan:
     micro_batches: int
     zero_stage: int
     fsdp: bool
+    hybrid: bool    # FSDP inside a host, replicas across hosts
     sequence_parallel: bool
     recompute: str
     precision: str
@@ -235,6 +237,8 @@ def _stack(row: Row) -> str:
     title = f"{_get(row, 'source', 'title') or ''} {_get(row, 'source', 'url') or ''}".lower()
     for stack, words in STACKS:
         if any(word in title for word in words):
+            if stack == "nemo-26.02" and _get(row, "plan", "overlap", "cuda_graph"):
+                return "nemo-26.06"
             return _release(row) if stack == "megatron-core" else stack
     if _get(row, "plan", "fsdp") and "none" not in str(_get(row, "plan", "fsdp")):
         return "torch-fsdp"
@@ -245,8 +249,11 @@ def _stack(row: Row) -> str:
 def _release(row: Row) -> str:
     """Megatron-Core in one of NVIDIA's dated releases, else as it was in 2024."""
     date = re.search(r"\b(2[5-9]\.\d\d)\b", str(_get(row, "source", "locator") or ""))
-    since = [release for release in RELEASES if date and release <= date[1]]
-    return f"nemo-{since[-1]}" if since else "nemo-25.09" if date else "megatron-core"
+    if not date:
+        return "megatron-core"
+    blackwell = str(_get(row, "hardware", "gpu")).startswith(("B", "GB"))
+    since = [release for release in RELEASES if release <= date[1] and (blackwell or release != "26.06")]
+    return f"nemo-{since[-1] if since else RELEASES[0]}"
 
 
 def _machine(row: Row) -> str:
@@ -322,6 +329,7 @@ def _plan(row: Row, model: Model, stack: str) -> Plan:
         data, tensor, pipeline, context, _whole(row, "plan", "ep", default=1), virtual, micro, micro_batches,
         zero_stage=zero if isinstance(zero, int) else 2 if zero else 1 if core else 0,
         fsdp="none" not in fsdp or zero == 3,
+        hybrid="hsdp" in fsdp,
         sequence_parallel=tensor > 1 and (core or stack == "torch-fsdp" if parallel is None else bool(parallel)),
         recompute=_recompute(row, stack),
         precision="fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16",
@@ -380,6 +388,8 @@ def _cluster(row: Row, machine: str, devices: int) -> Cluster:
     stated = re.match(r"([\d.]+) GB/s", inside)
     if stated:
         inner = replace(inner, bandwidth_bytes_per_s=float(stated[1]) * 1e9)
+    if inner.num_devices == 72 and devices > 64:
+        inner = replace(inner, num_devices=64)    # of a rack's 72, large jobs use 64: groups of 64 fit, of 72 do not
     if "NVLink 4 inter-gpu" in inside and per_host == 8:
         inner, between = replace(inner, num_devices=4), (_boards(cluster),)
     rate = host_bits_per_s(str(_get(row, "hardware", "inter_bw") or ""), per_host)
