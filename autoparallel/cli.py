@@ -33,6 +33,12 @@ def plan(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     baseline: Annotated[str | None, typer.Option(help="price a classical plan instead: ddp, fsdp, ...")] = None,
+    joint: Annotated[bool, typer.Option(help="search pipeline, micro-batches, ZeRO and recompute too")] = False,
+    pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis)")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="turns over the batch")] = None,
+    schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved or zero_bubble")] = None,
+    zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective or full")] = None,
     time_limit: Annotated[float, typer.Option(help="seconds for the search")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
 ) -> None:
@@ -51,6 +57,8 @@ def plan(
     made = autoparallel.plan(
         network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
         memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
+        joint=joint, pipeline_stages=pipeline_stages, micro_batches=micro_batches, schedule=schedule,
+        zero_stage=zero_stage, recompute=recompute,
     )
     print_report(made, Console())
     if output is not None:

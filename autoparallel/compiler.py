@@ -145,7 +145,8 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     evidence = found.plan.evidence
     seen = found.survey
     reason = (f"{evidence.stop_reason} on the best of {seen.estimated} combinations, {seen.infeasible} of which do not "
-              f"fit; {seen.pruned} more bounded away; {found.planned} planned in full")
+              f"fit; {seen.pruned} more bounded away, {seen.left} left for lack of time; {found.planned} planned "
+              "in full")
     seconds = {**evidence.seconds, "joint": found.seconds}
     return replace(found.plan, evidence=replace(evidence, stop_reason=reason, seconds=seconds))
 

@@ -14,8 +14,12 @@ from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.hybrid import split_batch
 from autoparallel.hybrid.stages import cut_evenly, flow_of
+from autoparallel.hybrid.sketch import sketch
 from autoparallel.plans import Hybrid
+from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.rules.space import StrategySpace
+from autoparallel.search import solve
+from cost_models import Cluster
 from tests.models import CASES
 from tests.ranks import mesh_of
 from tests.reference import (
@@ -152,3 +156,41 @@ def test_more_stages_than_ops() -> None:
     space = StrategySpace(micro.body, (2,))
     with pytest.raises(InfeasibleError, match="cannot be cut into 50 pipeline stages: take at most"):
         cut_evenly(flow_of(space, 0), np.ones(len(space)), 50)
+
+
+def test_a_sketch_counts_for_the_model() -> None:
+    """Six layers as three: the sketch's price is the model's, on every mesh, where the search treats layers alike."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
+                         num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    args, kwargs = CASES["llama"].inputs(8)
+    graph = capture(LlamaForCausalLM(config), args, kwargs)
+    small = sketch(graph)
+    assert len(small.graph) < 0.7 * len(graph) and set(small.stands_for.values()) == {4}
+    cluster = Cluster.load("h100-sxm", num_devices=4)
+    for shape in ((4,), (2, 2)):
+        whole = SpacePricer(Prices(StrategySpace(graph, shape), cluster))
+        space = StrategySpace(small.graph, shape)
+        counts = [small.stands_for.get(s.name.split(":")[0], 1) for s in space.sites]
+        part = SpacePricer(Prices(space, cluster), turns=Turns(space, counts=counts))
+        assert solve(part.full(), "exact").objective == pytest.approx(solve(whole.full(), "exact").objective, rel=0.02)
+
+
+@pytest.mark.parametrize("limit_share", [1.0, 0.6, 0.35])
+def test_what_the_joint_search_picks_computes_the_same(ranks: Any, limit_share: float) -> None:
+    """Under three memory limits: none, and shares of what the plan without a limit takes."""
+    case = CASES["llama"]
+    args, kwargs = case.inputs(8)
+    cluster = Cluster.load("a100-sxm", num_devices=4)
+
+    def best(limit: float) -> autoparallel.Plan:
+        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
+                                 memory_limit_bytes=limit, time_limit_s=15)
+
+    free = best(float("inf"))
+    made = free if limit_share == 1.0 else best(limit_share * free.prediction.peak_bytes)
+    assert made.prediction.peak_bytes <= limit_share * free.prediction.peak_bytes
+    mesh = (made.hybrid.pipeline_ranks, *made.mesh_shape) if made.hybrid.stages > 1 else made.mesh_shape
+    mesh = mesh[:-1] if made.hybrid.stages > 1 and made.mesh_shape == (1,) else mesh
+    assert_one_process(ranks, "llama", mesh, {"plan": made})

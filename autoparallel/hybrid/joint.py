@@ -27,6 +27,7 @@ from autoparallel.search.problem import Problem
 from cost_models import Cluster
 
 SOLVE_S = 3.0
+SHARE_OF_ESTIMATES, SHARE_OF_FIRST = 0.7, 0.7
 MOST_PIPELINE, MOST_INNER, MOST_TURNS = 64, 64, 64
 
 
@@ -53,13 +54,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Survey:
-    """Candidates, best estimate first; how many were estimated, how many of these do not fit, and how many have a
-    bound above the best estimate."""
+    """Candidates, best estimate first; how many were estimated, how many of these do not fit, how many have a bound
+    above the best estimate, and for how many there was no time."""
 
     candidates: tuple[Candidate, ...]
     estimated: int
     infeasible: int
     pruned: int
+    left: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def divisors(n: int) -> list[int]:
 class JointSearch:
     """Estimates combinations for one program on one cluster."""
 
-    def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float) -> None:
+    def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
+                 deadline: float = math.inf) -> None:
+        self.deadline = deadline
         self.cluster, self.fixed, self.optimizer, self.limit = cluster, fixed, optimizer, limit_bytes
         self.sketch: Sketch = sketch(graph)
         self.batch = batch_size(graph)
@@ -164,7 +168,7 @@ class JointSearch:
         if least_live_bytes(problem, len(prices.space)) > self.limit:
             return candidate
         try:
-            solution = solve(problem, "auto", time_limit_s=SOLVE_S, pricer=pricer)
+            solution = solve(problem, "exact", time_limit_s=SOLVE_S, pricer=pricer)
         except InfeasibleError:
             return candidate
         if solution.choice is None:
@@ -198,16 +202,23 @@ class JointSearch:
             for ranks, shape in self.shapes() for turns in self.turns(ranks) for hybrid in self.hybrids(ranks, turns)
         ]
         known: dict[object, Candidate] = {}
-        pruned = self._estimate_all(first, known)
+        pruned, left = self._estimate_all(first, known, SHARE_OF_FIRST)
         for candidate in sorted(known.values(), key=lambda c: c.estimate_s)[:3]:
             second = [Candidate(hybrid, candidate.mesh_shape) for hybrid in self.around(candidate)]
-            pruned += self._estimate_all(second, known)
+            more, late = self._estimate_all(second, known, 1.0)
+            pruned, left = pruned + more, left + late
         found = sorted(known.values(), key=lambda c: c.estimate_s)
-        return Survey(tuple(found), len(known), sum(c.estimate_s == math.inf for c in found), pruned)
+        return Survey(tuple(found), len(known), sum(c.estimate_s == math.inf for c in found), pruned, left)
 
-    def _estimate_all(self, candidates: Sequence[Candidate], known: dict[object, Candidate]) -> int:
-        """Estimate those whose bound is below the best estimate; returns how many others there are."""
-        pruned = 0
+    def _estimate_all(self, candidates: Sequence[Candidate], known: dict[object, Candidate], share: float
+                      ) -> tuple[int, int]:
+        """Estimate those whose bound is below the best estimate, lowest bound first, for a share of the time left.
+
+        Returns how many have a bound above it, and how many there was no time for.
+        """
+        pruned = left = 0
+        now = time.monotonic()
+        deadline = now + share * (self.deadline - now)
         best = min((c.estimate_s for c in known.values()), default=math.inf)
         for floor, _, candidate in sorted((self.floor(c), i, c) for i, c in enumerate(candidates)):
             key = (candidate.hybrid, candidate.mesh_shape)
@@ -215,10 +226,12 @@ class JointSearch:
                 continue
             if floor >= best:
                 pruned += 1
-                continue
-            known[key] = self.estimate(candidate)
-            best = min(best, known[key].estimate_s)
-        return pruned
+            elif time.monotonic() > deadline:
+                left += 1
+            else:
+                known[key] = self.estimate(candidate)
+                best = min(best, known[key].estimate_s)
+        return pruned, left
 
 
 def _valid(*arguments: object) -> Iterator[Hybrid]:
@@ -242,7 +255,8 @@ def search_jointly(
     Raises InfeasibleError when nothing fits.
     """
     started = time.monotonic()
-    search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes)
+    deadline = started + SHARE_OF_ESTIMATES * time_limit_s
+    search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes, deadline)
     survey = search.run()
     candidates = survey.candidates
     best: Plan | None = None
