@@ -20,6 +20,7 @@ from autoparallel.search.memory import Memory, memory_of
 from autoparallel.search.problem import Problem
 
 ROW_ROUNDS = 8
+ROUNDING = 1e-11
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +132,11 @@ def compact_of(problem: Problem) -> Compact:
     sizes = [len(node.costs) for node in problem.nodes]
     sizes += [edge.costs.size if memory.uses(memory.num_nodes + e) else 0 for e, edge in enumerate(problem.edges)]
     firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    events, room = _events_of(memory, firsts), memory.room.astype(float)
+    if (events.values != np.rint(events.values)).any():  # sums may be rounded otherwise here than by `evaluate`
+        room -= ROUNDING * problem.limit
     return Compact(tuple(node.costs for node in problem.nodes), ends, tuple(edge.costs for edge in problem.edges),
-                   firsts, _events_of(memory, firsts), memory.room.astype(float))
+                   firsts, events, room)
 
 
 def _events_of(memory: Memory, firsts: np.ndarray) -> Events:

@@ -40,7 +40,8 @@ class LabelledPricer:
         return self._labels[node]
 
     def repeat_row(self, node: int, axis: int) -> int:
-        return self._pricer.repeat_row(node, axis) if self._pricer is not None else self._rows[node][axis][0]
+        known = self._pricer is not None and node < self._pricer.num_nodes
+        return self._pricer.repeat_row(node, axis) if known and self._pricer else self._rows[node][axis][0]
 
     def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
         """The problem with exactly these labels of each node."""

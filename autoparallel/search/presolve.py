@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -79,16 +79,16 @@ def select(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
 
     nodes = tuple(
         node if whole[v] else
-        Node(node.name, part(node.costs, v), part(node.usages, v), node.interval,
-             None if node.labels is None else tuple(node.labels[i] for i in kept[v]))
+        replace(node, costs=part(node.costs, v), usages=part(node.usages, v),
+                labels=None if node.labels is None else tuple(node.labels[i] for i in kept[v]))
         for v, node in enumerate(problem.nodes)
     )
     edges = tuple(
-        Edge(e.source, e.target, part(e.costs, e.source, e.target),
-             None if e.usages is None else part(e.usages, e.source, e.target), e.interval)
+        replace(e, costs=part(e.costs, e.source, e.target),
+                usages=None if e.usages is None else part(e.usages, e.source, e.target))
         for e in problem.edges
     )
-    return Problem(nodes, edges, problem.limit, problem.name)
+    return replace(problem, nodes=nodes, edges=edges)
 
 
 def _needed(problem: Problem) -> list[np.ndarray]:

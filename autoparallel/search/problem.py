@@ -7,13 +7,16 @@ label per mesh axis, so that a search may take the axes one at a time.
     choice[v] is an index into nodes[v].costs
     objective = sum_v nodes[v].costs[choice[v]] + sum_e edges[e].costs[choice[e.source], choice[e.target]]
     at every time t: sum of usages of the nodes and edges whose interval holds t  <=  limit
+
+Several classes of devices (pipeline stages on unlike machines) have a limit and a sum each; a node or an edge uses the
+memory of its own class. A node that uses memory of two classes, or at two times, gets an edge to a node of one choice.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -68,6 +71,7 @@ class Node:
     usages: np.ndarray
     interval: tuple[int, int] = (0, 0)
     labels: tuple[Label, ...] | None = None
+    device_class: int = 0
 
     def __post_init__(self) -> None:
         if self.costs.ndim != 1 or self.costs.shape != self.usages.shape or not len(self.costs):
@@ -89,6 +93,7 @@ class Edge:
     costs: np.ndarray
     usages: np.ndarray | None = None
     interval: tuple[int, int] = (0, 0)
+    device_class: int = 0
 
     def __post_init__(self) -> None:
         owner = f"edge {self.source} -> {self.target}"
@@ -107,16 +112,28 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Nodes, edges and one memory limit in bytes (inf: none)."""
+    """Nodes, edges and memory limits in bytes (inf: none): of device class 0, and of classes 1, 2, ..."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     limit: float = FORBIDDEN
     name: str = "problem"
+    more_limits: tuple[float, ...] = ()
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """One per device class."""
+        return self.limit, *self.more_limits
 
     def __post_init__(self) -> None:
-        if not self.limit >= 0:
-            raise SearchError(f"{self.name}: the limit must be >= 0 bytes (inf: none), not {self.limit}")
+        for limit in self.limits:
+            if not limit >= 0:
+                raise SearchError(f"{self.name}: the limit must be >= 0 bytes (inf: none), not {limit}")
+        users: list[Node | Edge] = [*self.nodes, *self.edges]
+        for user in users:
+            if not 0 <= user.device_class < len(self.limits):
+                raise SearchError(f"{self.name}: device class {user.device_class} has no limit; there are limits for "
+                                  f"classes 0..{len(self.limits) - 1}")
         for number, edge in enumerate(self.edges):
             for end in (edge.source, edge.target):
                 if not 0 <= end < len(self.nodes):
@@ -172,12 +189,17 @@ class Solution:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a choice costs: seconds, the highest memory use in bytes, and the first time at which it is reached."""
+    """What a choice costs: seconds, the highest memory use in bytes, and the first time at which it is reached.
+
+    With several device classes ``peak_bytes`` and ``peak_time`` are those of the class that is nearest to its limit or
+    furthest above it, ``peaks`` those of all.
+    """
 
     objective: float
     peak_bytes: float
     feasible: bool
     peak_time: int
+    peaks: tuple[float, ...] = ()
 
 
 def load_profile(intervals: np.ndarray, usages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -211,11 +233,43 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
                               f"0..{len(node.costs) - 1}")
     costs = [float(node.costs[pick]) for node, pick in zip(nodes, choice, strict=True)]
     costs += [float(edge.costs[choice[edge.source], choice[edge.target]]) for edge in edges]
-    users = [(node.interval, float(node.usages[pick])) for node, pick in zip(nodes, choice, strict=True)]
-    users += [(edge.interval, float(edge.usages[choice[edge.source], choice[edge.target]]))
+    users = [(node.device_class, node.interval, float(node.usages[pick]))
+             for node, pick in zip(nodes, choice, strict=True)]
+    users += [(edge.device_class, edge.interval, float(edge.usages[choice[edge.source], choice[edge.target]]))
               for edge in edges if edge.usages is not None]
-    times, load = load_profile(np.array([interval for interval, _ in users], np.int64).reshape(-1, 2),
-                               np.array([usage for _, usage in users]))
-    at = int(load.argmax())
-    objective, peak = math.fsum(costs), float(load[at])
-    return Evaluation(objective, peak, objective < FORBIDDEN and peak <= problem.limit, int(times[at]))
+    objective, peaks = math.fsum(costs), []
+    for number in range(len(problem.limits)):
+        own = [(interval, usage) for device_class, interval, usage in users if device_class == number]
+        times, load = load_profile(np.array([interval for interval, _ in own], np.int64).reshape(-1, 2),
+                                   np.array([usage for _, usage in own]))
+        peaks.append((float(load.max()), int(times[load.argmax()])))
+    tightest = max(range(len(peaks)), key=lambda number: (peaks[number][0] - problem.limits[number], -number))
+    fits = all(peak <= limit for (peak, _), limit in zip(peaks, problem.limits, strict=True))
+    return Evaluation(objective, peaks[tightest][0], objective < FORBIDDEN and fits, peaks[tightest][1],
+                      tuple(peak for peak, _ in peaks))
+
+
+def single_limit(problem: Problem) -> Problem:
+    """The same problem with one limit: every class has times of its own, and a last node per class of one choice.
+
+    That node reserves what the class's limit is below the highest one. A class without limit uses no memory.
+    """
+    limits = problem.limits
+    highest = max((limit for limit in limits if limit < FORBIDDEN), default=FORBIDDEN)
+    users: list[Node | Edge] = [*problem.nodes, *problem.edges]
+    first = min((user.interval[0] for user in users), default=0)
+    span = max((user.interval[1] for user in users), default=0) - first
+
+    def moved(user: Node | Edge) -> dict[str, object]:
+        start = user.device_class * span - first
+        limited = limits[user.device_class] < FORBIDDEN
+        interval = (user.interval[0] + start, user.interval[1] + start) if limited else (0, 0)
+        return {"interval": interval, "device_class": 0}
+
+    nodes = [replace(node, **moved(node)) for node in problem.nodes]  # type: ignore[arg-type]
+    edges = tuple(replace(edge, **moved(edge)) for edge in problem.edges)  # type: ignore[arg-type]
+    labels = next((((0,) * len(node.labels[0]),) for node in problem.nodes if node.labels), None)
+    nodes += [Node(f"limit of class {number}", np.zeros(1), np.array([highest - limit]),
+                   (number * span, (number + 1) * span), labels)
+              for number, limit in enumerate(limits) if limit < highest]
+    return Problem(tuple(nodes), edges, highest, problem.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +18,15 @@ from autoparallel.search.least import least_memory
 from autoparallel.search.memory import memory_of
 from autoparallel.search.merge import Shrunk, shrink
 from autoparallel.search.presolve import Reduced, drop_dominated, keep
-from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Pricer, Problem, Solution, evaluate
+from autoparallel.search.problem import (
+    FORBIDDEN,
+    MemoryLimitError,
+    Pricer,
+    Problem,
+    Solution,
+    evaluate,
+    single_limit,
+)
 from autoparallel.search.program import Program, cells
 from autoparallel.search.recursive import search_axes
 from autoparallel.search.wide import WideSearch, quick_plan
@@ -178,6 +187,8 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
     """
     if search not in _SEARCHES:
         raise SearchError(f"unknown search {search!r}; there are: {', '.join(SEARCHES)}")
+    if problem.more_limits:
+        return _solve_classes(problem, search, time_limit_s, pricer, progress)
     start = time.monotonic()
     deadline = FORBIDDEN if time_limit_s is None else start + time_limit_s
     run = None
@@ -200,6 +211,19 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
     seconds = {**best.seconds, "total": time.monotonic() - start}
     return Solution(best.choice, judged.objective, min(best.lower_bound, judged.objective), judged.peak_bytes,
                     best.stop_reason, search, seconds)
+
+
+def _solve_classes(problem: Problem, search: str, time_limit_s: float | None, pricer: Pricer | None,
+                   progress: Progress | None) -> Solution:
+    """Several device classes: as one limit; see `single_limit`. Errors count from the lowest limit."""
+    single, lowest = single_limit(problem), min(problem.limits)
+    try:
+        found = solve(single, search, time_limit_s, pricer, progress)
+    except MemoryLimitError as error:
+        more = lowest - single.limit
+        raise MemoryLimitError(problem.name, error.needed_bytes + more, lowest, error.sufficient_bytes + more) from None
+    choice = found.choice[:len(problem.nodes)]
+    return replace(found, choice=choice, peak_bytes=evaluate(problem, choice).peak_bytes)
 
 
 def _why_not(problem: Problem, error: MemoryLimitError, deadline: float) -> InfeasibleError:

@@ -28,6 +28,7 @@ STEPS = 2000
 PRICE_SHARE = 0.35
 PROGRAM_SHARE = 0.9
 REPAIR_SHARE = 0.1
+TELL_S = 2.0
 
 
 def quick_plan(compact: Compact, deadline: float) -> list[int] | None:
@@ -61,6 +62,7 @@ class WideSearch:
         if not self.shrunk.allowed:
             raise MemoryLimitError(problem.name, problem.limit, problem.limit)
         self._known = known
+        self._told = time.monotonic()
         self._best: list[int] | None = None
         self._cost = FORBIDDEN
         self._lap("merge")
@@ -76,6 +78,13 @@ class WideSearch:
         return now + share * max(0.0, self.deadline - now) if self.deadline < FORBIDDEN else FORBIDDEN
 
     def run(self) -> None:
+        """Search until proof or deadline; also when interrupted, ``outcome`` has the best plan."""
+        try:
+            self._run()
+        finally:
+            self._publish()
+
+    def _run(self) -> None:
         compact = self.shrunk.compact
         messenger = Messenger(compact, finite_limit(compact))
         small = cells(compact) <= PROGRAM_CELLS
@@ -116,12 +125,19 @@ class WideSearch:
         return self._cost
 
     def _take(self, plan: list[int], cost: float) -> None:
-        choice = self.shrunk.restore(plan)
-        judged = evaluate(self.problem, choice)
-        if judged.feasible and judged.objective < self.outcome.objective:
-            self._best, self._cost = plan, cost
-            self.outcome.choice, self.outcome.objective = choice, judged.objective
-            self._on_better(Outcome(choice, judged.objective, self.outcome.lower_bound, "better"))
+        self._best, self._cost = plan, cost
+        if time.monotonic() - self._told > TELL_S:
+            self._publish()
+            self._told = time.monotonic()
+
+    def _publish(self) -> None:
+        """Show the best plan so far, judged; only what is told and when depends on the clock."""
+        if self._best is not None:
+            choice = self.shrunk.restore(self._best)
+            judged = evaluate(self.problem, choice)
+            if judged.feasible and judged.objective < self.outcome.objective:
+                self.outcome.choice, self.outcome.objective = choice, judged.objective
+                self._on_better(Outcome(choice, judged.objective, self.outcome.lower_bound, "better"))
 
     def _prove(self, messenger: Messenger, prices: Prices) -> bool:
         """Solve a program of the choices that can still be part of a better plan; False where it is too large."""
