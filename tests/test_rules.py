@@ -22,7 +22,7 @@ from autoparallel.capture.graph import Node
 from autoparallel.errors import RuleError
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, layout_fits, local_shape, pieces
 from autoparallel.lower import variants
-from autoparallel.lower.emit import SIZE_ARGUMENT
+from autoparallel.lower.emit import GROUPS_ARGUMENT, SIZE_ARGUMENT
 from autoparallel.rules import Row, Rule, einsum_rule, find_rule
 from autoparallel.rules.views import reshape_groups
 from autoparallel.runtime import groups
@@ -54,6 +54,8 @@ class OpCall:
         )
         if sizes is not None and self.op in SIZE_ARGUMENT:
             args = [*args[: SIZE_ARGUMENT[self.op]], list(sizes), *args[SIZE_ARGUMENT[self.op] + 1 :]]
+        if len(args) > GROUPS_ARGUMENT.get(self.op, len(args)):
+            args = [*args[: GROUPS_ARGUMENT[self.op]], args[0].shape[1] // args[1].shape[1]]
         result = self.op(*args, **kwargs)
         return list(result) if isinstance(result, (tuple, list)) else [result]
 
@@ -172,7 +174,7 @@ def test_summands_pass_through_linear_ops_only(made: OpCall) -> None:
 
 def test_unknown_ops_are_repeated() -> None:
     """The last resort says so, and may still work for a part (R)."""
-    rule, known = call(aten.kthvalue.default, f(4, 6), 2).rule()
+    rule, known = call(aten.cdist.default, f(4, 6), f(5, 6)).rule()
     assert not known and [row.name for row in rule.rows()] == ["repeat", "part"]
 
 
@@ -229,6 +231,8 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.matmul.default, f(6), f(6)),
         call(aten.matmul.default, f(4, 6), f(6)),
         call(aten.matmul.default, f(6), f(3, 6, 5)),
+        call(aten.outer.default, f(4), f(6)),
+        call(aten.bilinear.default, f(4, 6), f(4, 5), f(8, 6, 5), f(8)),
     ],
     "einsum": lambda: [
         call(aten.einsum.default, "bqd,hd->bhq", [f(2, 4, 6), f(3, 6)]),
@@ -253,7 +257,12 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.index_put.default, f(9, 4), [torch.tensor([1, 7, 1])], f(1, 4), True),
         call(aten.scatter.src, f(4, 9), 1, torch.tensor([[0, 3, 8]] * 4), f(4, 3)),
         call(aten.scatter.value, f(4, 9), 1, ids(9, 4, 3), 2.0),
-        call(aten.scatter_add.default, f(4, 9), 1, ids(9, 4, 9), f(4, 9)),
+        call(aten.scatter_add.default, f(4, 9), 1, ids(9, 4, 6), f(4, 6)),
+        call(aten.index_add.default, f(4, 9), 1, ids(9, 6), f(4, 6)),
+        call(aten.index_copy.default, f(4, 9), 1, torch.tensor([3, 0]), f(4, 2)),
+        call(aten.isin.Tensor_Tensor, ids(9, 4, 6), ids(9, 3)),
+        call(aten.bucketize.Tensor, f(4, 6), f(3).sort()[0]),
+        call(aten.one_hot.default, ids(9, 4, 6), 9),
     ],
     "order": lambda: [
         call(aten.sort.default, f(4, 6)),
@@ -294,6 +303,8 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.select_scatter.default, f(4, 5, 6), f(4, 6), 1, 2),
         call(aten.tril.default, f(4, 5, 6), -1),
         call(aten.triu.default, f(4, 6)),
+        call(aten.unfold.default, f(4, 9, 6), 1, 3, 2),
+        call(aten.diagonal.default, f(4, 5, 5), 1, 1, 2),
     ],
     "reduce": lambda: [
         call(aten.sum.dim_IntList, f(4, 6, 5), [1]),
@@ -307,6 +318,15 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.any.dim, mask(4, 6), 0),
         call(aten.cumsum.default, f(4, 6), 1),
         call(aten.softmax.int, f(4, 6, 5), -1),
+        call(aten.var.correction, f(4, 6, 5), [1], correction=1),
+        call(aten.linalg_vector_norm.default, f(4, 6, 5), 2, [-1], True),
+        call(aten.logsumexp.default, f(4, 6), [1]),
+        call(aten.prod.dim_int, f(4, 6), 1),
+        call(aten.kthvalue.default, f(4, 6), 2),
+        call(aten.max.default, f(4, 6)),
+        call(aten.cumprod.default, f(4, 6), 1),
+        call(aten.cummax.default, f(4, 6), 0),
+        call(aten.glu.default, f(4, 6), 1),
         call(aten.log_softmax.int, f(4, 6), 0),
     ],
     "norm": lambda: [
@@ -323,6 +343,28 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.avg_pool2d.default, f(4, 6, 8, 8), [3, 3], [2, 2], [1, 1]),
         call(aten.adaptive_avg_pool2d.default, f(4, 6, 7, 7), [1, 1]),
         call(aten.max_pool2d.default, f(6, 8, 8), [2, 2]),
+        call(aten.conv1d.default, f(4, 12, 9), f(24, 2, 3), f(24), [1], [1], [1], 6),
+        call(aten.conv2d.default, f(4, 12, 5, 5), f(12, 1, 3, 3), f(12), [1, 1], [1, 1], [1, 1], 12),
+        call(aten.conv1d.padding, f(4, 6, 9), f(6, 1, 3), f(6), [1], "same", [1], 6),
+        call(aten.conv_transpose2d.input, f(4, 6, 5, 5), f(6, 8, 2, 2), f(8), [2, 2]),
+        call(aten.max_pool2d_with_indices.default, f(4, 6, 8, 8), [2, 2]),
+        call(aten.upsample_bilinear2d.vec, f(4, 6, 4, 4), [8, 8], False, None),
+        call(aten.im2col.default, f(4, 6, 5, 5), [3, 3], [1, 1], [1, 1], [1, 1]),
+    ],
+    "recurrent": lambda: [
+        call(aten.gru.input, f(5, 6, 3), f(1, 6, 4), [f(12, 3), f(12, 4), f(12), f(12) + 1], True, 1, 0.0, True, False,
+             False),
+        call(aten.lstm.input, f(6, 5, 3), [f(1, 6, 4), f(1, 6, 4) + 1], [f(16, 3), f(16, 4), f(16), f(16) + 1], True, 1,
+             0.0, True, False, True),
+    ],
+    "spectral": lambda: [
+        call(aten.fft_rfft.default, f(4, 6, 8)),
+        call(aten.fft_fftn.default, f(4, 6, 8), None, [1, 2]),
+        call(aten.fft_irfft.default, torch.complex(f(4, 6, 5), f(4, 6, 5) + 1), 8, 1),
+        call(aten.real.default, torch.complex(f(4, 6), f(4, 6) + 1)),
+        call(aten.complex.default, f(4, 6), f(4, 6)),
+        call(aten.view_as_real.default, torch.complex(f(4, 6), f(4, 6) + 1)),
+        call(aten.view_as_complex.default, f(4, 6, 2)),
     ],
     "embedding": lambda: [
         call(aten.embedding.default, f(9, 6), ids(9, 4, 5)),
@@ -335,6 +377,9 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.cross_entropy_loss.default, f(4, 10, 6), ids(10, 4, 6), None, 2),
         call(aten.mse_loss.default, f(4, 6), f(4, 6) + 1, 2),
         call(aten.smooth_l1_loss.default, f(4, 6), f(4, 6) + 1, 2),
+        call(aten.nll_loss_nd.default, f(8, 10), ids(10, 8), None, 2),
+        call(aten.binary_cross_entropy_with_logits.default, f(4, 6), f(4, 6).sigmoid(), None, None, 2),
+        call(aten.kl_div.default, f(4, 6), f(4, 6).softmax(1), 2),
     ],
     "pointwise": lambda: [
         call(aten.add.Tensor, f(4, 6), f(6), alpha=2),

@@ -115,6 +115,10 @@ def _identity(graph: Graph, node: Node) -> Node:
     return node.args[0]
 
 
+def _synonym(graph: Graph, node: Node) -> Node:
+    return emit(graph, node, SYNONYMS[node.target], *node.args, **node.kwargs)
+
+
 def _same_dtype(graph: Graph, node: Node) -> Node | None:
     """A copy to the same dtype is the tensor itself; any other is `to.dtype` (devices are one per rank)."""
     source, value = node.args[0], node.meta["val"]
@@ -131,16 +135,11 @@ def _reshape(graph: Graph, node: Node) -> Node:
 
 
 def _permute(graph: Graph, node: Node) -> Node:
+    """transpose, movedim, t, ...: the order of dims is read off a tensor whose sizes are their numbers."""
     source = node.args[0]
     rank = source.meta["val"].dim()
-    dims = list(range(rank))
-    if node.target in (aten.transpose.int,):
-        a, b = node.args[1] % rank, node.args[2] % rank
-        dims[a], dims[b] = dims[b], dims[a]
-    elif node.target in (aten.permute.default,):
-        dims = [d % rank for d in node.args[1]]
-    else:  # t, numpy_T, mT
-        dims[-2:] = dims[-2:][::-1]
+    numbered = torch.empty(list(range(rank)), device="meta")
+    dims = list(node.target(numbered, *node.args[1:], **node.kwargs).shape)
     return source if dims == list(range(rank)) else emit(graph, node, aten.permute.default, source, dims)
 
 
@@ -195,7 +194,7 @@ def _cat(graph: Graph, node: Node) -> Node | None:
     pieces = [piece for piece in node.args[0] if piece.meta["val"].numel()] or list(node.args[0])
     if len(pieces) == 1 and pieces[0].meta["val"].dtype == node.meta["val"].dtype:
         return pieces[0]
-    if node.target is aten.cat.default and len(pieces) == len(node.args[0]):
+    if len(pieces) == len(node.args[0]):
         return None
     return emit(graph, node, aten.cat.default, pieces, dim)
 
@@ -255,6 +254,26 @@ def _broadcast(graph: Graph, node: Node) -> None:
         new = source if same else emit(graph, user, aten.expand.default, source, list(value.shape))
         user.replace_all_uses_with(new)
         graph.erase_node(user)
+
+
+def _meshgrid(graph: Graph, node: Node) -> None:
+    """meshgrid -> one reshape and expand per tensor that is used; "xy" has the first two dims the other way round."""
+    order = list(range(len(node.args[0])))
+    if node.kwargs.get("indexing") == "xy":
+        order[:2] = order[:2][::-1]
+    for user in list(node.users):
+        source, shape = node.args[0][user.args[1]], list(user.meta["val"].shape)
+        place = order[user.args[1]]
+        alone = emit(graph, user, aten.reshape.default, source, [n if d == place else 1 for d, n in enumerate(shape)])
+        user.replace_all_uses_with(emit(graph, user, aten.expand.default, alone, shape))
+        graph.erase_node(user)
+
+
+def _narrow(graph: Graph, node: Node) -> Node:
+    source, dim, start, length = node.args
+    size = source.meta["val"].shape[dim]
+    start = start % size if size else 0
+    return emit(graph, node, aten.slice.Tensor, source, dim, start, start + length)
 
 
 def _mean(graph: Graph, node: Node) -> Node:
@@ -317,32 +336,40 @@ def _filled(graph: Graph, node: Node) -> Node | None:
     return emit(graph, node, aten.full.default, list(value.shape), fill, dtype=value.dtype, device=value.device)
 
 
-def _loss_mean(position: int) -> Rewrite:
+def _argument(node: Node, name: str) -> Any:
+    """The value of a schema argument, its default when it is not given."""
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            given = node.args[position] if position < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    raise KeyError(f"{node.target} has no argument {name!r}")
+
+
+def _sum_instead(graph: Graph, node: Node) -> Node:
+    """The same loss, summed."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    positional = names[: max(len(node.args), names.index("reduction") + 1)]
+    values = {name: 2 if name == "reduction" else _argument(node, name) for name in positional}
+    rest = {name: value for name, value in node.kwargs.items() if name not in values}
+    return emit(graph, node, node.target, *values.values(), **rest)
+
+
+def _loss_mean(graph: Graph, node: Node) -> Node | None:
     """loss(x, y, mean) -> loss(x, y, sum) / number of elements."""
-
-    def rewrite(graph: Graph, node: Node) -> Node | None:
-        args = list(node.args) + [1] * (position + 1 - len(node.args))
-        if args[position] != 1 or node.kwargs:
-            return None
-        count = math.prod(torch.broadcast_shapes(args[0].meta["val"].shape, args[1].meta["val"].shape))
-        args[position] = 2
-        return emit(graph, node, aten.mul.Tensor, emit(graph, node, node.target, *args), 1.0 / count)
-
-    return rewrite
+    if _argument(node, "reduction") != 1:
+        return None
+    count = math.prod(torch.broadcast_shapes(node.args[0].meta["val"].shape, node.args[1].meta["val"].shape))
+    return emit(graph, node, aten.mul.Tensor, _sum_instead(graph, node), 1.0 / count)
 
 
 def _cross_entropy(graph: Graph, node: Node) -> Node | None:
     """Mean over the targets that count -> sum / count, both of which may be summed over ranks."""
-    defaults: list[Any] = [None, None, None, 1, -100, 0.0]
-    names = ["self", "target", "weight", "reduction", "ignore_index", "label_smoothing"]
-    values = dict(zip(names, defaults, strict=True)) | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    target = values["target"]
-    if values["weight"] is not None or target.meta["val"].is_floating_point() or values["reduction"] != 1:
+    target = _argument(node, "target")
+    if (_argument(node, "weight") is not None or target.meta["val"].is_floating_point()
+            or _argument(node, "reduction") != 1):
         return None
-    logits = values["self"]
-    total = emit(graph, node, aten.cross_entropy_loss.default, logits, target, None, 2, values["ignore_index"],
-                 values["label_smoothing"])
-    counts = emit(graph, node, aten.ne.Scalar, target, values["ignore_index"])
+    total = _sum_instead(graph, node)
+    counts = emit(graph, node, aten.ne.Scalar, target, _argument(node, "ignore_index"))
     counts = emit(graph, node, aten.to.dtype, counts, torch.float32)
     counts = emit(graph, node, aten.sum.dim_IntList, counts, list(range(target.meta["val"].dim())), False)
     return emit(graph, node, aten.div.Tensor, total, counts)
@@ -406,39 +433,59 @@ LISTS = {
     aten.split.Tensor: _pieces,
     aten.split_with_sizes.default: _pieces,
     aten.chunk.default: _pieces,
+    aten.tensor_split.sections: _pieces,
+    aten.tensor_split.indices: _pieces,
     aten.unbind.int: _pieces,
     aten.broadcast_tensors.default: _broadcast,
+    aten.meshgrid.default: _meshgrid,
+    aten.meshgrid.indexing: _meshgrid,
 }
 VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
          aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int, aten._unsafe_view.default,
          aten.view_as.default, aten.reshape_as.default)
+PERMUTES = (aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default, aten.mT.default,
+            aten.swapaxes.default, aten.swapdims.default, aten.movedim.int, aten.movedim.intlist,
+            aten.moveaxis.int, aten.moveaxis.intlist)
 COPIES = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.to.other,
           aten.type_as.default)
 IDENTITIES = (aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
               aten.clone.default, aten.positive.default)
 FILLED = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.zeros_like.default,
           aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_empty.default,
-          aten.zero.default)
+          aten.empty.memory_format, aten.zero.default)
+LOSSES = (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+          aten.kl_div.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default)
+#: Other names of the same ops.
+SYNONYMS = {
+    aten.multiply.Tensor: aten.mul.Tensor, aten.multiply.Scalar: aten.mul.Scalar, aten.divide.Tensor: aten.div.Tensor,
+    aten.divide.Scalar: aten.div.Scalar, aten.true_divide.Tensor: aten.div.Tensor,
+    aten.subtract.Tensor: aten.sub.Tensor, aten.negative.default: aten.neg.default,
+    aten.absolute.default: aten.abs.default, aten.concat.default: aten.cat.default,
+    aten.concatenate.default: aten.cat.default, aten.clip.default: aten.clamp.default,
+    aten.special_expit.default: aten.sigmoid.default, aten.special_logsumexp.default: aten.logsumexp.default,
+}
 WRITTEN = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor)
 
 PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     drop_asserts,
     batch_norm,
+    _each(dict.fromkeys(SYNONYMS, _synonym)),
     _each(dict.fromkeys(IDENTITIES, _identity)),
     _each(dict.fromkeys(COPIES, _same_dtype)),
     _each({aten.addmm.default: _addmm, aten._weight_norm.default: _weight_norm, aten.repeat.default: _repeat,
-           aten.repeat_interleave.self_int: _repeat_interleave, aten.cat.default: _cat, aten.concat.default: _cat}),
+           aten.repeat_interleave.self_int: _repeat_interleave, aten.cat.default: _cat}),
     _each(dict.fromkeys(WRITTEN, _copy)),
     _each(dict.fromkeys(VIEWS, _reshape)),
-    _each(dict.fromkeys((aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default), _permute)),
+    _each(dict.fromkeys(PERMUTES, _permute)),
     _each(dict.fromkeys((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default), _expand)),
+    _each({aten.narrow.default: _narrow}),
     _each({aten.slice.Tensor: _slice}),
     _each({aten.linear.default: _linear}),
     _each(dict.fromkeys(FILLED, _filled)),
     _each({aten.mean.default: _mean, aten.mean.dim: _mean, aten.sum.default: _sum_all}),
     _each({aten.dropout.default: _dropout}),
-    _each({aten.cross_entropy_loss.default: _cross_entropy}),
-    _each(dict.fromkeys((aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default), _loss_mean(2))),
+    _each({aten.cross_entropy_loss.default: _cross_entropy, aten.nll_loss_nd.default: _cross_entropy}),
+    _each(dict.fromkeys(LOSSES, _loss_mean)),
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
 ]
 

@@ -61,6 +61,9 @@ def all_to_all_tensor(
     x: torch.Tensor, axis: Axis, source: int, source_sizes: Sizes, target: int, target_sizes: Sizes
 ) -> torch.Tensor:
     """Cut along ``target``, send each rank its piece, join what comes along ``source``."""
+    if x.is_complex():  # gloo exchanges real numbers only
+        parts = all_to_all_tensor(torch.view_as_real(x), axis, source, source_sizes, target, target_sizes)
+        return torch.view_as_complex(parts)
     pieces = [p.contiguous() for p in x.split(list(target_sizes), dim=target)]
     shape = list(pieces[axis.rank].shape)
     shapes = [[*shape[:source], size, *shape[source + 1 :]] for size in source_sizes]

@@ -32,6 +32,8 @@ aten = torch.ops.aten
 
 #: Position of the argument that gives the result's sizes.
 SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1}
+#: Convolutions whose channels are cut with their groups: position of the number of groups, from the pieces' channels.
+GROUPS_ARGUMENT = {aten.conv1d.default: 6, aten.conv2d.default: 6, aten.conv3d.default: 6}
 #: A value: output number ``[1]`` of site ``[0]``.
 Value = tuple[int, int]
 #: The cheapest steps between two layouts of a tensor.
@@ -194,6 +196,9 @@ class _Emitter:
         if node.target in SIZE_ARGUMENT:
             shape = local_shape(node.outputs[0].shape, layouts[0], self.space.mesh_shape, self.coordinate)
             args[SIZE_ARGUMENT[node.target]] = list(shape)
+        if len(args) > GROUPS_ARGUMENT.get(node.target, len(args)):
+            channels, of_each_group = (tensor.meta["val"].shape[1] for tensor in args[:2])
+            args[GROUPS_ARGUMENT[node.target]] = channels // of_each_group
         rows = [self.space.strategies[site.index].rows[r] for r in self.labels[site.index]]
         if any(row.variant for row in rows):
             return self._variant(site, node, args, rows)

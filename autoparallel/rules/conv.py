@@ -1,8 +1,10 @@
-"""Convolution and pooling: batch and channels may be cut, space stays whole."""
+"""Convolution, pooling, resampling: batch and channels may be cut, space stays whole."""
 
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 
 import torch
 
@@ -12,31 +14,80 @@ from autoparallel.rules.rule import Rule, einsum_rule
 aten = torch.ops.aten
 
 
-@rule_for(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+@rule_for(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+          aten.conv3d.padding)
 def convolution(op: OpView) -> Rule | None:
     x, w = op.shapes[:2]
-    space = len(w) - 2
     if len(x) != len(w):
         return None
-    dots = ", ".join(["."] * space)
-    grouped = op.arg("groups") != 1
-    ci, co = (".", ".") if grouped else ("i", "o")
-    rule = einsum_rule(
-        f"x[b, {ci}, {dots}], w[{co}, {ci}, {dots}], bias[{co}] -> y[b, {co}, {dots}]", op.shapes, [op.out.shape],
-        reduce="" if grouped else "i", additive="bias", op_class="conv", saves=frozenset({0, 1}),
-    )
     flops = 2.0 * op.out.num_elements * math.prod(w[1:])
-    return Rule(**{**rule.__dict__, "flops": flops})
+    if op.arg("groups") != 1:
+        return replace(_grouped(op), flops=flops)
+    dots = ", ".join(["."] * (len(w) - 2))
+    rule = einsum_rule(f"x[b, i, {dots}], w[o, i, {dots}], bias[o] -> y[b, o, {dots}]", op.shapes, [op.out.shape],
+                       reduce="i", additive="bias", op_class="conv", saves=frozenset({0, 1}))
+    return replace(rule, flops=flops)
+
+
+def _grouped(op: OpView) -> Rule:
+    """Channels are cut with their groups; lowering tells each rank how many groups its piece has."""
+    x, w = op.shapes[:2]
+    groups, space = op.arg("groups"), (None,) * (len(w) - 2)
+    batch = "b" if x[0] != 1 else None
+    channels = "g" if op.target._overloadname == "default" else None
+    inputs = ((batch, channels, *space), (channels, None, *space), (channels,))[: len(op.shapes)]
+    sizes = ({"b": x[0]} if batch else {}) | ({"g": groups} if channels else {})
+    return Rule(inputs, ((batch, channels, *space),), sizes, even={"g": (groups, x[1], w[0])}, op_class="conv",
+                saves=frozenset({0, 1}))
+
+
+def _over_batch_and_channels(op: OpView, num_space: int, **rest: object) -> Rule:
+    rank = len(op.out.shape)
+    names = tuple(f"d{i}" if i < rank - num_space and n != 1 else None for i, n in enumerate(op.out.shape))
+    sizes = {n: op.out.shape[i] for i, n in enumerate(names) if n is not None}
+    return Rule((names,), (names,) * len(op.outputs), sizes, op_class="reduction", **rest)  # type: ignore[arg-type]
 
 
 @rule_for(aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default, aten.avg_pool1d.default,
           aten.avg_pool2d.default, aten.avg_pool3d.default, aten.adaptive_avg_pool1d.default,
-          aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default)
+          aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default, aten.max_pool1d_with_indices.default,
+          aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.adaptive_max_pool1d.default,
+          aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
 def pool(op: OpView) -> Rule:
-    rank = len(op.out.shape)
-    space = int(op.target._schema.name[-2])
-    names = tuple(f"d{i}" if i < rank - space and n != 1 else None for i, n in enumerate(op.out.shape))
-    sizes = {n: op.out.shape[i] for i, n in enumerate(names) if n is not None}
+    (space,) = re.findall(r"pool(\d)d", op.target._schema.name)
     averages = "avg" in op.target._schema.name
-    return Rule((names,), (names,), sizes, flops=float(op.inputs[0].num_elements), op_class="reduction",
-                linear=(frozenset({0}),) if averages else (), saves=frozenset() if averages else frozenset({0}))
+    return _over_batch_and_channels(
+        op, int(space), flops=float(op.inputs[0].num_elements), linear=(frozenset({0}),) if averages else (),
+        saves=frozenset() if averages else frozenset({0}),
+    )
+
+
+@rule_for(aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec,
+          aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_trilinear3d.vec,
+          aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec)
+def upsample(op: OpView) -> Rule:
+    return _over_batch_and_channels(op, len(op.out.shape) - 2, flops=4.0 * op.out.num_elements,
+                                    linear=(frozenset({0}),))
+
+
+@rule_for(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+def transposed_convolution(op: OpView) -> Rule | None:
+    x, w = op.shapes[:2]
+    if op.arg("groups") != 1 or len(x) != len(w):
+        return None
+    dots = ", ".join(["."] * (len(w) - 2))
+    rule = einsum_rule(f"x[b, i, {dots}], w[i, o, {dots}], bias[o] -> y[b, o, {dots}]", op.shapes, [op.out.shape],
+                       reduce="i", additive="bias", op_class="conv", saves=frozenset({0, 1}))
+    return replace(rule, flops=2.0 * op.inputs[0].num_elements * math.prod(w[1:]))
+
+
+@rule_for(aten.im2col.default)
+def im2col(op: OpView) -> Rule | None:
+    """[b, c, h, w] -> [b, (c window), places]: channels are the major part of the merged dim."""
+    if len(op.shapes[0]) != 4:
+        return None
+    (batch, channels), window = op.shapes[0][:2], math.prod(op.arg("kernel_size"))
+    sizes = {f: n for f, n in (("b", batch), ("c", channels)) if n != 1}
+    b, c = (f if f in sizes else None for f in ("b", "c"))
+    return Rule(((b, c, None, None),), ((b, c, None),), sizes, even={"c": (channels, channels * window)},
+                linear=(frozenset({0}),), flops=float(op.out.num_elements))

@@ -11,6 +11,18 @@ aten = torch.ops.aten
 
 
 @rule_for(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
-          aten.ones.default, aten.scalar_tensor.default, aten.linspace.default, aten.eye.default)
+          aten.ones.default, aten.tril_indices.default, aten.triu_indices.default, aten.scalar_tensor.default,
+          aten.linspace.default, aten.eye.default)
 def factory(op: OpView) -> Rule:
-    return Rule(tuple((None,) * len(s) for s in op.shapes), ((None,) * len(op.out.shape),), {}, fixed=True)
+    return _whole(op, random=False)
+
+
+@rule_for(aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default)
+def random_factory(op: OpView) -> Rule:
+    """The same numbers on every rank."""
+    return _whole(op, random=True)
+
+
+def _whole(op: OpView, random: bool) -> Rule:
+    return Rule(tuple((None,) * len(s) for s in op.shapes), ((None,) * len(op.out.shape),), {}, fixed=True,
+                random=random)

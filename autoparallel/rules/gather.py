@@ -1,9 +1,11 @@
-"""Reading and writing places that tensors name: index, index_select, gather, index_put, scatter.
+"""Reading and writing places that tensors name: index, gather, scatter and their kin.
 
 The places may be cut (each rank reads its own from the whole), and so may the dims that no place is named in.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -87,9 +89,26 @@ def gather(op: OpView) -> Rule | None:
                 flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
 
 
-@rule_for(aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+@rule_for(aten.scatter.src, aten.scatter.value)
 def scatter(op: OpView) -> Rule | None:
     """Along ``dim`` all that is written must be known; other dims together, where every tensor has all of them."""
+    return _scattered(op)
+
+
+@rule_for(aten.scatter_add.default)
+def scatter_add(op: OpView) -> Rule | None:
+    """What is added may be cut: each rank adds its own, to the first summand of the tensor."""
+    rule = _scattered(op)
+    if rule is None or op.shapes[1] != op.shapes[2]:
+        return rule
+    dim = op.arg("dim") % len(op.out.shape)
+    added = tuple("i" if d == dim and op.shapes[1][dim] != 1 else f for d, f in enumerate(rule.inputs[1]))
+    sizes = {**rule.sizes, "i": op.shapes[1][dim]} if "i" in added else rule.sizes
+    return replace(rule, inputs=(rule.inputs[0], added, added), sizes=sizes, reduce=frozenset({"i"}) & sizes.keys(),
+                   additive=frozenset({0}))
+
+
+def _scattered(op: OpView) -> Rule | None:
     if not op.out.shape:
         return None
     dim = op.arg("dim") % len(op.out.shape)
@@ -99,3 +118,38 @@ def scatter(op: OpView) -> Rule | None:
     written = frozenset({0, 2}) if len(op.shapes) == 3 else frozenset()
     return Rule((names,) * len(op.shapes), (names,), sizes, linear=(written,) if written else (),
                 flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
+
+
+@rule_for(aten.index_add.default, aten.index_copy.default)
+def index_add(op: OpView) -> Rule | None:
+    """Rows added (or written) at places: rows that are added may be cut as in `scatter_add`."""
+    x, places = op.shapes[:2]
+    if not x or len(places) != 1:
+        return None
+    dim = op.arg("dim") % len(x)
+    names = [f"d{d}" if d != dim and n != 1 else None for d, n in enumerate(x)]
+    adds = op.target is aten.index_add.default and places[0] != 1
+    sizes = {f: x[d] for d, f in enumerate(names) if f} | ({"i": places[0]} if adds else {})
+    place = "i" if adds else None
+    return Rule((tuple(names), (place,), (*names[:dim], place, *names[dim + 1 :])), (tuple(names),), sizes,
+                reduce=frozenset({"i"}) & sizes.keys(), additive=frozenset({0}), linear=(frozenset({0, 2}),),
+                flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
+
+
+@rule_for(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
+def looked_up(op: OpView) -> Rule:
+    """Each element is looked up in a table that all have."""
+    return Rule((_own(op.shapes[0]), (None,) * len(op.shapes[1])), (_own(op.out.shape),),
+                {f"d{d}": n for d, n in enumerate(op.out.shape) if n != 1}, flops=4.0 * op.out.num_elements,
+                op_class="gather")
+
+
+@rule_for(aten.one_hot.default)
+def one_hot(op: OpView) -> Rule:
+    own = _own(op.shapes[0])
+    return Rule((own,), ((*own, None),), {f"d{d}": n for d, n in enumerate(op.shapes[0]) if n != 1},
+                flops=float(op.out.num_elements))
+
+
+def _own(shape: tuple[int, ...]) -> Dims:
+    return tuple(f"d{d}" if n != 1 else None for d, n in enumerate(shape))

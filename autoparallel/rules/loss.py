@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autoparallel.layout import INVARIANT, shard
+from autoparallel.rules.pointwise import broadcast_dims
 from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import Row, Rule
 
@@ -16,6 +19,7 @@ SUM = 2
 def cross_entropy(op: OpView) -> Rule | None:
     """Sum over targets; with cut classes a variant exchanges the normalisers (one number per target)."""
     logits, target = op.shapes[:2]
+    smooth = any(a.name == "label_smoothing" for a in op.target._schema.arguments) and op.arg("label_smoothing")
     if op.arg("reduction") != SUM or op.arg("weight") is not None or len(target) != len(logits) - 1:
         return None
     names = tuple(f"n{i}" if i != 1 and n != 1 else None for i, n in enumerate(logits))
@@ -23,7 +27,7 @@ def cross_entropy(op: OpView) -> Rule | None:
         return None
     sizes = {n: logits[i] for i, n in enumerate(names) if n is not None}
     variants: tuple[Row, ...] = ()
-    if len(logits) == 2 and not op.arg("label_smoothing"):
+    if len(logits) == 2 and not smooth:
         variants = (Row("classes", (shard(1), INVARIANT), (INVARIANT,), "classes", variant="classes"),)
     return Rule(
         (names, (names[0], *names[2:])), ((),), sizes, reduce=frozenset(sizes),
@@ -32,12 +36,20 @@ def cross_entropy(op: OpView) -> Rule | None:
     )
 
 
-@rule_for(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default)
+@rule_for(aten.nll_loss_nd.default)
+def negative_log_likelihood(op: OpView) -> Rule | None:
+    rule = cross_entropy(op)
+    return replace(rule, variants=(), flops=float(op.inputs[1].num_elements)) if rule is not None else None
+
+
+@rule_for(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+          aten.kl_div.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default)
 def elementwise_loss(op: OpView) -> Rule | None:
-    a, b = op.shapes[:2]
-    if op.arg("reduction") != SUM or a != b:
+    """Weights broadcast."""
+    shape = op.shapes[0]
+    if op.arg("reduction") != SUM or op.shapes[1] != shape:
         return None
-    names = tuple(f"d{i}" if n != 1 else None for i, n in enumerate(a))
-    sizes = {n: a[i] for i, n in enumerate(names) if n is not None}
-    return Rule((names, names), ((),), sizes, reduce=frozenset(sizes), flops=3.0 * op.inputs[0].num_elements,
-                op_class="reduction", saves=frozenset({0, 1}))
+    dims = tuple(broadcast_dims(meta, op.inputs[0]) for meta in op.inputs)
+    sizes = {f: shape[i] for i, f in enumerate(dims[0]) if f}
+    return Rule(dims, ((),), sizes, reduce=frozenset(sizes), flops=3.0 * op.inputs[0].num_elements,
+                op_class="reduction", saves=frozenset(range(len(dims))))

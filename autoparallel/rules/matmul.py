@@ -33,3 +33,16 @@ def matmul(op: OpView) -> Rule:
 def baddbmm(op: OpView) -> Rule:
     return einsum_rule("c[*b, m, n], x[*b, m, k], w[*b, k, n] -> y[*b, m, n]", op.shapes, [op.out.shape],
                        reduce="k", additive="c", flops_per_point=2.0, op_class="matmul", saves=frozenset({1, 2}))
+
+
+@rule_for(aten.outer.default, aten.ger.default)
+def outer(op: OpView) -> Rule:
+    return einsum_rule("x[m], w[n] -> y[m, n]", op.shapes, [op.out.shape], linear=("x", "w"), flops_per_point=1.0,
+                       saves=frozenset({0, 1}))
+
+
+@rule_for(aten.bilinear.default)
+def bilinear(op: OpView) -> Rule:
+    return einsum_rule("x[*b, i], z[*b, j], w[n, i, j], bias[n] -> y[*b, n]", op.shapes, [op.out.shape],
+                       reduce="i j", additive="bias", flops_per_point=3.0, op_class="matmul",
+                       saves=frozenset({0, 1, 2}))

@@ -19,7 +19,10 @@ LINEAR: dict[object, tuple[tuple[int, ...], ...]] = {
     aten.div.Scalar: ((0,),),
     aten.add.Tensor: ((0, 1),),
     aten.sub.Tensor: ((0, 1),),
-    aten.masked_fill.Scalar: (),
+    aten.real.default: ((0,),),
+    aten.imag.default: ((0,),),
+    aten.complex.default: ((0, 1),),
+    aten.conj.default: ((0,),),
 }
 #: Ops whose backward needs neither input nor output.
 NOTHING_SAVED = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.to.dtype, aten.add.Scalar, aten.sub.Scalar,
@@ -36,7 +39,9 @@ def broadcast_dims(meta: TensorMeta, out: TensorMeta) -> Dims:
 @rule_for("pointwise", aten.to.dtype, aten.where.self, aten.relu.default, aten.gelu.default, aten.silu.default,
           aten.detach.default, aten.__and__.Tensor, aten.__or__.Tensor, aten.masked_fill.Scalar, aten.softplus.default,
           aten.clamp.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar,
-          aten.floor_divide.default, aten.floor_divide.Scalar)
+          aten.floor_divide.default, aten.floor_divide.Scalar, aten.masked_fill.Tensor, aten.real.default,
+          aten.imag.default, aten.complex.default, aten.conj.default, aten.rsub.Tensor, aten.isin.Tensor_Scalar,
+          aten.selu.default, aten.relu6.default, aten.hardtanh.default)
 def pointwise(op: OpView) -> Rule | None:
     out = op.out
     sizes = {f"d{i}": size for i, size in enumerate(out.shape) if size != 1}

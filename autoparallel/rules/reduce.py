@@ -17,11 +17,20 @@ def sum_(op: OpView) -> Rule | None:
     return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), partial=op.arg("dtype") is None)
 
 
-@rule_for(aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim, aten.argmax.default, aten.argmin.default,
-          aten.max.dim, aten.min.dim)
+@rule_for(aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims,
+          aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.mode.default,
+          aten.kthvalue.default, aten.logsumexp.default, aten.prod.dim_int, aten.linalg_vector_norm.default,
+          aten.norm.ScalarOpt_dim, aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction,
+          aten.var_mean.correction, aten.std_mean.correction, aten.nansum.default)
 def other(op: OpView) -> Rule | None:
     """Only the dims that stay may be cut."""
     return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), partial=False)
+
+
+@rule_for(aten.max.default, aten.min.default, aten.any.default, aten.all.default, aten.prod.default,
+          aten.median.default, aten.var.default, aten.std.default)
+def of_everything(op: OpView) -> Rule | None:
+    return _reduction(op, None, False, partial=False)
 
 
 def _reduction(op: OpView, dim: object, keepdim: bool, partial: bool) -> Rule | None:
@@ -51,6 +60,15 @@ def cumsum(op: OpView) -> Rule | None:
         return None
     linear = (frozenset({0}),) if op.arg("dtype") is None and op.inputs[0].dtype == op.out.dtype else ()
     return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, linear=linear, flops=float(op.out.num_elements))
+
+
+@rule_for(aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default, aten.glu.default)
+def along_a_dim(op: OpView) -> Rule | None:
+    """Of which each element needs others along one dim."""
+    if not op.out.shape:
+        return None
+    return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, flops=float(op.out.num_elements),
+                      saves=frozenset({0}))
 
 
 @rule_for(aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default)

@@ -14,7 +14,7 @@ from autoparallel.rules.rule import Rule
 
 Builder = Callable[["OpView"], Rule | None]
 FAMILIES = ("matmul", "einsum", "experts", "attention", "pointwise", "views", "reduce", "order", "norm", "conv",
-            "embedding", "gather", "loss", "factory")
+            "embedding", "gather", "recurrent", "spectral", "loss", "factory")
 _BUILDERS: dict[Any, Builder] = {}
 
 

@@ -149,3 +149,23 @@ def flip(op: OpView) -> Rule | None:
     if not dims:
         return None
     return whole_dims(op, {d % len(op.out.shape) for d in dims}, linear=(frozenset({0}),))
+
+
+@rule_for(aten.unfold.default)
+def windows(op: OpView) -> Rule:
+    """Windows along a dim, each in a new last dim: other dims may be cut."""
+    shape = op.shapes[0]
+    dim = op.arg("dimension") % len(shape)
+    names = tuple(f"d{i}" if i != dim and n != 1 else None for i, n in enumerate(shape))
+    sizes = {f: shape[i] for i, f in enumerate(names) if f}
+    return Rule((names,), ((*names, None),), sizes, linear=(frozenset({0}),), alias=True)
+
+
+@rule_for(aten.diagonal.default)
+def diagonal(op: OpView) -> Rule:
+    shape = op.shapes[0]
+    gone = {op.arg("dim1") % len(shape), op.arg("dim2") % len(shape)}
+    names = tuple(f"d{i}" if i not in gone and n != 1 else None for i, n in enumerate(shape))
+    sizes = {f: shape[i] for i, f in enumerate(names) if f}
+    kept = tuple(names[i] for i in range(len(shape)) if i not in gone)
+    return Rule((names,), ((*kept, None),), sizes, linear=(frozenset({0}),), alias=True)

@@ -1,0 +1,30 @@
+"""Recurrent layers: the batch may be cut; time and features stay whole."""
+
+from __future__ import annotations
+
+import torch
+
+from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.rule import Rule
+
+aten = torch.ops.aten
+
+
+@rule_for(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+def recurrent(op: OpView) -> Rule | None:
+    """input[t, b, i] (or [b, t, i]), state[layers, b, h] for one or two states, parameters -> output, state(s)."""
+    if len(op.shapes[0]) != 3:
+        return None
+    num_states = len(op.outputs) - 1
+    first = (("b", None, None) if op.arg("batch_first") else (None, "b", None))
+    state = (None, "b", None)
+    batch = op.shapes[0][first.index("b")]
+    if batch == 1:
+        return None
+    parameters = op.inputs[1 + num_states :]
+    points = op.inputs[0].num_elements / op.shapes[0][-1]
+    return Rule(
+        (first, *[state] * num_states, *((None,) * len(m.shape) for m in parameters)), (first, *[state] * num_states),
+        {"b": batch}, flops=2.0 * points * sum(m.num_elements for m in parameters), op_class="matmul",
+        saves=frozenset(range(len(op.inputs))), saves_output=True, random=bool(op.arg("train") and op.arg("dropout")),
+    )
