@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.architectures import build, inputs_of
+
 BATCH_SIZE = 8
 SEQUENCE = 16
 VOCABULARY = 128
@@ -239,5 +241,8 @@ CASES: dict[str, ModelCase] = {
         ModelCase("bert", _bert, _masked_inputs, _loss_attribute),
         ModelCase("vit", _vit, lambda batch_size: _image_inputs(batch_size, 16), _loss_attribute),
         ModelCase("resnet", _resnet, lambda batch_size: _image_inputs(batch_size, 32), _loss_attribute),
+        ModelCase("t5", lambda: _seeded(lambda: build("t5")), lambda _: ((), inputs_of("t5")), _loss_attribute),
+        ModelCase("mixtral", lambda: _seeded(lambda: build("mixtral")), lambda _: ((), inputs_of("mixtral")),
+                  _loss_attribute),
     )
 }

@@ -13,8 +13,8 @@ import autoparallel
 from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.hybrid import split_batch
-from autoparallel.hybrid.stages import cut_evenly, flow_of
 from autoparallel.hybrid.sketch import sketch
+from autoparallel.hybrid.stages import cut_evenly, flow_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.rules.space import StrategySpace
@@ -73,9 +73,7 @@ def assert_one_process(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], 
     assert {name for trained in found for name in trained.gradients} == set(expected.gradients)
 
 
-@pytest.mark.parametrize(("case_name", "micro_batches"), [
-    ("mlp", 2), ("transformer_encoder", 4), ("gpt2", 4), ("llama", 8), ("bert", 2), ("vit", 4),
-])
+@pytest.mark.parametrize(("case_name", "micro_batches"), [("transformer_encoder", 4), ("llama", 8), ("vit", 2)])
 def test_micro_batches(ranks: Any, case_name: str, micro_batches: int) -> None:
     assert_one_process(ranks, case_name, (2, 2), {"micro_batches": micro_batches})
 
@@ -86,17 +84,14 @@ def test_zero_stages_with_micro_batches(ranks: Any, zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "options"), [
-    ("mlp", (2, 2), {"schedule": "gpipe"}),
     ("llama", (2, 2), {"schedule": "gpipe", "micro_batches": 2}),
-    ("llama", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
     ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
     ("bert", (4,), {"schedule": "1f1b", "micro_batches": 8, "pipeline_stages": 4}),
     ("llama", (2, 2), {"schedule": "interleaved", "micro_batches": 4, "pipeline_stages": 4}),
-    ("llama", (2, 2), {"schedule": "zero_bubble", "micro_batches": 4}),
     ("gpt2", (2, 2), {"schedule": "zero_bubble", "micro_batches": 4, "pipeline_stages": 4}),
     ("resnet", (2, 2), {"schedule": "gpipe"}),
-    ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 2, "zero_stage": 1}),
-    ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 2, "zero_stage": 2}),
+    ("t5", (2, 2), {"micro_batches": 2}),
+    ("mixtral", (2, 2), {"schedule": "gpipe"}),
     ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 2, "zero_stage": 3}),
 ])
 def test_pipelines(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options) -> None:
@@ -104,10 +99,8 @@ def test_pipelines(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], opti
 
 
 @pytest.mark.parametrize(("case_name", "options"), [
-    ("llama", {"recompute": "full"}),
     ("gpt2", {"recompute": "selective", "micro_batches": 2}),
     ("bert", {"recompute": "full", "micro_batches": 4, "zero_stage": 3}),
-    ("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2}),
     ("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
 ])
 def test_recompute(ranks: Any, case_name: str, options: Options) -> None:
@@ -194,3 +187,38 @@ def test_what_the_joint_search_picks_computes_the_same(ranks: Any, limit_share: 
     mesh = (made.hybrid.pipeline_ranks, *made.mesh_shape) if made.hybrid.stages > 1 else made.mesh_shape
     mesh = mesh[:-1] if made.hybrid.stages > 1 and made.mesh_shape == (1,) else mesh
     assert_one_process(ranks, "llama", mesh, {"plan": made})
+
+
+#: On 8 ranks. ResNet's batch norm and Mixtral's balancing loss look across the batch: one micro-batch.
+SPLITS = ["llama", "gpt2", "bert", "t5"]
+HYBRIDS: list[tuple[tuple[int, ...], Options]] = [
+    ((2, 2, 2), {"schedule": "gpipe", "micro_batches": 1}),
+    ((2, 2, 2), {"schedule": "1f1b", "micro_batches": 4}),
+    ((2, 2, 2), {"schedule": "interleaved", "pipeline_stages": 4, "micro_batches": 4}),
+    ((2, 2, 2), {"schedule": "zero_bubble", "micro_batches": 8}),
+    ((4, 2), {"schedule": "1f1b", "pipeline_stages": 4, "micro_batches": 8}),
+    ((2, 4), {"micro_batches": 2, "zero_stage": 1}),
+    ((2, 4), {"micro_batches": 2, "zero_stage": 2}),
+    ((2, 4), {"micro_batches": 2, "zero_stage": 3}),
+    ((2, 2, 2), {"micro_batches": 2, "recompute": "selective"}),
+    ((2, 2, 2), {"micro_batches": 2, "recompute": "full"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("mesh_shape", "options"), HYBRIDS)
+@pytest.mark.parametrize("case_name", SPLITS)
+def test_hybrids_on_eight_ranks(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options) -> None:
+    assert_one_process(ranks, case_name, mesh_shape, {"pipeline_stages": 2, **options}, "adamw")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, {"zero_stage": 1}, {"zero_stage": 3}, {"recompute": "full"}])
+@pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (4, 2)])
+@pytest.mark.parametrize("case_name", ["resnet", "mixtral"])
+def test_one_micro_batch_on_eight_ranks(ranks: Any, case_name: str, mesh_shape: tuple[int, ...],
+                                        options: Options) -> None:
+    stages = {"pipeline_stages": mesh_shape[0], "schedule": "gpipe"}
+    assert_one_process(ranks, case_name, mesh_shape, {**stages, **options})
