@@ -46,7 +46,8 @@ def quick_plan(compact: Compact, deadline: float) -> list[int] | None:
         return cost
 
     messenger = Messenger(compact, finite_limit(compact))
-    raise_prices(messenger, deadline, QUICK_STEPS, offer)
+    now = time.monotonic()
+    raise_prices(messenger, now + (deadline - now) / 3, QUICK_STEPS, offer)
     return best
 
 
