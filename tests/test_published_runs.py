@@ -142,6 +142,21 @@ def test_sharding_more_never_uses_more_memory(tp: int, dp: int, zero: int, paral
     assert gigabytes(**plan, plan__tp=tp, plan__dp=2 * dp, plan__sequence_parallel=parallel) <= least
 
 
+def test_defect_activation_memory_left_out() -> None:
+    """Larger micro-batches and longer sequences take memory; what is gathered by FSDP does too."""
+    assert gigabytes(plan__micro_batch=2) > gigabytes() + 5
+    assert gigabytes(model__seq_len=4096) > gigabytes() + 5
+    state = 16 * 174.6 / 64    # parameters, gradients and Adam's state in float32, over 64 devices
+    assert gigabytes(**FSDP, plan__recompute="full") > state + 3
+
+
+def test_defect_zero_and_tensor_parallelism_divided_twice() -> None:
+    """ZeRO divides what tensor parallelism leaves, once: 174.6e9 x 12 bytes over 8 x 8 devices, no less."""
+    plan = {"plan__tp": 8, "plan__dp": 8, "plan__pp": 1, "plan__virtual_stages": 1, "plan__recompute": "full"}
+    saved = gigabytes(**plan, plan__zero=0) - gigabytes(**plan, plan__zero=1)
+    assert saved == pytest.approx(1.05 * 12 * 174.6 / 8 * 7 / 8, rel=0.01)
+
+
 def test_recomputation_trades_memory() -> None:
     none, selective, full = (gigabytes(plan__recompute=how) for how in ("none", "selective", "full"))
     assert none > selective > full
@@ -314,3 +329,51 @@ def test_ranks_share_ties() -> None:
     assert report.spearman([1, 1, 2], [1, 1, 2]) == pytest.approx(1)
     assert report.spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert math.isnan(report.spearman([1, 1], [1, 2]))
+
+
+# --- closed form and captured graphs --------------------------------------------------------------------------------
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 2, "attn_pdrop": 0.0},
+    "llama": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 2, "num_attention_heads": 16,
+              "num_key_value_heads": 4, "vocab_size": 32000},
+    "mixtral": {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 2, "num_attention_heads": 16,
+                "num_key_value_heads": 4, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+CLOSED: dict[str, dict[str, Any]] = {
+    "gpt2": {"hidden": 768, "ffn": 3072, "heads": 12, "kv_heads": 12, "vocab": 50257, "gated_mlp": False,
+             "tied_embeddings": True},
+    "llama": {"hidden": 1024, "ffn": 2816, "heads": 16, "kv_heads": 4, "vocab": 32000, "gated_mlp": True,
+              "tied_embeddings": False},
+    "mixtral": {"hidden": 1024, "ffn": None, "heads": 16, "kv_heads": 4, "vocab": 32000, "gated_mlp": True,
+                "tied_embeddings": False, "moe": {"experts": 8, "topk": 2, "expert_ffn": 3584, "shared_ffn": 0}},
+}
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_closed_form_agrees_with_captured_graphs(name: str) -> None:
+    """FLOP of products and of attention, and parameters, within 3 % of what capture and the rules find."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from autoparallel.capture import capture
+    from autoparallel.rules.registry import find_rule
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name, **SHAPES[name]))
+    ids = torch.zeros(2, 512, dtype=torch.long, device="meta")
+    graph = capture(model, (), {"input_ids": ids, "labels": ids, "use_cache": False})
+    captured = {"matmul": 0.0, "attention": 0.0}
+    for rule, _ in (find_rule(graph, node) for node in graph.of_kind("op")):
+        if rule.op_class in captured:
+            captured[rule.op_class] += rule.flops
+
+    sizes = {"name": name, "layers": 2, "seq_len": 512, **CLOSED[name]}
+    alone = {"plan__tp": 1, "plan__pp": 1, "plan__virtual_stages": 1, "plan__micro_batch": 2, "plan__global_batch": 2}
+    run = read({**row(**alone), "model": sizes})
+    pricer, m = Pricer(run, Constants.of(run, load())), run.model
+    products = [*pricer.linears(run.model.experts is not None), (pricer.tokens, m.vocab / m.layers, m.hidden, 1)]
+    assert m.layers * sum(2.0 * a * b * c * n for a, b, c, n in products) == pytest.approx(captured["matmul"], rel=0.03)
+    attention = m.layers * 4.0 * 2 * m.heads * m.head_dim * m.seq_len**2
+    assert attention == pytest.approx(captured["attention"], rel=0.03)
+    positions = m.seq_len * 2 * m.hidden if name == "gpt2" else 0
+    assert m.parameters() + positions == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.03)

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print each row too")
     parser.add_argument("--fit", action="store_true", help=f"fit the constants and write {FILE.name}")
     parser.add_argument("--leave-one-out", action="store_true", help="errors of each source under constants fitted "
-                        "without it (minutes for each)")
+                        "without it")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     rows = json.loads(options.runs.read_text("utf-8"))
@@ -106,18 +106,12 @@ def refit(rows: list[Row]) -> None:
 
 
 def leave_one_out(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """Each source's summary under constants fitted, from the priors, to all other sources, of which those with more
-    than 200 rows count by every sixth."""
-    known, left_out, pairs = samples(rows), dict[str, dict[str, Any]](), list[Pair]()
-    groups = {name: [sample for sample in known if sample.source == name] for name in
-              dict.fromkeys(sample.source for sample in known)}
-    for name in groups:
-        others = [group[::6] if len(group) > 200 else group for other, group in groups.items() if other != name]
-        table = fit.fit([sample for group in others for sample in group], rounds=5)
+    """Each source's summary under constants fitted to all other sources (`fit.leave_one_out`)."""
+    left_out, pairs = dict[str, dict[str, Any]](), list[Pair]()
+    for name, table in fit.leave_one_out(samples(rows), load()):
         theirs, _ = compare([row for row in rows if report.source(row) == name], table)
         left_out[name] = report.summary(theirs)
         pairs += theirs
-        print(f"without {name}: median {100 * (left_out[name]['median'] or 0):.1f} %", flush=True)
     return left_out | {"all": report.summary(pairs)}
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ FREE: tuple[tuple[str, str, str], ...] = (
     *(("devices", entry, "attention") for entry in ("default", "a100", "h100", "h100-hbm2e")),
     ("devices", "h100", "legacy"), ("devices", "default", "memory"), ("devices", "default", "misaligned"),
     *(("stacks", "megatron-2021", name) for name in ("library", "passes")),
-    *(("stacks", "megatron-2022", name) for name in ("library", "passes")),
+    *(("stacks", "megatron-2022", name) for name in ("library", "passes", "hide_tensor")),
     *(("stacks", "megatron-deepspeed", name) for name in _DEEPSPEED),
     *(("stacks", "composer", name) for name in ("library", "attend", "passes", "loss_bytes", "interference", "step_s")),
     *(("stacks", "torch-fsdp", name) for name in ("passes", "quantise", "interference")),
@@ -71,14 +72,33 @@ def fit(samples: Sequence[Sample], start: Table | None = None, rounds: int = 8,
     return _Fit(samples, start or load(PRIORS), say).go(rounds)
 
 
+def leave_one_out(samples: Sequence[Sample], fitted: Table) -> Iterator[tuple[str, Table]]:
+    """For each source the constants that the fit would give without its rows.
+
+    By linear response: log errors are taken as linear in the (transformed) constants around the full fit, and the same
+    cost is minimised without the source's rows. A constant that only those rows determine goes back to its prior.
+    """
+    task = _Fit(samples, fitted, lambda line: None)
+    x = task.current()
+    e = log_errors(task.table(x), samples)
+    slopes = task.slopes(e, x)
+    for source in dict.fromkeys(sample.source for sample in samples):
+        kept = np.array([sample.source != source for sample in samples], dtype=float)
+        step = np.zeros_like(x)
+        for _ in range(30):
+            curvature, slope = task.normal(e + slopes @ step, slopes, x + step, kept)
+            step = step - np.linalg.solve(curvature, slope)
+        yield source, task.table(x + step)
+
+
 class _Fit:
     def __init__(self, samples: Sequence[Sample], start: Table, say: Callable[[str], None]) -> None:
         self.samples, self.start, self.say = samples, start, say
         count = Counter(sample.source for sample in samples)
         self.weight = np.array([count[sample.source] ** -0.5 for sample in samples])
-        self.rows = [[n for n, sample in enumerate(samples) if concerns(free, sample.run)] for free in FREE]
-        self.free = [n for n, rows in enumerate(self.rows) if rows]
         priors = load(PRIORS)
+        self.rows = [[n for n, sample in enumerate(samples) if concerns(free, sample.run, priors)] for free in FREE]
+        self.free = [n for n, rows in enumerate(self.rows) if rows]
         self.prior = np.array([inward(FREE[n][2], lookup(priors, FREE[n])) for n in self.free])
 
     def table(self, x: np.ndarray) -> Table:
@@ -103,15 +123,23 @@ class _Fit:
             slopes[rows, column] = (log_errors(self.table(moved), [self.samples[r] for r in rows]) - e[rows]) / 0.02
         return slopes
 
+    def current(self) -> np.ndarray:
+        return np.array([inward(FREE[n][2], lookup(self.start, FREE[n])) for n in self.free])
+
+    def normal(
+        self, e: np.ndarray, slopes: np.ndarray, x: np.ndarray, kept: Any = 1.0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Curvature and slope of half the cost, with Huber's weights, over the rows ``kept``."""
+        weight = kept * self.weight * np.minimum(1, HUBER / np.maximum(np.abs(e), 1e-9))
+        curvature = slopes.T @ (weight[:, None] * slopes) + PULL**2 * np.eye(len(x))
+        return curvature, slopes.T @ (weight * e) + PULL**2 * (x - self.prior)
+
     def go(self, rounds: int) -> Table:
-        x = np.array([inward(FREE[n][2], lookup(self.start, FREE[n])) for n in self.free])
+        x = self.current()
         e, damping = log_errors(self.table(x), self.samples), 1e-2
         cost = self.cost(e, x)
         for number in range(rounds):
-            slopes = self.slopes(e, x)
-            weight = self.weight * np.minimum(1, HUBER / np.maximum(np.abs(e), 1e-9))
-            curvature = slopes.T @ (weight[:, None] * slopes) + PULL**2 * np.eye(len(x))
-            slope = slopes.T @ (weight * e) + PULL**2 * (x - self.prior)
+            curvature, slope = self.normal(e, self.slopes(e, x), x)
             for _ in range(6):
                 step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -slope).clip(-0.7, 0.7)
                 tried = log_errors(self.table(x + step), self.samples)
@@ -129,10 +157,12 @@ class _Fit:
         return self.table(x)
 
 
-def concerns(free: tuple[str, str, str], run: Run) -> bool:
-    """Whether a run may depend on that constant."""
-    kind, entry, _ = free
-    return entry in lineage({"devices": run.machine, "stacks": run.stack, "networks": run.network}[kind])
+def concerns(free: tuple[str, str, str], run: Run, table: Table) -> bool:
+    """Whether a run takes that constant, rather than one of a narrower entry."""
+    kind, entry, name = free
+    path = lineage({"devices": run.machine, "stacks": run.stack, "networks": run.network}[kind])
+    given = [at for at in path if name in table[kind].get(at, {}) or (kind, at, name) in FREE]
+    return given[-1] == entry
 
 
 def lookup(table: Table, free: tuple[str, str, str]) -> float:

@@ -191,6 +191,13 @@ def test_defect_all_to_all_priced_as_a_hack() -> None:
     assert all_to_all_s(1e9, group) < all_gather_s(8e9, group) / 7
 
 
+def test_defect_all_gather_priced_on_the_shard() -> None:
+    """What arrives at each rank is (n-1)/n of the whole, n - 1 times its own shard."""
+    group = PLAIN.group((8, 8), 1)
+    whole = 8e9
+    assert all_gather_s(whole, group) >= 7 / 8 * whole / PLAIN.links[0].bandwidth_bytes_per_s
+
+
 def test_defect_shards_of_later_dims_are_free() -> None:
     """Gathering a shard of dim 1 costs a copy on top, which is not free."""
     assert collectives.copy_s(1e9, H100.device) > 2e9 / H100.device.memory_bandwidth_bytes_per_s
