@@ -1,0 +1,203 @@
+"""The wide search's parts, each against brute force: merging, messages, walks, parts, least memory, device classes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from autoparallel.errors import InfeasibleError
+from autoparallel.search import MemoryLimitError, Problem, evaluate, least, solve
+from autoparallel.search.compact import Compact, compact_of, part_of
+from autoparallel.search.highs import LinearModel, run_highs
+from autoparallel.search.merge import shrink
+from autoparallel.search.messages import Messenger, raise_prices
+from autoparallel.search.problem import single_limit
+from autoparallel.search.walk import Walk, finite_limit
+from autoparallel.search.wide import WideSearch
+from tests.search.problems import all_plans, block_chain, random_problem, seeds
+
+
+def compact_plans(compact: Compact) -> list[tuple[int, ...]]:
+    return list(itertools.product(*map(range, compact.sizes)))
+
+
+def best_of(problem: Problem) -> float:
+    return min((judged.objective for _, judged in all_plans(problem) if judged.feasible), default=math.inf)
+
+
+def compact_or_none(problem: Problem) -> Compact | None:
+    try:
+        return compact_of(problem)
+    except MemoryLimitError:
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_merging_keeps_an_optimum(seed: int) -> None:
+    problem = random_problem(seed, limited=bool(seed % 2))
+    compact = compact_or_none(problem)
+    if compact is None:
+        assert best_of(problem) == math.inf
+        return
+    shrunk = shrink(compact)
+    costs = [math.inf]
+    for plan in compact_plans(shrunk.compact) if shrunk.allowed else []:
+        judged = evaluate(problem, shrunk.restore(plan))
+        assert judged.objective == shrunk.compact.cost(plan)
+        assert judged.feasible == (shrunk.compact.fits(plan) and judged.objective < math.inf)
+        if judged.feasible:
+            costs.append(judged.objective)
+            assert shrunk.compact.cost(shrunk.forward(shrunk.restore(plan))) == judged.objective
+    assert min(costs) == best_of(problem)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_a_part_counts_what_is_around_it(seed: int) -> None:
+    compact = compact_or_none(random_problem(seed, limited=True))
+    if compact is None:
+        return
+    rng = np.random.default_rng(seed)
+    plan = [int(rng.integers(size)) for size in compact.sizes]
+    nodes = [v for v in range(len(plan)) if rng.random() < 0.6] or [0]
+    if compact.cost(plan) == math.inf:
+        return
+    part = part_of(compact, plan, nodes)
+    for picks in compact_plans(part):
+        whole = list(plan)
+        for v, pick in zip(nodes, picks, strict=True):
+            whole[v] = pick
+        assert part.cost(picks) == pytest.approx(compact.cost(whole))
+        assert part.fits(picks) == compact.fits(whole)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_messages_bound_every_plan_and_every_choice(seed: int) -> None:
+    problem = random_problem(seed, limited=bool(seed % 2))
+    compact = compact_or_none(problem)
+    if compact is None or best_of(problem) == math.inf:
+        return
+    messenger = Messenger(compact, finite_limit(compact))
+    found = raise_prices(messenger, math.inf, 40, lambda plan: math.inf)
+    costs = messenger.costs(found.values)
+    bound = messenger.settle(costs) - float(found.values @ compact.room)
+    regrets = messenger.regrets(costs)
+    for plan, judged in all_plans(problem):
+        if judged.feasible:
+            assert max(bound, found.bound) <= judged.objective + 1e-6
+            assert all(bound + regrets[v][pick] <= judged.objective + 1e-6 for v, pick in enumerate(plan))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_a_walk_keeps_its_books(seed: int) -> None:
+    compact = compact_or_none(random_problem(seed, limited=True))
+    if compact is None:
+        return
+    limit = finite_limit(compact)
+    walk = Walk(compact, [0] * len(compact.costs), limit)
+    fitted = walk.repair()
+    before = walk.cost()
+    walk.descend()
+    fresh = Walk(compact, walk.plan, limit)
+    assert np.allclose(walk.local, fresh.local) and np.allclose(walk.over, fresh.over)
+    assert fitted == compact.fits(walk.plan) and walk.cost() <= before
+    for v, size in enumerate(compact.sizes):
+        for pick in range(size):
+            moved = [pick if u == v else old for u, old in enumerate(walk.plan)]
+            worse = (compact.load(moved) > np.maximum(compact.room, compact.load(walk.plan))).any()
+            assert walk.fits(v, pick) == (not worse) or not fitted
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_wide_search_is_right_about_small_problems(seed: int) -> None:
+    problem, best = random_problem(seed, limited=True), 0.0
+    best = best_of(problem)
+    try:
+        search = WideSearch(problem, time.monotonic() + 30, None, lambda outcome: None)
+        search.run()
+    except MemoryLimitError:
+        assert best == math.inf
+        return
+    assert search.outcome.lower_bound <= best
+    if search.outcome.choice is not None:
+        judged = evaluate(problem, search.outcome.choice)
+        assert judged.feasible and judged.objective == search.outcome.objective >= best
+
+
+def test_wide_search_on_blocks() -> None:
+    free = solve(block_chain(12), "exact")
+    problem = block_chain(12, limit=0.7 * free.peak_bytes)
+    known = solve(problem, "exact")
+    search = WideSearch(problem, time.monotonic() + 60, known.choice, lambda outcome: None)
+    search.run()
+    assert search.outcome.objective <= known.objective
+    assert search.outcome.lower_bound <= search.outcome.objective
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_least_memory_of_large_problems_is_bounded(seed: int) -> None:
+    problem = random_problem(seed, limited=True)
+    peaks = [judged.peak_bytes for _, judged in all_plans(problem) if judged.objective < math.inf]
+    exact = least.least_memory(problem)
+    assert exact.bound == exact.peak == min(peaks, default=math.inf)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(least, "PROGRAM_CELLS", -1)
+        found = least.least_memory(problem)
+    assert found.bound <= min(peaks, default=math.inf) * (1 + 1e-9) + 1e-6
+    if found.plan is not None:
+        assert evaluate(problem, found.plan).peak_bytes == found.peak >= min(peaks)
+
+
+def two_classes(seed: int) -> Problem:
+    rng = np.random.default_rng(seed)
+    problem = random_problem(seed, limited=True)
+    nodes = tuple(replace(node, device_class=int(rng.integers(3))) for node in problem.nodes)
+    edges = tuple(replace(edge, device_class=int(rng.integers(3))) for edge in problem.edges)
+    limits = rng.integers(3, 20, 2).astype(float)
+    return replace(problem, nodes=nodes, edges=edges, more_limits=(float(limits[0]), math.inf if seed % 2 else 9.0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_every_device_class_keeps_its_limit(seed: int) -> None:
+    problem = two_classes(seed)
+    single, extra = single_limit(problem), len(single_limit(problem).nodes) - len(problem.nodes)
+    for plan, judged in all_plans(problem):
+        assert judged.feasible == evaluate(single, (*plan, *[0] * extra)).feasible
+        assert len(judged.peaks) == 3
+    best = best_of(problem)
+    if best == math.inf:
+        with pytest.raises(InfeasibleError):
+            solve(problem)
+        return
+    found = solve(problem, "ilp")
+    assert evaluate(problem, found.choice).feasible and found.objective == pytest.approx(best)
+    assert found.lower_bound <= best + 1e-9
+
+
+def test_a_program_ends_when_time_is_up() -> None:
+    """A knapsack with many rows, which branch and cut does not finish."""
+    rng, model = np.random.default_rng(0), LinearModel()
+    picks = model.variables(np.zeros(120), True)
+    values = model.variables(np.ones(1), False, math.inf)
+    weights = rng.integers(10, 1000, (30, 120)).astype(float)
+    for row in weights:
+        number = model.rows(1, float(row.sum()) / 2, float(row.sum()) / 2 + 1)
+        model.terms(np.repeat(number, 120), picks, row)
+    cover = model.rows(1, 60.0, math.inf)
+    model.terms(np.repeat(cover, 121), np.append(picks, values), np.append(rng.random(120), 1.0))
+    start = time.monotonic()
+    answer = run_highs(model, start + 2.0)
+    assert time.monotonic() - start < 2.0 * 1.05 + 0.5
+    assert answer.reason in ("time limit", "infeasible", "optimal")
