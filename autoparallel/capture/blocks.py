@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoparallel.capture.graph import Node, OpGraph, Ref
+from autoparallel.capture.graph import Node, OpGraph, Ref, copies
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def op_signature(graph: OpGraph, node: Node) -> tuple[object, ...]:
         _without_refs(dict(node.kwargs)),
         tuple(graph.meta(ref) for ref in node.inputs),
         node.outputs,
+        copies(graph, node),
     )
 
 

@@ -136,5 +136,13 @@ class OpGraph:
         return digest.hexdigest()[:16]
 
 
+def copies(graph: OpGraph, node: Node) -> bool:
+    """Whether a reshape cannot be a view: its input is an expanded tensor, whose elements lie on one another."""
+    aten = torch.ops.aten
+    if node.target is not aten.reshape.default:
+        return False
+    return graph.nodes[node.inputs[0].node].target is aten.expand.default
+
+
 def is_floating(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex

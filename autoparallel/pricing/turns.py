@@ -42,8 +42,8 @@ class Turns:
         self.last_use = _last_uses(space)
         self.block_of = [self._block(index) for index in range(len(space))]
         self.block_end = {block: index for index, block in enumerate(self.block_of) if block is not None}
-        if self.hybrid.recompute != "none":
-            self.kept |= self._block_inputs()
+        self.checkpoints = self._block_inputs() if self.hybrid.recompute != "none" else frozenset()
+        self.kept |= self.checkpoints
         self.of_parameter = [self._is_parameter(index) for index in range(len(space))]
 
     def _block(self, index: int) -> tuple[int, str] | None:
@@ -55,10 +55,17 @@ class Turns:
         return (self.stage_of[index], path) if path else None
 
     def _block_inputs(self) -> frozenset[object]:
-        return frozenset(
-            (link.source, link.output) for link in self.space.links
-            if self.block_of[link.target] is not None and self.block_of[link.source] != self.block_of[link.target]
-        )
+        """Values (site, output) that blocks keep to run again, or that others need of them; what passes a value on
+        stands for that value."""
+        found: set[object] = set()
+        for link in sorted(self.space.links, key=lambda k: -k.target):
+            target, rule = link.target, self.space.strategies[link.target].rule
+            passes_on = self.space.sites[target].kind == "hub" or (rule is not None and rule.alias)
+            crosses = self.block_of[link.source] != self.block_of[target]
+            wanted = self.block_of[target] is not None or (link.source, link.output) in self.kept
+            if (crosses and wanted) or (passes_on and (target, 0) in found):
+                found.add((link.source, link.output))
+        return frozenset(found)
 
     def _is_parameter(self, index: int) -> bool:
         site = self.space.sites[index]
@@ -116,16 +123,10 @@ class Turns:
         if self.space.sites[index].kind in ("parameter", "buffer", "input"):
             return self.always(index)
         if any((index, o) in self.kept for o in outputs):
-            inside = self.again(index) and not any((index, o) in self._checkpoints for o in outputs)
+            inside = self.again(index) and not any((index, o) in self.checkpoints for o in outputs)
             return self._kept_life(index, inside)
         start, _ = self._at(index)
         return Life((start + index, start + max(index, self.last_use.get(index, index)) + 1))
-
-    @property
-    def _checkpoints(self) -> frozenset[object]:
-        if not hasattr(self, "_found"):
-            self._found = self._block_inputs()
-        return self._found
 
     def _kept_life(self, index: int, inside: bool) -> Life:
         start, turn = self._at(index)

@@ -31,7 +31,7 @@ def cross_entropy(op: OpView) -> Rule | None:
         variants = (Row("classes", (shard(1), INVARIANT), (INVARIANT,), "classes", variant="classes"),)
     return Rule(
         (names, (names[0], *names[2:])), ((),), sizes, reduce=frozenset(sizes),
-        flops=6.0 * op.inputs[0].num_elements, op_class="reduction", saves=frozenset({0}), variants=variants,
+        flops=6.0 * op.inputs[0].num_elements, op_class="reduction", saves=frozenset({1}), variants=variants,
         extra_bytes=float(op.inputs[0].dtype.itemsize),
     )
 

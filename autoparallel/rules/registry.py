@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta
+from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, copies
 from autoparallel.rules.rule import Rule
 
 Builder = Callable[["OpView"], Rule | None]
@@ -26,6 +26,7 @@ class OpView:
         self.outputs = node.outputs
         self.inputs: tuple[TensorMeta, ...] = tuple(graph.meta(ref) for ref in node.inputs)
         self.node = node
+        self.copies = copies(graph, node)
         self._graph = graph
 
     def arg(self, name: str) -> Any:

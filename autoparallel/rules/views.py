@@ -58,7 +58,7 @@ def reshape(op: OpView) -> Rule | None:
         sizes[factor] = min(source[left[0]], target[right[0]])
         if len(left) > 1 or len(right) > 1:
             even[factor] = (source[left[0]], target[right[0]])
-    return Rule((tuple(a),), (tuple(b),), sizes, even=even, linear=(frozenset({0}),), alias=True)
+    return Rule((tuple(a),), (tuple(b),), sizes, even=even, linear=(frozenset({0}),), alias=not op.copies)
 
 
 @rule_for(aten.permute.default)
