@@ -1,7 +1,7 @@
 """Every architecture, every plan: ``python -m benchmarks.model_zoo [NAMES...]``.
 
 Each model of `benchmarks.architectures` is captured, planned for 4 ranks and run on them (threads of this process, see
-`benchmarks.in_process`) under the chosen plan, a tensor-parallel plan, a plan whose inputs are pinned whole, and 5
+`benchmarks.in_process`) under the chosen plan, a tensor-parallel plan, the best plan that cuts the batch nowhere, and 5
 random plans; loss, outputs, gradients and updated buffers are held to the model's own. Ops that no rule describes, and
 work that the chosen plan repeats, are reported by their share of the step's FLOP.
 """
@@ -19,18 +19,19 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 import typer
 from torch import nn
-from torch.distributed.tensor import Replicate
 
 from autoparallel.capture import OpGraph, capture
 from autoparallel.compiler import Options, _best_of, mesh_shapes
 from autoparallel.layout import Layout, local_box
 from autoparallel.lower import Program, check, emit
-from autoparallel.pricing import Prices
+from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.rules.space import Label, Site, StrategySpace
+from autoparallel.search import solve
 from benchmarks.architectures import ARCHITECTURES, Inputs, build, inputs_of
 from benchmarks.in_process import Coordinate, coordinates, on_every_rank
 from cost_models import Cluster
@@ -246,8 +247,6 @@ def toy_cluster() -> Cluster:
 
 def candidates(graph: OpGraph, cluster: Cluster) -> dict[str, Callable[[], Candidate]]:
     """The plans to run, made when asked for."""
-    whole = {node.name: Replicate() for node in graph.of_kind("input")}
-
     def planned(shapes: Sequence[tuple[int, ...]], **options: Any) -> Candidate:
         plan = _best_of(graph, cluster, shapes, None, Options(**options))
         space = StrategySpace(graph, plan.mesh_shape, plan.axis_names)
@@ -256,11 +255,39 @@ def candidates(graph: OpGraph, cluster: Cluster) -> dict[str, Callable[[], Candi
     found: dict[str, Callable[[], Candidate]] = {
         "chosen": partial(planned, mesh_shapes(NUM_RANKS)),
         "tensor": partial(planned, [(NUM_RANKS,)], baseline="tensor_parallel"),
-        "whole inputs": partial(planned, [(NUM_RANKS,)], pins=whole),
+        "whole batch": partial(whole_batch_candidate, graph, cluster),
     }
     for seed in range(NUM_RANDOM):
         found[f"random {seed}"] = partial(random_candidate, graph, (2, 2) if seed % 2 else (NUM_RANKS,), seed)
     return found
+
+
+def whole_batch_candidate(graph: OpGraph, cluster: Cluster) -> Candidate:
+    """The best plan of those that cut the batch nowhere, neither of an input nor of anything made of it."""
+    space = StrategySpace(graph, (NUM_RANKS,))
+    pricer = SpacePricer(Prices(space, cluster), allowed=without_batch(space))
+    solution = solve(pricer.full(), pricer=pricer, time_limit_s=60.0)
+    return Candidate(space, tuple(pricer.labels_of(solution.choice)))
+
+
+def without_batch(space: StrategySpace) -> dict[int, np.ndarray]:
+    """The strategies of each site that leave the batch whole, which the rules' factors carry from value to value."""
+    lies: dict[tuple[int, int], set[int]] = {}  # (site, output) -> its dims along which the batch lies
+    allowed = {}
+    for site, s in zip(space.sites, space.strategies, strict=True):
+        links = space.links_into.get(site.index, ())
+        batch = [(link.position, d) for link in links for d in lies.get((link.source, link.output), ())]
+        if site.kind == "op" and s.rule is not None:
+            factors = {s.rule.inputs[position][d] for position, d in batch} - {None}
+            good = [r for r, row in enumerate(s.rows) if row.factor not in factors]
+            found = [{d for d, factor in enumerate(dims) if factor in factors} for dims in s.rule.outputs]
+        else:
+            found = [{0} if site.kind == "input" else {d for _, d in batch}] if s.output_metas else []
+            good = [r for r, row in enumerate(s.rows)
+                    if not any(p.is_shard and p.dim in dims for p, dims in zip(row.outputs, found, strict=True))]
+        lies.update({(site.index, output): dims for output, dims in enumerate(found)})
+        allowed[site.index] = np.flatnonzero(np.isin(s.array, good).all(axis=1))
+    return allowed
 
 
 def random_candidate(graph: OpGraph, mesh_shape: tuple[int, ...], seed: int) -> Candidate:

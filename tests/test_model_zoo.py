@@ -9,6 +9,7 @@ import torch
 
 import autoparallel.rules.matmul as matmul
 from autoparallel.capture import capture
+from autoparallel.layout import shard
 from autoparallel.lower import collectives
 from autoparallel.rules import Rule, registry
 from autoparallel.rules.space import StrategySpace
@@ -41,11 +42,22 @@ def test_same_model_and_inputs_every_time(name: str) -> None:
 
 @pytest.mark.parametrize("name", HANDFUL)
 def test_a_handful(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Chosen, tensor-parallel, whole inputs, and two random plans; no op without a rule, no work repeated."""
+    """Chosen, tensor-parallel, whole batch, and two random plans; no op without a rule, no work repeated."""
     monkeypatch.setattr(model_zoo, "NUM_RANDOM", 2)
     report = examine(name)
     assert report.passed, "\n".join(report.lines())
     assert not report.repeated and not report.undescribed
+
+
+def test_a_plan_that_cuts_the_batch_nowhere() -> None:
+    """BERT's sites with a whole batch: heads and hidden dims are cut, the first dim of no activation is."""
+    graph = capture(build("bert"), (), inputs_of("bert"))
+    candidate = model_zoo.whole_batch_candidate(graph, toy_cluster())
+    cut = set()
+    for site, s, label in zip(candidate.space.sites, candidate.space.strategies, candidate.labels, strict=True):
+        if site.kind in ("input", "op", "hub") and s.output_metas[0].shape[:1] == (8,):
+            cut |= {p for p in s.output_layout(label) if p.is_shard}
+    assert cut and shard(0) not in cut
 
 
 @pytest.mark.slow
