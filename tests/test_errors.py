@@ -353,3 +353,32 @@ def test_input_errors_are_in_the_tree() -> None:
     for error, also in ((InputError, ValueError), (PinError, ValueError), (PlanError, ValueError),
                         (InfeasibleError, ValueError), (MeshError, RuntimeError), (CaptureError, RuntimeError)):
         assert issubclass(error, AutoparallelError) and issubclass(error, also)
+
+
+# ------------------------------------------------------------------------------------------------------------ hybrids
+
+
+def test_an_axis_without_a_name() -> None:
+    says(MeshError, "1 axis names ('dp',)", "(2, 2)", "one for each axis", of=lambda: planned(axis_names=("dp",)))
+
+
+def call_a_pipeline() -> list[str]:
+    case = CASES["mlp"]
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs,
+                                    pipeline_stages=2, schedule="gpipe")
+    wrong = dataclasses.replace(parallel.plan, hybrid=dataclasses.replace(parallel.plan.hybrid, cuts=("x",)))
+    return [
+        message_of(lambda: parallel(*args, **kwargs)),
+        message_of(lambda: parallel.shard_batch(args)),
+        message_of(lambda: autoparallel.compile(case.build(), mesh_of(4), plan=parallel.plan)),
+        message_of(lambda: autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, plan=wrong)),
+    ]
+
+
+def test_what_a_pipeline_refuses(ranks: Callable[[int], Any]) -> None:
+    for call, shard, mesh, cuts in ranks(4).run(call_a_pipeline):
+        assert call.startswith("InputError") and "2 pipeline stages" in call and "step(...)" in call
+        assert shard.startswith("InputError") and "step(...)" in shard
+        assert mesh.startswith("MeshError") and "pipeline of 2 ranks" in mesh and "first axis 4" in mesh
+        assert cuts.startswith("PlanError") and "['x'] do not make 2 stages" in cuts

@@ -151,6 +151,33 @@ def test_more_stages_than_ops() -> None:
         cut_evenly(flow_of(space, 0), np.ones(len(space)), 50)
 
 
+def clipped(case_name: str, mesh_shape: tuple[int, ...], options: Options, norm_type: float) -> tuple[float, Any]:
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
+                                    **options)
+    parallel.step(*args, **kwargs)
+    return float(parallel.clip_grad_norm_(0.05, norm_type)), gradients_of(parallel)
+
+
+@pytest.mark.parametrize(("options", "norm_type"), [
+    ({"pipeline_stages": 2, "micro_batches": 2, "zero_stage": 1}, 2.0), ({"baseline": "tensor_parallel"}, 2.0),
+    ({"pipeline_stages": 2, "micro_batches": 2}, float("inf")),
+])
+def test_clipping_by_the_norm_of_all_gradients(ranks: Any, options: Options, norm_type: float) -> None:
+    """Tied embeddings, on both stages, count once."""
+    case = CASES["gpt2"]
+    model = case.build()
+    args, kwargs = case.inputs(8)
+    case.loss(model(*args, **kwargs)).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type))
+    wanted = gradients_of(model)
+    for norm, gradients in ranks(4).run(clipped, "gpt2", (2, 2), dict(options), norm_type, timeout_s=100):
+        assert norm == pytest.approx(expected, rel=1e-5) and norm > 0.05
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+
+
 def test_a_sketch_counts_for_the_model() -> None:
     """Six layers as three: the sketch's price is the model's, on every mesh, where the search treats layers alike."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -40,7 +40,7 @@ def planned(case_name: str, mesh_shape: tuple[int, ...] = (2, 2), cluster: str =
     args, kwargs = case.inputs(8)
     machine = Cluster.load(cluster, num_devices=torch.Size(mesh_shape).numel())
     return plan(case.build(), machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape,
-                axis_names=AXES[-len(mesh_shape):], **options)
+                axis_names=AXES[-len(mesh_shape):] if len(mesh_shape) <= len(AXES) else None, **options)
 
 
 @functools.cache
@@ -139,6 +139,13 @@ def test_the_objective_is_the_price_of_the_plan(case_name: str, options: dict[st
     assert made.prediction.step_s == pytest.approx(judged.objective, rel=1e-9)
     assert made.prediction.peak_bytes == judged.peak_bytes
     assert made.evidence.lower_bound_s <= judged.objective * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("search", ["ilp", "exact", "recursive"])
+def test_every_search_plans_what_is_too_wide_for_elimination(search: str) -> None:
+    made = planned("bert", (2, 2, 2), "local-cpu", search=search)
+    assert made.evidence.lower_bound_s <= made.evidence.objective_s <= 1.05 * planned("bert", (2, 2, 2), "local-cpu"
+                                                                                      ).evidence.objective_s
 
 
 @pytest.mark.parametrize("baseline", [None, "ddp", "fsdp", "tensor_parallel", "sequence_parallel"])

@@ -19,6 +19,7 @@ import numpy as np
 
 from autoparallel.capture import OpGraph, Ref, TensorMeta, op_signature
 from autoparallel.capture.graph import Node
+from autoparallel.errors import MeshError
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, shard, without_gradient
 from autoparallel.rules.registry import find_rule
 from autoparallel.rules.rule import Row, Rule
@@ -167,6 +168,9 @@ class StrategySpace:
         self.graph = graph
         self.mesh_shape = tuple(mesh_shape)
         self.axis_names = tuple(axis_names or (f"axis{i}" for i in range(len(self.mesh_shape))))
+        if len(self.axis_names) != len(self.mesh_shape):
+            raise MeshError(f"{len(self.axis_names)} axis names {self.axis_names} for a mesh of {self.mesh_shape}: "
+                            "give one for each axis")
         self.spaces = Spaces(self.mesh_shape)
         self.sites: list[Site] = []
         self.links: list[Link] = []

@@ -229,6 +229,30 @@ class ParallelModule(nn.Module):
                 if (before := held[name]) is not None:
                     parameter.grad += before
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm together is at most ``max_norm``; returns the norm before.
+
+        As `torch.nn.utils.clip_grad_norm_`, under every plan: pieces, and stages of a pipeline, count together, a
+        parameter that several stages share counts once.
+        """
+        compiled, site = self._first(), self._state.site
+        total = torch.zeros((), dtype=torch.float64, device=self._state.device)
+        infinite = norm_type == float("inf")
+        for name, parameter in self.named_parameters():
+            if parameter.grad is None or compiled.shared.get(name, (site.pipeline_rank,))[0] != site.pipeline_rank:
+                continue
+            norm = torch.linalg.vector_norm(parameter.grad, norm_type)
+            norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
+            total = torch.maximum(total, norm) if infinite else total + norm**norm_type
+        if (group := site.pipeline_group) is not None:
+            dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        total = total if infinite else total ** (1 / norm_type)
+        factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return total.float()
+
     def manual_seed(self, seed: int) -> None:
         """Restart the random ops (dropout) from this seed; the same on all ranks."""
         self._state.seed, self._state.calls = seed, 0

@@ -151,8 +151,9 @@ class Run:
 
 
 def _ilp(run: Run) -> None:
-    """Large programs get a plan, prices and so fewer choices from elimination first; small ones stand on their own."""
-    if run.can_eliminate and cells(compact_of(run.problem)) > SMALL_CELLS:
+    """Large programs get a plan, prices and so fewer choices from the other searches first, and may be too large even
+    so; small ones stand on their own."""
+    if cells(compact_of(run.problem)) > SMALL_CELLS:
         run.exact()
     run.program()
 
