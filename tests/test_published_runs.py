@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 from benchmarks.published_runs import AbstainError, explain, predict, report
 from benchmarks.published_runs.__main__ import compare, line
 from benchmarks.published_runs.constants import Constants, dump, load
-from benchmarks.published_runs.fit import FREE, PRIORS, SHARES, Sample, fit, inward, log_errors, lookup, outward
+from benchmarks.published_runs.fit import (
+    FREE,
+    PRIORS,
+    SHARES,
+    Sample,
+    fit,
+    inward,
+    leave_one_out,
+    log_errors,
+    lookup,
+    outward,
+    warm,
+)
 from benchmarks.published_runs.price import Pricer, larger, places
 from benchmarks.published_runs.rows import Model, read
 
@@ -204,6 +216,35 @@ def test_experts_cost_less_than_they_weigh() -> None:
     assert gigabytes(**mixed) < gigabytes(**{**mixed, "plan__ep": 1})
 
 
+def test_boards_of_four_make_eight_tensor_ranks_slow() -> None:
+    boards = {"hardware__intra_bw": "NVLink (NVLink 4 inter-gpu connects)"}
+    assert [link.num_devices for link in read(row(**boards)).cluster.links[:2]] == [4, 8]
+    half = {"plan__tp": 4, "plan__dp": 2}
+    slower = [seconds(**plan, **boards) / seconds(**plan) for plan in ({}, half)]
+    assert slower[0] > 1.05 and slower[0] > slower[1] + 0.02
+
+
+def test_large_jobs_use_64_of_a_rack_of_72() -> None:
+    rack = {"hardware__gpu": "GB200", "hardware__gpus_per_node": 4, "plan__tp": 1, "model__moe": EXPERTS,
+            "source__title": "NVIDIA Megatron-Bridge performance summary", "plan__dp": 16, "plan__pp": 16,
+            "plan__virtual_stages": 1, "plan__global_batch": 256, "plan__ep": 16, "hardware__n_gpus": 256}
+    run = read(row(**rack))
+    pricer = Pricer(run, Constants.of(run, load()))
+    assert [count for count, _ in pricer.group("expert").levels] == [16, 1]
+    assert read(row(**{**rack, "plan__pp": 4})).cluster.links[0].num_devices == 72
+
+
+def test_fsdp_by_host_gathers_inside_it() -> None:
+    whole, hybrid = (read(row(**FSDP | {"plan__fsdp": kind})) for kind in ("FSDP", "HSDP"))
+    gather = [Pricer(run, Constants.of(run, load())).fsdp_s(False)[0] for run in (whole, hybrid)]
+    assert gather[1] < gather[0]
+
+
+def test_compiling_fuses_element_wise_work() -> None:
+    plan = FSDP | {"source__title": "torchtitan benchmark", "plan__recompute": "none"}
+    assert seconds(**plan, plan__compile=True) < seconds(**plan, plan__compile=False)
+
+
 def test_the_smooth_maximum() -> None:
     assert larger(0.0, 0.0) == 0.0 and larger(2.0, 0.0) == 2.0
     assert 1.0 < larger(1.0, 1.0) < 1.15
@@ -301,6 +342,19 @@ def test_the_fit_finds_what_made_the_data(tmp_path: Path) -> None:
     file = tmp_path / "constants.toml"
     file.write_text(dump(truth, "a test"), "utf-8")
     assert load(file) == truth
+
+
+def test_a_source_left_out_does_not_count() -> None:
+    """A constant that only its rows determine goes back to its prior; others stay where the rest puts them."""
+    other = "MosaicML llm-foundry MPT training benchmarks"
+    runs = [(read(row()), "first"), (read(row(**FSDP, source__title=other)), "second")]
+    made = [Sample(run, 1.1 * Pricer(run, Constants.of(run, load(PRIORS))).step().step_s, name) for run, name in runs]
+    fitted = fit(made, rounds=4)
+    mine, theirs = ("stacks", "megatron-2022", "passes"), ("stacks", "composer", "passes")
+    left = dict(leave_one_out(made, fitted))
+    assert lookup(left["first"], mine) == pytest.approx(lookup(load(PRIORS), mine))
+    assert lookup(left["first"], theirs) != pytest.approx(lookup(load(PRIORS), theirs))
+    assert lookup(warm(fitted), mine) == lookup(fitted, mine) != pytest.approx(lookup(load(PRIORS), mine))
 
 
 @given(st.floats(0.01, 0.99))

@@ -32,6 +32,7 @@ class Constants:
       flash, native, attend   1 if scores never go to memory; 1 if attention uses what is new in the device; its speed
                               over the best
       passes                  element-wise traffic over that counted here
+      eager                   element-wise traffic without torch.compile over that with it
       quantise, loss_bytes    bytes moved for an element that a product of less than two bytes reads; for a logit
       host_s, host_backward   seconds of the host for a layer forward; for a layer backward, in those
       host_experts            for a layer with experts, in those; host_call_s: for a collective
@@ -59,6 +60,7 @@ class Constants:
     native: float
     attend: float
     passes: float
+    eager: float
     quantise: float
     loss_bytes: float
     host_s: float

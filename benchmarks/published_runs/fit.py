@@ -72,6 +72,15 @@ def fit(samples: Sequence[Sample], start: Table | None = None, rounds: int = 8,
     return _Fit(samples, start or load(PRIORS), say).go(rounds)
 
 
+def warm(fitted: Table) -> Table:
+    """The priors with what is fitted taken from earlier constants: a start nearer to the end."""
+    table = load(PRIORS)
+    for kind, entry, name in FREE:
+        if name in fitted[kind].get(entry, {}):
+            table[kind].setdefault(entry, {})[name] = fitted[kind][entry][name]
+    return table
+
+
 def leave_one_out(samples: Sequence[Sample], fitted: Table) -> Iterator[tuple[str, Table]]:
     """For each source the constants that the fit would give without its rows.
 

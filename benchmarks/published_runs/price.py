@@ -71,6 +71,8 @@ class Pricer:
         self.device = c.device(run.cluster.device, run.plan.precision)
         self.cluster = _network(replace(run.cluster, device=self.device), c.network)
         self.tokens = self.p.micro_batch * self.m.seq_len / self.p.context
+        eager = run.stack == "torch-fsdp" and not run.compiled
+        self.passes = c.passes * (c.eager if eager else 1.0)
         self.compute_dtype = _DTYPES[self.p.precision]
 
     # --- groups ---------------------------------------------------------------------------------------------------
@@ -98,7 +100,7 @@ class Pricer:
                    for m, n, k, count in products if min(m, n, k, count) > 0)
 
     def traffic_s(self, nbytes: float) -> float:
-        return nbytes * self.c.passes / (self.device.memory_bandwidth_bytes_per_s * self.c.memory)
+        return nbytes * self.passes / (self.device.memory_bandwidth_bytes_per_s * self.c.memory)
 
     def linears(self, mixed: bool) -> list[Product]:
         """Forward products of a layer's projections, on one rank."""
@@ -235,6 +237,8 @@ class Pricer:
         seconds, back = forward.seconds(c), backward.seconds(c)
         if p.recompute == "full":
             back += seconds
+        elif p.recompute == "selective" and self.run.stack == "torch-fsdp":
+            back += 0.5 * max(0.0, seconds - self.attention_s()[0])    # torch keeps every other product's output
         elif p.recompute == "selective" and not c.flash:
             back += self.attention_s()[0]
         if p.fsdp and p.data * p.context > 1:
@@ -244,9 +248,8 @@ class Pricer:
         return seconds, back
 
     def beside(self, compute_s: float, network_s: float) -> float:
-        """Collectives beside compute: the slower counts, and compute suffers."""
-        hidden = self.c.hide_data * min(network_s, compute_s)
-        return compute_s + network_s - hidden + self.c.interference * hidden
+        """FSDP fetches ahead: the slower of collectives and compute counts, and compute suffers."""
+        return max(compute_s, network_s) + self.c.interference * min(compute_s, network_s)
 
     def layer_parameters(self, mixed: bool) -> tuple[float, float]:
         """Elements of one layer on a rank: those reduced over all data ranks, and those of experts."""
@@ -278,7 +281,7 @@ class Pricer:
         products = [(t, vocab, m.hidden, 1), (t, m.hidden, vocab, 1), (vocab, m.hidden, t, 1)]
         loss = self.c.loss_bytes * t * vocab
         collective = float(collectives.all_reduce_s(t * m.hidden * 2, self.group("tensor")))
-        return self.product_s(products, "float16") + self.traffic_s(loss) / self.c.passes + collective
+        return self.product_s(products, "float16") + self.traffic_s(loss) / self.passes + collective
 
     def embedding_s(self) -> float:
         """Lookup and its gradient, with the sum over parts of the vocabulary."""
