@@ -111,6 +111,33 @@ def test_writing_to_memory_seen_elsewhere_is_refused() -> None:
         traced(lambda x: x.add_(1), X)
 
 
+def test_a_shape_that_depends_on_the_data_is_refused() -> None:
+    """JetMoE takes as many rows as each expert has tokens."""
+    with pytest.raises(CaptureError, match="shape depends on the data") as caught:
+        traced(lambda x: x[x[:, 0] > 0].sum(), X)
+    assert "test_capture.py" in str(caught.value)
+
+
+def test_pieces_without_elements_are_dropped() -> None:
+    """Phi-3's rotary embedding turns the whole head, and then joins it with the rest: nothing."""
+    assert traced(lambda x: torch.cat([x[:, :6] * 2, x[:, 6:]], 1), X) == ["aten.mul.Tensor"]
+
+
+def test_synonyms_are_one_op() -> None:
+    assert traced(lambda x: torch.concat([torch.multiply(x, x), x.absolute()]), X) == [
+        "aten.mul.Tensor", "aten.abs.default", "aten.cat.default"]
+    assert traced(lambda x: x.movedim(0, 1).swapaxes(0, 1) + torch.empty_like(x), X) == [
+        "aten.permute.default", "aten.permute.default", "aten.full.default", "aten.add.Tensor"]
+
+
+def test_mean_losses_are_sums() -> None:
+    functional = nn.functional
+    names = traced(lambda x, y: functional.binary_cross_entropy_with_logits(x, y), X, X)
+    assert names == ["aten.binary_cross_entropy_with_logits.default", "aten.mul.Tensor"]
+    names = traced(lambda x, y: functional.nll_loss(x, y), X, torch.zeros(4, dtype=torch.long))
+    assert names[0] == "aten.nll_loss_nd.default" and names[-1] == "aten.div.Tensor"
+
+
 def test_repeats_are_expands() -> None:
     """Of which every dim can be cut as of other views."""
     assert traced(lambda x: x.repeat(2, 1, 3) + 0, X)[:3] == ["aten.reshape.default", "aten.expand.default",

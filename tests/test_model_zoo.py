@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
 import autoparallel.rules.matmul as matmul
 from autoparallel.capture import capture
@@ -47,6 +48,29 @@ def test_a_handful(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     report = examine(name)
     assert report.passed, "\n".join(report.lines())
     assert not report.repeated and not report.undescribed
+
+
+class Depthwise(torch.nn.Module):
+    """A convolution of as many groups as channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv1d(8, 16, 3, groups=8)
+
+    def forward(self, x: torch.Tensor) -> BaseModelOutput:
+        return SequenceClassifierOutput(loss=self.conv(x).square().sum())
+
+
+def test_each_rank_convolves_its_own_groups() -> None:
+    torch.manual_seed(0)
+    model, inputs = Depthwise(), {"x": torch.randn(4, 8, 9)}
+    space = StrategySpace(capture(model, (), inputs), (4,))
+    convolution = space.site_named["conv1d"]
+    labels = [(s.row_named("g"),) if i == convolution else s.labels[0] for i, s in enumerate(space.strategies)]
+    ranks = Ranks(Candidate(space, tuple(labels)), toy_cluster())
+    assert worst_error(truth(model, inputs), ranks.step(model, inputs))[0] < 1e-5
+    calls = [node for node in ranks.programs[(3,)].module.graph.nodes if node.name == "conv1d"]
+    assert [node.args[6] for node in calls] == [2]
 
 
 def test_a_plan_that_cuts_the_batch_nowhere() -> None:

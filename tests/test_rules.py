@@ -17,13 +17,14 @@ import torch.utils._pytree as pytree
 import transformers.integrations.moe  # noqa: F401, its op of experts' products
 from torch import Tensor
 
-from autoparallel.capture import OpGraph, Ref, TensorMeta
+from autoparallel.capture import OpGraph, Ref, TensorMeta, capture
 from autoparallel.capture.graph import Node
 from autoparallel.errors import RuleError
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, layout_fits, local_shape, pieces
-from autoparallel.lower import variants
+from autoparallel.lower import collectives, variants
 from autoparallel.lower.emit import GROUPS_ARGUMENT, SIZE_ARGUMENT
 from autoparallel.rules import Row, Rule, einsum_rule, find_rule
+from autoparallel.rules.space import StrategySpace
 from autoparallel.rules.views import reshape_groups
 from autoparallel.runtime import groups
 from tests.ranks import mesh_of
@@ -518,6 +519,33 @@ def test_a_wrong_row_is_found() -> None:
     for made, row in ((linear, wrong), (softmax, Row("d1", (Placement("S", 1),), (Placement("S", 1),), "d1"))):
         with pytest.raises(AssertionError):
             check_row(made, row, 2)
+
+
+def test_tensors_without_elements_have_strategies() -> None:
+    """Where the dim of no elements stays whole."""
+    class Ends(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:, 6:] + 1
+
+    space = StrategySpace(capture(Ends(), (f(8, 6),)), (4,))
+    assert all(s.labels for s in space.strategies)
+    end = next(s for site, s in zip(space.sites, space.strategies, strict=True) if "slice" in site.name)
+    assert {str(end.output_layout(label)[0]) for label in end.labels} == {"I", "P", "S(0)"}
+
+
+def complex_pieces() -> Tensor:
+    (axis,) = groups.bind(mesh_of(2)).values()
+    mine = COMPLEX.narrow(0, 2 * axis.rank, 2)
+    with groups.use({"x": axis}):
+        return collectives.redistribute(mine, "x", "S(0)", "S(1)", (2, 2), (3, 3))
+
+
+COMPLEX = torch.complex(f(4, 6), f(4, 6) + 1)
+
+
+def test_complex_numbers_are_exchanged(ranks: Any) -> None:
+    """Which gloo's all-to-all does not do by itself."""
+    torch.testing.assert_close(torch.cat(ranks(2).run(complex_pieces), 1), COMPLEX)
 
 
 def classes_on_ranks() -> list[tuple[Tensor, Tensor]]:
