@@ -136,9 +136,9 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     fixed = Fixed(options.micro_batches, options.pipeline_stages, options.schedule, options.recompute,
                   options.zero_stage, tuple(mesh_shape) if mesh_shape is not None else None)
 
-    def in_full(candidate: Candidate) -> Plan:
-        micro = split_batch(graph, candidate.hybrid.micro_batches)
-        return _plan_on(micro, cluster, candidate.mesh_shape, None, options, hybrid=candidate.hybrid)
+    def in_full(candidate: Candidate, seconds: float) -> Plan:
+        micro, within = split_batch(graph, candidate.hybrid.micro_batches), replace(options, time_limit_s=seconds)
+        return _plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid=candidate.hybrid)
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full)

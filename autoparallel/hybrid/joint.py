@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoparallel.capture import OpGraph
-from autoparallel.errors import InfeasibleError, PlanError
+from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError, SearchError
 from autoparallel.hybrid.microbatch import MicroBatches, batch_size, split_batch
 from autoparallel.hybrid.sketch import Sketch, sketch
 from autoparallel.plans import Hybrid, Plan
@@ -26,7 +26,7 @@ from autoparallel.search import solve
 from autoparallel.search.problem import Problem
 from cost_models import Cluster
 
-SOLVE_S = 3.0
+SOLVE_S, LEAST_FULL_S = 1.0, 10.0
 SHARE_OF_ESTIMATES, SHARE_OF_FIRST = 0.7, 0.7
 MOST_PIPELINE, MOST_INNER, MOST_TURNS = 64, 64, 64
 
@@ -169,9 +169,7 @@ class JointSearch:
             return candidate
         try:
             solution = solve(problem, "exact", time_limit_s=SOLVE_S, pricer=pricer)
-        except InfeasibleError:
-            return candidate
-        if solution.choice is None:
+        except (InfeasibleError, SearchError):  # does not fit, or nothing that fits was found in time
             return candidate
         return replace(candidate, estimate_s=estimate(pricer, pricer.labels_of(solution.choice)))
 
@@ -212,15 +210,16 @@ class JointSearch:
 
     def _estimate_all(self, candidates: Sequence[Candidate], known: dict[object, Candidate], share: float
                       ) -> tuple[int, int]:
-        """Estimate those whose bound is below the best estimate, lowest bound first, for a share of the time left.
+        """Estimate those whose bound is below the best estimate, for a share of the time left.
 
-        Returns how many have a bound above it, and how many there was no time for.
+        First the lowest bound of each pipeline length and mesh, then the second lowest of each, and so on. Returns how
+        many have a bound above the best estimate, and how many there was no time for.
         """
         pruned = left = 0
         now = time.monotonic()
         deadline = now + share * (self.deadline - now)
         best = min((c.estimate_s for c in known.values()), default=math.inf)
-        for floor, _, candidate in sorted((self.floor(c), i, c) for i, c in enumerate(candidates)):
+        for floor, candidate in self._in_turn(candidates):
             key = (candidate.hybrid, candidate.mesh_shape)
             if key in known:
                 continue
@@ -232,6 +231,14 @@ class JointSearch:
                 known[key] = self.estimate(candidate)
                 best = min(best, known[key].estimate_s)
         return pruned, left
+
+    def _in_turn(self, candidates: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
+        groups: dict[object, list[tuple[float, int]]] = {}
+        for number, candidate in enumerate(candidates):
+            key = (candidate.hybrid.pipeline_ranks, candidate.mesh_shape)
+            groups.setdefault(key, []).append((self.floor(candidate), number))
+        ranked = [(place, *entry) for group in groups.values() for place, entry in enumerate(sorted(group))]
+        return [(floor, candidates[number]) for _, floor, number in sorted(ranked)]
 
 
 def _valid(*arguments: object) -> Iterator[Hybrid]:
@@ -248,9 +255,11 @@ def least_live_bytes(problem: Problem, turn: int) -> float:
 
 def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
-    plan_in_full: Callable[[Candidate], Plan],
+    plan_in_full: Callable[[Candidate, float], Plan],
 ) -> JointResult:
     """Estimate all combinations, then plan the best in full until no estimate left beats the best plan.
+
+    ``plan_in_full(candidate, seconds)`` searches for at most so long.
 
     Raises InfeasibleError when nothing fits.
     """
@@ -260,7 +269,8 @@ def search_jointly(
     survey = search.run()
     candidates = survey.candidates
     best: Plan | None = None
-    planned, failure = 0, None
+    planned = 0
+    failure: AutoparallelError | None = None
     for candidate in candidates:
         late = time.monotonic() - started > time_limit_s
         if best is not None and (candidate.estimate_s >= best.prediction.step_s or planned >= 3 or late):
@@ -268,8 +278,8 @@ def search_jointly(
         if candidate.estimate_s == math.inf and planned >= 3:
             break
         try:
-            made = plan_in_full(candidate)
-        except InfeasibleError as error:
+            made = plan_in_full(candidate, max(LEAST_FULL_S, started + time_limit_s - time.monotonic()))
+        except (InfeasibleError, SearchError) as error:
             failure = error
             planned += 1
             continue
