@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from autoparallel.search.memory import Memory, memory_of
-from autoparallel.search.problem import Problem
+from autoparallel.search.problem import FORBIDDEN, Problem
 
 ROW_ROUNDS = 8
 ROUNDING = 1e-11
@@ -123,6 +123,14 @@ class Compact:
             low, high = self.firsts[count + e], self.firsts[count + e + 1]
             tables[e] = tables[e] + extra[low:high].reshape(tables[e].shape)
         return costs, tables
+
+
+def num_events(problem: Problem) -> int:
+    """How many events the compact form has at most: what it takes in memory and time, where edges use memory."""
+    if problem.limit == FORBIDDEN:
+        return 0
+    heavy = sum(edge.usages.size for edge in problem.edges if edge.usages is not None)
+    return 2 * (heavy + sum(node.usages.size for node in problem.nodes))
 
 
 def compact_of(problem: Problem) -> Compact:
@@ -236,18 +244,25 @@ def part_of(compact: Compact, plan: Sequence[int], nodes: Sequence[int]) -> Comp
             if w not in place:
                 total = total + table[:, plan[w]]
             elif v < w:
-                ends.append((place[v], place[w]))
-                tables.append(table)
+                ends.append((place[compact.ends[e][0]], place[compact.ends[e][1]]))
+                tables.append(compact.tables[e])
                 owners.append(count + e)
         costs.append(total)
         fixed += float(total[plan[v]])
     fixed += sum(float(table[plan[nodes[i]], plan[nodes[j]]]) for (i, j), table in zip(ends, tables, strict=True))
     sizes = [compact.firsts[o + 1] - compact.firsts[o] for o in owners]
     firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    slots = np.concatenate([np.arange(compact.firsts[o], compact.firsts[o + 1]) for o in owners])
-    events = moved(compact, slots, np.arange(len(slots)))
-    part = Compact(tuple(costs), tuple(ends), tuple(tables), firsts, events, compact.room,
-                   compact.cost(plan) - fixed)
+    old = [np.arange(compact.firsts[o], compact.firsts[o + 1]) for o in owners]
+    new = [np.arange(firsts[-1])]
+    for e in compact.heavy_edges:  # towards a node outside: cells that go with the node inside
+        u, v = compact.ends[e]
+        if (u in place) != (v in place):
+            grid = np.arange(compact.firsts[count + e], compact.firsts[count + e + 1]).reshape(compact.tables[e].shape)
+            inside = place[u] if u in place else place[v]
+            old.append(grid[:, plan[v]] if u in place else grid[plan[u]])
+            new.append(np.arange(firsts[inside], firsts[inside + 1]))
+    part = Compact(tuple(costs), tuple(ends), tuple(tables), firsts,
+                   moved(compact, np.concatenate(old), np.concatenate(new)), compact.room, compact.cost(plan) - fixed)
     room = compact.room - compact.load(plan) + part.load([plan[v] for v in nodes])
     return replace(part, room=room)
 

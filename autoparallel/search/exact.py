@@ -19,6 +19,8 @@ WORK_CELLS = 2e10
 MAX_ROUNDS = 60
 PRICE_ROUNDS = 12
 TARGET_GAP = 1e-6
+LEAST_S = 5.0
+LEAST_ROUNDS = 15
 
 
 @dataclass
@@ -93,6 +95,12 @@ def solve_exact(problem: Problem, deadline: float = FORBIDDEN, relax: Relaxation
     if relax is None:
         relax = Eliminator.of(problem).solve
     incumbent = Incumbent(problem, memory, deadline, report)
+    if memory.binds and exact:
+        least = lowest_peak(problem, relax, min(deadline, start + LEAST_S), LEAST_ROUNDS, problem.limit)
+        if problem.limit < least.bound < FORBIDDEN:
+            raise MemoryLimitError(problem.name, least.bound, problem.limit, least.peak)
+        if least.peak <= problem.limit and least.plan is not None:
+            incumbent.offer(least.plan)
     dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, TARGET_GAP)
     if memory.binds and incumbent.objective - dual.bound > TARGET_GAP * abs(dual.bound) and dual.bound < FORBIDDEN:
         mix_prices(problem, memory, relax, deadline, dual, PRICE_ROUNDS, incumbent.offer)

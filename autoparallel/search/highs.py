@@ -66,7 +66,7 @@ class LinearModel:
 class Answer:
     """``values`` per variable (None: none found), a lower bound, and why HiGHS stopped.
 
-    Reasons: "optimal", "infeasible", "time limit" (also: the limit on branches).
+    Reasons: "optimal", "infeasible", "time limit" (also: the limit on branches), "ended" (its process, by the system).
     """
 
     values: np.ndarray | None
@@ -81,7 +81,7 @@ class _Process:
         self._running: subprocess.Popen[bytes] | None = None
 
     def ask(self, model: dict[str, Any], deadline: float) -> Any:
-        """The answer, or None when there is none at the deadline (and a little after)."""
+        """The answer, or None when the process was ended: by us at the deadline (and a little after), or for memory."""
         if self._running is None or self._running.poll() is not None:
             self._running = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("_highs.py"))], start_new_session=True,
@@ -97,8 +97,6 @@ class _Process:
             running.stdin.flush()
             return pickle.load(running.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
-            if deadline == FORBIDDEN or time.monotonic() < deadline:
-                raise SearchError("the process that runs HiGHS has died") from None
             return None
         except BaseException:
             self.stop()
@@ -136,7 +134,7 @@ def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN, br
     answer = _process.ask({**model.message(scale), "gap": RELATIVE_GAP, "nodes": branches,
                            "seconds": None if left == FORBIDDEN else left}, deadline)
     if answer is None:
-        return Answer(None, -FORBIDDEN, "time limit")
+        return Answer(None, -FORBIDDEN, "time limit" if time.monotonic() >= deadline else "ended")
     if isinstance(answer, str):
         raise SearchError(f"HiGHS stopped without an answer: {answer}")
     values, bound, reason = answer

@@ -145,7 +145,10 @@ def dearest_cost(problem: Problem) -> float:
 
 @dataclass(frozen=True)
 class LowestPeak:
-    """Every allowed plan needs at least ``bound`` bytes; ``plan`` (None: none is allowed) needs ``peak``."""
+    """Every allowed plan needs at least ``bound`` bytes; ``plan`` (None: none is known) needs ``peak``.
+
+    The least is known exactly where the two are equal; both are inf where every plan is forbidden.
+    """
 
     bound: float
     peak: float

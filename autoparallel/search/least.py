@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from autoparallel.search.compact import Compact, compact_of
+from autoparallel.search.lagrange import LowestPeak
 from autoparallel.search.memory import least_peak
 from autoparallel.search.merge import Shrunk, shrink
 from autoparallel.search.messages import Messenger
@@ -22,18 +23,6 @@ STEPS = 100
 RATE = 4.0
 HALVINGS = 12
 REPAIR_S = 1.0
-
-
-@dataclass(frozen=True)
-class LowestPeak:
-    """Every allowed plan needs at least ``bound`` bytes; ``plan`` (None: none is known) needs ``peak``.
-
-    The least is known exactly where the two are equal; both are inf where every plan is forbidden.
-    """
-
-    bound: float
-    peak: float
-    plan: tuple[int, ...] | None
 
 
 def least_memory(problem: Problem, deadline: float = FORBIDDEN) -> LowestPeak:

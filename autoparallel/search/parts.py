@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,16 +20,28 @@ from autoparallel.search.problem import FORBIDDEN
 from autoparallel.search.program import Program
 from autoparallel.search.walk import Walk
 
-PROGRAM_CELLS = (2_000, 8_000, 30_000)
-PROGRAM_EVERY = 8
+PROGRAM_CELLS = (4_000, 15_000, 40_000)
 PROGRAM_S = 5.0
 BRANCHES = 20
 LARGE_PARTS = (50, 150, 500, 1500)
+HOPE = 1e-3
+LEARNING = 0.2
+CURIOSITY = 0.1
 TABLE_CELLS = 3e4
 MAX_FANOUT = 20
 IDLE_ROUNDS = 400
 WEIGHTS_EVERY = 50
 WORST_FACTOR = 1e-12
+
+
+@dataclass
+class _Kind:
+    """A way to better a part of some size; ``effort`` is about its seconds, ``value`` what it lately brought for it."""
+
+    improve: Callable[[int], None]
+    size: int
+    effort: float
+    value: float = HOPE
 
 
 class Parts:
@@ -43,23 +56,26 @@ class Parts:
         self._random = np.random.default_rng(0)
         self._walk = Walk(compact, self.plan, messenger.limit)
         self._weights = np.zeros(0)
+        self._kinds = [_Kind(self._by_elimination, size, 0.05 + size / 1500) for size in LARGE_PARTS]
+        self._kinds += [_Kind(self._by_program, size, 0.2 + size / 20_000) for size in PROGRAM_CELLS]
 
     def run(self, bound: float, gap: float) -> None:
         """Until the deadline, the gap is reached, or many rounds brought nothing."""
         idle = number = 0
-        open_nodes = sum(size > 1 for size in self.compact.sizes)
         while time.monotonic() < self.deadline and self.cost - bound > gap * abs(self.cost) and idle < IDLE_ROUNDS:
             if number % WEIGHTS_EVERY == 0:
                 self._weights = self._dearness()
-            before = self.cost
-            if number % PROGRAM_EVERY == 0:
-                self._by_program(PROGRAM_CELLS[number // PROGRAM_EVERY % len(PROGRAM_CELLS)])
-            else:
-                self._by_elimination(LARGE_PARTS[number % len(LARGE_PARTS)])
+            kind, before = self._kind(), self.cost
+            kind.improve(kind.size)
+            kind.value += LEARNING * ((before - self.cost) / abs(before) / kind.effort - kind.value)
             idle = 0 if self.cost < before else idle + 1
             number += 1
-            if open_nodes <= 1 and number >= PROGRAM_EVERY:
-                return
+
+    def _kind(self) -> _Kind:
+        """By chance, those more often that brought more for their effort."""
+        values = np.array([kind.value for kind in self._kinds])
+        chances = values + CURIOSITY * values.max() + WORST_FACTOR
+        return self._kinds[int(self._random.choice(len(values), p=chances / chances.sum()))]
 
     def _dearness(self) -> np.ndarray:
         """By how much each node (with its edges) costs more in the plan than the messages say it must."""

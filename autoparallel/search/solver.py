@@ -9,13 +9,21 @@ from dataclasses import replace
 import numpy as np
 
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search.compact import compact_of
+from autoparallel.search.compact import compact_of, num_events
 from autoparallel.search.elimination import HOPELESS_CELLS, Eliminator
-from autoparallel.search.exact import TARGET_GAP, WORK_CELLS, Outcome, affordable, solve_exact, trivial_bound
+from autoparallel.search.exact import (
+    MAX_ROUNDS,
+    TARGET_GAP,
+    WORK_CELLS,
+    Outcome,
+    affordable,
+    solve_exact,
+    trivial_bound,
+)
 from autoparallel.search.labelled import LabelledPricer
-from autoparallel.search.lagrange import priced
+from autoparallel.search.lagrange import LowestPeak, lowest_peak, priced
 from autoparallel.search.least import least_memory
-from autoparallel.search.memory import memory_of
+from autoparallel.search.memory import least_peak, memory_of
 from autoparallel.search.merge import Shrunk, shrink
 from autoparallel.search.presolve import Reduced, drop_dominated, keep
 from autoparallel.search.problem import (
@@ -36,7 +44,12 @@ AUTO_GAP = 1e-3
 SMALL_CELLS = 20_000
 MAX_CELLS = 500_000
 WORK_CELLS_PER_S = 2e7  # a tenth of what elimination does, so that it is done in a tenth of the time
+MAX_EVENTS = 8_000_000
 LEAST_MEMORY_S = 5.0
+
+
+def table_cells(problem: Problem) -> int:
+    return sum(edge.costs.size for edge in problem.edges)
 
 
 class Run:
@@ -85,6 +98,8 @@ class Run:
             return
         if any(node.labels for node in self.problem.nodes):
             self.recursive()
+        if num_events(self.problem) > MAX_EVENTS:
+            return
         search = WideSearch(self.problem, self.deadline, self.best.choice, self.note)
         search.run()
         self.note(search.outcome)
@@ -113,16 +128,20 @@ class Run:
         start = time.monotonic()
         if start >= self.deadline:
             return
-        left = shrink(compact_of(self.problem), self._within_reach())
+        reduced = self._within_reach()
+        if num_events(reduced.problem) > MAX_EVENTS:
+            self.note(Outcome(None, FORBIDDEN, -FORBIDDEN, "too large"))
+            return
+        left = shrink(compact_of(reduced.problem))
         found = Outcome(None, FORBIDDEN, -FORBIDDEN, "infeasible")
         if left.allowed:
             if cells(left.compact) > max_cells:
                 self.note(Outcome(None, FORBIDDEN, -FORBIDDEN, "too large", {"ilp": time.monotonic() - start}))
                 return
             if self.best.choice is None:
-                self._try(left, quick_plan(left.compact, self.deadline))
+                self._try(reduced, left, quick_plan(left.compact, self.deadline))
             picks, answer = Program(left.compact).solve(self.deadline, self.best.objective)
-            self._try(left, picks)
+            self._try(reduced, left, picks)
             found = Outcome(None, FORBIDDEN, answer.bound, answer.reason, {"ilp": time.monotonic() - start})
         if found.stop_reason == "infeasible":
             if self.best.choice is None:
@@ -130,24 +149,27 @@ class Run:
             found.lower_bound, found.stop_reason = self.best.objective, "optimal"
         self.note(found)
 
-    def _try(self, left: Shrunk, picks: Sequence[int] | None) -> None:
+    def _try(self, reduced: Reduced, left: Shrunk, picks: Sequence[int] | None) -> None:
         if picks is not None:
-            choice = left.restore(picks)
+            choice = reduced.restore(left.restore(picks))
             judged = evaluate(self.problem, choice)
             if judged.feasible:
                 self.note(Outcome(choice, judged.objective, -FORBIDDEN, "better"))
 
-    def _within_reach(self) -> list[np.ndarray] | None:
-        """The choices whose best priced plan costs no more than the plan in hand (None: not known)."""
+    def _within_reach(self) -> Reduced:
+        """Without the choices whose best priced plan costs more than the plan in hand, and without dominated ones."""
         if self._prices is None or self.best.choice is None:
-            return None
+            return self.reduced.then(drop_dominated(self.reduced.problem))
         inner = self.reduced.problem
         memory = memory_of(inner)
         arrays = priced(inner, memory, self._prices)
         bound = self.eliminator.solve(*arrays)[0] - float(self._prices @ memory.room)
         room = (self.best.objective - bound) * (1 + 1e-6) + 1e-9 * abs(self.best.objective)
-        return [np.union1d(kept[regret <= room], [pick]) for kept, regret, pick
-                in zip(self.reduced.kept, self.eliminator.regrets(*arrays), self.best.choice, strict=True)]
+        wanted = self.reduced.forward(self.best.choice)
+        keeping = [np.union1d(np.flatnonzero(regret <= room), [pick])
+                   for regret, pick in zip(self.eliminator.regrets(*arrays), wanted, strict=True)]
+        left = self.reduced.then(keep(inner, keeping))
+        return left.then(drop_dominated(left.problem))
 
 
 def _ilp(run: Run) -> None:
@@ -229,7 +251,14 @@ def _solve_classes(problem: Problem, search: str, time_limit_s: float | None, pr
 
 def _why_not(problem: Problem, error: MemoryLimitError, deadline: float) -> InfeasibleError:
     """The error with the least memory of any plan, as exactly as it can be found in a few seconds."""
-    least = least_memory(problem, min(deadline, time.monotonic() + LEAST_MEMORY_S))
+    deadline = min(deadline, time.monotonic() + LEAST_MEMORY_S)
+    least = LowestPeak(least_peak(problem), FORBIDDEN, None)
+    bare = drop_dominated(replace(problem, limit=0.0)).problem
+    eliminator = Eliminator.of(bare)
+    if table_cells(bare) > SMALL_CELLS and affordable(eliminator, bare):
+        least = lowest_peak(bare, eliminator.solve, deadline, MAX_ROUNDS)
+    elif num_events(bare) <= MAX_EVENTS:
+        least = least_memory(bare, deadline)
     if least.bound == FORBIDDEN:
         return InfeasibleError(f"{problem.name}: every plan is forbidden by some node's or edge's table, whatever the "
                                "memory. Look for pins that contradict each other.")

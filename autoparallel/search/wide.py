@@ -29,6 +29,7 @@ PRICE_SHARE = 0.35
 PROGRAM_SHARE = 0.9
 REPAIR_SHARE = 0.1
 TELL_S = 2.0
+FIRST_PLAN_SHARE = 0.04  # so much over time is better than no plan
 
 
 def quick_plan(compact: Compact, deadline: float) -> list[int] | None:
@@ -59,6 +60,7 @@ class WideSearch:
         self.problem, self.deadline, self._on_better = problem, deadline, on_better
         self.outcome = Outcome(None, FORBIDDEN, -FORBIDDEN, "gap")
         self._start = time.monotonic()
+        self._grace = FIRST_PLAN_SHARE * (deadline - self._start) if deadline < FORBIDDEN else 0.0
         self.shrunk = shrink(compact_of(problem))
         if not self.shrunk.allowed:
             raise MemoryLimitError(problem.name, problem.limit, problem.limit)
@@ -118,7 +120,7 @@ class WideSearch:
     def _offer(self, plan: list[int], limit: float) -> float:
         """Make a plan fit and better, and keep it if it is the best; returns the best cost so far."""
         walk = Walk(self.shrunk.compact, plan, limit)
-        if walk.repair(self._left(REPAIR_SHARE)):
+        if walk.repair(self._left(REPAIR_SHARE) if self._best else self.deadline + self._grace):
             walk.descend(self._left(REPAIR_SHARE))
             cost = walk.cost()
             if cost < self._cost and self.shrunk.compact.fits(walk.plan):
