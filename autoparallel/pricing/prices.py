@@ -19,6 +19,11 @@ from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.rules.space import Link, StrategySet, StrategySpace
 from cost_models import Cluster, collectives, compute, memory
 
+#: Tables of the last spaces priced: the next call form, the emission after the search and the next candidate of a joint
+#: search ask for the same ones. On three axes a table takes a few MB.
+_TABLES: dict[tuple[Any, ...], RedistributionTable] = {}
+MOST_TABLES = 256
+
 
 @dataclass(frozen=True)
 class OpPrice:
@@ -46,6 +51,7 @@ class Prices:
         self.direct = direct
         mesh_shape = (stages, *space.mesh_shape)
         self.groups = [cluster.group(mesh_shape, axis) for axis in range(1, len(mesh_shape))]
+        self._machine = (repr((self.groups, cluster.device)), mesh_shape, direct, training)
         self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
         self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
         self._ops: dict[int, OpPrice] = {}
@@ -56,6 +62,8 @@ class Prices:
         """Cheapest paths between all layouts of a tensor like this, forward and backward together."""
         grad = meta.requires_grad and self.training
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad)
+        if key not in self._tables and (known := _TABLES.get((*self._machine, *key))) is not None:
+            self._tables[key] = known
         if key not in self._tables:
 
             def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
@@ -64,6 +72,9 @@ class Prices:
                 return seconds + self.action_s(backward, axis, target, source, after, before) if grad else seconds
 
             self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct)
+            while len(_TABLES) >= MOST_TABLES:
+                _TABLES.pop(next(iter(_TABLES)))
+            _TABLES[*self._machine, *key] = self._tables[key]
         return self._tables[key]
 
     def path(self, meta: TensorMeta, source: Layout, target: Layout) -> Sequence[Step]:

@@ -1,0 +1,108 @@
+"""The joint search beside published hand-made plans: ``python -m benchmarks.hybrid_planning [NAMES]``.
+
+No devices needed. Each case plans a published run's model, machines and batch jointly, and prices the published plan
+(its pipeline, mesh and micro-batches; sharding within them is searched, ZeRO stage 1, recompute as stated) by the same
+functions. A ratio above 1: ours is predicted faster.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.measure import conditions, peak_memory_bytes
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A run: what was trained on what, and the plan by hand: (pipeline, data, tensor) and sequences per micro-batch and
+    data-parallel rank."""
+
+    config: str
+    cluster: str
+    batch: int
+    sequence: int
+    pipeline: int
+    data: int
+    tensor: int
+    micro_batch: int
+    recompute: str
+    source: str
+
+    @property
+    def devices(self) -> int:
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def turns(self) -> int:
+        return self.batch // (self.data * self.micro_batch)
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        stage = (self.data, self.tensor)
+        return (self.pipeline, *stage) if self.pipeline > 1 else stage
+
+
+CASES = {
+    "llama3-8b": Published("llama3-8b", "h100-sxm", 128, 8192, 1, 8, 8, 1, "none", "ours: tensor 8 within the host"),
+    "llama3-70b": Published("llama3-70b", "h100-sxm", 512, 8192, 8, 8, 8, 1, "none", "ours: tensor 8, pipeline 8"),
+    "llama3-405b": Published("llama3-405b", "h100-sxm", 2048, 8192, 16, 128, 8, 1, "none",
+                             "Llama 3 (2024), table 4: TP 8, CP 1, PP 16, DP 128 on 16,384 H100"),
+    "gpt3-175b": Published("gpt3-175b", "a100-sxm", 1536, 2048, 16, 8, 8, 1, "full",
+                           "Narayanan et al. (2021): 1,024 A100, batch 1536, tensor 8"),
+}
+
+
+def run_case(case: Published, time_limit_s: float) -> dict[str, Any]:
+    """Our plan and the published one, priced alike; CPU and wall seconds of ours."""
+    import autoparallel
+    from autoparallel.cli import load_model
+    from autoparallel.errors import AutoparallelError
+
+    data = json.loads((CONFIGS / f"{case.config}.json").read_text())
+    model, args, kwargs = load_model(data, case.batch, case.sequence, "bfloat16")
+    cluster = autoparallel.Cluster.load(case.cluster, num_devices=case.devices)
+    wall, cpu = time.perf_counter(), time.process_time()
+    ours = autoparallel.plan(model, cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
+                             time_limit_s=time_limit_s)
+    seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
+    try:
+        theirs = autoparallel.plan(
+            model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=case.mesh_shape,
+            micro_batches=case.turns, pipeline_stages=case.pipeline, zero_stage=1, recompute=case.recompute,
+            time_limit_s=time_limit_s,
+        )
+        published: dict[str, Any] = _told(theirs)
+        ratio = theirs.prediction.step_s / ours.prediction.step_s
+    except AutoparallelError as error:
+        published, ratio = {"error": str(error)}, math.inf
+    return {"ours": _told(ours), "published": published, "ratio": ratio, "source": case.source, **seconds,
+            "peak_memory_bytes": peak_memory_bytes(), "search": ours.evidence.stop_reason}
+
+
+def _told(plan: Any) -> dict[str, Any]:
+    h = plan.hybrid
+    return {"mesh": [h.pipeline_ranks, *plan.mesh_shape], "stages": h.stages, "schedule": h.schedule,
+            "micro_batches": h.micro_batches, "zero_stage": h.zero_stage, "recompute": h.recompute,
+            "step_s": plan.prediction.step_s, "peak_bytes": plan.prediction.peak_bytes}
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="which cases; all if none is given")] = None,
+    time_limit: Annotated[float, typer.Option(help="seconds for each joint search")] = 45.0,
+) -> None:
+    """Plan the cases and print JSON, one object per line."""
+    for name in names or list(CASES):
+        typer.echo(json.dumps({"case": name, **run_case(CASES[name], time_limit), "conditions": conditions()}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
