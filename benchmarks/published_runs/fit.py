@@ -46,6 +46,7 @@ FREE: tuple[tuple[str, str, str], ...] = (
     *(("stacks", "torch-fsdp", name) for name in ("passes", "quantise", "interference")),
     *(("stacks", "megatron-core", name) for name in ("passes", "hide_tensor")),
     ("stacks", "nemo", "hide_tensor"), ("stacks", "nemo", "hide_pipe"), ("stacks", "nemo", "quantise"),
+    ("stacks", "nemo", "step_s"),
     *(("stacks", f"nemo-{release}", name) for release in ("25.09", "25.11", "26.02", "26.06")
       for name in ("passes", "hide_experts", "host_experts")),
     *(("networks", entry, "network") for entry in ("default", "omni-path", "roce", "infiniband")),
