@@ -21,8 +21,8 @@ from autoparallel.search.program import Program
 from autoparallel.search.walk import Walk
 
 PROGRAM_CELLS = (4_000, 15_000, 40_000)
-PROGRAM_S = 5.0
-BRANCHES = 20
+PROGRAM_S = 15.0
+BRANCHES = 10
 LARGE_PARTS = (50, 150, 500, 1500)
 HOPE = 1e-3
 LEARNING = 0.2
