@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoparallel.compiler import compile, plan
     from autoparallel.plans import Plan
+    from autoparallel.rules.custom import register_rule
     from autoparallel.runtime.module import ParallelModule
     from cost_models import Cluster
 
@@ -24,8 +25,9 @@ _HOMES = {
     "Plan": "autoparallel.plans",
     "ParallelModule": "autoparallel.runtime.module",
     "Cluster": "cost_models",
+    "register_rule": "autoparallel.rules.custom",
 }
-__all__ = ["Cluster", "ParallelModule", "Plan", "__version__", "compile", "plan"]
+__all__ = ["Cluster", "ParallelModule", "Plan", "__version__", "compile", "plan", "register_rule"]
 
 
 def __getattr__(name: str) -> Any:
