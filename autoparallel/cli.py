@@ -39,6 +39,7 @@ def plan(
     schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved or zero_bubble")] = None,
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective or full")] = None,
+    explain: Annotated[str | None, typer.Option(help="an op, parameter or input: what its strategies cost")] = None,
     time_limit: Annotated[float, typer.Option(help="seconds for the search")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
 ) -> None:
@@ -47,6 +48,7 @@ def plan(
 
     import autoparallel
     from autoparallel.report import print_report
+    from autoparallel.report.study import explanation
 
     shape = _mesh_shape(mesh)
     count = devices if devices is not None else _product(shape) if shape else 8
@@ -60,7 +62,10 @@ def plan(
         joint=joint, pipeline_stages=pipeline_stages, micro_batches=micro_batches, schedule=schedule,
         zero_stage=zero_stage, recompute=recompute,
     )
-    print_report(made, Console())
+    console = Console()
+    print_report(made, console)
+    if explain is not None:
+        console.print(explanation(explain, made.explain(explain)))
     if output is not None:
         made.save(output)
         typer.echo(f"plan written to {output}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from autoparallel.layout import Layout
 from autoparallel.plans import Evidence, Hybrid, Plan, apply_pins, pin_strings
 from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
 from autoparallel.report import block_layouts
+from autoparallel.report.study import Study
 from autoparallel.rules.space import Label, StrategySpace
 from autoparallel.search import solve
 from autoparallel.search.problem import Problem, Solution, evaluate
@@ -203,7 +205,7 @@ def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Opt
     micro = split_batch(graph, hybrid.micro_batches)
     names = site.axis_names
     found = given or decide_once(
-        lambda: _plan_on(micro, cluster, tuple(site.mesh.shape), names, options, placed, hybrid)
+        lambda: replace(_plan_on(micro, cluster, tuple(site.mesh.shape), names, options, placed, hybrid), study=None)
     )
     space = StrategySpace(micro.body, tuple(site.mesh.shape), names)
     labels = found.labels(space)
@@ -253,7 +255,11 @@ def _plan_on(
     if faults is not None:  # told apart from the price of the plan that they led to
         pricer = SpacePricer(prices, limit, allowed, turns=turns)
         problem = pricer.full()
-    return _plan_of(pricer, problem, solution, labels, options, clock, stages)
+    made = _plan_of(pricer, problem, solution, labels, options, clock, stages)
+    if faults is not None:
+        return made
+    other = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
+    return replace(made, study=Study(pricer, problem, solution, lambda labels, found: other(found, labels)))
 
 
 def _faults(space: StrategySpace, options: Options) -> Faults | None:

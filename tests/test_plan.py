@@ -19,6 +19,7 @@ import autoparallel
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
 from autoparallel.compiler import plan
+from autoparallel.errors import PlanError
 from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.lower import count_collectives, emit
 from autoparallel.plans import BlockLayouts, CollectiveUse, Evidence, Prediction
@@ -162,6 +163,29 @@ def test_predicted_collectives_are_those_of_the_program(baseline: str | None) ->
     for (direction, kind), count in count_collectives(program).items():
         few = sum(getattr(step, direction) == kind for step in scalars)
         assert count <= predicted[direction, kind] <= count + few
+
+
+def test_alternatives_are_other_plans_and_no_better() -> None:
+    made = planned("llama")
+    others = made.alternatives(3)
+    assert others and all(o.evidence.objective_s >= made.evidence.lower_bound_s for o in others)
+    assert [o.evidence.objective_s for o in others] == sorted(o.evidence.objective_s for o in others)
+    seen = {json.dumps(p.strategies) for p in (made, *others)}
+    assert len(seen) == 1 + len(others)
+
+
+def test_explaining_a_choice() -> None:
+    made = planned("mlp")
+    chosen, *others = made.explain("up.weight")
+    assert chosen.strategy == made.strategies["up.weight"] and chosen.resolved_s == made.evidence.objective_s
+    assert others
+    for other in others:
+        assert other.alone_s >= other.least_s >= made.evidence.lower_bound_s * (1 - 1e-9)
+        assert other.resolved_s is None or other.alone_s >= other.resolved_s * (1 - 1e-9)
+    with pytest.raises(PlanError, match=r"no site 'weight'; is it one of \['up.weight'"):
+        made.explain("weight")
+    with pytest.raises(PlanError, match="read from a file"):
+        Plan.from_json(made.to_json()).explain("up.weight")
 
 
 # ------------------------------------------------------------------------------------------------------------ baselines

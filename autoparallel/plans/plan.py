@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoparallel.errors import PlanError
 from autoparallel.plans.hybrid import Hybrid
 from autoparallel.rules.space import Label, StrategySpace
+
+if TYPE_CHECKING:
+    from autoparallel.report.study import Choice, Study
 
 VERSION = 2
 Strategies = Mapping[str, tuple[str, ...]]
@@ -77,10 +80,11 @@ class BlockLayouts:
 class Plan:
     """A strategy for every site of one program on one mesh.
 
-    ``strategies`` maps site names to row names, one per mesh axis, and is all that lowering needs; the rest explains.
-    ``hybrid``: stages, micro-batches, ZeRO stage, recompute; ``mesh_shape`` is then one stage's. ``direct``:
-    redistribution takes the fewest steps instead of the cheapest (the baselines).
-    ``fingerprint`` ties the plan to the traced program. Change a strategy by hand and compile it again: it is checked.
+    ``strategies`` maps site names to row names, one per mesh axis, and is all that lowering needs beside ``hybrid``
+    (stages, micro-batches, ZeRO stage, recompute; ``mesh_shape`` is then one stage's) and ``direct`` (redistribution
+    takes the fewest steps instead of the cheapest: the baselines); the rest explains. ``fingerprint`` ties the plan to
+    the traced program. Change a strategy by hand and compile it again: it is checked. ``study`` answers questions while
+    the search is at hand.
     """
 
     fingerprint: str
@@ -94,6 +98,7 @@ class Plan:
     pins: Mapping[str, str] = field(default_factory=dict)
     direct: bool = False
     hybrid: Hybrid = field(default_factory=Hybrid)
+    study: Study | None = field(default=None, compare=False, repr=False)
     version: int = VERSION
 
     def labels(self, space: StrategySpace) -> list[Label]:
@@ -130,6 +135,27 @@ class Plan:
 
         return text_report(self, width)
 
+    def alternatives(self, k: int) -> list[Plan]:
+        """The k best other plans that differ in more than a few ops, cheapest first.
+
+        Raises PlanError when the plan was read from a file: the search behind it is gone.
+        """
+        return self._study().alternatives(k)
+
+    def explain(self, name: str) -> list[Choice]:
+        """What every strategy of an op, parameter or input would cost, the chosen one first: alone, as a bound, and
+        with everything else searched again.
+
+        Raises PlanError for an unknown name, or when the plan was read from a file.
+        """
+        return self._study().explain(name)
+
+    def _study(self) -> Study:
+        if self.study is None:
+            raise PlanError("this plan was read from a file, comes from another rank or is a baseline, and has no "
+                            "search behind it: call autoparallel.plan(...) and ask its plan")
+        return self.study
+
     def diff(self, other: Plan) -> str:
         """What ``other`` decides differently, one line per site, and the difference in predicted cost."""
         lines = []
@@ -145,7 +171,9 @@ class Plan:
         return "\n".join([head, *lines])
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        data = asdict(replace(self, study=None))
+        del data["study"]
+        return json.dumps(data, indent=1)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
