@@ -267,7 +267,7 @@ def a_summand_as_result(program: Program) -> FxNode:
     """The last reduction is left out: each rank would return its own part of the loss."""
     output = next(n for n in program.module.graph.nodes if n.op == "output")
     step = [n for n in steps_of(program) if n.meta["global_meta"].shape == ()][-1]
-    output.args = (((step.args[0],), ()),)
+    output.args = (((step.args[0],), (), ()),)
     return output
 
 
