@@ -10,6 +10,7 @@ import datetime
 import os
 import pickle
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,8 @@ def solve(model: dict[str, Any]) -> tuple[np.ndarray | None, float, str]:
     matrix.row_ids.extend(model["rows"].tolist())
     matrix.column_ids.extend(model["columns"].tolist())
     matrix.coefficients.extend(model["coefficients"].tolist())
-    limit = None if model["seconds"] is None else datetime.timedelta(seconds=model["seconds"])
+    left = None if model["until"] is None else max(0.01, model["until"] - time.time())
+    limit = None if left is None else datetime.timedelta(seconds=left)
     parameters = mathopt.SolveParameters(
         random_seed=1, highs=highs_pb2.HighsOptionsProto(string_options={"parallel": "off"}), time_limit=limit,
         relative_gap_tolerance=model["gap"], absolute_gap_tolerance=0.0, node_limit=model["nodes"])

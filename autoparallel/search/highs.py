@@ -132,7 +132,7 @@ def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN, br
     if left <= 0:
         return Answer(None, -FORBIDDEN, "time limit")
     answer = _process.ask({**model.message(scale), "gap": RELATIVE_GAP, "nodes": branches,
-                           "seconds": None if left == FORBIDDEN else left}, deadline)
+                           "until": None if left == FORBIDDEN else time.time() + left}, deadline)
     if answer is None:
         return Answer(None, -FORBIDDEN, "time limit" if time.monotonic() >= deadline else "ended")
     if isinstance(answer, str):

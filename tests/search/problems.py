@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 from hypothesis import strategies as st
@@ -80,6 +81,11 @@ def block_chain(layers: int, choices: int = 8, seed: int = 0, limit: float = np.
         x = op("mix", x, hub)
         stream = op("residual", stream, x)
     return Problem(tuple(nodes), tuple(edges), limit, f"{layers} blocks")
+
+
+def lateness() -> float:
+    """Seconds that a process may be late on this machine: longer where others wait for the same cores."""
+    return 0.3 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def two_axes(seed: int, num_nodes: int = 30, rows: int = 4) -> Problem:
