@@ -261,6 +261,8 @@ def test_the_smooth_maximum() -> None:
     ({"hardware__gpu": "TPU v4"}, "TPU v4"),
     ({"plan__micro_batch": None, "plan__global_batch": None}, "neither the micro-batch nor the global batch"),
     ({"plan__tp": 0}, "at least 1"),
+    ({"plan__dp": 0}, "at least 1"),
+    ({"model__heads": 0}, "impossible sizes"),
     ({"model__layers": 9.5}, "not a whole number"),
 ])
 def test_what_is_missing_is_named(changes: dict[str, Any], says: str) -> None:

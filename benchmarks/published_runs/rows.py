@@ -299,7 +299,7 @@ def _model(row: Row) -> Model:
         _whole(row, "model", "ffn", default=None if dense and gated else 4 * hidden if dense else 0),
         heads,
         _whole(row, "model", "kv_heads", default=heads),
-        _whole(row, "model", "head_dim", default=hidden // heads),
+        _whole(row, "model", "head_dim", default=hidden // max(1, heads)),
         _whole(row, "model", "vocab", default=51200),
         _whole(row, "model", "seq_len"),
         bool(gated), True if tied is None else bool(tied), experts,
@@ -344,6 +344,8 @@ def _micro_batches(row: Row, data: int, stages: int, stack: str) -> tuple[int, i
     one sequence at a time, and others do not accumulate.
     """
     micro, steps, batch = (_number(row, "plan", key) for key in ("micro_batch", "grad_accum", "global_batch"))
+    if data < 1:
+        raise AbstainError(f"degrees must be at least 1, not dp {data}")
     if not batch and not (micro and steps):
         if micro or steps:
             raise AbstainError("the number of micro-batches is not stated")
