@@ -125,7 +125,7 @@ class Program:
         first_column = np.unique(part.columns, return_index=True)[1]
         small = part.residue[np.ix_(first_row, first_column)]
         g, h = np.nonzero(small < FORBIDDEN)
-        z = model.variables(small[g, h], False, FORBIDDEN)
+        z = model.variables(small[g, h], False)  # at most 1 by the rows already; without saying so HiGHS can loop
         for end, groups, at, count in zip(self.compact.ends[e], (part.rows, part.columns), (g, h), small.shape,
                                           strict=True):
             rows = model.rows(count, 0.0, 0.0)
