@@ -35,8 +35,8 @@ class ModelCase:
     """A model to test on: `build()` in train mode and fp32, `inputs(batch_size)` -> (args, kwargs), `loss(output)`.
 
     `random` tells that the forward draws numbers (dropout); `float64` that it runs in float64 and survives pickling
-    (grouped matrix products have no float64 kernel, and transformers' hooks for router outputs are lost). Cases travel to ranks by name, so that they can be
-    arguments of a job.
+    (grouped matrix products have no float64 kernel, and transformers' hooks for router outputs are lost). Cases
+    travel to ranks by name, so that they can be arguments of a job.
     """
 
     name: str
