@@ -205,7 +205,7 @@ def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Opt
     micro = split_batch(graph, hybrid.micro_batches)
     names = site.axis_names
     found = given or decide_once(
-        lambda: replace(_plan_on(micro, cluster, tuple(site.mesh.shape), names, options, placed, hybrid), study=None)
+        lambda: _plan_on(micro, cluster, tuple(site.mesh.shape), names, options, placed, hybrid)
     )
     space = StrategySpace(micro.body, tuple(site.mesh.shape), names)
     labels = found.labels(space)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -184,8 +185,10 @@ def test_explaining_a_choice() -> None:
         assert other.resolved_s is None or other.alone_s >= other.resolved_s * (1 - 1e-9)
     with pytest.raises(PlanError, match=r"no site 'weight'; is it one of \['up.weight'"):
         made.explain("weight")
-    with pytest.raises(PlanError, match="read from a file"):
-        Plan.from_json(made.to_json()).explain("up.weight")
+    for travelled in (Plan.from_json(made.to_json()), pickle.loads(pickle.dumps(made))):
+        assert travelled == made
+        with pytest.raises(PlanError, match="read from a file"):
+            travelled.explain("up.weight")
 
 
 # ------------------------------------------------------------------------------------------------------------ baselines

@@ -135,6 +135,10 @@ class Plan:
 
         return text_report(self, width)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A plan travels to other processes without the search behind it."""
+        return {**self.__dict__, "study": None}
+
     def alternatives(self, k: int) -> list[Plan]:
         """The k best other plans that differ in more than a few ops, cheapest first.
 
