@@ -176,12 +176,13 @@ def peak_bytes(starts: Any, ends: Any, nbytes: Any) -> float:
 def in_flight_micro_batches(
     schedule: str, stage: int, num_stages: int, num_micro_batches: int, virtual: int = 1
 ) -> int:
-    """Micro-batches whose activations stage ``stage`` (from 0) holds at its fullest moment.
+    """Micro-batches whose activations rank ``stage`` (from 0) of a pipeline of ``num_stages`` holds at its fullest.
 
     GPipe holds all; 1F1B (PipeDream-flush; Narayanan et al. 2021) num_stages - stage, and never more than there are.
     With ``virtual`` chunks of layers on each stage, interleaved, the count is of chunks, each a ``virtual``-th of the
     stage: 2 (num_stages - stage - 1) + (virtual - 1) num_stages + 1 (megatron/core/pipeline_parallel/schedules.py;
-    Korthikanti et al. 2022, section 4.2.3).
+    Korthikanti et al. 2022, section 4.2.3). Zero bubble (ZB-H1; Qi et al. 2023) puts off gradients of weights, and so
+    every rank holds as much as 1F1B's first.
 
     >>> in_flight_micro_batches("1f1b", 0, 8, 64), in_flight_micro_batches("interleaved-1f1b", 0, 8, 64, virtual=4)
     (8, 39)
@@ -196,4 +197,6 @@ def in_flight_micro_batches(
             if virtual == 1:
                 return min(num_stages - stage, num_micro_batches)
             return min(2 * (num_stages - stage - 1) + (virtual - 1) * num_stages + 1, num_micro_batches * virtual)
-    raise ClusterError(f"unknown schedule {schedule!r}: known are gpipe, 1f1b, interleaved-1f1b")
+        case "zero-bubble":
+            return min(num_stages, num_micro_batches) * virtual
+    raise ClusterError(f"unknown schedule {schedule!r}: known are gpipe, 1f1b, interleaved-1f1b, zero-bubble")

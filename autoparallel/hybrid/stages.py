@@ -31,14 +31,10 @@ class Stages:
     def __len__(self) -> int:
         return len(self.parts)
 
-    def of_sites(self, num_sites: int) -> list[int]:
-        """The stage of each site: the first that has it."""
-        found = [0] * num_sites
-        for stage in range(len(self.parts) - 1, -1, -1):
-            for index in self.parts[stage].sites:
-                found[index] = stage
-        return found
-
+    def of_sites(self, num_sites: int) -> list[tuple[int, ...]]:
+        """The stages that have each site, in order; what no stage needs counts on the first."""
+        return [tuple(s for s, part in enumerate(self.parts) if index in part.sites) or (0,)
+                for index in range(num_sites)]
 
     def sent_bytes(self, space: StrategySpace, labels: Sequence[Label]) -> list[float]:
         """Bytes that one rank sends over each cut for one micro-batch, one way."""
@@ -76,7 +72,7 @@ def flow_of(space: StrategySpace, loss: int) -> Flow:
                 plain.add(site.index)
             else:
                 fed.add(site.index)
-        elif site.kind != "parameter" and not random and sources and all(k in plain for k in sources):
+        elif site.kind != "parameter" and not random and all(k in plain for k in sources):
             plain.add(site.index)
         elif site.kind != "parameter" and (random or any(k in plain or k in fed for k in sources)):
             fed.add(site.index)

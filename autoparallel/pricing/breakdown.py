@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from autoparallel.layout import COLLECTIVES
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.turns import Turns
 from autoparallel.rules.space import Label, Link
 from autoparallel.search.problem import Problem
 from cost_models import collectives
@@ -107,41 +108,44 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[
 def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
     space, prices, turns = pricer.space, pricer.prices, pricer.turns
     for site, strategies, label in zip(space.sites, space.strategies, labels, strict=True):
-        number, stage = strategies.position[label], stages[turns.stage_of[site.index]]
-        if site.kind == "op":
-            price, times = prices.op(strategies), turns.op_times(site.index)
-            stage.forward += times[0] * float(price.forward_s[number])
-            stage.backward += times[1] * float(price.backward_s[number])
-            if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
-                stage.repeated.append(str(space.graph.nodes[site.node]))
-        elif site.kind == "parameter":
-            seconds = turns.counts[site.index] * float(prices.parameter_s(strategies)[number])
-            stage.optimizer += seconds
-            stage.once += seconds
-            stage.state_bytes += float(prices.parameter_bytes(strategies)[number])
+        number = strategies.position[label]
+        for stage in (stages[s] for s in turns.stages_of[site.index]):
+            if site.kind == "op":
+                price, times = prices.op(strategies), turns.op_times(site.index)
+                stage.forward += times[0] * float(price.forward_s[number])
+                stage.backward += times[1] * float(price.backward_s[number])
+                if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
+                    stage.repeated.append(str(space.graph.nodes[site.node]))
+            elif site.kind == "parameter":
+                seconds = turns.counts[site.index] * float(prices.parameter_s(strategies)[number])
+                stage.optimizer += seconds
+                stage.once += seconds
+                stage.state_bytes += float(prices.parameter_bytes(strategies)[number])
 
 
 def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
     """Bytes live at the end of each stage's forward pass."""
-    choice, size = pricer.choice_of(labels), len(pricer.space)
-    moments = [stage * (2 * size + 2) + size for stage in range(len(stages))]
-    for node, c in zip(problem.nodes, choice, strict=True):
-        _count(stages, moments, node.interval, float(node.usages[c]))
-    for edge in problem.edges:
+    choice, turns = pricer.choice_of(labels), pricer.turns
+    for node, c, holders in zip(problem.nodes, choice, turns.stages_of, strict=True):
+        _count(turns, stages, holders, node.interval, float(node.usages[c]))
+    for edge, link in zip(problem.edges, pricer.space.links, strict=True):
         if edge.usages is not None:
-            _count(stages, moments, edge.interval, float(edge.usages[choice[edge.source], choice[edge.target]]))
+            num_bytes = float(edge.usages[choice[edge.source], choice[edge.target]])
+            _count(turns, stages, turns.stages_with_copy(link), edge.interval, num_bytes)
 
 
-def _count(stages: Sequence[_Parts], moments: Sequence[int], interval: tuple[int, int], num_bytes: float) -> None:
-    for stage, moment in zip(stages, moments, strict=True):
-        if interval[0] <= moment < interval[1]:
-            stage.live_bytes += num_bytes
+def _count(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], interval: tuple[int, int],
+           num_bytes: float) -> None:
+    if interval[0] <= turns.turn_of(holders[0]) and turns.turn_of(holders[-1]) < interval[1]:
+        for holder in holders:
+            stages[holder].live_bytes += num_bytes
 
 
 def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> list[CollectiveUse]:
     found: dict[tuple[str, str, str], list[float]] = {}
     for link in pricer.space.links:
-        _add_link(pricer, labels, link, stages[pricer.turns.stage_of[link.target]], found)
+        for stage in pricer.turns.stages_of[link.target]:
+            _add_link(pricer, labels, link, stages[stage], found)
     return [CollectiveUse(k, a, d, int(n), b, s) for (k, a, d), (n, b, s) in sorted(found.items())]
 
 

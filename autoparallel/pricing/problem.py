@@ -127,9 +127,10 @@ class SpacePricer:
             return total
         for meta, numbers in zip(s.output_metas, s.outputs, strict=True):
             total = total + self.prices.local_bytes(meta, numbers)
-        if s.rule is not None and s.rule.extra_bytes and self.prices.training:
-            elements = self.prices.local_bytes(s.input_metas[0], s.inputs[0]) / s.input_metas[0].dtype.itemsize
-            total = total + elements * s.rule.extra_bytes
+        if s.rule is not None and self.prices.training:
+            for i, size in s.rule.extra_bytes.items():
+                meta = s.input_metas[i]
+                total = total + size / meta.dtype.itemsize * self.prices.local_bytes(meta, s.inputs[i])
         return total
 
     def _edge(self, link: Link, chosen: Sequence[np.ndarray]) -> Edge:
@@ -140,6 +141,8 @@ class SpacePricer:
         pick = np.ix_(rows, columns)
         costs = self._memo(("link", *key, times), lambda: self.prices.link_s(link, times)[pick])
         usages = self._memo(("copy", *key, life.copies), lambda: self.prices.link_copies(link)[pick] * life.copies)
+        if buffers := self.turns.buffers(link):
+            usages = usages + buffers * self.prices.local_bytes(link.meta, s.outputs[link.output])[rows][:, None]
         if self.faults is not None:
             costs = costs + FAULT_S * self.faults.link_faults(link, self.prices.table(link.meta))[pick]
         return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)

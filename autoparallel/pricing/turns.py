@@ -16,6 +16,9 @@ from autoparallel.plans import Hybrid
 from autoparallel.rules.space import Link, StrategySpace
 from cost_models.memory import in_flight_micro_batches
 
+#: Names of `Hybrid.schedule` in `cost_models.memory`.
+SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved-1f1b", "zero_bubble": "zero-bubble"}
+
 #: Classes of ops (`Rule.op_class`) whose results recompute="selective" keeps, as `lower.recompute` does.
 KEPT_CLASSES = frozenset({"matmul", "attention", "conv"})
 
@@ -28,23 +31,57 @@ class Life(NamedTuple):
 
 
 class Turns:
-    """A hybrid step over one strategy space; ``stage_of`` by site (all 0 without a pipeline).
+    """A hybrid step over one strategy space; ``stages_of`` has for each site the stages that run it, in order (all
+    the first without a pipeline; several for tied parameters and what each stage computes itself).
 
     In a sketch (`hybrid.sketch`) a site counts for ``counts`` sites, of which one rank holds ``held``.
     """
 
-    def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None, stage_of: Sequence[int] | None = None,
-                 training: bool = True, counts: Sequence[int] | None = None, held: Sequence[int] | None = None) -> None:
+    def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,
+                 stages_of: Sequence[tuple[int, ...]] | None = None, training: bool = True,
+                 counts: Sequence[int] | None = None, held: Sequence[int] | None = None) -> None:
         self.space, self.hybrid = space, hybrid or Hybrid()
         self.counts, self.held = counts or [1] * len(space), held or [1] * len(space)
-        self.stage_of = stage_of if stage_of is not None else [0] * len(space)
-        self.kept = _kept_values(space) if training else frozenset()
-        self.last_use = _last_uses(space)
+        self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
+        self.within = [link for link in space.links if not self._crosses(link)]
+        self.kept = self._kept_values() if training else frozenset()
+        self.last_use = _last_uses(space, self.within)
         self.block_of = [self._block(index) for index in range(len(space))]
         self.block_end = {block: index for index, block in enumerate(self.block_of) if block is not None}
         self.checkpoints = self._block_inputs() if self.hybrid.recompute != "none" else frozenset()
-        self.kept |= self.checkpoints
+        self.kept |= self.checkpoints | (self._results_kept() if training else frozenset())
         self.of_parameter = [self._is_parameter(index) for index in range(len(space))]
+        self.sent_through = self._sent_through()
+        self.by_parameter = frozenset(k.target for k in space.links if self.of_parameter[k.source])
+
+    def _crosses(self, link: Link) -> bool:
+        """Whether the value is sent to the stage that reads it."""
+        return self.stages_of[link.target][0] > self.stages_of[link.source][-1]
+
+    def _sent_through(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """For each value that is sent, the last of the links over which it is, as (target, position): the stages that
+        make it and that read it last."""
+        crossing = sorted((k for k in self.space.links if self._crosses(k)), key=lambda k: self.stages_of[k.target])
+        last = {(k.source, k.output): k for k in crossing}
+        return {(k.target, k.position): (self.stages_of[k.source][0], self.stages_of[k.target][0])
+                for k in last.values()}
+
+    def stages_with_copy(self, link: Link) -> tuple[int, ...]:
+        """The stages on which the link takes memory: those that read, and those between which the value is sent."""
+        through = self.sent_through.get((link.target, link.position))
+        return self.stages_of[link.target] if through is None else tuple(range(through[0], through[1] + 1))
+
+    def buffers(self, link: Link) -> int:
+        """How many times the value that is sent over the link lies on each stage that sends or gets it.
+
+        torch keeps a buffer for each micro-batch to receive it (on the sender, its gradient), and there is a copy of
+        those in flight; a stage that passes it on has both.
+        """
+        through = self.sent_through.get((link.target, link.position))
+        if through is None:
+            return 0
+        once = self.hybrid.micro_batches + self.in_flight(through[0])
+        return once if through[1] == through[0] + 1 else 2 * once
 
     def _block(self, index: int) -> tuple[int, str] | None:
         site = self.space.sites[index]
@@ -52,13 +89,13 @@ class Turns:
             return None
         node = site.node if site.ref is None else site.ref.node
         path = block_path(self.space.graph.nodes[node].module_path)
-        return (self.stage_of[index], path) if path else None
+        return (self.stages_of[index][0], path) if path else None
 
     def _block_inputs(self) -> frozenset[object]:
         """Values (site, output) that blocks keep to run again, or that others need of them; what passes a value on
         stands for that value."""
         found: set[object] = set()
-        for link in sorted(self.space.links, key=lambda k: -k.target):
+        for link in sorted(self.within, key=lambda k: -k.target):
             target, rule = link.target, self.space.strategies[link.target].rule
             passes_on = self.space.sites[target].kind == "hub" or (rule is not None and rule.alias)
             crosses = self.block_of[link.source] != self.block_of[target]
@@ -66,6 +103,11 @@ class Turns:
             if (crosses and wanted) or (passes_on and (target, 0) in found):
                 found.add((link.source, link.output))
         return frozenset(found)
+
+    def _results_kept(self) -> frozenset[object]:
+        """What recompute="selective" keeps whether backward needs it or not, so that it need not be made again."""
+        inside = (i for i, block in enumerate(self.block_of) if block is not None and not self.again(i))
+        return frozenset((i, 0) for i in inside if self.space.strategies[i].output_metas[0].requires_grad)
 
     def _is_parameter(self, index: int) -> bool:
         site = self.space.sites[index]
@@ -99,79 +141,110 @@ class Turns:
     # --- how long ---------------------------------------------------------------------------------------------------
 
     def _at(self, index: int) -> tuple[int, int]:
-        """The start of the site's stage, and its turning point."""
-        return self.stage_of[index] * (2 * len(self.space) + 2), 2 * len(self.space)
+        """The start of the site's (first) stage, and its turning point."""
+        return self._start(self.stages_of[index][0]), 2 * len(self.space)
+
+    def _start(self, stage: int) -> int:
+        return stage * (2 * len(self.space) + 2)
+
+    def turn_of(self, stage: int) -> int:
+        """The moment between a stage's forward and backward."""
+        return self._start(stage) + len(self.space)
+
+    def _over(self, stages: Sequence[int], life: Life) -> Life:
+        """A life in the first of several stages, through to its end in the last."""
+        (start, end), copies = life
+        return Life((start, end + self._start(stages[-1] - stages[0])), copies)
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage holds at its fullest moment."""
         h = self.hybrid
         if h.stages == 1:
             return 1
-        if h.schedule == "gpipe":
-            return h.micro_batches
-        # Stages dealt out in turn: a rank's later stages hold as many as the first, and one round more per chunk.
-        return min(h.micro_batches, in_flight_micro_batches("1f1b", stage % h.pipeline_ranks, h.pipeline_ranks,
-                                                            h.micro_batches) + h.pipeline_ranks
-                   * ((h.stages - 1 - stage) // h.pipeline_ranks))
+        (chunk, rank), count = divmod(stage, h.pipeline_ranks), h.stages // h.pipeline_ranks
+        held = in_flight_micro_batches(SCHEDULES[h.schedule], rank, h.pipeline_ranks, h.micro_batches, count)
+        # A rank's stages take turns, for as many micro-batches as there are ranks.
+        rounds, rest = divmod(held, count * h.pipeline_ranks)
+        return rounds * h.pipeline_ranks + min(max(rest - chunk * h.pipeline_ranks, 0), h.pipeline_ranks)
 
-    def always(self, index: int) -> Life:
+    def _always(self, index: int) -> Life:
         start, turn = self._at(index)
         return Life((start, start + turn + 1), self.held[index])
 
     def site_life(self, index: int, outputs: Sequence[int]) -> Life:
-        """Of an op's outputs."""
+        """Of an op's outputs. What several stages hold counts in those between as well: the search has one limit for
+        one time."""
+        return self._over(self.stages_of[index], self._site_life(index, outputs))
+
+    def _site_life(self, index: int, outputs: Sequence[int]) -> Life:
         if self.space.sites[index].kind in ("parameter", "buffer", "input"):
-            return self.always(index)
+            return self._always(index)
+        late = self._late(index) if index in self.by_parameter else 0
         if any((index, o) in self.kept for o in outputs):
             inside = self.again(index) and not any((index, o) in self.checkpoints for o in outputs)
-            return self._kept_life(index, inside)
-        start, _ = self._at(index)
+            return self._kept_life(index, inside, late)
+        start, turn = self._at(index)
+        if late:
+            return Life((start + index, start + turn + 1 - index), self.held[index] * late)
         return Life((start + index, start + max(index, self.last_use.get(index, index)) + 1))
 
-    def _kept_life(self, index: int, inside: bool) -> Life:
+    def _late(self, index: int) -> int:
+        """Micro-batches whose gradients of weights a zero-bubble stage puts off, keeping all that they need."""
+        h = self.hybrid
+        return min(self.stages_of[index][0] % h.pipeline_ranks, h.micro_batches) if h.schedule == "zero_bubble" else 0
+
+    def _kept_life(self, index: int, inside: bool, gradients: int = 0) -> Life:
+        """Of what backward needs, and of so many gradients of it."""
         start, turn = self._at(index)
-        if inside and (block := self.block_of[index]) is not None:
+        late = self._late(index)
+        if inside and not late and (block := self.block_of[index]) is not None:
             return Life((start + turn - self.block_end[block], start + turn - index + 1))
-        copies = self.held[index] * self.in_flight(self.stage_of[index])
-        return Life((start + index, start + turn + 1 - index), copies)
+        count = (late if inside else self.in_flight(self.stages_of[index][0])) + gradients
+        return Life((start + index, start + turn + 1 - index), self.held[index] * count)
 
     def copy_life(self, link: Link) -> Life:
-        """Of the redistributed copy that a link makes."""
+        """Of the redistributed copy that a link makes, and of the buffers between stages."""
+        through = self.sent_through.get((link.target, link.position))
+        if through is not None:
+            return self._over(through, Life((self._start(through[0]), self._start(through[0] + 1) - 1)))
+        return self._over(self.stages_of[link.target], self._copy_life(link))
+
+    def _copy_life(self, link: Link) -> Life:
         start, _ = self._at(link.target)
         if self.of_parameter[link.source] and self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
             sums = self.hybrid.zero_stage < 2 and self.hybrid.micro_batches > 1
-            whole = self.always(link.target)
+            whole = self._always(link.target)
             return Life(whole.interval, whole.copies * (2 if sums else 1))  # and the gradient of the whole
         transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3
         if ("copy", link.target, link.position) in self.kept and not transient:
             return self._kept_life(link.target, self.hybrid.recompute == "full" or self.again(link.target))
         return Life((start + link.target, start + link.target + 1))
 
+    def _kept_values(self) -> frozenset[object]:
+        """Values (site, output) and copies ("copy", site, input) that backward needs, where they are made.
 
-def _kept_values(space: StrategySpace) -> frozenset[object]:
-    """Values (site, output) and copies ("copy", site, input) that backward needs.
-
-    What an aliasing op or a hub passes on is its input's memory, so a need of theirs is a need of their input's.
-    """
-    kept: set[object] = set()
-    for index in range(len(space.sites) - 1, -1, -1):
-        strategies, site = space.strategies[index], space.sites[index]
-        rule = strategies.rule
-        passes_on = site.kind == "hub" or (rule is not None and rule.alias)
-        if rule is not None and rule.saves_output and strategies.output_metas[0].requires_grad:
-            kept.add((index, 0))
-        grad = any(m.requires_grad for m in strategies.output_metas)
-        for link in space.links_into.get(index, ()):
-            saved = grad and rule is not None and not passes_on and link.position in rule.saves
-            if saved or (passes_on and (index, 0) in kept):
-                kept.add(("copy", index, link.position))
-                kept.add((link.source, link.output))
-    return frozenset(kept)
+        What an aliasing op or a hub passes on is its input's memory, so a need of theirs is a need of their input's.
+        """
+        space, kept = self.space, set[object]()
+        for index in range(len(space.sites) - 1, -1, -1):
+            strategies, site = space.strategies[index], space.sites[index]
+            rule = strategies.rule
+            passes_on = site.kind == "hub" or (rule is not None and rule.alias)
+            if rule is not None and rule.saves_output and strategies.output_metas[0].requires_grad:
+                kept.add((index, 0))
+            grad = any(m.requires_grad for m in strategies.output_metas)
+            for link in space.links_into.get(index, ()):
+                saved = grad and rule is not None and not passes_on and link.position in rule.saves
+                if saved or (passes_on and (index, 0) in kept):
+                    kept.add(("copy", index, link.position))
+                    if not self._crosses(link):
+                        kept.add((link.source, link.output))
+        return frozenset(kept)
 
 
-def _last_uses(space: StrategySpace) -> dict[int, int]:
+def _last_uses(space: StrategySpace, links: Sequence[Link]) -> dict[int, int]:
     last: dict[int, int] = {}
-    for link in sorted(space.links, key=lambda k: -k.target):
+    for link in sorted(links, key=lambda k: -k.target):
         passes_on = space.sites[link.target].kind == "hub"
         use = last.get(link.target, link.target) if passes_on else link.target
         last[link.source] = max(last.get(link.source, 0), use)

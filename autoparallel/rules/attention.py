@@ -21,7 +21,10 @@ def attention(op: OpView) -> Rule | None:
     sizes = {f: n for f, n in (("b", batch), ("h", heads)) if n != 1}
     lead = tuple(f if f in sizes else None for f in ("b", "h"))
     inputs: list[Dims] = [(*lead, None, None)] * 3
+    extra = {0: 4.0 / d}  # the logarithm of each row's sum
     if mask is not None:
+        if mask.dtype == torch.bool:  # torch makes it numbers to add
+            extra[3] = float(op.inputs[0].dtype.itemsize)
         own = lead[4 - len(mask.shape) :]
         inputs.append((*(f if n != 1 else None for f, n in zip(own, mask.shape, strict=False)), None, None))
     even = {"h": (heads, kv_heads)} if heads != kv_heads else {}
@@ -31,4 +34,5 @@ def attention(op: OpView) -> Rule | None:
     return Rule(
         tuple(inputs), ((*lead, None, None),), sizes, even=even, flops=2.0 * points * (d + e) * causal,
         op_class="attention", saves=frozenset({0, 1, 2}), saves_output=True, random=dropout > 0, backward_flops=2.5,
+        extra_bytes=extra,
     )

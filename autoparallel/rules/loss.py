@@ -32,7 +32,7 @@ def cross_entropy(op: OpView) -> Rule | None:
     return Rule(
         (names, (names[0], *names[2:])), ((),), sizes, reduce=frozenset(sizes),
         flops=6.0 * op.inputs[0].num_elements, op_class="reduction", saves=frozenset({1}), variants=variants,
-        extra_bytes=float(op.inputs[0].dtype.itemsize),
+        extra_bytes={0: float(op.inputs[0].dtype.itemsize)},
     )
 
 

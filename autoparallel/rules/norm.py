@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import Rule
 
 aten = torch.ops.aten
+_OF_A_ROW = 8.0  # bytes: mean and deviation
 
 
 @rule_for(aten.layer_norm.default, aten.rms_norm.default)
@@ -17,7 +20,7 @@ def layer_norm(op: OpView) -> Rule:
     sizes = {f"d{i}": op.out.shape[i] for i in range(kept) if op.out.shape[i] != 1}
     rest = tuple((None,) * len(shape) for shape in op.shapes[1:])
     return Rule((names, *rest), (names,), sizes, flops=8.0 * op.out.num_elements, op_class="reduction",
-                saves=frozenset({0}))
+                saves=frozenset({0}), extra_bytes={0: _OF_A_ROW / prod(op.arg("normalized_shape"))})
 
 
 @rule_for(aten.group_norm.default)

@@ -81,4 +81,4 @@ def random(op: OpView) -> Rule:
     sizes = {f"d{i}": size for i, size in enumerate(op.out.shape) if size != 1}
     dims = tuple(f"d{i}" if size != 1 else None for i, size in enumerate(op.out.shape))
     return Rule((dims,), (dims,) * len(op.outputs), sizes, flops=float(op.out.num_elements), random=True,
-                extra_bytes=1.0)
+                extra_bytes={0: 1.0})

@@ -51,8 +51,9 @@ class Rule:
     linear when the others are held. ``even[f]``: sizes that the pieces of factor f must divide. ``fixed``: every tensor
     must be whole and the same everywhere (no R row either; for ops whose result depends on more than their inputs).
     ``flops`` of one forward call; ``op_class`` names the efficiency curve; ``saves`` says which inputs (by position)
-    and whether the output are kept for backward; ``alias`` ops move no data; ``extra_bytes`` per element of the first
-    input are kept too (a dropout's mask). ``backward_flops`` per forward flop, when all inputs need gradients.
+    and whether the output are kept for backward; ``alias`` ops move no data; ``extra_bytes[i]`` per element of input i
+    are kept too (a dropout's mask, what a norm knows of a row). ``backward_flops`` per forward flop, when all inputs
+    need gradients.
     """
 
     inputs: tuple[Dims, ...]
@@ -69,7 +70,7 @@ class Rule:
     saves_output: bool = False
     alias: bool = False
     random: bool = False
-    extra_bytes: float = 0.0
+    extra_bytes: Mapping[int, float] = field(default_factory=dict)
     backward_flops: float = 2.0
     variants: tuple[Row, ...] = ()
 

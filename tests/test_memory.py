@@ -1,0 +1,113 @@
+"""Predicted bytes are those that tensors take on the ranks: state, and what lives between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoparallel
+from autoparallel.runtime.step import TurnModule
+from tests.models import CASES
+from tests.ranks import mesh_of
+
+Options = Mapping[str, Any]
+#: Parameter, gradient and two moments.
+ADAMW_TENSORS = 4
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that are made while it is on, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return made
+
+    def total(self, without: Iterable[torch.Tensor | None] = ()) -> int:
+        self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
+        skipped = {storage(tensor) for tensor in without if tensor is not None}
+        return sum(size for key, (_, size) in self.storages.items() if key not in skipped)
+
+
+def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tuple[float, float, float, float]:
+    """Run on each rank: (state, activations) predicted for the fullest rank, and as they are on this one."""
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
+                                    **options)
+    states = [local(p) for p in parallel.parameters()]
+    stored = {storage(x) for x in states}
+    live, most = LiveBytes(), 0
+    modules: set[TurnModule] = set()
+    forward = TurnModule.forward
+
+    def counted(module: TurnModule, *received: torch.Tensor, turn: int) -> tuple[torch.Tensor, ...]:
+        nonlocal most
+        result = forward(module, *received, turn=turn)
+        modules.add(module)
+        own = [leaf.grad for m in modules for leaf, v in zip(m.leaves, m.values, strict=True) if storage(v) in stored]
+        most = max(most, live.total(without=[*own, *states]))
+        return result
+
+    with live:
+        if "micro_batches" in options:
+            TurnModule.forward = counted  # type: ignore[method-assign, assignment]
+            try:
+                parallel.step(*args, **kwargs)
+            finally:
+                TurnModule.forward = forward  # type: ignore[method-assign]
+        else:
+            loss = case.loss(parallel(*args, **kwargs))  # and not the other outputs, which the caller may keep
+            most = live.total(without=states)
+            del loss
+    state = sum(ADAMW_TENSORS * local(p).numel() * p.element_size() for p in parallel.parameters())
+    predicted = parallel.plan.prediction
+    return predicted.state_bytes, predicted.activation_bytes, float(state), float(most)
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
+    ("llama", (2, 2), {}, 0.05),
+    ("llama", (4,), {"baseline": "ddp"}, 0.05),
+    ("bert", (4,), {"baseline": "fsdp"}, 0.05),
+    ("bert", (4,), {"baseline": "tensor_parallel"}, 0.05),
+    ("llama", (4,), {"micro_batches": 2, "recompute": "full"}, 0.05),
+    ("bert", (4,), {"micro_batches": 2, "zero_stage": 1}, 0.05),
+    ("bert", (4,), {"micro_batches": 2, "recompute": "selective"}, 0.05),
+    ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe"}, 0.05),
+    ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe", "recompute": "full"}, 0.05),
+    ("bert", (4,), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "1f1b"}, 0.05),
+    ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble"}, 0.05),
+    # Gradients that are still being sent when the next forward begins are not predicted.
+    ("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "interleaved"}, 0.12),
+]
+
+
+@pytest.mark.parametrize(("case_name", "mesh_shape", "options", "tolerance"), PLANS)
+def test_bytes_are_as_predicted(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options,
+                                tolerance: float) -> None:
+    """Of the fullest rank."""
+    found = ranks(4).run(measure, case_name, mesh_shape, dict(options), timeout_s=100)
+    predicted_state, predicted_activations, _, _ = found[0]
+    assert predicted_state == pytest.approx(max(state for _, _, state, _ in found), rel=0.05)
+    assert predicted_activations == pytest.approx(max(live for _, _, _, live in found), rel=tolerance)
