@@ -16,7 +16,7 @@ from torch import nn
 
 from autoparallel.baselines import baseline
 from autoparallel.capture import OpGraph, capture
-from autoparallel.errors import InfeasibleError, MeshError
+from autoparallel.errors import InfeasibleError, MeshError, PlanError
 from autoparallel.hybrid import MicroBatches, Stages, Ungathered, place_cuts, split_batch, stages_of, stored_in_pieces
 from autoparallel.hybrid.joint import Candidate, Fixed, search_jointly
 from autoparallel.layout import Layout
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 
     from autoparallel.runtime.groups import MeshSite
     from autoparallel.runtime.module import Compiled, ParallelModule
+
+
+#: Options that a ready plan leaves no room for.
+DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "schedule", "recompute",
+                               "zero_stage"})
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,12 @@ def plan(
 ) -> Plan:
     """The best plan for one training step of ``model`` on ``cluster``; the model may be on the meta device.
 
-    ``mesh_shape`` fixes the axes; without it the search tries every way to cut the devices into one or two axes.
-    ``joint`` searches pipeline, micro-batches, ZeRO stage and recompute too (those that the options leave open).
-    Further keywords are those of `Options`. Raises CaptureError, PinError, InfeasibleError, ClusterError.
+    ``mesh_shape`` fixes the axes (the first is the pipeline's, if there are stages); without it the search tries every
+    way to cut the devices of a stage into one or two axes. ``joint`` searches pipeline, mesh, micro-batches, ZeRO
+    stage and recompute too, those that the options leave open; pins hold in its plan, and not in the estimates by
+    which it picks what to plan. Further keywords are those of `Options`.
+
+    Raises CaptureError, PinError, PlanError, InfeasibleError, ClusterError.
     """
     cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
     started = time.process_time()
@@ -100,16 +108,18 @@ def plan(
     captured = time.process_time() - started
     chosen = Options(**options)
     if joint:
+        if axis_names or chosen.baseline:
+            raise PlanError("joint=True picks the axes and the plan: leave out axis_names and baseline")
         best = _plan_jointly(graph, cluster, mesh_shape, chosen)
     else:
-        shapes = [tuple(mesh_shape)] if mesh_shape is not None else mesh_shapes(cluster.num_devices)
-        best = _best_of(graph, cluster, shapes, axis_names, chosen)
+        shapes = [tuple(mesh_shape)] if mesh_shape is not None else mesh_shapes(cluster.num_devices, chosen.stages)
+        best = best_of(graph, cluster, shapes, axis_names, chosen)
     seconds = {"capture": captured, **best.evidence.seconds}
     return replace(best, evidence=replace(best.evidence, seconds=seconds))
 
 
-def _best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
-             options: Options) -> Plan:
+def best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
+            options: Options) -> Plan:
     """The fastest plan over mesh shapes; shapes on which nothing fits are passed over while another one does."""
     plans, failures = [], []
     for shape in shapes:
@@ -119,7 +129,7 @@ def _best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]]
             failures.append(error)
     if not plans:
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", float("inf")))
-    return min(plans, key=lambda p: p.evidence.objective_s)
+    return min(plans, key=lambda p: p.prediction.step_s)
 
 
 def _plan_of_shape(graph: OpGraph, cluster: Cluster, shape: tuple[int, ...], axis_names: Sequence[str] | None,
@@ -146,9 +156,9 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
                            options.time_limit_s, in_full)
     evidence = found.plan.evidence
     seen = found.survey
-    reason = (f"{evidence.stop_reason} on the best of {seen.estimated} combinations, {seen.infeasible} of which do not "
-              f"fit; {seen.pruned} more bounded away, {seen.left} left for lack of time; {found.planned} planned "
-              "in full")
+    reason = (f"{evidence.stop_reason} on the best of {len(seen.candidates)} combinations, for {seen.without_plan} of "
+              f"which none that fits was found; {seen.pruned} more bounded away, {seen.left} left for lack of time; "
+              f"{found.planned} planned in full")
     seconds = {**evidence.seconds, "joint": found.seconds}
     return replace(found.plan, evidence=replace(evidence, stop_reason=reason, seconds=seconds))
 
@@ -166,10 +176,12 @@ def compile(
     """``model`` on ``mesh``: called like the original, computing the same numbers on all its devices together.
 
     ``mesh`` is a `torch.distributed.DeviceMesh`, or a device count (then one axis). Traced at the first call, or now
-    when example inputs are given. ``plan`` runs a ready plan instead of searching. ``cluster`` prices the search (by
-    default the machine that the mesh's device type suggests). Further keywords are those of `Options`.
+    when example inputs are given. ``plan`` runs a ready plan instead of searching; what else the options say is for
+    calls of another form (evaluation, other shapes). ``cluster`` prices the search (by default the machine that the
+    mesh's device type suggests). Further keywords are those of `Options`.
 
-    Raises MeshError without a process group or when the mesh is not the world's size.
+    Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
+    decide what the plan has decided.
     """
     from autoparallel.runtime import groups
     from autoparallel.runtime.module import ParallelModule
@@ -177,6 +189,9 @@ def compile(
     mesh = check_mesh(mesh)
     machine = cluster_of(mesh, cluster)
     chosen = Options(**options)
+    if plan and (decided := sorted(DECIDED_BY_A_PLAN & {k for k, v in options.items() if v is not None})):
+        raise PlanError(f"the plan decides {', '.join(decided)}: leave them out, or leave out the plan and search for "
+                        "another")
     several = (plan.hybrid.stages if plan else chosen.stages) > 1
     hybrid = plan.hybrid if plan else chosen.hybrid(mesh.size(0) if several else 1)
     site = groups.site_of(mesh, hybrid.pipeline_ranks)
@@ -321,10 +336,20 @@ class _Clock:
         self._last = now
 
 
-def mesh_shapes(num_devices: int) -> list[tuple[int, ...]]:
-    """Every way to cut a device count into one or two axes of at least two devices."""
-    pairs = [(a, num_devices // a) for a in range(2, num_devices // 2 + 1) if num_devices % a == 0]
-    return [(num_devices,), *pairs]
+def mesh_shapes(num_devices: int, stages: int = 1) -> list[tuple[int, ...]]:
+    """Every way to cut a device count into one or two axes of at least two devices, behind a pipeline axis if there
+    are stages.
+
+    Raises PlanError when the stages cannot be dealt out evenly to a part of the devices.
+    """
+    if stages == 1:
+        pairs = [(a, num_devices // a) for a in range(2, num_devices // 2 + 1) if num_devices % a == 0]
+        return [(num_devices,), *pairs]
+    ranks = [r for r in range(2, num_devices + 1) if num_devices % r == 0 and stages % r == 0]
+    if not ranks:
+        raise PlanError(f"{stages} pipeline stages cannot be dealt out evenly to {num_devices} devices: a number above "
+                        "1 must divide both")
+    return [(r, *shape) if num_devices > r else (r,) for r in ranks for shape in mesh_shapes(num_devices // r)]
 
 
 def check_mesh(mesh: DeviceMesh | int) -> DeviceMesh:
@@ -370,4 +395,4 @@ def _known_name(device_type: str) -> str:
     raise MeshError(f"no cluster description for devices of type {name!r}: give cluster=, a name or a TOML file")
 
 
-__all__ = ["Options", "check_mesh", "cluster_of", "compile", "mesh_shapes", "plan"]
+__all__ = ["Options", "best_of", "check_mesh", "cluster_of", "compile", "mesh_shapes", "plan"]

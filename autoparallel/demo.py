@@ -5,6 +5,7 @@ Run by ``autoparallel demo``.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,8 @@ def parallel_run(mesh_shape: tuple[int, ...], reference: dict[str, torch.Tensor]
 
     import autoparallel
 
+    # Gathering parameters for the comparison takes a collective per axis, and torch would say so.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     names = ("data", "model")[-len(mesh_shape):]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, mesh_shape, mesh_dim_names=names)
@@ -91,7 +94,7 @@ def main(num_ranks: int, mesh_shape: tuple[int, ...]) -> bool:
     reference = {name: p.detach().clone() for name, p in model.named_parameters()}
     ranks: list[Any] = launch(parallel_run, num_ranks, mesh_shape, reference)
     first: Measured = ranks[0]
-    console.print(first.report, markup=False, highlight=False)
+    print(first.report)
     table = Table(title=f"training on {num_ranks} processes against one", title_justify="left")
     for column in ("step", "loss, one process", f"loss, {num_ranks} processes", "relative difference"):
         table.add_column(column, justify="right")

@@ -26,7 +26,7 @@ import typer
 from torch import nn
 
 from autoparallel.capture import OpGraph, capture
-from autoparallel.compiler import Options, _best_of, mesh_shapes
+from autoparallel.compiler import Options, best_of, mesh_shapes
 from autoparallel.layout import Layout, local_box
 from autoparallel.lower import Program, check, emit
 from autoparallel.pricing import Prices, SpacePricer
@@ -248,7 +248,7 @@ def toy_cluster() -> Cluster:
 def candidates(graph: OpGraph, cluster: Cluster) -> dict[str, Callable[[], Candidate]]:
     """The plans to run, made when asked for."""
     def planned(shapes: Sequence[tuple[int, ...]], **options: Any) -> Candidate:
-        plan = _best_of(graph, cluster, shapes, None, Options(**options))
+        plan = best_of(graph, cluster, shapes, None, Options(**options))
         space = StrategySpace(graph, plan.mesh_shape, plan.axis_names)
         return Candidate(space, tuple(plan.labels(space)), plan.direct)
 

@@ -35,10 +35,10 @@ from tests.models import CASES
 from tests.ranks import mesh_of
 
 
-def planned(case_name: str = "mlp", mesh_shape: tuple[int, ...] = (2, 2), **options: Any) -> Plan:
+def planned(case_name: str = "mlp", mesh_shape: tuple[int, ...] | None = (2, 2), **options: Any) -> Plan:
     case = CASES[case_name]
     args, kwargs = case.inputs(8)
-    return plan(case.build(), Cluster.load("local-cpu", num_devices=torch.Size(mesh_shape).numel()),
+    return plan(case.build(), Cluster.load("local-cpu", num_devices=torch.Size(mesh_shape or (4,)).numel()),
                 example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape, **options)
 
 
@@ -373,12 +373,24 @@ def call_a_pipeline() -> list[str]:
         message_of(lambda: parallel.shard_batch(args)),
         message_of(lambda: autoparallel.compile(case.build(), mesh_of(4), plan=parallel.plan)),
         message_of(lambda: autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, plan=wrong)),
+        message_of(lambda: autoparallel.compile(case.build(), mesh_of(2, 2), plan=parallel.plan, micro_batches=2,
+                                                baseline="ddp")),
     ]
 
 
 def test_what_a_pipeline_refuses(ranks: Callable[[int], Any]) -> None:
-    for call, shard, mesh, cuts in ranks(4).run(call_a_pipeline):
+    for call, shard, mesh, cuts, both in ranks(4).run(call_a_pipeline):
         assert call.startswith("InputError") and "2 pipeline stages" in call and "step(...)" in call
         assert shard.startswith("InputError") and "step(...)" in shard
         assert mesh.startswith("MeshError") and "pipeline of 2 ranks" in mesh and "first axis 4" in mesh
         assert cuts.startswith("PlanError") and "['x'] do not make 2 stages" in cuts
+        assert both.startswith("PlanError: the plan decides baseline, micro_batches: leave them out")
+
+
+def test_stages_that_no_part_of_the_devices_can_take() -> None:
+    says(PlanError, "3 pipeline stages", "4 devices", of=lambda: planned(pipeline_stages=3, mesh_shape=None))
+
+
+def test_a_joint_search_picks_the_axes_itself() -> None:
+    says(PlanError, "leave out axis_names and baseline", of=lambda: planned(joint=True, baseline="ddp"))
+    says(PlanError, "leave out axis_names and baseline", of=lambda: planned(joint=True, axis_names=("a", "b")))

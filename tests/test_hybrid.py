@@ -197,6 +197,21 @@ def test_a_sketch_counts_for_the_model() -> None:
         assert solve(part.full(), "exact").objective == pytest.approx(solve(whole.full(), "exact").objective, rel=0.02)
 
 
+def test_a_pipeline_without_a_mesh_shape() -> None:
+    """Of all meshes whose first axis can take the stages, the one with the fastest step."""
+    case = CASES["llama"]
+    args, kwargs = case.inputs(8)
+    cluster = Cluster.load("h100-sxm", num_devices=8)
+
+    def planned(shape: tuple[int, ...] | None) -> autoparallel.Plan:
+        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape,
+                                 pipeline_stages=4, schedule="gpipe", micro_batches=2)
+
+    best = planned(None)
+    assert best.hybrid.pipeline_ranks == 4 and best.hybrid.stages == 4
+    assert best.prediction.step_s == pytest.approx(planned((4, 2)).prediction.step_s)
+
+
 @pytest.mark.parametrize("limit_share", [1.0, 0.6, 0.35])
 def test_what_the_joint_search_picks_computes_the_same(ranks: Any, limit_share: float) -> None:
     """Under three memory limits: none, and shares of what the plan without a limit takes."""

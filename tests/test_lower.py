@@ -168,34 +168,19 @@ def test_all_emitted_programs_pass(case_name: str, mesh_shape: tuple[int, ...]) 
             check(emit(space, labels, prices.path, coordinate), space, coordinate)
 
 
-def another_target(program: Program) -> FxNode:
-    step = call_of(program, "all_reduce")
-    step.update_arg(3, "R")
-    return step
+def damage(position: int, value: str) -> Callable[[Program], FxNode]:
+    """Another argument of a collective: 1 is its axis, 2 and 3 are the placements it goes from and to."""
+
+    def of(program: Program) -> FxNode:
+        step = call_of(program, "all_reduce")
+        step.update_arg(position, value)
+        return step
+
+    return of
 
 
-def another_source(program: Program) -> FxNode:
-    step = call_of(program, "all_reduce")
-    step.update_arg(2, "I")
-    return step
-
-
-def no_placement(program: Program) -> FxNode:
-    step = call_of(program, "all_reduce")
-    step.update_arg(3, "Q")
-    return step
-
-
-def another_axis(program: Program) -> FxNode:
-    step = call_of(program, "all_reduce")
-    step.update_arg(1, "dp")
-    return step
-
-
-def no_axis(program: Program) -> FxNode:
-    step = call_of(program, "all_reduce")
-    step.update_arg(1, "xp")
-    return step
+another_target, another_source, no_placement = damage(3, "R"), damage(2, "I"), damage(3, "Q")
+another_axis, no_axis = damage(1, "dp"), damage(1, "xp")
 
 
 def another_function(program: Program) -> FxNode:

@@ -93,6 +93,7 @@ PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
     ("bert", (4,), {"baseline": "tensor_parallel"}, 0.05),
     ("llama", (4,), {"micro_batches": 2, "recompute": "full"}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "zero_stage": 1}, 0.05),
+    ("llama", (4,), {"micro_batches": 2, "zero_stage": 3}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "recompute": "selective"}, 0.05),
     ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe"}, 0.05),
     ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe", "recompute": "full"}, 0.05),

@@ -54,25 +54,27 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Survey:
-    """Candidates, best estimate first; how many were estimated, how many of these do not fit, how many have a bound
-    above the best estimate, and for how many there was no time."""
+    """Candidates that were estimated, the best first; how many more have a bound above the best estimate, and for how
+    many there was no time."""
 
     candidates: tuple[Candidate, ...]
-    estimated: int
-    infeasible: int
     pruned: int
     left: int
+
+    @property
+    def without_plan(self) -> int:
+        """For how many no plan that fits was found (there is none, or it takes longer than an estimate may)."""
+        return sum(c.estimate_s == math.inf for c in self.candidates)
 
 
 @dataclass(frozen=True)
 class JointResult:
-    """The best plan, what was looked at, how many were planned in full, and the best estimate that was not."""
+    """The best plan, what was looked at, how many were planned in full, and the seconds of it all."""
 
     plan: Plan
     survey: Survey
     planned: int
     seconds: float
-    next_estimate_s: float
 
 
 def divisors(n: int) -> list[int]:
@@ -205,8 +207,7 @@ class JointSearch:
             second = [Candidate(hybrid, candidate.mesh_shape) for hybrid in self.around(candidate)]
             more, late = self._estimate_all(second, known, 1.0)
             pruned, left = pruned + more, left + late
-        found = sorted(known.values(), key=lambda c: c.estimate_s)
-        return Survey(tuple(found), len(known), sum(c.estimate_s == math.inf for c in found), pruned, left)
+        return Survey(tuple(sorted(known.values(), key=lambda c: c.estimate_s)), pruned, left)
 
     def _estimate_all(self, candidates: Sequence[Candidate], known: dict[object, Candidate], share: float
                       ) -> tuple[int, int]:
@@ -288,5 +289,4 @@ def search_jointly(
             best = made
     if best is None:
         raise failure or InfeasibleError("no combination of pipeline, mesh and micro-batches is possible")
-    left = candidates[planned].estimate_s if planned < len(candidates) else math.inf
-    return JointResult(best, survey, planned, time.monotonic() - started, left)
+    return JointResult(best, survey, planned, time.monotonic() - started)

@@ -96,6 +96,11 @@ def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], co
     return found[0], found[1]
 
 
+def on_device(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """An op's keyword arguments, for a device other than the one that it was traced on."""
+    return {k: device if isinstance(v, torch.device) else v for k, v in kwargs.items() if k != "pin_memory"}
+
+
 class _Emitter:
     def __init__(self, space: StrategySpace, labels: Sequence[Label], path: PathFinder, coordinate: tuple[int, ...],
                  device: torch.device) -> None:
@@ -176,7 +181,7 @@ class _Emitter:
             lambda leaf: next(operands) if isinstance(leaf, Ref) else leaf, (node.args, dict(node.kwargs))
         )
         layouts = [strategies.output_layout(label, o) for o in range(len(node.outputs))]
-        made = self._call(site, node, list(args), self._on_device(kwargs), layouts)
+        made = self._call(site, node, list(args), on_device(kwargs, self.device), layouts)
         if len(node.outputs) == 1 and not _returns_tuple(node):
             results = [made]
         else:
@@ -186,11 +191,6 @@ class _Emitter:
             if node.no_grad and node.target is not aten.detach.default:
                 result = self._describe(self.graph.call_function(aten.detach.default, (result,)), site, meta, layout)
             self.values[site.index, output] = result
-
-    def _on_device(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        found = {k: self.device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
-        found.pop("pin_memory", None)
-        return found
 
     def _call(self, site: Site, node: Node, args: list[Any], kwargs: dict[str, Any], layouts: list[Layout]) -> FxNode:
         if node.target in SIZE_ARGUMENT:

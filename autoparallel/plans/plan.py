@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +169,8 @@ class Plan:
                 lines.append(f"{name}: {_names(mine)} -> {_names(theirs)}")
         if self.mesh_shape != other.mesh_shape:
             lines.append(f"mesh: {self.mesh_shape} -> {other.mesh_shape}")
+        lines += [f"{f.name}: {mine} -> {theirs}" for f in fields(Hybrid)
+                  if (mine := getattr(self.hybrid, f.name)) != (theirs := getattr(other.hybrid, f.name))]
         head = (f"{len(lines)} differences; predicted step {self.prediction.step_s:.6g} s -> "
                 f"{other.prediction.step_s:.6g} s, peak {self.prediction.peak_bytes:.4g} B -> "
                 f"{other.prediction.peak_bytes:.4g} B")

@@ -43,6 +43,8 @@ def print_report(plan: Plan, console: Console) -> None:
     console.print(f"memory per rank: {bytes_str(p.state_bytes)} parameters, gradients and optimizer state + "
                   f"{bytes_str(p.activation_bytes)} activations; peak {bytes_str(p.peak_bytes)}")
     console.print(_collectives(plan))
+    console.print("strategies and layouts have a part for each mesh axis: S(d) a piece of dim d, R and I the whole "
+                  "(I: nobody changes it), P a summand", highlight=False, markup=False)
     for block in plan.blocks:
         console.print(_block(block.paths, block.lines))
     if p.repeated_ops:

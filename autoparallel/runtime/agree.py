@@ -39,7 +39,7 @@ def agree(what: str, mine: str, among: int = 0) -> None:
     first: dict[int, str] = {}
     different = [rank for rank, (part, digest) in enumerate(found) if first.setdefault(part, digest) != digest]
     if different:
-        raise LoweringError(f"ranks {different} have {what} other than rank 0's: "
+        raise LoweringError(f"ranks {different} have {what} other than the first rank's of their group: "
                             "do all ranks compile the same model with the same inputs and options?")
 
 

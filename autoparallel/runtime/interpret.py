@@ -9,6 +9,7 @@ import torch.utils._pytree as pytree
 
 from autoparallel.capture import OpGraph, Ref
 from autoparallel.errors import InputError
+from autoparallel.lower.emit import on_device
 
 
 def values_of(graph: OpGraph, wanted: Iterable[Ref], known: Mapping[Ref, torch.Tensor], device: torch.device
@@ -27,8 +28,7 @@ def values_of(graph: OpGraph, wanted: Iterable[Ref], known: Mapping[Ref, torch.T
     for index in sorted(needed):
         node = graph.nodes[index]
         args, kwargs = pytree.tree_map_only(Ref, found.__getitem__, (node.args, dict(node.kwargs)))
-        kwargs = {k: device if isinstance(v, torch.device) else v for k, v in kwargs.items() if k != "pin_memory"}
-        made = node.target(*args, **kwargs)
+        made = node.target(*args, **on_device(kwargs, device))
         for output, value in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
             found[Ref(index, output)] = value
     return found

@@ -156,7 +156,8 @@ class ParallelModule(nn.Module):
         """Forward and backward of one step over the whole batch; returns the loss, detached.
 
         The model must return a scalar loss: alone, first in a tuple, or as ``loss`` of a structure. With
-        micro-batches and pipeline stages it is the same step, in turns; every rank returns the loss.
+        micro-batches and pipeline stages it is the same step, in turns; every rank returns the loss. Then DTensor
+        inputs are gathered first: each turn's samples may lie anywhere.
         """
         state = self._state
         compiled = self.trace(args, kwargs)
