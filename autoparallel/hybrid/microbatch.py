@@ -112,6 +112,7 @@ class _Turns:
         self.space, self.batch = space, batch
         self.loss = loss_output(space.graph)
         self.free = _free_of_parameters(space)
+        self.most = max((k.meta.num_elements for k in space.links if k.source in self.free), default=1)
 
     def site_faults(self, index: int) -> np.ndarray:
         site, s = self.space.sites[index], self.space.strategies[index]
@@ -134,7 +135,9 @@ class _Turns:
             return FAULT if source.kind != "P" and link.meta.requires_grad else 0.0
         if source == target or (source.kind, target.kind) == ("I", "R") or site.kind == "output":
             return 0.0
-        return LITTLE if link.source in self.free and target.kind != "P" else FAULT
+        if link.source not in self.free or target.kind == "P":
+            return FAULT
+        return LITTLE * link.meta.num_elements / self.most  # a prologue's value lies whole on every rank
 
     def check(self, labels: Sequence[Label]) -> None:
         """Raises InfeasibleError naming what the chosen layouts still do across turns."""
