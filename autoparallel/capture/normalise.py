@@ -420,6 +420,26 @@ def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
     return e(aten.add.Tensor, out, wide(bias)) if bias is not None else out
 
 
+def share_masks(graph: Graph, mutations: dict[str, Node]) -> None:
+    """A mask of several attentions as the numbers that they add, made once: torch makes (and keeps for backward) its
+    own of a boolean mask in each."""
+    readers: dict[tuple[Node, torch.dtype], list[Node]] = {}
+    for node in graph.nodes:
+        mask = _argument(node, "attn_mask") if node.target is aten.scaled_dot_product_attention.default else None
+        if mask is not None and mask.meta["val"].dtype == torch.bool:
+            readers.setdefault((mask, node.args[0].meta["val"].dtype), []).append(node)
+    for (mask, dtype), nodes in readers.items():
+        if len(nodes) < 2:
+            continue
+        anchor = mask if mask.op == "call_function" else [n for n in graph.nodes if n.op == "placeholder"][-1]
+        with graph.inserting_before(anchor.next):
+            made = emit(graph, mask, aten.where.self, mask, *(
+                emit(graph, mask, aten.full.default, [], value, dtype=dtype) for value in (0.0, float("-inf"))
+            ))
+        for node in nodes:
+            node.replace_input_with(mask, made)
+
+
 def lists(graph: Graph, mutations: dict[str, Node]) -> None:
     """Ops that return a list become one op per element that is used."""
     for node in list(graph.nodes):
@@ -486,6 +506,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each({aten.dropout.default: _dropout}),
     _each({aten.cross_entropy_loss.default: _cross_entropy, aten.nll_loss_nd.default: _cross_entropy}),
     _each(dict.fromkeys(LOSSES, _loss_mean)),
+    share_masks,
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
 ]
 

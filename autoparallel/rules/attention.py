@@ -21,10 +21,12 @@ def attention(op: OpView) -> Rule | None:
     sizes = {f: n for f, n in (("b", batch), ("h", heads)) if n != 1}
     lead = tuple(f if f in sizes else None for f in ("b", "h"))
     inputs: list[Dims] = [(*lead, None, None)] * 3
-    extra = {0: 4.0 / d}  # the logarithm of each row's sum
+    saves, extra = frozenset({0, 1, 2}), {0: 4.0 / d}  # the logarithm of each row's sum
     if mask is not None:
-        if mask.dtype == torch.bool:  # torch makes it numbers to add
+        if mask.dtype == torch.bool:  # torch makes numbers of it
             extra[3] = float(op.inputs[0].dtype.itemsize)
+        else:
+            saves |= {3}
         own = lead[4 - len(mask.shape) :]
         inputs.append((*(f if n != 1 else None for f, n in zip(own, mask.shape, strict=False)), None, None))
     even = {"h": (heads, kv_heads)} if heads != kv_heads else {}
@@ -33,6 +35,5 @@ def attention(op: OpView) -> Rule | None:
     dropout = float(op.arg("dropout_p") or 0.0)
     return Rule(
         tuple(inputs), ((*lead, None, None),), sizes, even=even, flops=2.0 * points * (d + e) * causal,
-        op_class="attention", saves=frozenset({0, 1, 2}), saves_output=True, random=dropout > 0, backward_flops=2.5,
-        extra_bytes=extra,
+        op_class="attention", saves=saves, saves_output=True, random=dropout > 0, backward_flops=2.5, extra_bytes=extra,
     )
