@@ -146,3 +146,8 @@ def copies(graph: OpGraph, node: Node) -> bool:
 
 def is_floating(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+def on_device(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """An op's keyword arguments, for a device other than the one that it was traced on."""
+    return {k: device if isinstance(v, torch.device) else v for k, v in kwargs.items() if k != "pin_memory"}

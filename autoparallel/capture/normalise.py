@@ -18,6 +18,7 @@ from torch.fx import Node as FxNode
 
 from autoparallel.capture.editing import Node, emit, replace, source_line
 from autoparallel.capture.functionalise import functionalise
+from autoparallel.capture.masks import drop_masks
 from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
@@ -506,6 +507,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each({aten.dropout.default: _dropout}),
     _each({aten.cross_entropy_loss.default: _cross_entropy, aten.nll_loss_nd.default: _cross_entropy}),
     _each(dict.fromkeys(LOSSES, _loss_mean)),
+    drop_masks,
     share_masks,
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
 ]

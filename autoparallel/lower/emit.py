@@ -8,7 +8,7 @@ steps, each one line that names its axis and its placements. Node metadata: ``la
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.fx import Node as FxNode
 
 from autoparallel.capture import Ref, TensorMeta
 from autoparallel.capture.blocks import block_path
-from autoparallel.capture.graph import Node
+from autoparallel.capture.graph import Node, on_device
 from autoparallel.layout import Layout, Step, local_box, local_shape, pieces
 from autoparallel.layout.shapes import piece_of
 from autoparallel.lower import variants
@@ -94,11 +94,6 @@ def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], co
                 size = piece_of(size, mesh_shape[other], coordinate[other])[1]
         found.append(pieces(size, mesh_shape[step.axis]))
     return found[0], found[1]
-
-
-def on_device(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """An op's keyword arguments, for a device other than the one that it was traced on."""
-    return {k: device if isinstance(v, torch.device) else v for k, v in kwargs.items() if k != "pin_memory"}
 
 
 class _Emitter:

@@ -8,8 +8,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoparallel.capture import OpGraph, Ref
+from autoparallel.capture.graph import on_device
 from autoparallel.errors import InputError
-from autoparallel.lower.emit import on_device
 
 
 def values_of(graph: OpGraph, wanted: Iterable[Ref], known: Mapping[Ref, torch.Tensor], device: torch.device
