@@ -6,14 +6,14 @@ All fits minimise the relative error, because sizes span decades; all give back 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import ALGORITHMS, UNLIMITED, Cluster, Curve, Group, Link
+from cost_models.cluster import ALGORITHMS, COLLECTIVES, UNLIMITED, Cluster, Curve, Group, Link
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 from cost_models.errors import ClusterError
 
@@ -27,11 +27,17 @@ _SECONDS: dict[str, Callable[[Any, Group], Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One measurement: a collective of ``nbytes`` (as in `cost_models.collectives`) among ``num_ranks``."""
+#: No collective is taken to be faster than the formula by more.
+LEAST_SLOWDOWN = 0.05
 
-    num_ranks: int
+
+@dataclass(frozen=True)
+class Measured:
+    """One measurement on a cluster: a collective of ``nbytes`` along one axis of a mesh, by all groups at once."""
+
+    collective: str
+    mesh_shape: tuple[int, ...]
+    axis: int
     nbytes: float
     seconds: float
 
@@ -65,50 +71,94 @@ def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float], messages: 
         raise ClusterError("a fit needs at least two pairs of bytes and seconds, seconds above 0; got "
                            f"{len(b)} bytes and {len(t)} seconds")
     columns = np.stack([m / t, b / t], axis=1)
+    x = _non_negative(columns)
+    return Fit(float(x[0]), float(x[1]), tuple(float(r) for r in columns @ x - 1))
+
+
+def _non_negative(columns: np.ndarray) -> np.ndarray:
+    """The x >= 0 that minimises |columns x - 1|: least squares of a few unknowns, by which of them are not 0."""
+    unknowns = columns.shape[1]
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
-    best = (np.inf, np.zeros(2))
-    for kept in ([0, 1], [0], [1]):    # non-negative least squares of two unknowns, by cases
-        part, *_ = np.linalg.lstsq(columns[:, kept] / scale[kept], np.ones_like(t), rcond=None)
-        x = np.zeros(2)
+    best = (np.inf, np.zeros(unknowns))
+    for kept in ([i for i in range(unknowns) if case >> i & 1] for case in range(2**unknowns - 1, 0, -1)):
+        part, *_ = np.linalg.lstsq(columns[:, kept] / scale[kept], np.ones(len(columns)), rcond=None)
+        x = np.zeros(unknowns)
         x[kept] = part / scale[kept]
         error = float(((columns @ x - 1) ** 2).sum())
         if (x >= 0).all() and error < best[0]:
             best = (error, x)
-    x = best[1]
-    return Fit(float(x[0]), float(x[1]), tuple(float(r) for r in columns @ x - 1))
+    return best[1]
 
 
-def fit_link(
-    name: str, num_devices: int, samples: Mapping[str, Sequence[Sample]], launch_s: float = 0.0
-) -> tuple[Link, dict[str, tuple[float, ...]]]:
-    """A link from measurements of collectives on groups inside it, and the relative residuals of each.
+def fit_links(cluster: Cluster, measured: Sequence[Measured]) -> tuple[Cluster, tuple[float, ...]]:
+    """The cluster with the alpha, bandwidth and slow-downs of its links and the times of calls that fit the
+    measurements, and by measurement (predicted - measured)/measured.
 
-    alpha and bandwidth are those of a ring for "all_reduce", which must be among the samples; each other collective
-    gets the slow-down factor that minimises its relative error.
+    What the links are called, join and share is taken from ``cluster``; collectives run as rings. A measurement counts
+    for the outermost link that it crosses. Alphas and bandwidths are those of all_reduce, of which every link needs two
+    measurements or more; other collectives get a factor by link.
     """
-    if len(samples.get("all_reduce", ())) < 2:
-        raise ClusterError(f"link {name}: needs two all_reduce samples or more; has {sorted(samples)}")
-    n, b, t = _columns(samples["all_reduce"])
-    fit = fit_alpha_beta(list(2 * (n - 1) / n * b), list(np.maximum(t - launch_s, 1e-9)), list(2 * (n - 1)))
-    link = Link(name, num_devices, fit.alpha_s, 1.0 / max(fit.beta_s_per_byte, 1e-15))
-    slowdown = {}
-    for collective, measured in samples.items():
-        if collective != "all_reduce":
-            ratio = np.array([_predict(collective, s, link, 0.0) / max(s.seconds - launch_s, 1e-9) for s in measured])
-            slowdown[collective] = float(ratio.sum() / (ratio**2).sum())
-    link = Link(name, num_devices, link.alpha_s, link.bandwidth_bytes_per_s, slowdown)
-    residuals = {collective: tuple(_predict(collective, s, link, launch_s) / s.seconds - 1 for s in measured)
-                 for collective, measured in samples.items()}
-    return link, residuals
+    links = tuple(replace(link, slowdown={}, protocols={}) for link in cluster.links)
+    blank = replace(cluster, algorithms=("ring",), call_s=dict.fromkeys(COLLECTIVES, 0.0), links=links)
+    outermost = [_outermost(blank, m) for m in measured if m.collective == "all_reduce"]
+    short = [link.name for number, link in enumerate(links) if outermost.count(number) < 2]
+    if short:
+        raise ClusterError(f"links {short} need two all_reduce measurements or more, on groups that cross "
+                           "no link further out")
+    fitted = _fit_all_reduce(blank, [m for m in measured if m.collective == "all_reduce"])
+    others = {m.collective: None for m in measured if m.collective != "all_reduce"}
+    for collective in others:
+        fitted = _fit_other(fitted, collective, [m for m in measured if m.collective == collective])
+    calls = {kind: seconds for kind, seconds in fitted.call_s.items() if kind == "all_reduce" or kind in others}
+    fitted = replace(fitted, call_s=calls)
+    return fitted, tuple(predicted_s(fitted, m) / m.seconds - 1 for m in measured)
 
 
-def _columns(samples: Sequence[Sample]) -> np.ndarray:
-    return np.array([(s.num_ranks, s.nbytes, s.seconds) for s in samples], dtype=float).T
+def predicted_s(cluster: Cluster, measured: Measured) -> float:
+    """Seconds that the cluster predicts for a measurement."""
+    return float(_SECONDS[measured.collective](measured.nbytes, cluster.group(measured.mesh_shape, measured.axis)))
 
 
-def _predict(collective: str, sample: Sample, link: Link, launch_s: float) -> float:
-    group = Group(((sample.num_ranks, link),), launch_s, algorithms=("ring",))
-    return float(_SECONDS[collective](sample.nbytes, group))
+def _outermost(cluster: Cluster, measured: Measured) -> int:
+    """Number of the outermost link that the measured groups cross."""
+    levels = cluster.group(measured.mesh_shape, measured.axis).levels
+    return max(number for number, (count, _) in enumerate(levels) if count > 1)
+
+
+def _fit_all_reduce(blank: Cluster, measured: Sequence[Measured]) -> Cluster:
+    """Time of a call, alphas and bandwidths: what a ring takes is linear in them (with 1/bandwidth), and by how much
+    shows where all others are nothing."""
+    nothing = tuple(replace(link, alpha_s=0.0, bandwidth_bytes_per_s=1e300) for link in blank.links)
+    numbers = range(len(nothing))
+
+    def alone(number: int, link: Link, m: Measured) -> float:
+        links = (*nothing[:number], link, *nothing[number + 1:])
+        return predicted_s(replace(blank, links=links), m) / m.seconds
+
+    call_s, *rest = _non_negative(np.array([
+        [1 / m.seconds, *(alone(i, replace(nothing[i], alpha_s=1.0), m) for i in numbers),
+         *(alone(i, replace(nothing[i], bandwidth_bytes_per_s=1.0), m) if i == _outermost(blank, m) else 0.0
+           for i in numbers)]
+        for m in measured
+    ]))
+    links = tuple(replace(link, alpha_s=float(alpha_s), bandwidth_bytes_per_s=float(1 / max(beta, 1e-15)))
+                  for link, alpha_s, beta in zip(blank.links, rest[:len(numbers)], rest[len(numbers):], strict=True))
+    return replace(blank, links=links, call_s={**blank.call_s, "all_reduce": float(call_s)})
+
+
+def _fit_other(cluster: Cluster, collective: str, measured: Sequence[Measured]) -> Cluster:
+    """Time of a call, and by link how many times what the formula says its messages and bytes cost."""
+    outermost = [_outermost(cluster, m) for m in measured]
+    numbers = sorted(set(outermost))
+    call_s, *factors = _non_negative(np.array([
+        [1 / m.seconds, *(predicted_s(cluster, m) / m.seconds if i == number else 0.0 for i in numbers)]
+        for m, number in zip(measured, outermost, strict=True)
+    ]))
+    links = list(cluster.links)
+    for number, factor in zip(numbers, factors, strict=True):
+        slowdown = {**links[number].slowdown, collective: max(float(factor), LEAST_SLOWDOWN)}
+        links[number] = replace(links[number], slowdown=slowdown)
+    return replace(cluster, links=tuple(links), call_s={**cluster.call_s, collective: float(call_s)})
 
 
 def fit_efficiency(sizes: Sequence[float], seconds: Sequence[float], peak_per_s: float, launch_s: float = 0.0) -> Curve:
@@ -157,6 +207,7 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
         lines += table(f"device.{key}", getattr(d, key))
     if d.tiles:
         lines += table("device.tiles", {key: value for key, value in vars(d.tiles).items() if value is not None})
+    lines += table("call_s", cluster.call_s)
     lines += table("host", {key: value for key, value in vars(cluster.host).items() if value})
     for i, link in enumerate(cluster.links):
         reached: object = "unlimited" if link.num_devices == UNLIMITED else link.num_devices

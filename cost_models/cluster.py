@@ -187,7 +187,8 @@ class Group:
 
     ``lanes`` says for each level how many times the link's bandwidth the group's members in one host have together:
     1 inside a host; between hosts, eight members with a NIC each have 8. ``sharing`` is the number of groups along the
-    same axes that leave a host at the same time by its NICs, at the outermost level crossed.
+    same axes that leave a host at the same time by its NICs, at the outermost level crossed. ``call_s`` is the
+    cluster's, and ``launch_s`` what a call costs of collectives that it does not name.
     """
 
     levels: tuple[tuple[int, Link], ...]
@@ -196,6 +197,7 @@ class Group:
     size: int = 0
     sharing: int = 1
     algorithms: tuple[str, ...] = ALGORITHMS
+    call_s: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         counts = [count for count, _ in self.levels]
@@ -233,7 +235,7 @@ class Group:
         levels = tuple((count, link.seen_by(collective, protocol if count > 1 else None))
                        for count, link in self.levels)
         if protocol is None:
-            return replace(self, levels=levels)
+            return replace(self, levels=levels, launch_s=self.call_s.get(collective, self.launch_s))
         base_s = max(link.protocols[protocol].base_s for _, link, _ in self.crossed)
         return replace(self, levels=levels, launch_s=base_s)
 
@@ -272,7 +274,9 @@ class Cluster:
     """``num_devices`` equal devices joined by ``links``, from inside a host outwards.
 
     Ranks are laid out row-major on a mesh: the last axis runs over neighbours, so over the fastest links. The last host
-    may be partly used. ``sources`` says where each number comes from, by its path in the TOML file.
+    may be partly used. ``call_s`` by collective is what one call costs beside its messages (waking ranks and threads),
+    whatever its size and group; the device's launch time when absent. ``sources`` says where each number comes from, by
+    its path in the TOML file.
     """
 
     name: str
@@ -281,6 +285,7 @@ class Cluster:
     num_devices: int
     algorithms: tuple[str, ...] = ALGORITHMS
     host: Host = Host()
+    call_s: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -291,6 +296,10 @@ class Cluster:
         if not 1 <= self.num_devices <= sizes[-1]:
             raise ClusterError(f"cluster {self.name}: {self.num_devices} devices; at least one is required, and link "
                                f"{self.links[-1].name!r} reaches {sizes[-1]}")
+        for kind, seconds in self.call_s.items():
+            if kind not in COLLECTIVES or not 0 <= seconds < math.inf:
+                raise ClusterError(f"cluster {self.name}: call_s.{kind} = {seconds}: must be seconds, not negative, "
+                                   f"for one of {', '.join(COLLECTIVES)}")
         if not self.algorithms or not set(self.algorithms) <= set(ALGORITHMS):
             raise ClusterError(f"cluster {self.name}: algorithms {list(self.algorithms)} must be some of "
                                f"{', '.join(ALGORITHMS)}")
@@ -341,6 +350,7 @@ class Cluster:
             size=math.prod(mesh_shape[a] for a in axes),
             sharing=sharing[crossed[-1]] if crossed else 1,
             algorithms=self.algorithms,
+            call_s=self.call_s,
         )
 
 

@@ -10,10 +10,10 @@ For b bytes, one direction:
 
 A ring over n ranks in H hosts takes n - 1 steps, H - 1 of them between hosts, and passes every host boundary once, so
 that all of a host's NICs carry it together. Reduce-scatter and all-gather are one ring; all-reduce is both. The
-cheapest valid algorithm by the cheapest protocol counts. Every call adds the device's launch time (or the protocol's);
-a group of one is free. Sources: Thakur, Rabenseifner, Gropp 2005 (ring; reduce-scatter plus all-gather); NCCL
-src/graph/tuning.cc (steps of rings and trees inside and between hosts; a tree is a chain inside a host; protocols); Cho
-et al. 2019, "BlueConnect" (level by level).
+cheapest valid algorithm by the cheapest protocol counts. Every call adds the cluster's time of a call (the protocol's;
+the device's launch time where none is known); a group of one is free. Sources: Thakur, Rabenseifner, Gropp 2005 (ring;
+reduce-scatter plus all-gather); NCCL src/graph/tuning.cc (steps of rings and trees inside and between hosts; a tree is
+a chain inside a host; protocols); Cho et al. 2019, "BlueConnect" (level by level).
 """
 
 from __future__ import annotations

@@ -154,11 +154,13 @@ def from_table(data: Any, where: str, num_devices: int | None = None) -> Cluster
     known = top.table("host", "what devices of a host share", optional=True)
     host = Host(**{key: known.number(key, meaning, 0.0) for key, meaning in _HOST.items()})
     known.finish()
+    calls = top.table("call_s", "seconds of a call by collective", optional=True)
+    call_s = {kind: calls.number(kind, "seconds of one call beside its messages") for kind in calls.data}
     default = top.number("num_devices", "devices when none are asked for", float(links[0].num_devices))
     top.finish()
     count = int(default) if num_devices is None else num_devices
     try:
-        return Cluster(name, device, links, count, tuple(algorithms), host, sources)
+        return Cluster(name, device, links, count, tuple(algorithms), host, call_s, sources)
     except ClusterError as error:
         raise ClusterError(f"{where}: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
@@ -46,3 +47,17 @@ def test_a_memory_limit_is_kept_and_costs_time() -> None:
     bound = at(limit)
     assert bound.prediction.peak_bytes <= limit < free.prediction.peak_bytes
     assert bound.evidence.objective_s > free.evidence.objective_s
+
+
+def test_a_bias_does_not_stand_in_for_the_gradient_of_an_input() -> None:
+    """Backward of a layer whose input needs no gradient is one product, with a bias or without."""
+    cluster = Cluster.load("h100-sxm", num_devices=1)
+    x = torch.zeros(512, 4096)
+
+    def backward_flops_s(bias: bool) -> float:
+        layer = torch.nn.Linear(4096, 4096, bias=bias)
+        space = StrategySpace(capture(layer, (x,), {}), (1,))
+        (site,) = [s for s in space.sites if s.kind == "op"]
+        return float(Prices(space, cluster).op(space.strategies[site.index]).backward_s[0])
+
+    assert backward_flops_s(bias=True) == pytest.approx(backward_flops_s(bias=False), rel=0.01)

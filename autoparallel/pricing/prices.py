@@ -172,8 +172,8 @@ class Prices:
         if not self.training or not any(m.requires_grad for m in s.output_metas):
             return OpPrice(forward + inside, zeros, inside)
         wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
-        floating = [i for i, m in enumerate(s.input_metas) if m.dtype.is_floating_point]
-        share = min(1.0, len(wanted) / 2) if rule.op_class in ("matmul", "conv") and len(floating) > 1 else 1.0
+        operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
+        share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias takes no product
         traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
         traffic = traffic + sum((inputs[i] for i in wanted), zeros)
         backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_models import Cluster, ClusterError, Device, Group, Link, calibrate, collectives, known_clusters
-from cost_models.calibrate import Sample, fit_alpha_beta, fit_efficiency, fit_link
+from cost_models import Cluster, ClusterError, Device, Link, calibrate, known_clusters
+from cost_models.calibrate import Measured, fit_alpha_beta, fit_efficiency, fit_links, predicted_s
 
 SIZES = [2.0**k for k in range(10, 26)]
 
@@ -39,20 +40,43 @@ def test_neither_is_negative() -> None:
     assert fit_alpha_beta([1e6, 2e6, 4e6], [3e-3, 2e-3, 1e-3]).beta_s_per_byte == 0
 
 
-def test_a_link_is_recovered_from_its_own_prices() -> None:
-    true = Link("wire", 8, 2e-6, 5e9, {"reduce_scatter": 2.2, "all_gather": 1.3})
-    calls = {"all_reduce": collectives.all_reduce_s, "all_gather": collectives.all_gather_s,
-             "reduce_scatter": collectives.reduce_scatter_s, "all_to_all": collectives.all_to_all_s}
-    groups = {n: Group(((n, true),), 1e-6, algorithms=("ring",)) for n in (2, 4)}
-    samples = {
-        name: [Sample(n, b, float(call(b, group))) for n, group in groups.items() for b in SIZES]
-        for name, call in calls.items()
-    }
-    link, residuals = fit_link("wire", 8, samples, launch_s=1e-6)
-    assert link.alpha_s == pytest.approx(true.alpha_s)
-    assert link.bandwidth_bytes_per_s == pytest.approx(true.bandwidth_bytes_per_s)
-    assert link.slowdown == pytest.approx({"reduce_scatter": 2.2, "all_gather": 1.3, "all_to_all": 1.0})
-    assert max(abs(r) for part in residuals.values() for r in part) < 1e-6
+GROUPS = [((4, 2), 1), ((4, 2), 0), ((2, 4), 0), ((2, 4), 1), ((8,), 0)]
+
+
+def cluster_of(*links: Link, call_s: dict[str, float] | None = None) -> Cluster:
+    device = Device("toy", {"float32": 1e12}, 1e11, 1.0, 1e9, 1e-6)
+    return Cluster("toy", device, links, 8, ("ring",), call_s=call_s or {})
+
+
+def measured_on(cluster: Cluster, kinds: list[str]) -> list[Measured]:
+    blank = [Measured(kind, mesh, axis, b, 0.0) for kind in kinds for mesh, axis in GROUPS for b in SIZES]
+    return [replace(m, seconds=predicted_s(cluster, m)) for m in blank]
+
+
+def test_links_are_recovered_from_their_own_prices() -> None:
+    """Within hosts, across them by a shared card, and both; what a call costs apart from its messages."""
+    slow = {"reduce_scatter": 2.2, "all_gather": 1.3}
+    calls = {"all_reduce": 3e-4, "all_gather": 2e-4, "reduce_scatter": 4e-4}
+    true = cluster_of(Link("inside", 2, 2e-6, 5e9, slow), Link("card", 64, 9e-6, 1e9, slow, nics_per_host=1),
+                      call_s=calls)
+    nominal = cluster_of(Link("inside", 2, 0.0, 1e9), Link("card", 64, 0.0, 1e9, nics_per_host=1))
+    found, residuals = fit_links(nominal, measured_on(true, list(calls)))
+    assert found.call_s == pytest.approx(calls)
+    for link, expected in zip(found.links, true.links, strict=True):
+        assert link.alpha_s == pytest.approx(expected.alpha_s)
+        assert link.bandwidth_bytes_per_s == pytest.approx(expected.bandwidth_bytes_per_s)
+        assert link.slowdown == pytest.approx(slow)
+        assert link.nics_per_host == expected.nics_per_host
+    assert max(map(abs, residuals)) < 1e-6
+
+
+def test_a_collective_that_costs_another_times_as_much_gets_a_factor() -> None:
+    """gloo's reduce_scatter is an all_reduce."""
+    true = cluster_of(Link("wire", 8, 1e-5, 1e9))
+    measured = measured_on(true, ["all_reduce"])
+    found, residuals = fit_links(true, [*measured, *(replace(m, collective="reduce_scatter") for m in measured)])
+    assert found.links[0].slowdown == pytest.approx({"reduce_scatter": 2.0})
+    assert max(map(abs, residuals)) < 1e-6
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,7 +106,8 @@ def test_too_little_to_fit_is_said() -> None:
         fit_alpha_beta([1.0], [1.0])
     with pytest.raises(ClusterError, match="seconds above 0"):
         fit_alpha_beta([1.0, 2.0], [0.0, 1.0])
-    with pytest.raises(ClusterError, match=r"needs two all_reduce samples or more; has .'all_gather'."):
-        fit_link("wire", 2, {"all_gather": []})
+    inside = [m for m in measured_on(cluster_of(Link("wire", 8, 1e-5, 1e9)), ["all_reduce"]) if m.axis == 1]
+    with pytest.raises(ClusterError, match=r"links .'outside'. need two all_reduce measurements or more"):
+        fit_links(cluster_of(Link("inside", 4, 0.0, 1e9), Link("outside", 64, 0.0, 1e9)), inside)
     with pytest.raises(ClusterError, match="an efficiency curve needs"):
         fit_efficiency([], [], 1e12)

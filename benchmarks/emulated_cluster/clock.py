@@ -1,0 +1,131 @@
+"""A padded device clock: programs compute for real, and wait until a device of the emulated speed would be ready.
+
+Every op counts for the seconds that a roofline gives it: FLOP by torch's own counter, bytes of what it reads and
+writes, both independent of autoparallel's rules. Ops only add to the clock; a rank waits for the clock where it
+communicates (and at the end of a step), as a host that runs ahead of its device does. What is late even so is an
+overrun: the real machine was too slow for the emulated one, and the measurement is worth as much less.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.distributed import Work
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from cost_models import Device
+
+aten = torch.ops.aten
+#: FLOP formulas of torch's counter, and of the attention that CPUs have, which it does not list.
+FLOPS: Mapping[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+#: Neither read nor write: what comes before the memory is used, and a view that the schema calls a copy.
+FREE = frozenset({aten._unsafe_view, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty,
+                  aten.new_empty_strided, aten._local_scalar_dense, aten.lift_fresh})
+#: Ops that return nothing: positions of the arguments that they write.
+WRITTEN = {aten._fused_adamw_: (0, 2, 3)}
+COMMUNICATION = frozenset({"c10d", "_c10d_functional"})
+#: Posted ahead of the device, as a receive is: what arrives is waited for elsewhere.
+POSTED = frozenset({"recv_", "recv_any_source_"})
+
+
+class DeviceClock(TorchDispatchMode):
+    """Counts the seconds of every op that runs under it on this thread; ``overrun_s`` adds up what came too late."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+        self.overrun_s = self.busy_s = 0.0
+        self._since, self._ahead = time.monotonic(), 0.0
+        self._known: dict[Any, float] = {}
+
+    def restart(self) -> None:
+        """The device has nothing to do, from now on."""
+        self._since, self._ahead = time.monotonic(), 0.0
+
+    def wait(self) -> None:
+        """Sleep until the device has done what it was given."""
+        ready = self._since + self._ahead
+        late = time.monotonic() - ready
+        if late < 0:
+            time.sleep(-late)
+        else:
+            self.overrun_s += late if self._ahead else 0.0
+        self.busy_s += self._ahead
+        self.restart()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # a DTensor's own ops come by, on local tensors
+        if func.namespace in COMMUNICATION:
+            return self._communicate(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        self._ahead += self._seconds(func, args, kwargs or {}, result)
+        return result
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._schema.name.split("::")[1] in POSTED:
+            return func(*args, **kwargs)
+        self.wait()
+        result = func(*args, **kwargs)
+        self.restart()
+        return result
+
+    def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        packet = func.overloadpacket
+        if func.is_view or packet in FREE:
+            return 0.0
+        written = [args[i] for i in WRITTEN[packet]] if packet in WRITTEN else result
+        tensors = [x for x in pytree.tree_leaves((args, kwargs, written)) if isinstance(x, torch.Tensor)]
+        key = (func, *((t.shape, t.dtype, t.untyped_storage().size()) for t in tensors))
+        if key not in self._known:
+            flops = FLOPS[packet](*args, **kwargs, out_val=result) if packet in FLOPS else 0
+            self._known[key] = roofline_s(flops, sum(map(memory_bytes, tensors)), self.device)
+        return self._known[key]
+
+
+def memory_bytes(tensor: torch.Tensor) -> int:
+    """Bytes behind a tensor; what is expanded is there once."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().size())
+
+
+def roofline_s(flops: float, nbytes: float, device: Device) -> float:
+    """Seconds of an op: arithmetic or traffic, whichever takes longer, and the launch.
+
+    >>> roofline_s(3e6, 1e3, Device("toy", {"float32": 3e9}, 1e9, 1.0, 1e9, 1e-4))
+    0.0011
+    """
+    memory_s = nbytes / (device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency)
+    return max(flops / device.peak_flops_per_s["float32"], memory_s) + device.launch_s
+
+
+@contextmanager
+def ticking(clock: DeviceClock) -> Iterator[None]:
+    """Run under the clock; waiting for a message or collective first waits for the device."""
+    wait = Work.wait
+
+    def wait_for_both(work: Work, *args: Any) -> Any:
+        clock.wait()
+        try:
+            return wait(work, *args)
+        finally:
+            clock.restart()
+
+    Work.wait = wait_for_both  # type: ignore[assignment, method-assign]
+    try:
+        with clock:
+            clock.restart()
+            yield
+            clock.wait()
+    finally:
+        Work.wait = wait  # type: ignore[method-assign]

@@ -1,0 +1,111 @@
+"""The plans that are measured: found by search, classical, and hybrid ones as people make them by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import autoparallel
+from autoparallel import Cluster, Plan
+from autoparallel.compiler import mesh_shapes
+from autoparallel.errors import AutoparallelError
+from benchmarks.emulated_cluster.subjects import Subject
+
+SEARCH, JOINT = "search", "joint search"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A plan to be made: a name, the options of `autoparallel.plan`, and what kind it is: search, joint, plain
+    (one turn) or hybrid."""
+
+    name: str
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan, and the names of the specs that it came out of (several may be the same plan)."""
+
+    specs: tuple[Spec, ...]
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        return ", ".join(spec.name for spec in self.specs)
+
+    def has(self, *kinds: str) -> bool:
+        return any(spec.kind in kinds for spec in self.specs)
+
+
+def plain(num_ranks: int) -> Iterator[Spec]:
+    """What the search makes of each mesh, and the classical plans."""
+    shapes = mesh_shapes(num_ranks)
+    for shape in shapes:
+        yield Spec(f"search {_text(shape)}", "plain", {"mesh_shape": shape})
+    for name in ("ddp", "fsdp"):
+        yield Spec(f"{name} {_text(shapes[0])}", "plain", {"mesh_shape": shapes[0], "baseline": name})
+    for shape in shapes:
+        for name in ("tensor_parallel", "sequence_parallel"):
+            yield Spec(f"{name} {_text(shape)}", "plain", {"mesh_shape": shape, "baseline": name})
+
+
+def hybrid(num_ranks: int) -> Iterator[Spec]:
+    """Pipelines, data and tensor parallelism in the usual mixtures."""
+    for pipeline in (p for p in (2, 4, 8) if num_ranks % p == 0):
+        rest = num_ranks // pipeline
+        for tensor in (t for t in (1, 2, 4) if rest % t == 0):
+            stage = (rest // tensor, tensor) if 1 < tensor < rest else (rest,)
+            name = "tensor_parallel" if tensor > 1 else "ddp"
+            for turns in (4, 8):
+                if turns >= pipeline:
+                    yield _piped(pipeline, stage, turns, name, "1f1b")
+            if pipeline < 8:
+                yield _piped(pipeline, stage, 4, name, "gpipe")
+    for turns, zero in ((2, 1), (2, 2), (2, 3)):
+        yield Spec(f"zero {zero} {num_ranks}, {turns} turns", "hybrid",
+                   {"mesh_shape": (num_ranks,), "micro_batches": turns, "zero_stage": zero, "baseline": "fsdp"})
+    yield _piped(2, (num_ranks // 2,), 4, "fsdp", "1f1b", zero_stage=1)
+    yield _piped(2, (num_ranks // 2,), 4, "ddp", "interleaved", pipeline_stages=4)
+
+
+def _piped(pipeline: int, stage: tuple[int, ...], turns: int, name: str, schedule: str, **more: Any) -> Spec:
+    options = {"mesh_shape": (pipeline, *stage), "pipeline_stages": pipeline, "micro_batches": turns,
+               "schedule": schedule, "zero_stage": 0, "baseline": name, **more}
+    extra = f" zero {more['zero_stage']}" if "zero_stage" in more else ""
+    return Spec(f"pipeline {pipeline} x {name} {_text(stage)}, {turns} turns, {schedule}{extra}", "hybrid", options)
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def specs(num_ranks: int, most: int | None = None) -> list[Spec]:
+    """The searches, then plain and hybrid plans in turn, at most so many of these together."""
+    sides = [list(plain(num_ranks)), list(hybrid(num_ranks))]
+    mixed = [side[i] for i in range(max(map(len, sides))) for side in sides if i < len(side)]
+    return [Spec(SEARCH, "search"), Spec(JOINT, "joint", {"joint": True}), *mixed[:most]]
+
+
+def make(subject: Subject, cluster: Cluster, wanted: list[Spec]) -> tuple[list[Made], list[str]]:
+    """The distinct plans, and what could not be made with the reason."""
+    found: dict[str, Made] = {}
+    refused = []
+    for spec in wanted:
+        try:
+            plan = autoparallel.plan(subject.build(), cluster, example_kwargs=dict(subject.batch()), **spec.options)
+        except AutoparallelError as error:
+            refused.append(f"{spec.name}: {error}")
+            continue
+        key = _decisions(plan)
+        found[key] = Made((*found[key].specs, spec), found[key].plan) if key in found else Made((spec,), plan)
+    return list(found.values()), refused
+
+
+def _decisions(plan: Plan) -> str:
+    """What a plan decides, without what explains it."""
+    data = json.loads(plan.to_json())
+    return json.dumps([data[key] for key in ("mesh_shape", "strategies", "direct", "hybrid")])
