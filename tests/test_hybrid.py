@@ -92,6 +92,7 @@ def test_zero_stages_with_micro_batches(ranks: Any, zero_stage: int) -> None:
     ("resnet", (2, 2), {"schedule": "gpipe"}),
     ("t5", (2, 2), {"micro_batches": 2}),
     ("mixtral", (2, 2), {"schedule": "gpipe"}),
+    ("deepseek_v3", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
     ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 2, "zero_stage": 3}),
 ])
 def test_pipelines(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options) -> None:
@@ -232,7 +233,7 @@ def test_what_the_joint_search_picks_computes_the_same(ranks: Any, limit_share: 
 
 
 #: On 8 ranks. ResNet's batch norm and Mixtral's balancing loss look across the batch: one micro-batch.
-SPLITS = ["llama", "gpt2", "bert", "t5"]
+SPLITS = ["llama", "gpt2", "bert", "t5", "deepseek_v3"]
 HYBRIDS: list[tuple[tuple[int, ...], Options]] = [
     ((2, 2, 2), {"schedule": "gpipe", "micro_batches": 1}),
     ((2, 2, 2), {"schedule": "1f1b", "micro_batches": 4}),

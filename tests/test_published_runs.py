@@ -429,7 +429,7 @@ def test_closed_form_agrees_with_captured_graphs(name: str) -> None:
     pricer, m = Pricer(run, Constants.of(run, load())), run.model
     products = [*pricer.linears(run.model.experts is not None), (pricer.tokens, m.vocab / m.layers, m.hidden, 1)]
     assert m.layers * sum(2.0 * a * b * c * n for a, b, c, n in products) == pytest.approx(captured["matmul"], rel=0.03)
-    attention = m.layers * 4.0 * 2 * m.heads * m.head_dim * m.seq_len**2
+    attention = m.layers * 4.0 * 2 * m.heads * m.head_dim * m.seq_len**2 / 2  # causal
     assert attention == pytest.approx(captured["attention"], rel=0.03)
     positions = m.seq_len * 2 * m.hidden if name == "gpt2" else 0
     assert m.parameters() + positions == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.03)

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.capture.editing import Node, emit, replace, source_line
+from autoparallel.capture.experts import gather_experts
 from autoparallel.capture.functionalise import functionalise
 from autoparallel.capture.masks import drop_masks
 from autoparallel.errors import CaptureError
@@ -508,6 +509,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each({aten.cross_entropy_loss.default: _cross_entropy, aten.nll_loss_nd.default: _cross_entropy}),
     _each(dict.fromkeys(LOSSES, _loss_mean)),
     drop_masks,
+    gather_experts,
     share_masks,
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
 ]

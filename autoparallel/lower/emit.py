@@ -19,6 +19,7 @@ from torch.fx import Node as FxNode
 
 from autoparallel.capture import Ref, TensorMeta
 from autoparallel.capture.blocks import block_path
+from autoparallel.capture.experts import routed_experts
 from autoparallel.capture.graph import Node, on_device
 from autoparallel.layout import Layout, Step, local_box, local_shape, pieces
 from autoparallel.layout.shapes import piece_of
@@ -194,6 +195,8 @@ class _Emitter:
         if len(args) > GROUPS_ARGUMENT.get(node.target, len(args)):
             channels, of_each_group = (tensor.meta["val"].shape[1] for tensor in args[:2])
             args[GROUPS_ARGUMENT[node.target]] = channels // of_each_group
+        if node.target is routed_experts:
+            args = [*args[:5], self._offsets(args[4][0])[0]]
         rows = [self.space.strategies[site.index].rows[r] for r in self.labels[site.index]]
         if any(row.variant for row in rows):
             return self._variant(site, node, args, rows)
@@ -212,14 +215,16 @@ class _Emitter:
             number = number * n + (rank if row.factor else 0)
         return number
 
+    def _offsets(self, operand: FxNode) -> tuple[int, ...]:
+        """Where this rank's piece of a value begins."""
+        meta = operand.meta
+        return local_box(meta["global_meta"].shape, meta["layout"], self.space.mesh_shape, self.coordinate)[0]
+
     def _variant(self, site: Site, node: Node, args: list[Any], rows: Sequence[Row]) -> FxNode:
         names = self.space.axis_names
         (kind,) = {row.variant for row in rows if row.variant}
         position, dim = {"vocabulary": (0, 0), "classes": (0, 1)}[kind]
-        operand: FxNode = args[position]
-        offsets, _ = local_box(
-            operand.meta["global_meta"].shape, operand.meta["layout"], self.space.mesh_shape, self.coordinate
-        )
+        offsets = self._offsets(args[position])
         if kind == "vocabulary":
             return self.graph.call_function(
                 variants.vocabulary_embedding, tuple(args[:3]), {"start": offsets[dim]}

@@ -1,6 +1,7 @@
-"""Products of rows, sorted by expert, with their experts' matrices.
+"""Mixtures of experts: tokens are cut with their rows, experts with their weights (each rank then adds the rows of its
+own). And products of rows, sorted by expert, with their experts' matrices, where they come alone.
 
-The rows stay together (where one expert's end is known by their number only); inner and outer dims are cut, as in a
+Sorted rows stay together (where one expert's end is known by their number only); inner and outer dims are cut, as in a
 plain matrix product.
 """
 
@@ -8,10 +9,23 @@ from __future__ import annotations
 
 import torch
 
+from autoparallel.capture.experts import body_of
 from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import Rule, einsum_rule
 
 aten = torch.ops.aten
+
+
+@rule_for("autoparallel::routed_experts")
+def routed_experts(op: OpView) -> Rule:
+    body, tokens, rows = body_of(op.arg("body")), op.shapes[0][0], op.shapes[1][0]
+    weights = len(op.arg("weights"))
+    first = ["t"] * (len(op.inputs) - weights) + ["e"] * weights
+    inputs = tuple((f, *(None,) * (len(s) - 1)) for f, s in zip(first, op.shapes, strict=True))
+    made = body.made_bytes * rows / op.inputs[0].num_elements
+    return Rule(inputs, (("t", *(None,) * len(body.width)),), {"t": tokens, "e": body.num_experts},
+                reduce=frozenset({"e"}), even={"t": (tokens,)}, flops=body.flops * rows, op_class="matmul",
+                saves=frozenset(range(len(inputs))), extra_bytes={0: made})
 
 
 @rule_for(aten._grouped_mm.default, "transformers::grouped_mm_fallback")

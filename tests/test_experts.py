@@ -1,0 +1,85 @@
+"""Mixtures of experts: one op, cut by tokens and by experts, equal to the model's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoparallel
+from autoparallel.capture import capture
+from autoparallel.capture.experts import routed_experts
+from cost_models import Cluster
+from tests.models import CASES
+from tests.ranks import mesh_of
+from tests.reference import assert_same_gradients, gradients_of, scalar, train_reference
+
+
+def planned(mesh_shape: tuple[int, ...], strategy: tuple[str, ...]) -> autoparallel.Plan:
+    """The search's plan, with another strategy for the mixtures."""
+    case = CASES["mixtral"]
+    args, kwargs = case.inputs(8)
+    plan = autoparallel.plan(case.build(), Cluster.load("local-cpu", num_devices=4), example_inputs=args,
+                             example_kwargs=kwargs, mesh_shape=mesh_shape)
+    mixtures = {name: strategy for name in plan.strategies if name.startswith("routed_experts") and ":" not in name}
+    assert len(mixtures) == 2
+    return dataclasses.replace(plan, strategies={**plan.strategies, **mixtures})
+
+
+def run_plan(mesh_shape: tuple[int, ...], plan: autoparallel.Plan) -> tuple[float, Any]:
+    """On each rank: loss and gradients."""
+    case = CASES["mixtral"]
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
+                                    plan=dataclasses.replace(plan, axis_names=mesh_of(*mesh_shape).mesh_dim_names))
+    loss = case.loss(parallel(*args, **kwargs))
+    loss.backward()
+    return scalar(loss), gradients_of(parallel)
+
+
+@pytest.mark.parametrize(("mesh_shape", "strategy"), [
+    ((4,), ("e",)), ((4,), ("t",)), ((2, 2), ("t", "e")), ((2, 2), ("e", "t")), ((2, 2), ("e", "e")),
+])
+def test_a_mixture_is_cut_by_tokens_and_experts(ranks: Any, mesh_shape: tuple[int, ...], strategy: tuple[str, ...]
+                                                ) -> None:
+    reference = train_reference(CASES["mixtral"], "sgd", num_steps=1)
+    for loss, gradients in ranks(4).run(run_plan, mesh_shape, planned(mesh_shape, strategy), timeout_s=100):
+        assert loss == pytest.approx(reference.losses[0], rel=1e-5)
+        assert_same_gradients(gradients, reference)
+
+
+def test_experts_without_a_row() -> None:
+    """A rank whose experts nobody chose: zeros, and zero gradients."""
+    case = CASES["mixtral"]
+    args, kwargs = case.inputs(8)
+    graph = capture(case.build(), args, kwargs)
+    node = next(n for n in graph.of_kind("op") if n.target is routed_experts)
+    sizes = [graph.meta(ref).shape for ref in node.inputs]
+    tokens, scores, up, down = (torch.randn(s, requires_grad=True) for s in (sizes[0], *sizes[2:]))
+    ids = torch.randint(2, 4, sizes[1])
+    whole = routed_experts(node.args[0], tokens, ids, [scores], [up, down])
+    halves = [routed_experts(node.args[0], tokens, ids, [scores], [up[i:i + 2], down[i:i + 2]], i) for i in (0, 2)]
+    assert not halves[0].any()
+    torch.testing.assert_close(whole, halves[1])
+    wanted = torch.autograd.grad(whole.square().sum(), (tokens, scores, up, down))
+    found = torch.autograd.grad(sum(halves).square().sum(), (tokens, scores, up, down))  # type: ignore[union-attr]
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_what_is_not_a_mixture_stays_a_sort() -> None:
+    """Rows that look at one another in sorted order: nothing of it is moved."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            order = ids.sort()[1]
+            rows = x[order // 2]
+            back = torch.zeros_like(order).index_put((order,), torch.arange(8))
+            return rows.cumsum(0)[back]
+
+    graph = capture(Model(), (torch.randn(4, 3), torch.randint(0, 4, (8,))))
+    names = [n.op_name for n in graph.of_kind("op")]
+    assert "aten.sort.default" in names and not any("routed" in n for n in names)
