@@ -246,7 +246,7 @@ CASES: dict[str, ModelCase] = {
         ModelCase("t5", lambda: _seeded(lambda: build("t5")), lambda _: ((), inputs_of("t5")), _loss_attribute),
         ModelCase("mixtral", lambda: _seeded(lambda: build("mixtral")), lambda _: ((), inputs_of("mixtral")),
                   _loss_attribute, float64=False),
-        ModelCase("deepseek_v3", lambda: _seeded(lambda: build("deepseek_v3")), lambda _: ((), inputs_of("deepseek_v3")),
-                  _loss_attribute, float64=False),
+        ModelCase("deepseek_v3", lambda: _seeded(lambda: build("deepseek_v3")),
+                  lambda _: ((), inputs_of("deepseek_v3")), _loss_attribute, float64=False),
     )
 }

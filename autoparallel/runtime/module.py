@@ -19,6 +19,7 @@ from autoparallel.errors import InputError
 from autoparallel.hybrid import MicroBatches, Stages
 from autoparallel.layout import INVARIANT, Layout, local_box, to_torch
 from autoparallel.lower.emit import Program
+from autoparallel.lower.fuse import fuse_reductions
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime import groups, initialise, rng
@@ -42,6 +43,11 @@ class Compiled:
         if len(self.stages) > 1:
             raise InputError(f"the model is cut into {len(self.stages)} pipeline stages: it runs by step(...)")
         return self.programs[0]
+
+    @cached_property
+    def forward(self) -> torch.fx.GraphModule:
+        """The program of a form that is one stage, as it runs: gradients are reduced in buckets."""
+        return fuse_reductions(self.program.module)
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
@@ -143,7 +149,7 @@ class ParallelModule(nn.Module):
                 for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
             ]
             with rng.use_seed(rng.mix(state.seed, state.calls)):
-                outputs, updates, _ = program.module(*local)
+                outputs, updates, _ = compiled.forward(*local)
         state.calls += 1
         self._update(program.updates, updates)
         results = [

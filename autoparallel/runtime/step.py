@@ -15,6 +15,7 @@ from torch import nn
 
 from autoparallel.errors import InputError
 from autoparallel.lower.emit import Program
+from autoparallel.lower.fuse import fuse_reductions
 from autoparallel.lower.reads import gathered_each_turn, split_reads
 from autoparallel.lower.recompute import with_recompute
 from autoparallel.plans import Hybrid
@@ -35,7 +36,8 @@ class TurnModule(nn.Module):
         self.program, self.loss, self.axes = program, loss, axes
         self.each_turn, self.regathers = hybrid.zero_stage >= 2, hybrid.zero_stage == 3
         split = split_reads(program, gathered_each_turn if self.regathers else lambda node: False)
-        self.reads, self.turn = split.reads, split.turn
+        self.reads = split.reads if self.each_turn else fuse_reductions(split.reads)
+        self.turn = split.turn
         if self.regathers:
             self.turn = gather_again(self.turn, split.gathers)
         if hybrid.recompute != "none":
