@@ -83,3 +83,36 @@ def test_what_is_not_a_mixture_stays_a_sort() -> None:
     graph = capture(Model(), (torch.randn(4, 3), torch.randint(0, 4, (8,))))
     names = [n.op_name for n in graph.of_kind("op")]
     assert "aten.sort.default" in names and not any("routed" in n for n in names)
+
+
+def mixture_of(act: Any) -> list[str]:
+    """Op names of a mixture written by hand as Hugging Face writes it, with ``act`` on the sorted rows."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Parameter(torch.randn(4, 8, 8)), nn.Parameter(torch.randn(4, 8, 3))
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            experts, order = ids.sort()
+            ends = torch.histc(experts.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+            scores = scores[order]
+            made = torch.ops.transformers.grouped_mm_fallback(x[order // 2], self.up, ends)
+            made = torch.ops.transformers.grouped_mm_fallback(act(made, scores), self.down, ends)
+            back = torch.zeros_like(order)
+            back[order] = torch.arange(8)
+            return made[back]
+
+    inputs = (torch.randn(4, 8), torch.randint(0, 4, (8,)), torch.randn(8))
+    return [n.op_name for n in capture(Model(), inputs).of_kind("op")]
+
+
+def test_rows_must_not_look_at_one_another() -> None:
+    """Scores as a column meet their rows; as a row they meet all of them (there are as many rows as columns)."""
+    import transformers.integrations.moe  # noqa: F401, it defines the op
+
+    assert mixture_of(lambda rows, scores: rows.relu() * scores[:, None]) == ["autoparallel.routed_experts.default"]
+    for mixing in (lambda rows, scores: rows * scores, lambda rows, scores: rows.cumsum(0),
+                   lambda rows, scores: rows.softmax(0), lambda rows, scores: nn.functional.dropout(rows),
+                   lambda rows, scores: rows - rows.mean(0, keepdim=True)):
+        assert "aten.sort.default" in mixture_of(mixing)

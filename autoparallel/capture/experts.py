@@ -37,6 +37,7 @@ class Body:
     module: GraphModule
     num_experts: int
     width: tuple[int, ...]
+    dtype: torch.dtype
     flops: float
     made_bytes: float
 
@@ -56,7 +57,7 @@ def _routed_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_row: 
     """``ids``: the expert of each row, [tokens x rows per token]; the weights are those of experts ``first`` on."""
     known, count = _BODIES[body], weights[0].shape[0]
     if tokens.is_meta:
-        return tokens.new_empty((ids.shape[0], *known.width))
+        return tokens.new_empty((ids.shape[0], *known.width), dtype=known.dtype)
     place, some = ids - first, count < known.num_experts
     if some:
         place = torch.where((place >= 0) & (place < count), place, count)
@@ -90,7 +91,9 @@ class _Region:
     sort: Node
     tokens: Node | None = None
     exit: Node | None = None
+    num_rows: int = 0
     num_experts: int = 0
+    per_token: int = 1
     flops: float = 0.0
     rows: dict[Node, None] = field(default_factory=dict)
     by_row: dict[Node, None] = field(default_factory=dict)
@@ -111,7 +114,8 @@ class _Region:
             if used and follows and not (self._helps(node) or self._is_row_wise(node)):
                 return False
             node = node.next
-        return self.exit is not None and self.tokens is not None and bool(self.weights)
+        ours = bool(self.weights) and all(w.meta["val"].shape[0] == self.num_experts for w in self.weights)
+        return self.exit is not None and self.tokens is not None and ours
 
     def _helps(self, node: Node) -> bool:
         """Of the sort's order, or moving rows into it and back."""
@@ -172,19 +176,22 @@ class _Region:
         return bool(fits)
 
     def _apart(self, node: Node) -> bool:
-        shape = node.meta["val"].shape
-        if not len(shape) or shape[0] != self.num_rows:
+        shape, tags = node.meta["val"].shape, node.target.tags
+        if not len(shape) or shape[0] != self.num_rows or node.meta.get("no_grad"):
             return False
         if node.target in ALONG_DIM:
             return bool(len(node.args) > 1 and node.args[1] % len(shape) > 0)
-        return node.target in (aten.reshape.default, aten.to.dtype) or torch.Tag.pointwise in node.target.tags
+        if node.target in (aten.reshape.default, aten.to.dtype):
+            return True
+        alike = all(n.meta["val"].dim() == len(shape) for n in node.all_input_nodes)  # rows meet rows, not columns
+        return alike and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
     def replace(self, mutations: dict[str, Node]) -> None:
         exit_, graph = self.exit, self.sort.graph
         assert exit_ is not None
         body = self._body()
         code = "".join(node.format_node() for node in body.module.graph.nodes)
-        digest = hashlib.sha256(f"{code}{body.num_experts}{body.width}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{code}{body.num_experts}{body.width}{body.dtype}".encode()).hexdigest()[:16]
         _BODIES[digest] = body
         with graph.inserting_before(exit_):
             made = graph.call_function(routed_experts, (digest, self.tokens, self.sort.args[0], list(self.by_row),
@@ -208,8 +215,9 @@ class _Region:
                 made_bytes += node.meta["val"].numel() * node.meta["val"].element_size() / self.num_rows
         assert self.exit is not None
         graph.output(made[self.exit.args[0]])
-        width = tuple(self.exit.meta["val"].shape[1:])
-        return Body(GraphModule({}, graph, "Experts"), self.num_experts, width, self.flops, made_bytes)
+        result = self.exit.meta["val"]
+        return Body(GraphModule({}, graph, "Experts"), self.num_experts, tuple(result.shape[1:]), result.dtype,
+                    self.flops, made_bytes)
 
     def _copy(self, graph: Graph, node: Node, made: dict[Node, Node], rows: Node) -> Node:
         if node.target is aten.index.Tensor and node.args[1][0] in self.roles:
