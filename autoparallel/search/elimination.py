@@ -114,13 +114,38 @@ class Factor(NamedTuple):
     name: int
 
 
-class Step(NamedTuple):
-    """Elimination of ``node``: add up ``factors``, minimise over the node; the result, ``name``, is over ``near``."""
+class Slot(NamedTuple):
+    """What a step is, whatever the costs: elimination of ``node``, by adding up ``inputs`` and minimising over it.
+
+    An input is a number: nodes' costs first, then edges' tables, then the results of earlier slots, which are tables
+    over their ``near``; ``scopes`` are the nodes of each. Slots of equal ``layout`` add up their inputs alike.
+    """
 
     node: int
     near: tuple[int, ...]
-    factors: tuple[Factor, ...]
+    inputs: tuple[int, ...]
+    scopes: tuple[tuple[int, ...], ...]
+    layout: tuple[object, ...]
+
+
+class Step(NamedTuple):
+    """A slot whose inputs are called ``inputs`` and whose result is called ``name``."""
+
+    slot: Slot
+    inputs: tuple[int, ...]
     name: int
+
+    @property
+    def node(self) -> int:
+        return self.slot.node
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        return self.slot.near
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        return tuple(map(Factor, self.slot.scopes, self.inputs))
 
 
 class Eliminator:
@@ -140,13 +165,36 @@ class Eliminator:
         self._rank = [0] * len(self.sizes)
         for rank, v in enumerate(self.order.nodes):
             self._rank[v] = rank
+        self._slots = self._laid_out() if self.order.nodes else []
 
     @classmethod
     def of(cls, problem: Problem) -> Eliminator:
         return cls([len(node.costs) for node in problem.nodes], [(e.source, e.target) for e in problem.edges])
 
-    def _only(self, table: np.ndarray, axis: int) -> np.ndarray:
-        """The table of an edge whose node on ``axis`` has one choice, as costs of the other; the same object again."""
+    def _laid_out(self) -> list[Slot]:
+        """A slot per node, in order. O(n w)."""
+        waiting: list[list[tuple[int, tuple[int, ...]]]] = [[(v, (v,))] for v in range(len(self.sizes))]
+        number = len(self.sizes)
+        for pair in self._pairs:
+            scope = tuple(u for u in pair if self.sizes[u] > 1) or pair[1:]  # a node with one choice joins nothing
+            waiting[min(scope, key=self._rank.__getitem__)].append((number, scope))
+            number += 1
+        slots = []
+        for v, near in zip(self.order.nodes, self.order.neighbours, strict=True):
+            place = {u: axis for axis, u in enumerate((v, *near))}
+            inputs, scopes = zip(*waiting[v], strict=True)
+            layout = tuple(tuple(place[u] for u in scope) for scope in scopes)
+            slots.append(Slot(v, near, inputs, scopes, layout))
+            if near:
+                waiting[min(near, key=self._rank.__getitem__)].append((number, near))
+            number += 1
+        return slots
+
+    def _table(self, pair: tuple[int, int], table: np.ndarray) -> np.ndarray:
+        """The table of an edge, as costs of the one where the other has one choice; of one table the same object."""
+        if min(table.shape) > 1:
+            return table
+        axis = 0 if self.sizes[pair[0]] == 1 else 1
         known = self._lines.get((id(table), axis))
         if known is None:
             known = self._lines[id(table), axis] = table, table[0] if axis == 0 else table[:, 0]
@@ -243,27 +291,15 @@ class Eliminator:
     def _steps(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]
                ) -> tuple[list[Step], dict[int, np.ndarray], _Names]:
         """Every elimination with what it adds up, and the arrays that are known so far by name."""
-        names, arrays = _Names(), {}
-        waiting: list[list[Factor]] = [[] for _ in self.sizes]
-        for v, array in enumerate(costs):
-            waiting[v].append(Factor((v,), names.of_array(array)))
-            arrays[waiting[v][-1].name] = array
-        for (u, v), table in zip(self._pairs, tables, strict=True):
-            scope: tuple[int, ...] = (u, v)
-            if self.sizes[u] == 1:  # a node with one choice joins nothing
-                scope, table = (v,), self._only(table, 0)
-            elif self.sizes[v] == 1:
-                scope, table = (u,), self._only(table, 1)
-            first = min(scope, key=self._rank.__getitem__)
-            waiting[first].append(Factor(scope, names.of_array(table)))
-            arrays[waiting[first][-1].name] = table
+        given = [*costs, *map(self._table, self._pairs, tables)]
+        names = _Names()
+        called = [names.of_array(array) for array in given]
+        arrays = dict(zip(called, given, strict=True))
         steps = []
-        for v, near in zip(self.order.nodes, self.order.neighbours, strict=True):
-            place = {u: axis for axis, u in enumerate((v, *near))}
-            key = tuple((factor.name, *(place[u] for u in factor.scope)) for factor in waiting[v])
-            steps.append(Step(v, near, tuple(waiting[v]), names.of(key)))
-            if near:
-                waiting[min(near, key=self._rank.__getitem__)].append(Factor(near, steps[-1].name))
+        for slot in self._slots:
+            inputs = tuple([called[number] for number in slot.inputs])
+            steps.append(Step(slot, inputs, names.of((slot.layout, inputs))))
+            called.append(steps[-1].name)
         return steps, arrays, names
 
     def _minimise(self, step: Step, arrays: dict[int, np.ndarray]) -> np.ndarray:
@@ -283,10 +319,14 @@ class Eliminator:
     def _choose(self, steps: list[Step], arrays: dict[int, np.ndarray]) -> tuple[int, ...]:
         """Walk back: the best choice of each node given those of the nodes eliminated after it."""
         choice = [0] * len(self.sizes)
+        known: dict[tuple[int, ...], int] = {}
         for step in reversed(steps):
-            total = np.zeros(self.sizes[step.node])
-            for factor in step.factors:
-                index = tuple(slice(None) if u == step.node else choice[u] for u in factor.scope)
-                total = total + arrays[factor.name][index]
-            choice[step.node] = int(total.argmin())
+            key = (step.name, *[choice[u] for u in step.near])
+            if key not in known:
+                total = np.zeros(self.sizes[step.node])
+                for factor in step.factors:
+                    index = tuple(slice(None) if u == step.node else choice[u] for u in factor.scope)
+                    total = total + arrays[factor.name][index]
+                known[key] = int(total.argmin())
+            choice[step.node] = known[key]
         return tuple(choice)

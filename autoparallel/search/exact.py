@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autoparallel.search.elimination import Eliminator
-from autoparallel.search.lagrange import Relaxation, lowest_peak, mix_prices, raise_bound
+from autoparallel.search.lagrange import LowestPeak, Relaxation, lowest_peak, mixed_plans, raise_bound
 from autoparallel.search.local import LocalState, descend, repair
 from autoparallel.search.memory import Memory, memory_of
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
@@ -17,7 +16,9 @@ from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, ev
 TABLE_CELLS = 2e7
 WORK_CELLS = 2e10
 MAX_ROUNDS = 60
-PRICE_ROUNDS = 12
+MIXED_GAP = 5e-4
+MIXTURES = ((1.1, True), (1.1, False), (1.03, True), (1.3, True), (1.3, False))
+LEAST_PRICINGS = 10
 TARGET_GAP = 1e-6
 LEAST_S = 5.0
 LEAST_ROUNDS = 15
@@ -38,12 +39,10 @@ class Outcome:
 class Incumbent:
     """The best feasible choice so far. Plans that do not fit are repaired and improved by local search first."""
 
-    def __init__(self, problem: Problem, memory: Memory, deadline: float,
-                 report: Callable[[float], None] | None = None) -> None:
+    def __init__(self, problem: Problem, memory: Memory, deadline: float) -> None:
         self.problem, self.memory, self.deadline = problem, memory, deadline
         self.choice: tuple[int, ...] | None = None
         self.objective = FORBIDDEN
-        self._report = report
         self._seen: set[tuple[int, ...]] = set()
 
     def offer(self, plan: tuple[int, ...]) -> float:
@@ -63,8 +62,6 @@ class Incumbent:
         judged = evaluate(self.problem, plan)
         if judged.feasible and judged.objective < self.objective:
             self.choice, self.objective = plan, judged.objective
-            if self._report is not None:
-                self._report(judged.objective)
 
 
 def trivial_bound(problem: Problem) -> float:
@@ -82,38 +79,44 @@ def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WOR
     return eliminator.work([n.costs for n in problem.nodes], [e.costs for e in problem.edges]) <= work_cells
 
 
-def solve_exact(problem: Problem, deadline: float = FORBIDDEN, relax: Relaxation | None = None, exact: bool = True,
-                report: Callable[[float], None] | None = None) -> Outcome:
-    """Optimal without memory; with it, the best prices' bound and the best repaired plan.
+def solve_exact(problem: Problem, deadline: float = FORBIDDEN, relax: Relaxation | None = None) -> Outcome:
+    """Optimal where the best plan without a limit fits; else the best prices' bound and the best repaired plan.
 
-    ``relax`` solves priced problems (default: elimination); ``exact`` tells whether its answer is their minimum.
+    ``relax`` solves priced problems (default: elimination). The first answer tells how long each takes; without the
+    time for `LEAST_PRICINGS` of them its bound is all that comes back, and no choice.
 
-    Raises MemoryLimitError when the least usages alone exceed the limit. Time: `Eliminator.work` per round of prices.
+    Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
     """
     start = time.monotonic()
+    relax = relax or Eliminator.of(problem).solve
+    unpriced = value, plan = relax([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
+    spent = time.monotonic() - start
+    if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
+        return Outcome(plan, judged.objective, min(value, judged.objective), "optimal", {"exact": spent})
+    if LEAST_PRICINGS * spent > deadline - time.monotonic():
+        return Outcome(None, FORBIDDEN, value, "time limit", {"exact": spent})
     memory = memory_of(problem)
-    if relax is None:
-        relax = Eliminator.of(problem).solve
-    incumbent = Incumbent(problem, memory, deadline, report)
-    if memory.binds and exact:
-        least = lowest_peak(problem, relax, min(deadline, start + LEAST_S), LEAST_ROUNDS, problem.limit)
-        if problem.limit < least.bound < FORBIDDEN:
-            raise MemoryLimitError(problem.name, least.bound, problem.limit, least.peak)
-        if least.peak <= problem.limit and least.plan is not None:
-            incumbent.offer(least.plan)
-    dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, TARGET_GAP)
-    if memory.binds and incumbent.objective - dual.bound > TARGET_GAP * abs(dual.bound) and dual.bound < FORBIDDEN:
-        mix_prices(problem, memory, relax, deadline, dual, PRICE_ROUNDS, incumbent.offer)
-    if incumbent.choice is None and memory.binds and exact:
-        least = lowest_peak(problem, relax, deadline, MAX_ROUNDS, problem.limit)
-        if least.plan is not None and least.bound > problem.limit:
-            raise MemoryLimitError(problem.name, least.bound, problem.limit, least.peak)
-        if least.plan is not None:
-            incumbent.offer(least.plan)
-    gap_closed = incumbent.objective - dual.bound <= TARGET_GAP * abs(incumbent.objective)
-    if gap_closed and incumbent.choice is not None:
-        reason = "optimal"
-    else:
-        reason = "time limit" if time.monotonic() >= deadline else "gap"
+    incumbent = Incumbent(problem, memory, deadline)
+    least = lowest_peak(problem, relax, min(deadline, start + LEAST_S), LEAST_ROUNDS, problem.limit)
+    _take_least(incumbent, least)
+    dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, TARGET_GAP, unpriced)
+    for contrast, dear_last in MIXTURES if dual.bound < FORBIDDEN else ():
+        if incumbent.objective - dual.bound <= MIXED_GAP * abs(dual.bound) or time.monotonic() >= deadline:
+            break
+        for mixed in mixed_plans(problem, memory, relax, deadline, dual.prices, contrast, dear_last):
+            incumbent.offer(mixed)
+    if incumbent.choice is None:
+        _take_least(incumbent, lowest_peak(problem, relax, deadline, MAX_ROUNDS, problem.limit))
+    closed = incumbent.choice is not None and incumbent.objective - dual.bound <= TARGET_GAP * incumbent.objective
+    reason = "optimal" if closed else "time limit" if time.monotonic() >= deadline else "gap"
     return Outcome(incumbent.choice, incumbent.objective, min(dual.bound, incumbent.objective), reason,
                    {"exact": time.monotonic() - start}, dual.prices)
+
+
+def _take_least(incumbent: Incumbent, least: LowestPeak) -> None:
+    """Offer the plan with the least memory. Raises MemoryLimitError where no plan fits."""
+    limit = incumbent.problem.limit
+    if limit < least.bound < FORBIDDEN:
+        raise MemoryLimitError(incumbent.problem.name, least.bound, limit, least.peak)
+    if least.plan is not None and least.peak <= limit:
+        incumbent.offer(least.plan)

@@ -19,7 +19,7 @@ from autoparallel.search.problem import FORBIDDEN, Problem, evaluate
 Relaxation = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], tuple[float, tuple[int, ...]]]
 STEP = 0.6
 NEW_TIMES = 3
-PRICE_STEP = 1e-3
+PLACES = 256
 MODEL_GAP = 1e-6
 GROWTH = 4.0
 
@@ -60,19 +60,21 @@ def _priced(problem: Problem, memory: Memory, rates: np.ndarray) -> tuple[list[n
 
 
 def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: float, rounds: int,
-                on_plan: Callable[[tuple[int, ...]], float], target_gap: float) -> Dual:
+                on_plan: Callable[[tuple[int, ...]], float], target_gap: float,
+                unpriced: tuple[float, tuple[int, ...]] | None = None) -> Dual:
     """Cutting planes on the prices; one call of ``relax`` per round.
 
     ``on_plan`` is shown each minimiser and returns the cost of the best feasible plan so far (inf: none); rounds end
     when the bound is within ``target_gap`` of it, when the model of the bound is exact, at the deadline or after
-    ``rounds``.
+    ``rounds``. ``unpriced``: the answer of ``relax`` without prices, where it is known.
     """
     dual = Dual(-FORBIDDEN, np.zeros(len(memory.times)))
     active: list[int] = []
     cuts: list[tuple[float, np.ndarray]] = []
     trial, dearest = dual.prices, dearest_cost(problem)
     while dual.rounds < rounds:
-        value, plan = relax(*priced(problem, memory, trial))
+        known, unpriced = unpriced, None
+        value, plan = known or relax(*priced(problem, memory, trial))
         bound = value - float(trial @ memory.room)
         dual.rounds += 1
         if value == FORBIDDEN:
@@ -101,34 +103,34 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
     return dual
 
 
-def mix_prices(problem: Problem, memory: Memory, relax: Relaxation, deadline: float, dual: Dual, rounds: int,
-               on_plan: Callable[[tuple[int, ...]], float]) -> None:
-    """Show ``on_plan`` plans that just fit, made of the plans on the two sides of the best prices.
+def mixed_plans(problem: Problem, memory: Memory, relax: Relaxation, deadline: float, prices: np.ndarray,
+                contrast: float, dear_last: bool) -> list[tuple[int, ...]]:
+    """The plans that just fit, and just do not, of those made of the plans on both sides of the best prices.
 
     At the best prices equal blocks change their minds together: a little cheaper and the plan does not fit, a little
-    dearer and it leaves room unused. So the first nodes get the dearer prices and the others the cheaper ones, and the
-    place of the change is bisected.
+    dearer and it leaves room unused. So the last nodes (or the first) get prices that are ``contrast`` times the best,
+    the others that much cheaper ones, and the place of the change is bisected. What both sides gain by prices of their
+    own must outweigh the change of layouts between them, so a small contrast may not mix. O(log `PLACES`) relaxations.
     """
-    users = np.array([*range(len(problem.nodes)), *(max(edge.source, edge.target) for edge in problem.edges)])
-    rates = memory.prices_per_user(dual.prices)
+    count = len(problem.nodes)
+    users = np.array([*range(count), *(max(edge.source, edge.target) for edge in problem.edges)])
+    rates, places = memory.prices_per_user(prices), np.arange(count)
+    found: dict[bool, tuple[int, ...]] = {}
 
-    def fits(first: int, factor: float) -> bool:
-        factors = np.where(users < first, factor, 2.0 - factor)
-        _, plan = relax(*_priced(problem, memory, rates * factors))
-        on_plan(plan)
-        return bool((memory.load(problem, plan) <= memory.room).all())
+    def fits(number: int) -> bool:
+        """Whether the plan with so many dear nodes fits."""
+        dear = places >= count - number if dear_last else places < number
+        _, plan = relax(*_priced(problem, memory, rates * np.where(dear, contrast, 1 / contrast)[users]))
+        fit = bool((memory.load(problem, plan) <= memory.room).all())
+        found[fit] = plan
+        return fit
 
-    factor = 1.0 + PRICE_STEP
-    while not fits(len(problem.nodes), factor):
-        factor = 1.0 + 4.0 * (factor - 1.0)
-        if factor > 2.0 or time.monotonic() >= deadline:
-            return
-    low, high = 0, len(problem.nodes)
-    for _ in range(rounds):
-        if high - low < 2 or time.monotonic() >= deadline:
-            return
-        first = (low + high) // 2
-        low, high = (low, first) if fits(first, factor) else (first, high)
+    low, high = 0, count
+    if fits(count):
+        while high - low > max(1, count // PLACES) and time.monotonic() < deadline:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+    return list(found.values())
 
 
 def dearest_cost(problem: Problem) -> float:

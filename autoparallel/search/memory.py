@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem
-
-Users = list[tuple[tuple[int, int], np.ndarray, np.ndarray]]
+from autoparallel.search.problem import FORBIDDEN, Edge, MemoryLimitError, Node, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,13 +57,37 @@ class Memory:
         return np.maximum(0.0, total[self.spans[:, 1]] - total[self.spans[:, 0]])
 
 
-def _users(problem: Problem) -> Users:
-    """Interval, usages and which of them are allowed, of every node and edge."""
+@dataclass(frozen=True)
+class _Use:
+    """Usages of one or more users, and the least and the most of those that are allowed."""
+
+    usages: np.ndarray
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, usages: np.ndarray, costs: np.ndarray) -> _Use:
+        allowed = usages[costs < FORBIDDEN]
+        return cls(usages, float(allowed.min()), float(allowed.max())) if allowed.size else cls(usages, 0.0, 0.0)
+
+    @cached_property
+    def extra(self) -> np.ndarray:
+        return np.maximum(self.usages - self.low, 0.0)
+
+
+def _uses(problem: Problem) -> list[_Use]:
+    """Of every node and edge; users of equal arrays (repeated blocks) get the same object."""
     nothing = np.zeros((1, 1))
-    users: Users = [(node.interval, node.usages, node.costs < FORBIDDEN) for node in problem.nodes]
-    users += [((0, 0), nothing, nothing == 0) if edge.usages is None
-              else (edge.interval, edge.usages, edge.costs < FORBIDDEN) for edge in problem.edges]
-    return users
+    made: dict[tuple[int, int], _Use] = {}
+
+    def use(user: Node | Edge) -> _Use:
+        usages, costs = (nothing, nothing) if user.usages is None else (user.usages, user.costs)
+        key = id(usages), id(costs)
+        if key not in made:
+            made[key] = _Use.of(usages, costs)
+        return made[key]
+
+    return [*map(use, problem.nodes), *map(use, problem.edges)]
 
 
 def undominated_times(intervals: np.ndarray) -> np.ndarray:
@@ -90,10 +113,11 @@ def memory_of(problem: Problem) -> Memory:
     if problem.limit == FORBIDDEN:
         spans = np.zeros((len(problem.nodes) + len(problem.edges), 2), np.int64)
         return Memory(np.zeros(0, np.int64), np.zeros(0), (), spans, len(problem.nodes))
-    users = _users(problem)
-    intervals = np.array([interval for interval, _, _ in users], np.int64).reshape(-1, 2)
-    low = np.array([usages[allowed].min() if allowed.any() else 0.0 for _, usages, allowed in users])
-    high = np.array([usages[allowed].max() if allowed.any() else 0.0 for _, usages, allowed in users])
+    uses = _uses(problem)
+    intervals = np.array([*(node.interval for node in problem.nodes),
+                          *((0, 0) if edge.usages is None else edge.interval for edge in problem.edges)],
+                         np.int64).reshape(-1, 2)
+    low, high = np.array([use.low for use in uses]), np.array([use.high for use in uses])
     live = (intervals[:, 0] < intervals[:, 1]) & (high > 0)
     times = undominated_times(intervals[live])
     least, most = load_at(times, intervals[live], low[live]), load_at(times, intervals[live], high[live])
@@ -103,8 +127,7 @@ def memory_of(problem: Problem) -> Memory:
     times, room = times[kept], problem.limit - least[kept]
     spans = np.searchsorted(times, intervals)
     spans[high <= low] = 0
-    extra = tuple(np.maximum(usages - lowest, 0.0) for (_, usages, _), lowest in zip(users, low, strict=True))
-    return Memory(times, room, extra, spans, len(problem.nodes))
+    return Memory(times, room, tuple(use.extra for use in uses), spans, len(problem.nodes))
 
 
 def least_peak(problem: Problem) -> float:

@@ -43,7 +43,8 @@ Progress = Callable[[str, float, float], None]
 AUTO_GAP = 1e-3
 SMALL_CELLS = 20_000
 MAX_CELLS = 500_000
-WORK_CELLS_PER_S = 5e7  # a quarter of what elimination does, so that it leaves time for what comes after
+WORK_CELLS_PER_S = 2e8  # a quarter of what one elimination does; if the limit binds, `solve_exact` knows its time
+AUTO_CELLS = 50_000  # of tables between the choices that are left; beyond, HiGHS proves nothing about equal blocks
 MAX_EVENTS = 8_000_000
 LEAST_MEMORY_S = 5.0
 
@@ -95,7 +96,8 @@ class Run:
             found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve)
             self._prices = found.prices
             self.note(found, self.reduced)
-            return
+            if self._prices is not None or self.best.choice is not None:
+                return
         if any(node.labels for node in self.problem.nodes):
             self.recursive()
         if num_events(self.problem) > MAX_EVENTS:
@@ -129,7 +131,8 @@ class Run:
         if start >= self.deadline:
             return
         reduced = self._within_reach()
-        if num_events(reduced.problem) > MAX_EVENTS:
+        narrow = self._prices is not None  # then merging makes little of it, in seconds
+        if num_events(reduced.problem) > MAX_EVENTS or (narrow and table_cells(reduced.problem) > 4 * max_cells):
             self.note(Outcome(None, FORBIDDEN, -FORBIDDEN, "too large"))
             return
         left = shrink(compact_of(reduced.problem))
@@ -189,7 +192,7 @@ def _auto(run: Run) -> None:
     """Elimination first; the program only where a gap is left."""
     run.exact()
     if run.best.objective - run.best.lower_bound > AUTO_GAP * abs(run.best.objective) or run.best.choice is None:
-        run.program()
+        run.program(MAX_CELLS if run._prices is None else AUTO_CELLS)
 
 
 _SEARCHES: dict[str, Callable[[Run], None]] = {"auto": _auto, "exact": Run.exact, "ilp": _ilp, "recursive": _recursive}

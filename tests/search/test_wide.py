@@ -109,7 +109,7 @@ def test_a_walk_keeps_its_books(seed: int) -> None:
     walk.descend()
     fresh = Walk(compact, walk.plan, limit)
     assert np.allclose(walk.local, fresh.local) and np.allclose(walk.over, fresh.over)
-    assert fitted == compact.fits(walk.plan) and walk.cost() <= before
+    assert not fitted or (compact.fits(walk.plan) and walk.cost() <= before)
     for v, size in enumerate(compact.sizes):
         for pick in range(size):
             moved = [pick if u == v else old for u, old in enumerate(walk.plan)]
