@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import autoparallel
 from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.hybrid import split_batch
+from autoparallel.hybrid.joint import Fixed, JointSearch
 from autoparallel.hybrid.sketch import sketch
 from autoparallel.hybrid.stages import cut_evenly, flow_of
 from autoparallel.plans import Hybrid
@@ -211,6 +213,15 @@ def test_a_pipeline_without_a_mesh_shape() -> None:
     best = planned(None)
     assert best.hybrid.pipeline_ranks == 4 and best.hybrid.stages == 4
     assert best.prediction.step_s == pytest.approx(planned((4, 2)).prediction.step_s)
+
+
+def test_bounds_lie_below_estimates() -> None:
+    """So that what is bounded away cannot have been the best."""
+    cluster = Cluster.load("h100-sxm", num_devices=8)
+    search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"), time.monotonic() + 5)
+    estimated = [c for c in search.run().candidates if c.estimate_s < float("inf")]
+    assert len({c.mesh_shape for c in estimated}) > 2 and len({c.hybrid for c in estimated}) > 2
+    assert all(search.floor(c) <= c.estimate_s for c in estimated)
 
 
 @pytest.mark.parametrize("limit_share", [1.0, 0.6, 0.35])

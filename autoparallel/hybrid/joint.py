@@ -92,7 +92,8 @@ class JointSearch:
         self.batch = batch_size(graph)
         self._split: dict[int, MicroBatches] = {}
         self._prices: dict[object, Prices] = {}
-        self._least: dict[int, tuple[float, float]] = {}
+        self._alone: dict[int, StrategySpace] = {}
+        self._least: dict[tuple[int, int], tuple[float, float]] = {}
 
     # --- what there is ----------------------------------------------------------------------------------------------
 
@@ -176,24 +177,26 @@ class JointSearch:
         return replace(candidate, estimate_s=estimate(pricer, pricer.labels_of(solution.choice)))
 
     def floor(self, candidate: Candidate) -> float:
-        """A bound below the estimate: each op at its best, without communication."""
+        """A bound below the estimate: each op cut evenly over all devices of its stage, without communication."""
         h = candidate.hybrid
-        prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
-        forward, backward = self._least_compute(prices)
+        forward, backward = self._least_compute(h.micro_batches, math.prod(candidate.mesh_shape))
         again = {"none": 1.0, "selective": 1.0, "full": 2.0}[h.recompute]
         return equal_stages_s(h, h.micro_batches * (again * forward + backward))
 
-    def _least_compute(self, prices: Prices) -> tuple[float, float]:
-        """Seconds (forward, backward) of one turn's ops, each at its best."""
-        if id(prices) not in self._least:
-            found = [0.0, 0.0]
-            for site, s in zip(prices.space.sites, prices.space.strategies, strict=True):
+    def _least_compute(self, turns: int, devices: int) -> tuple[float, float]:
+        """Seconds (forward, backward) of one turn's ops on so many devices."""
+        if turns not in self._alone:
+            self._alone[turns] = StrategySpace(self._micro(turns).body, (1,))
+        if (turns, devices) not in self._least:
+            space, found = self._alone[turns], [0.0, 0.0]
+            prices = Prices(space, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=devices)
+            for site, s in zip(space.sites, space.strategies, strict=True):
                 if site.kind == "op":
                     count, price = self.sketch.stands_for.get(site.name, 1), prices.op(s)
                     found[0] += count * float(price.forward_s.min())
                     found[1] += count * float(price.backward_s.min())
-            self._least[id(prices)] = (found[0], found[1])
-        return self._least[id(prices)]
+            self._least[turns, devices] = (found[0], found[1])
+        return self._least[turns, devices]
 
     def run(self) -> Survey:
         """All candidates worth an estimate, best first."""

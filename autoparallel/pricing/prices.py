@@ -42,13 +42,14 @@ class Prices:
     """Prices of one strategy space on one cluster; ``optimizer`` names the recipe for state bytes and step time.
 
     ``direct``: redistribution takes the fewest steps, not the cheapest (what a classical plan means by its name).
-    ``stages``: the mesh is one of so many on the cluster, one for each rank of a pipeline.
+    ``stages``: the mesh is one of so many on the cluster, one for each rank of a pipeline. ``spread``: ops are priced
+    as if each were cut into so many more even pieces, which is a bound for all meshes of so many devices.
     """
 
     def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True,
-                 direct: bool = False, stages: int = 1) -> None:
+                 direct: bool = False, stages: int = 1, spread: int = 1) -> None:
         self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
-        self.direct = direct
+        self.direct, self.spread = direct, spread
         mesh_shape = (stages, *space.mesh_shape)
         self.groups = [cluster.group(mesh_shape, axis) for axis in range(1, len(mesh_shape))]
         self._machine = (repr((self.groups, cluster.device)), mesh_shape, direct, training)
@@ -163,9 +164,9 @@ class Prices:
         zeros = np.zeros(count)
         if rule is None or rule.fixed or rule.alias:
             return OpPrice(zeros, zeros, zeros)
-        flops = rule.flops * self._share_of_work(s)
-        inputs = [self.local_bytes(m, n) for m, n in zip(s.input_metas, s.inputs, strict=True)]
-        outputs = [self.local_bytes(m, n) for m, n in zip(s.output_metas, s.outputs, strict=True)]
+        flops = rule.flops * self._share_of_work(s) / self.spread
+        inputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.input_metas, s.inputs, strict=True)]
+        outputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.output_metas, s.outputs, strict=True)]
         inside = self._inside_s(s)
         device, dtype = self.cluster.device, dtype_name(s.output_metas[0] if s.output_metas else s.input_metas[0])
         forward = compute.op_time_s(rule.op_class, flops, sum(inputs, zeros) + sum(outputs, zeros), dtype, device)
