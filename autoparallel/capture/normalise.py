@@ -453,6 +453,11 @@ def lists(graph: Graph, mutations: dict[str, Node]) -> None:
 
 LISTS = {
     aten.split.Tensor: _pieces,
+    aten.split.sizes: _pieces,
+    aten.unsafe_split.Tensor: _pieces,
+    aten.unsafe_chunk.default: _pieces,
+    aten.split_copy.Tensor: _pieces,
+    aten.split_with_sizes_copy.default: _pieces,
     aten.split_with_sizes.default: _pieces,
     aten.chunk.default: _pieces,
     aten.tensor_split.sections: _pieces,
@@ -471,7 +476,8 @@ PERMUTES = (aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy
 COPIES = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.to.other,
           aten.type_as.default)
 IDENTITIES = (aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
-              aten.clone.default, aten.positive.default)
+              aten.clone.default, aten.positive.default, aten.alias_copy.default, aten.resolve_conj.default,
+          aten.resolve_neg.default)
 FILLED = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.zeros_like.default,
           aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_empty.default,
           aten.empty.memory_format, aten.zero.default)
@@ -485,6 +491,9 @@ SYNONYMS = {
     aten.absolute.default: aten.abs.default, aten.concat.default: aten.cat.default,
     aten.concatenate.default: aten.cat.default, aten.clip.default: aten.clamp.default,
     aten.special_expit.default: aten.sigmoid.default, aten.special_logsumexp.default: aten.logsumexp.default,
+    aten.diagonal_copy.default: aten.diagonal.default, aten.select_copy.int: aten.select.int,
+    aten.unfold_copy.default: aten.unfold.default, aten.slice_copy.Tensor: aten.slice.Tensor,
+    aten.conj_physical.default: aten.conj.default, aten.narrow_copy.default: aten.narrow.default,
 }
 WRITTEN = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor)
 

@@ -22,7 +22,7 @@ from autoparallel.capture.blocks import block_path
 from autoparallel.capture.experts import routed_experts
 from autoparallel.capture.graph import Node, on_device
 from autoparallel.layout import Layout, Step, local_box, local_shape, pieces
-from autoparallel.layout.shapes import piece_of
+from autoparallel.layout.shapes import Shape, piece_of
 from autoparallel.lower import variants
 from autoparallel.lower.collectives import STEP_FUNCTIONS
 from autoparallel.rules.rule import Row
@@ -95,6 +95,16 @@ def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], co
                 size = piece_of(size, mesh_shape[other], coordinate[other])[1]
         found.append(pieces(size, mesh_shape[step.axis]))
     return found[0], found[1]
+
+
+def fitted(target: Any, args: Sequence[Any], shape_of: Callable[[Any], Shape], made: Shape) -> list[Any]:
+    """The op's arguments on pieces: the sizes of a result of shape ``made``, as many groups as there are channels."""
+    local = list(args)
+    if target in SIZE_ARGUMENT:
+        local[SIZE_ARGUMENT[target]] = list(made)
+    if len(local) > GROUPS_ARGUMENT.get(target, len(local)):
+        local[GROUPS_ARGUMENT[target]] = shape_of(local[0])[1] // shape_of(local[1])[1]
+    return local
 
 
 class _Emitter:
@@ -189,12 +199,8 @@ class _Emitter:
             self.values[site.index, output] = result
 
     def _call(self, site: Site, node: Node, args: list[Any], kwargs: dict[str, Any], layouts: list[Layout]) -> FxNode:
-        if node.target in SIZE_ARGUMENT:
-            shape = local_shape(node.outputs[0].shape, layouts[0], self.space.mesh_shape, self.coordinate)
-            args[SIZE_ARGUMENT[node.target]] = list(shape)
-        if len(args) > GROUPS_ARGUMENT.get(node.target, len(args)):
-            channels, of_each_group = (tensor.meta["val"].shape[1] for tensor in args[:2])
-            args[GROUPS_ARGUMENT[node.target]] = channels // of_each_group
+        shape = local_shape(node.outputs[0].shape, layouts[0], self.space.mesh_shape, self.coordinate)
+        args = fitted(node.target, args, lambda operand: tuple(operand.meta["val"].shape), shape)
         if node.target is routed_experts:
             args = [*args[:5], self._offsets(args[4][0])[0]]
         rows = [self.space.strategies[site.index].rows[r] for r in self.labels[site.index]]

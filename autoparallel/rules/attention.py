@@ -1,4 +1,5 @@
-"""Scaled dot-product attention: batch and heads may be cut; grouped queries cut with their key-value head."""
+"""Scaled dot-product attention: batch, heads and (where nothing is causal) queries may be cut; grouped queries are cut
+with their key-value head."""
 
 from __future__ import annotations
 
@@ -18,22 +19,24 @@ def attention(op: OpView) -> Rule | None:
     batch, heads, s, d = q
     kv_heads, t, e = k[1], k[2], v[3]
     mask = op.arg("attn_mask")
-    sizes = {f: n for f, n in (("b", batch), ("h", heads)) if n != 1}
-    lead = tuple(f if f in sizes else None for f in ("b", "h"))
-    inputs: list[Dims] = [(*lead, None, None)] * 3
+    rows = () if op.arg("is_causal") else (("s", s),)  # a causal mask counts them
+    sizes = {f: n for f, n in (("b", batch), ("h", heads), *rows) if n != 1}
+    b, h, queries = (f if f in sizes else None for f in ("b", "h", "s"))
+    inputs: list[Dims] = [(b, h, queries, None), (b, h, None, None), (b, h, None, None)]
     saves, extra = frozenset({0, 1, 2}), {0: 4.0 / d}  # the logarithm of each row's sum
     if mask is not None:
         if mask.dtype == torch.bool:  # torch makes numbers of it
             extra[3] = float(op.inputs[0].dtype.itemsize)
         else:
             saves |= {3}
-        own = lead[4 - len(mask.shape) :]
-        inputs.append((*(f if n != 1 else None for f, n in zip(own, mask.shape, strict=False)), None, None))
+        own = (b, h, queries, None)[4 - len(mask.shape) :]
+        inputs.append(tuple(f if n != 1 else None for f, n in zip(own, mask.shape, strict=True)))
     even = {"h": (heads, kv_heads)} if heads != kv_heads else {}
+    dropout = float(op.arg("dropout_p") or 0.0)
     causal = 0.5 if op.arg("is_causal") else 1.0
     points = float(batch * heads * s * t)
-    dropout = float(op.arg("dropout_p") or 0.0)
     return Rule(
-        tuple(inputs), ((*lead, None, None),), sizes, even=even, flops=2.0 * points * (d + e) * causal,
+        tuple(inputs), ((b, h, queries, None),), sizes, even=even,
+        linear=() if dropout else (frozenset({2}),), flops=2.0 * points * (d + e) * causal,
         op_class="attention", saves=saves, saves_output=True, random=dropout > 0, backward_flops=2.5, extra_bytes=extra,
     )

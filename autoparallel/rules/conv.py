@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,15 +19,29 @@ aten = torch.ops.aten
           aten.conv3d.padding)
 def convolution(op: OpView) -> Rule | None:
     x, w = op.shapes[:2]
-    if len(x) != len(w):
-        return None
     flops = 2.0 * op.out.num_elements * math.prod(w[1:])
     if op.arg("groups") != 1:
-        return replace(_grouped(op), flops=flops)
-    dots = ", ".join(["."] * (len(w) - 2))
-    rule = einsum_rule(f"x[b, i, {dots}], w[o, i, {dots}], bias[o] -> y[b, o, {dots}]", op.shapes, [op.out.shape],
-                       reduce="i", additive="bias", op_class="conv", saves=frozenset({0, 1}))
+        return replace(_grouped(op), flops=flops) if len(x) == len(w) else None
+    batch, space, dots = "b, " if len(x) == len(w) else "", _space(op), ", ".join(["."] * (len(w) - 2))
+    rule = einsum_rule(f"x[{batch}i, {space}], w[o, i, {dots}], bias[o] -> y[{batch}o, {space}]", op.shapes,
+                       [op.out.shape], reduce="i", additive="bias", linear=("x bias", "w bias"), op_class="conv",
+                       saves=frozenset({0, 1}))
     return replace(rule, flops=flops)
+
+
+def _space(op: OpView) -> str:
+    """Factors of the dims in space: one where the window is a single place, so that none needs another."""
+    window = op.shapes[1][2:]
+    if op.target._overloadname == "padding":
+        return ", ".join("." for _ in window)
+    steps = [_of_each_dim(op.arg(name), len(window)) for name in ("stride", "padding")]
+    alone = [k == step == 1 and not pad for k, step, pad in zip(window, *steps, strict=True)]
+    return ", ".join(f"s{d}" if place else "." for d, place in enumerate(alone))
+
+
+def _of_each_dim(value: int | Sequence[int], rank: int) -> Sequence[int]:
+    values = [value] if isinstance(value, int) else value
+    return values if len(values) == rank else [*values] * rank
 
 
 def _grouped(op: OpView) -> Rule:
@@ -73,11 +88,12 @@ def upsample(op: OpView) -> Rule:
 @rule_for(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 def transposed_convolution(op: OpView) -> Rule | None:
     x, w = op.shapes[:2]
-    if op.arg("groups") != 1 or len(x) != len(w):
+    if op.arg("groups") != 1:
         return None
-    dots = ", ".join(["."] * (len(w) - 2))
-    rule = einsum_rule(f"x[b, i, {dots}], w[i, o, {dots}], bias[o] -> y[b, o, {dots}]", op.shapes, [op.out.shape],
-                       reduce="i", additive="bias", op_class="conv", saves=frozenset({0, 1}))
+    batch, dots = "b, " if len(x) == len(w) else "", ", ".join(["."] * (len(w) - 2))
+    rule = einsum_rule(f"x[{batch}i, {dots}], w[i, o, {dots}], bias[o] -> y[{batch}o, {dots}]", op.shapes,
+                       [op.out.shape], reduce="i", additive="bias", linear=("x bias", "w bias"), op_class="conv",
+                       saves=frozenset({0, 1}))
     return replace(rule, flops=2.0 * op.inputs[0].num_elements * math.prod(w[1:]))
 
 

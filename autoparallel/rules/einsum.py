@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import string
+from collections.abc import Sequence
+
 import torch
 
 from autoparallel.rules.registry import OpView, rule_for
@@ -10,14 +13,29 @@ from autoparallel.rules.rule import Dims, Rule
 aten = torch.ops.aten
 
 
+def spelled_out(equation: str, ranks: Sequence[int]) -> tuple[list[str], str]:
+    """Letters of each operand and of the result, with letters for an ellipsis and for a result that is not written.
+
+    >>> spelled_out("...k,kn->...n", [3, 2])
+    (['ABk', 'kn'], 'ABn')
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        once = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
+        right = ("..." if "..." in left else "") + "".join(once)
+    spare = [letter for letter in string.ascii_uppercase + string.ascii_lowercase if letter not in equation]
+    widths = [rank - len(term.replace("...", "")) if "..." in term else 0
+              for term, rank in zip(terms, ranks, strict=True)]
+    dots = "".join(spare[: max(widths)])
+    terms = [term.replace("...", dots[len(dots) - width :]) for term, width in zip(terms, widths, strict=True)]
+    return terms, right.replace("...", dots)
+
+
 @rule_for(aten.einsum.default)
 def einsum(op: OpView) -> Rule | None:
     """Each letter is a factor, but for one that an operand has twice (its diagonal) or broadcasts (size 1)."""
-    equation = op.arg("equation").replace(" ", "")
-    if "..." in equation or "->" not in equation:
-        return None
-    left, right = equation.split("->")
-    terms = left.split(",")
+    terms, right = spelled_out(op.arg("equation"), [len(shape) for shape in op.shapes])
     sizes: dict[str, int] = {}
     for term, shape in zip(terms, op.shapes, strict=True):
         for letter, size in zip(term, shape, strict=True):

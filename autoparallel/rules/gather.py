@@ -89,10 +89,20 @@ def gather(op: OpView) -> Rule | None:
                 flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
 
 
-@rule_for(aten.scatter.src, aten.scatter.value)
+@rule_for(aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce)
 def scatter(op: OpView) -> Rule | None:
     """Along ``dim`` all that is written must be known; other dims together, where every tensor has all of them."""
-    return _scattered(op)
+    rule = _scattered(op)
+    reduces = rule is not None and op.target in (aten.scatter.reduce, aten.scatter.value_reduce)
+    return replace(rule, linear=(), saves=frozenset(range(len(op.inputs)))) if reduces else rule  # type: ignore[type-var]
+
+
+@rule_for(aten.scatter_reduce.two)
+def scatter_reduce(op: OpView) -> Rule | None:
+    if op.arg("reduce") == "sum" and op.arg("include_self"):
+        return scatter_add(op)
+    rule = _scattered(op)
+    return replace(rule, linear=(), saves=frozenset({0, 1, 2}), saves_output=True) if rule is not None else None
 
 
 @rule_for(aten.scatter_add.default)
@@ -134,6 +144,53 @@ def index_add(op: OpView) -> Rule | None:
     return Rule((tuple(names), (place,), (*names[:dim], place, *names[dim + 1 :])), (tuple(names),), sizes,
                 reduce=frozenset({"i"}) & sizes.keys(), additive=frozenset({0}), linear=(frozenset({0, 2}),),
                 flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
+
+
+@rule_for(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(op: OpView) -> Rule | None:
+    """Other dims than the one whose places are filled may be cut."""
+    if not op.out.shape:
+        return None
+    dim = op.arg("dim") % len(op.out.shape)
+    names = tuple(f"d{d}" if d != dim and n != 1 else None for d, n in enumerate(op.out.shape))
+    sizes = {f: op.out.shape[d] for d, f in enumerate(names) if f}
+    rest = tuple((None,) * len(shape) for shape in op.shapes[1:])
+    zero = len(op.inputs) == 2 and op.arg("value") == 0
+    together = (frozenset({0, 2}),) if len(op.inputs) == 3 else (frozenset({0}),) if zero else ()
+    return Rule((names, *rest), (names,), sizes, linear=together, flops=float(op.out.num_elements), op_class="gather",
+                saves=frozenset({1}))
+
+
+@rule_for(aten.index_reduce.default)
+def index_reduce(op: OpView) -> Rule | None:
+    rule = index_add(op)
+    if rule is None:
+        return None
+    whole = [tuple(None if f == "i" else f for f in dims) for dims in rule.inputs]
+    return replace(rule, inputs=tuple(whole), sizes={f: n for f, n in rule.sizes.items() if f != "i"},
+                   reduce=frozenset(), additive=frozenset(), linear=(), saves=frozenset({0, 1, 2}), saves_output=True)
+
+
+@rule_for(aten.take.default)
+def take(op: OpView) -> Rule:
+    """Places of the flattened tensor, which stays whole."""
+    own = _own(op.shapes[1])
+    return Rule(((None,) * len(op.shapes[0]), own), (own,), {f"d{d}": n for d, n in enumerate(op.shapes[1]) if n != 1},
+                linear=(frozenset({0}),), flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
+
+
+@rule_for(aten.searchsorted.Tensor, aten.searchsorted.Scalar)
+def searchsorted(op: OpView) -> Rule:
+    """One sorted row for all, or a row for each row of values."""
+    table, own = op.shapes[0], _own(op.out.shape)
+    if len(table) == 1:
+        rows: Dims = (None,)
+    else:
+        own = (*own[:-1], own[-1] if op.out.shape[-1] != 1 else None)
+        rows = (*own[:-1], None)
+    inputs = [rows if shape == table and i != 1 else own for i, shape in enumerate(op.shapes)]
+    return Rule(tuple(inputs), (own,), {f"d{d}": n for d, n in enumerate(op.out.shape) if n != 1},
+                flops=4.0 * op.out.num_elements, op_class="gather")
 
 
 @rule_for(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)

@@ -9,10 +9,10 @@ import torch
 from autoparallel.layout import INVARIANT, shard
 from autoparallel.rules.pointwise import broadcast_dims
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Row, Rule
+from autoparallel.rules.rule import Dims, Row, Rule
 
 aten = torch.ops.aten
-SUM = 2
+NONE, SUM = 0, 2
 
 
 @rule_for(aten.cross_entropy_loss.default)
@@ -20,11 +20,13 @@ def cross_entropy(op: OpView) -> Rule | None:
     """Sum over targets; with cut classes a variant exchanges the normalisers (one number per target)."""
     logits, target = op.shapes[:2]
     smooth = any(a.name == "label_smoothing" for a in op.target._schema.arguments) and op.arg("label_smoothing")
-    if op.arg("reduction") != SUM or op.arg("weight") is not None or len(target) != len(logits) - 1:
+    if op.arg("reduction") not in (NONE, SUM) or op.arg("weight") is not None or len(target) != len(logits) - 1:
         return None
-    names = tuple(f"n{i}" if i != 1 and n != 1 else None for i, n in enumerate(logits))
     if len(logits) == 1:
         return None
+    names = tuple(f"n{i}" if i != 1 and n != 1 else None for i, n in enumerate(logits))
+    if op.arg("reduction") == NONE:
+        return _of_each_target(op, names)
     sizes = {n: logits[i] for i, n in enumerate(names) if n is not None}
     variants: tuple[Row, ...] = ()
     if len(logits) == 2 and not smooth:
@@ -36,6 +38,14 @@ def cross_entropy(op: OpView) -> Rule | None:
     )
 
 
+def _of_each_target(op: OpView, names: Dims) -> Rule:
+    """Not summed: the targets may be cut."""
+    own = (names[0], *names[2:])
+    sizes = {n: op.shapes[0][i] for i, n in enumerate(names) if n is not None}
+    return Rule((names, own), (own,), sizes, flops=6.0 * op.inputs[0].num_elements, op_class="reduction",
+                saves=frozenset({1}), extra_bytes={0: float(op.inputs[0].dtype.itemsize)})
+
+
 @rule_for(aten.nll_loss_nd.default)
 def negative_log_likelihood(op: OpView) -> Rule | None:
     rule = cross_entropy(op)
@@ -43,13 +53,29 @@ def negative_log_likelihood(op: OpView) -> Rule | None:
 
 
 @rule_for(aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-          aten.kl_div.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default)
+          aten.kl_div.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
+          aten.soft_margin_loss.default)
 def elementwise_loss(op: OpView) -> Rule | None:
     """Weights broadcast."""
     shape = op.shapes[0]
-    if op.arg("reduction") != SUM or op.shapes[1] != shape:
+    if op.arg("reduction") not in (NONE, SUM) or op.shapes[1] != shape:
         return None
     dims = tuple(broadcast_dims(meta, op.inputs[0]) for meta in op.inputs)
     sizes = {f: shape[i] for i, f in enumerate(dims[0]) if f}
-    return Rule(dims, ((),), sizes, reduce=frozenset(sizes), flops=3.0 * op.inputs[0].num_elements,
-                op_class="reduction", saves=frozenset(range(len(dims))))
+    summed = op.arg("reduction") == SUM
+    return Rule(dims, (() if summed else dims[0],), sizes, reduce=frozenset(sizes if summed else ()),
+                flops=3.0 * op.inputs[0].num_elements, op_class="reduction", saves=frozenset(range(len(dims))))
+
+
+@rule_for(aten.multi_margin_loss.default, aten.multilabel_margin_loss.default)
+def margin_loss(op: OpView) -> Rule | None:
+    """Each row of scores by itself; weights of the classes are for all."""
+    scores, labels = op.shapes[:2]
+    reduction = op.arg("reduction")
+    if reduction not in (NONE, SUM) or len(scores) != 2 or scores[0] == 1:
+        return None
+    rows = [("b", *(None,) * (len(scores) - 1)), ("b", *(None,) * (len(labels) - 1))]
+    weights = [(None,) * len(shape) for shape in op.shapes[2:]]
+    out: Dims = ("b",) if reduction == NONE else ()
+    return Rule((*rows, *weights), (out,), {"b": scores[0]}, reduce=frozenset() if out else frozenset({"b"}),
+                flops=3.0 * op.inputs[0].num_elements, op_class="reduction", saves=frozenset(range(len(op.inputs))))

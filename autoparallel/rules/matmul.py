@@ -13,7 +13,8 @@ aten = torch.ops.aten
 @rule_for(aten.linear.default)
 def linear(op: OpView) -> Rule:
     return einsum_rule("x[*b, k], w[n, k], bias[n] -> y[*b, n]", op.shapes, [op.out.shape], reduce="k",
-                       additive="bias", flops_per_point=2.0, op_class="matmul", saves=frozenset({0, 1}))
+                       additive="bias", linear=("x bias", "w bias"), flops_per_point=2.0, op_class="matmul",
+                       saves=frozenset({0, 1}))
 
 
 @rule_for(aten.mm.default, aten.matmul.default, aten.bmm.default, aten.mv.default, aten.dot.default)
@@ -25,14 +26,26 @@ def matmul(op: OpView) -> Rule:
     right = [*batch[len(batch) - max(0, b - 2) :], *(["k", "n"] if b > 1 else ["k"])]
     out = [*batch, *(["m"] if a > 1 else []), *(["n"] if b > 1 else [])]
     pattern = f"x[{', '.join(left)}], w[{', '.join(right)}] -> y[{', '.join(out)}]"
-    return einsum_rule(pattern, op.shapes, [op.out.shape], reduce="k", flops_per_point=2.0, op_class="matmul",
-                       saves=frozenset({0, 1}))
+    return einsum_rule(pattern, op.shapes, [op.out.shape], reduce="k", linear=("x", "w"), flops_per_point=2.0,
+                       op_class="matmul", saves=frozenset({0, 1}))
 
 
-@rule_for(aten.baddbmm.default)
-def baddbmm(op: OpView) -> Rule:
-    return einsum_rule("c[*b, m, n], x[*b, m, k], w[*b, k, n] -> y[*b, m, n]", op.shapes, [op.out.shape],
-                       reduce="k", additive="c", flops_per_point=2.0, op_class="matmul", saves=frozenset({1, 2}))
+#: Products added to a tensor that broadcasts: factors of both operands and of the result.
+ADDED = {
+    aten.addmm.default: ("m k", "k n", "m n"), aten.addmv.default: ("m k", "k", "m"),
+    aten.addr.default: ("m", "n", "m n"), aten.baddbmm.default: ("b m k", "b k n", "b m n"),
+    aten.addbmm.default: ("b m k", "b k n", "m n"),
+}
+
+
+@rule_for(*ADDED)
+def added_product(op: OpView) -> Rule:
+    left, right, out = (factors.split() for factors in ADDED[op.target])
+    added = out[len(out) - len(op.shapes[0]) :]
+    pattern = f"c[{', '.join(added)}], x[{', '.join(left)}], w[{', '.join(right)}] -> y[{', '.join(out)}]"
+    reduce = " ".join(factor for factor in dict.fromkeys(left + right) if factor not in out)
+    return einsum_rule(pattern, op.shapes, [op.out.shape], reduce=reduce, additive="c", linear=("c x", "c w"),
+                       flops_per_point=2.0, op_class="matmul", saves=frozenset({1, 2}))
 
 
 @rule_for(aten.outer.default, aten.ger.default)
@@ -44,5 +57,5 @@ def outer(op: OpView) -> Rule:
 @rule_for(aten.bilinear.default)
 def bilinear(op: OpView) -> Rule:
     return einsum_rule("x[*b, i], z[*b, j], w[n, i, j], bias[n] -> y[*b, n]", op.shapes, [op.out.shape],
-                       reduce="i j", additive="bias", flops_per_point=3.0, op_class="matmul",
-                       saves=frozenset({0, 1, 2}))
+                       reduce="i j", additive="bias", linear=("x bias", "z bias", "w bias"), flops_per_point=3.0,
+                       op_class="matmul", saves=frozenset({0, 1, 2}))

@@ -13,14 +13,29 @@ aten = torch.ops.aten
 _OF_A_ROW = 8.0  # bytes: mean and deviation
 
 
-@rule_for(aten.layer_norm.default, aten.rms_norm.default)
+@rule_for(aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default,
+          aten._fused_rms_norm.default)
 def layer_norm(op: OpView) -> Rule:
     rank, kept = len(op.out.shape), len(op.out.shape) - len(op.arg("normalized_shape"))
     names = tuple(f"d{i}" if i < kept and op.out.shape[i] != 1 else None for i in range(rank))
     sizes = {f"d{i}": op.out.shape[i] for i in range(kept) if op.out.shape[i] != 1}
     rest = tuple((None,) * len(shape) for shape in op.shapes[1:])
-    return Rule((names, *rest), (names,), sizes, flops=8.0 * op.out.num_elements, op_class="reduction",
-                saves=frozenset({0}), extra_bytes={0: _OF_A_ROW / prod(op.arg("normalized_shape"))})
+    return Rule((names, *rest), (names,) * len(op.outputs), sizes, flops=8.0 * op.out.num_elements,
+                op_class="reduction", saves=frozenset({0}),
+                extra_bytes={0: _OF_A_ROW / prod(op.arg("normalized_shape"))})
+
+
+@rule_for(aten.instance_norm.default)
+def instance_norm(op: OpView) -> Rule | None:
+    """Each channel of each instance by itself; running statistics would be means over the batch."""
+    if op.arg("running_mean") is not None:
+        return None
+    batch, channels = op.out.shape[:2]
+    sizes = {f: n for f, n in (("b", batch), ("c", channels)) if n != 1}
+    b, c = (f if f in sizes else None for f in ("b", "c"))
+    whole = (b, c, *(None,) * (len(op.out.shape) - 2))
+    return Rule((whole, *((c,) for _ in op.shapes[1:])), (whole,), sizes, flops=8.0 * op.out.num_elements,
+                op_class="reduction", saves=frozenset({0}))
 
 
 @rule_for(aten.group_norm.default)

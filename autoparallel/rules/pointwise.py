@@ -23,7 +23,20 @@ LINEAR: dict[object, tuple[tuple[int, ...], ...]] = {
     aten.imag.default: ((0,),),
     aten.complex.default: ((0, 1),),
     aten.conj.default: ((0,),),
+    aten.rsub.Tensor: ((0, 1),),
+    aten.addcmul.default: ((0, 1), (0, 2)),
+    aten.addcdiv.default: ((0, 1),),
+    aten.lerp.Scalar: ((0, 1),),
+    aten.lerp.Tensor: ((0, 1),),
+    aten.ldexp.Tensor: ((0,),),
+    aten.xlogy.Tensor: ((0,),),
+    aten.special_xlog1py.default: ((0,),),
+    aten.deg2rad.default: ((0,),),
+    aten.rad2deg.default: ((0,),),
+    aten.where.self: ((1, 2),),
 }
+#: Ops that put a number in some places, and are linear where it is zero.
+FILLED = {aten.masked_fill.Scalar: "value", aten.where.ScalarOther: "other", aten.where.ScalarSelf: "self"}
 #: Ops whose backward needs neither input nor output.
 NOTHING_SAVED = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.to.dtype, aten.add.Scalar, aten.sub.Scalar,
                  aten.mul.Scalar, aten.div.Scalar}
@@ -48,6 +61,8 @@ def pointwise(op: OpView) -> Rule | None:
     groups = LINEAR.get(op.target, ())
     if op.target in (aten.add.Tensor, aten.sub.Tensor) and len(op.inputs) < 2:
         groups = ()  # adding a number to each summand would add it several times
+    if op.target in FILLED and op.arg(FILLED[op.target]) == 0:
+        groups = tuple((i,) for i, meta in enumerate(op.inputs) if meta.dtype is not torch.bool)[:1]
     return Rule(
         tuple(broadcast_dims(m, out) for m in op.inputs),
         (tuple(f"d{i}" if size != 1 else None for i, size in enumerate(out.shape)),) * len(op.outputs),

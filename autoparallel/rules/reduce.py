@@ -14,32 +14,43 @@ aten = torch.ops.aten
 @rule_for(aten.sum.dim_IntList)
 def sum_(op: OpView) -> Rule | None:
     """Over a cut dim each rank has a summand of the result."""
-    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), partial=op.arg("dtype") is None)
+    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), adds=True, linear=True)
+
+
+@rule_for(aten.nansum.default)
+def nansum(op: OpView) -> Rule | None:
+    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), adds=True)
+
+
+@rule_for(aten.count_nonzero.dim_IntList, aten.count_nonzero.default)
+def count(op: OpView) -> Rule | None:
+    return _reduction(op, op.arg("dim"), False, adds=True)
 
 
 @rule_for(aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims,
           aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.mode.default,
           aten.kthvalue.default, aten.logsumexp.default, aten.prod.dim_int, aten.linalg_vector_norm.default,
           aten.norm.ScalarOpt_dim, aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction,
-          aten.var_mean.correction, aten.std_mean.correction, aten.nansum.default)
+          aten.var_mean.correction, aten.std_mean.correction, aten.nanmedian.dim, aten.aminmax.default)
 def other(op: OpView) -> Rule | None:
     """Only the dims that stay may be cut."""
-    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), partial=False)
+    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")))
 
 
 @rule_for(aten.max.default, aten.min.default, aten.any.default, aten.all.default, aten.prod.default,
-          aten.median.default, aten.var.default, aten.std.default)
+          aten.median.default, aten.nanmedian.default, aten.var.default, aten.std.default, aten.norm.Scalar)
 def of_everything(op: OpView) -> Rule | None:
-    return _reduction(op, None, False, partial=False)
+    return _reduction(op, None, False)
 
 
-def _reduction(op: OpView, dim: object, keepdim: bool, partial: bool) -> Rule | None:
+def _reduction(op: OpView, dim: object, keepdim: bool, adds: bool = False, linear: bool = False) -> Rule | None:
+    """``adds``: results of pieces of a reduced dim add up; ``linear``: so do those of summands."""
     shape = op.shapes[0]
     if not shape:
         return None
     dims = [dim] if isinstance(dim, int) else list(dim or range(len(shape)))  # type: ignore[call-overload]
     reduced = {d % len(shape) for d in dims}
-    names = tuple(f"d{i}" if n != 1 and (partial or i not in reduced) else None for i, n in enumerate(shape))
+    names = tuple(f"d{i}" if n != 1 and (adds or i not in reduced) else None for i, n in enumerate(shape))
     out = tuple(None if i in reduced else names[i] for i in range(len(shape)) if keepdim or i not in reduced)
     sizes = {n: shape[i] for i, n in enumerate(names) if n is not None}
     return Rule(
@@ -47,10 +58,10 @@ def _reduction(op: OpView, dim: object, keepdim: bool, partial: bool) -> Rule | 
         (out,) * len(op.outputs),
         sizes,
         reduce=frozenset(f"d{i}" for i in reduced if names[i] is not None),
-        linear=(frozenset({0}),) if partial else (),
+        linear=(frozenset({0}),) if linear else (),
         flops=float(op.inputs[0].num_elements),
         op_class="reduction",
-        saves=frozenset() if partial else frozenset({0}),
+        saves=frozenset() if linear else frozenset({0}),
     )
 
 
@@ -58,7 +69,7 @@ def _reduction(op: OpView, dim: object, keepdim: bool, partial: bool) -> Rule | 
 def cumsum(op: OpView) -> Rule | None:
     if not op.out.shape:
         return None
-    linear = (frozenset({0}),) if op.arg("dtype") is None and op.inputs[0].dtype == op.out.dtype else ()
+    linear = (frozenset({0}),) if op.inputs[0].dtype == op.out.dtype else ()
     return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, linear=linear, flops=float(op.out.num_elements))
 
 
@@ -68,6 +79,19 @@ def along_a_dim(op: OpView) -> Rule | None:
     if not op.out.shape:
         return None
     return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, flops=float(op.out.num_elements),
+                      saves=frozenset({0}))
+
+
+@rule_for(aten.trace.default)
+def trace(op: OpView) -> Rule:
+    return Rule(((None, None),), ((),), {}, linear=(frozenset({0}),), flops=float(op.shapes[0][0]))
+
+
+@rule_for(aten.renorm.default)
+def renorm(op: OpView) -> Rule:
+    """Each slice along a dim by itself."""
+    rank = len(op.out.shape)
+    return whole_dims(op, set(range(rank)) - {op.arg("dim") % rank}, flops=3.0 * op.out.num_elements,
                       saves=frozenset({0}))
 
 

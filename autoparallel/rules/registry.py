@@ -14,7 +14,7 @@ from autoparallel.rules.rule import Rule
 
 Builder = Callable[["OpView"], Rule | None]
 FAMILIES = ("matmul", "einsum", "experts", "attention", "pointwise", "views", "reduce", "order", "norm", "conv",
-            "embedding", "gather", "recurrent", "spectral", "loss", "factory")
+            "embedding", "gather", "linalg", "recurrent", "spectral", "loss", "factory")
 _BUILDERS: dict[Any, Builder] = {}
 
 
@@ -77,13 +77,24 @@ def _load_families() -> None:
 
 def find_rule(graph: OpGraph, node: Node) -> tuple[Rule, bool]:
     """(rule, known): the op's rule, and False when it is only the last resort."""
-    _load_families()
     view = OpView(graph, node)
-    builder = _BUILDERS.get(node.target) or _BUILDERS.get(node.target._schema.name)
-    if builder is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        builder = _BUILDERS["pointwise"]
+    builder = _builder_of(node.target)
     rule = builder(view) if builder is not None else None
     return (rule, True) if rule is not None else (repeated(view), False)
+
+
+def family_of(target: Any) -> str | None:
+    """The family file that describes an op; None where none does."""
+    builder = _builder_of(target)
+    return builder.__module__.rpartition(".")[2] if builder is not None else None
+
+
+def _builder_of(target: Any) -> Builder | None:
+    _load_families()
+    builder = _BUILDERS.get(target) or _BUILDERS.get(target._schema.name)
+    if builder is None and torch.Tag.pointwise in getattr(target, "tags", ()):
+        return _BUILDERS["pointwise"]
+    return builder
 
 
 def repeated(view: OpView) -> Rule:

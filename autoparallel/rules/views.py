@@ -151,6 +151,46 @@ def flip(op: OpView) -> Rule | None:
     return whole_dims(op, {d % len(op.out.shape) for d in dims}, linear=(frozenset({0}),))
 
 
+@rule_for(aten.rot90.default)
+def rot90(op: OpView) -> Rule:
+    """The two dims that turn stay whole."""
+    return whole_dims(op, {d % len(op.out.shape) for d in op.arg("dims")}, linear=(frozenset({0}),))
+
+
+@rule_for(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.channel_shuffle.default)
+def shuffle(op: OpView) -> Rule:
+    rank = len(op.out.shape)
+    return whole_dims(op, {rank - 3, rank - 2, rank - 1}, linear=(frozenset({0}),))
+
+
+@rule_for(aten.diag_embed.default)
+def diag_embed(op: OpView) -> Rule:
+    """The last dim becomes a diagonal of two new ones."""
+    shape, rank = op.shapes[0], len(op.out.shape)
+    made = {op.arg("dim1") % rank, op.arg("dim2") % rank}
+    names = tuple(f"d{i}" if n != 1 else None for i, n in enumerate(shape[:-1]))
+    remaining = iter(names)
+    out = tuple(None if d in made else next(remaining) for d in range(rank))
+    sizes = {f: shape[i] for i, f in enumerate(names) if f}
+    return Rule(((*names, None),), (out,), sizes, linear=(frozenset({0}),))
+
+
+@rule_for(aten.diagonal_scatter.default)
+def diagonal_scatter(op: OpView) -> Rule:
+    shape = op.out.shape
+    gone = {op.arg("dim1") % len(shape), op.arg("dim2") % len(shape)}
+    rule = whole_dims(op, gone, linear=(frozenset({0, 1}),))
+    kept = tuple(f for d, f in enumerate(rule.outputs[0]) if d not in gone)
+    return replace(rule, inputs=(rule.inputs[0], (*kept, None)))
+
+
+@rule_for(aten.block_diag.default)
+def block_diag(op: OpView) -> Rule:
+    """All blocks are needed; summands of all of them give a summand."""
+    return Rule(tuple((None,) * len(s) for s in op.shapes), ((None, None),), {},
+                linear=(frozenset(range(len(op.inputs))),))
+
+
 @rule_for(aten.unfold.default)
 def windows(op: OpView) -> Rule:
     """Windows along a dim, each in a new last dim: other dims may be cut."""
