@@ -104,6 +104,8 @@ def test_linear() -> None:
     assert table(call(aten.linear.default, f(4, 8, 16), f(32, 16), f(32))) == [
         "repeat: I I I -> I",
         "part: R R R -> R",
+        "linear(0,2): P R P -> P",
+        "linear(1,2): R P P -> P",
         "b0: S(0) R R -> S(0)",
         "b1: S(1) R R -> S(1)",
         "k: S(2) S(1) P -> P",
@@ -112,14 +114,16 @@ def test_linear() -> None:
 
 
 def test_attention_with_grouped_queries() -> None:
-    """Batch and heads; the pieces of the heads must divide the key-value heads too; sequences stay whole."""
+    """Batch, heads, queries; the pieces of the heads must divide the key-value heads too."""
     attention = call(aten.scaled_dot_product_attention.default, f(2, 8, 5, 4), f(2, 4, 5, 4), f(2, 4, 5, 4),
                      enable_gqa=True)
     assert table(attention) == [
         "repeat: I I I -> I",
         "part: R R R -> R",
+        "linear(2): R R P -> P",
         "b: S(0) S(0) S(0) -> S(0)",
         "h: S(1) S(1) S(1) -> S(1)",
+        "s: S(2) R R -> S(2)",
     ]
     assert {row.name: row.even for row in attention.rule()[0].rows()}["h"] == (8, 4)
 
@@ -175,7 +179,7 @@ def test_summands_pass_through_linear_ops_only(made: OpCall) -> None:
 
 def test_unknown_ops_are_repeated() -> None:
     """The last resort says so, and may still work for a part (R)."""
-    rule, known = call(aten.cdist.default, f(4, 6), f(5, 6)).rule()
+    rule, known = call(aten.pdist.default, f(4, 6)).rule()
     assert not known and [row.name for row in rule.rows()] == ["repeat", "part"]
 
 
@@ -227,6 +231,11 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.matmul.default, f(2, 3, 4, 6), f(2, 3, 6, 5)),
         call(aten.bmm.default, f(4, 3, 6), f(4, 6, 5)),
         call(aten.baddbmm.default, f(4, 3, 5), f(4, 3, 6), f(4, 6, 5)),
+        call(aten.baddbmm.default, f(5), f(4, 3, 6), f(4, 6, 5)),
+        call(aten.addmm.default, f(4, 1), f(4, 6), f(6, 5), beta=0.5),
+        call(aten.addmv.default, f(4), f(4, 6), f(6)),
+        call(aten.addbmm.default, f(3, 5), f(4, 3, 6), f(4, 6, 5)),
+        call(aten.addr.default, f(4, 5), f(4), f(5)),
         call(aten.baddbmm.default, f(1, 3, 5), f(4, 3, 6), f(4, 6, 5), beta=0.5, alpha=2.0),
         call(aten.matmul.default, f(2, 1, 4, 6), f(3, 6, 5)),
         call(aten.matmul.default, f(6), f(6)),
@@ -235,7 +244,19 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.outer.default, f(4), f(6)),
         call(aten.bilinear.default, f(4, 6), f(4, 5), f(8, 6, 5), f(8)),
     ],
+    "linalg": lambda: [
+        call(aten.linalg_inv.default, f(4, 6, 3, 3)),
+        call(aten.linalg_svdvals.default, f(6, 3, 2)),
+        call(aten.linalg_solve.default, f(4, 3, 3), f(4, 3, 6)),
+        call(aten.linalg_solve.default, f(4, 3, 3), f(4, 3)),
+        call(aten.linalg_cross.default, f(4, 3, 6), f(1, 3, 6), dim=1),
+        call(aten.linalg_vecdot.default, f(4, 6), f(4, 6)),
+        call(aten.cdist.default, f(2, 4, 3), f(2, 6, 3)),
+        call(aten.cdist.default, f(4, 6), f(5, 6)),
+    ],
     "einsum": lambda: [
+        call(aten.einsum.default, "...k,kn->...n", [f(2, 4, 6), f(6, 3)]),
+        call(aten.einsum.default, "ij,kj", [f(4, 6), f(3, 6)]),
         call(aten.einsum.default, "bqd,hd->bhq", [f(2, 4, 6), f(3, 6)]),
         call(aten.einsum.default, "bij,bjk,k->ik", [f(2, 4, 6), f(2, 6, 5), f(5)]),
         call(aten.einsum.default, "ab,ab->b", [f(1, 6), f(4, 6)]),
@@ -261,6 +282,13 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.scatter_add.default, f(4, 9), 1, ids(9, 4, 6), f(4, 6)),
         call(aten.index_add.default, f(4, 9), 1, ids(9, 6), f(4, 6)),
         call(aten.index_copy.default, f(4, 9), 1, torch.tensor([3, 0]), f(4, 2)),
+        call(aten.scatter_reduce.two, f(4, 9), 1, ids(9, 4, 6), f(4, 6), "sum"),
+        call(aten.scatter_reduce.two, f(4, 9), 1, ids(9, 4, 6), f(4, 6), "amax"),
+        call(aten.index_fill.int_Scalar, f(4, 9), 1, torch.tensor([3, 0]), 0.0),
+        call(aten.index_reduce.default, f(4, 9), 1, torch.tensor([3, 0]), f(4, 2), "prod"),
+        call(aten.take.default, f(4, 9), ids(36, 4, 5)),
+        call(aten.searchsorted.Tensor, f(4, 5).sort()[0], f(4, 6)),
+        call(aten.searchsorted.Tensor, f(5).sort()[0], f(4, 6)),
         call(aten.isin.Tensor_Tensor, ids(9, 4, 6), ids(9, 3)),
         call(aten.bucketize.Tensor, f(4, 6), f(3).sort()[0]),
         call(aten.one_hot.default, ids(9, 4, 6), 9),
@@ -304,6 +332,12 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.select_scatter.default, f(4, 5, 6), f(4, 6), 1, 2),
         call(aten.tril.default, f(4, 5, 6), -1),
         call(aten.triu.default, f(4, 6)),
+        call(aten.rot90.default, f(4, 5, 6), 1, [0, 2]),
+        call(aten.pixel_shuffle.default, f(4, 8, 3, 3), 2),
+        call(aten.channel_shuffle.default, f(4, 6, 3, 4), 3),
+        call(aten.diag_embed.default, f(4, 6, 3), 1, 0, 2),
+        call(aten.diagonal_scatter.default, f(4, 5, 5), f(4, 4), 1, 1, 2),
+        call(aten.block_diag.default, [f(4, 5), f(2, 3)]),
         call(aten.unfold.default, f(4, 9, 6), 1, 3, 2),
         call(aten.diagonal.default, f(4, 5, 5), 1, 1, 2),
     ],
@@ -325,6 +359,11 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.prod.dim_int, f(4, 6), 1),
         call(aten.kthvalue.default, f(4, 6), 2),
         call(aten.max.default, f(4, 6)),
+        call(aten.nansum.default, f(4, 6), [1]),
+        call(aten.count_nonzero.dim_IntList, f(4, 6), [1]),
+        call(aten.aminmax.default, f(4, 6), dim=1),
+        call(aten.trace.default, f(4, 6)),
+        call(aten.renorm.default, f(4, 6), 2, 0, 1.0),
         call(aten.cumprod.default, f(4, 6), 1),
         call(aten.cummax.default, f(4, 6), 0),
         call(aten.glu.default, f(4, 6), 1),
@@ -335,11 +374,15 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.layer_norm.default, f(4, 6, 8), [6, 8]),
         call(aten.rms_norm.default, f(4, 6, 8), [8], f(8)),
         call(aten.group_norm.default, f(4, 6, 5), 3, f(6), f(6)),
+        call(aten.instance_norm.default, f(4, 6, 5), f(6), f(6), None, None, True, 0.1, 1e-5, False),
+        call(aten.native_layer_norm.default, f(4, 6, 8), [8], f(8), f(8), 1e-5),
     ],
     "conv": lambda: [
         call(aten.conv2d.default, f(4, 6, 7, 7), f(5, 6, 3, 3), f(5), [2, 2], [1, 1]),
         call(aten.conv2d.default, f(4, 6, 5, 5), f(6, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], 6),
         call(aten.conv1d.default, f(4, 6, 9), f(8, 6, 3)),
+        call(aten.conv1d.default, f(6, 9), f(8, 6, 3), f(8)),
+        call(aten.conv2d.default, f(4, 6, 7, 6), f(5, 6, 3, 1), f(5), [1, 1], [1, 0]),
         call(aten.max_pool2d.default, f(4, 6, 8, 8), [2, 2]),
         call(aten.avg_pool2d.default, f(4, 6, 8, 8), [3, 3], [2, 2], [1, 1]),
         call(aten.adaptive_avg_pool2d.default, f(4, 6, 7, 7), [1, 1]),
@@ -377,6 +420,9 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.cross_entropy_loss.default, f(8, 10), ids(10, 8), None, 2, -100, 0.1),
         call(aten.cross_entropy_loss.default, f(4, 10, 6), ids(10, 4, 6), None, 2),
         call(aten.mse_loss.default, f(4, 6), f(4, 6) + 1, 2),
+        call(aten.mse_loss.default, f(4, 6), f(4, 6) + 1, 0),
+        call(aten.cross_entropy_loss.default, f(4, 10, 6), ids(10, 4, 6), None, 0),
+        call(aten.multi_margin_loss.default, f(8, 10), ids(10, 8), reduction=2),
         call(aten.smooth_l1_loss.default, f(4, 6), f(4, 6) + 1, 2),
         call(aten.nll_loss_nd.default, f(8, 10), ids(10, 8), None, 2),
         call(aten.binary_cross_entropy_with_logits.default, f(4, 6), f(4, 6).sigmoid(), None, None, 2),
@@ -403,6 +449,10 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.rsub.Scalar, f(4, 6), 1.0),
         call(aten.addcmul.default, f(4, 6), f(6), f(4, 6), value=2),
         call(aten.lerp.Scalar, f(4, 6), f(4, 6), 0.3),
+        call(aten.rsub.Tensor, f(4, 6), f(4, 1)),
+        call(aten.masked_fill.Scalar, f(4, 6), mask(1, 6), 0.0),
+        call(aten.ldexp.Tensor, f(4, 6), ids(3, 6)),
+        call(aten.deg2rad.default, f(4, 6)),
         call(aten.maximum.default, f(4, 6), f(6)),
         call(aten.gt.Scalar, f(4, 6), 0.0),
         call(aten.frexp.Tensor, f(4, 6)),

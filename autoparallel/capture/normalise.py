@@ -482,7 +482,8 @@ FILLED = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, 
           aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_empty.default,
           aten.empty.memory_format, aten.zero.default)
 LOSSES = (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-          aten.kl_div.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default)
+          aten.kl_div.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
+          aten.soft_margin_loss.default)
 #: Other names of the same ops.
 SYNONYMS = {
     aten.multiply.Tensor: aten.mul.Tensor, aten.multiply.Scalar: aten.mul.Scalar, aten.divide.Tensor: aten.div.Tensor,

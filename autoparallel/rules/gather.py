@@ -183,11 +183,7 @@ def take(op: OpView) -> Rule:
 def searchsorted(op: OpView) -> Rule:
     """One sorted row for all, or a row for each row of values."""
     table, own = op.shapes[0], _own(op.out.shape)
-    if len(table) == 1:
-        rows: Dims = (None,)
-    else:
-        own = (*own[:-1], own[-1] if op.out.shape[-1] != 1 else None)
-        rows = (*own[:-1], None)
+    rows: Dims = (None,) if len(table) == 1 else (*own[:-1], None)
     inputs = [rows if shape == table and i != 1 else own for i, shape in enumerate(op.shapes)]
     return Rule(tuple(inputs), (own,), {f"d{d}": n for d, n in enumerate(op.out.shape) if n != 1},
                 flops=4.0 * op.out.num_elements, op_class="gather")

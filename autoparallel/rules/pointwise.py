@@ -29,8 +29,6 @@ LINEAR: dict[object, tuple[tuple[int, ...], ...]] = {
     aten.lerp.Scalar: ((0, 1),),
     aten.lerp.Tensor: ((0, 1),),
     aten.ldexp.Tensor: ((0,),),
-    aten.xlogy.Tensor: ((0,),),
-    aten.special_xlog1py.default: ((0,),),
     aten.deg2rad.default: ((0,),),
     aten.rad2deg.default: ((0,),),
     aten.where.self: ((1, 2),),

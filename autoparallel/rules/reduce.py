@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from autoparallel.capture.graph import is_floating
 from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import Rule
 from autoparallel.rules.views import whole_dims
@@ -13,8 +14,9 @@ aten = torch.ops.aten
 
 @rule_for(aten.sum.dim_IntList)
 def sum_(op: OpView) -> Rule | None:
-    """Over a cut dim each rank has a summand of the result."""
-    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), adds=True, linear=True)
+    """Over a cut dim each rank has a summand of the result. (Sums of numbers cut to integers are not linear.)"""
+    linear = is_floating(op.out.dtype) or not is_floating(op.inputs[0].dtype)
+    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), adds=True, linear=linear)
 
 
 @rule_for(aten.nansum.default)

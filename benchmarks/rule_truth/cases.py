@@ -134,7 +134,8 @@ def cases_of(graph: OpGraph, calls: Sequence[Call]) -> list[Case]:
     """A case for each op that reads tensors, with what it reads when the sample's draws run."""
     draws = [_values(graph, [t.detach() for t in call.tensors]) for call in calls]
     return [
-        Case(*_alone(graph, node), tuple(tuple(values[ref] for ref in node.inputs) for values in draws))
+        Case(*alone(node, [graph.meta(ref) for ref in node.inputs]),
+             tuple(tuple(values[ref] for ref in node.inputs) for values in draws))
         for node in graph.of_kind("op") if node.inputs
     ]
 
@@ -153,9 +154,8 @@ def _values(graph: OpGraph, tensors: Sequence[Tensor]) -> dict[Ref, Tensor]:
     return values
 
 
-def _alone(graph: OpGraph, node: Node) -> tuple[OpGraph, Node]:
-    """A graph of one op, each of whose operands is an input of its own."""
-    metas = [graph.meta(ref) for ref in node.inputs]
+def alone(node: Node, metas: Sequence[TensorMeta]) -> tuple[OpGraph, Node]:
+    """A graph of one op, each of whose operands (as ``metas`` say) is an input of its own."""
     inputs = [Node(i, f"x{i}", "input", None, (), {}, (meta,), path=str(i)) for i, meta in enumerate(metas)]
     numbers = iter(range(len(metas)))
     args, kwargs = pytree.tree_map(

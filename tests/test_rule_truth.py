@@ -1,0 +1,108 @@
+"""The benchmark of rules against ops: it finds what is possible, believes no wrong claim, and reads DTensor rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from autoparallel.capture.graph import Node, Ref, TensorMeta
+from autoparallel.errors import AutoparallelError
+from autoparallel.rules import Rule, registry
+from autoparallel.rules.views import whole_dims
+from benchmarks.rule_truth import dtensor, report
+from benchmarks.rule_truth.cases import Case, alone
+from benchmarks.rule_truth.claims import claims
+from benchmarks.rule_truth.study import Study, show
+from benchmarks.rule_truth.truth import possible
+
+pytest.importorskip("expecttest", reason="torch's op database needs it")
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[Study]:
+    with dtensor.meshes((2,)) as meshes:
+        yield Study((2,), 1, 0, lambda case, inputs, size: dtensor.claimed(case, inputs, meshes[size]))
+
+
+def case_of(op: Any, *args: Any) -> Case:
+    """A case with two draws of random inputs of the given shapes (tuples), and other arguments as they are."""
+    shapes = [a for a in args if isinstance(a, tuple)]
+    metas = [TensorMeta(shape, torch.float64, True) for shape in shapes]
+    numbers = iter(range(len(shapes)))
+    refs = tuple(Ref(next(numbers)) if isinstance(a, tuple) else a for a in args)
+    generator = torch.Generator().manual_seed(1)
+    draws = tuple(tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes) for _ in range(2))
+    made = op(*(draws[0][a.node] if isinstance(a, Ref) else a for a in refs))
+    outputs = tuple(TensorMeta(tuple(t.shape), t.dtype, t.is_floating_point())
+                    for t in (made if isinstance(made, tuple) else (made,)))
+    return Case(*alone(Node(0, "op", "op", op, refs, {}, outputs), metas), draws)
+
+
+def test_what_is_possible() -> None:
+    """A product of matrices, and one that nobody can cut along the dim it orders."""
+    assert {show(c) for c in possible(case_of(aten.mm.default, (4, 6), (6, 8)), 2)} == {
+        "S(0) R -> S(0)", "R S(1) -> S(1)", "S(1) S(0) -> P", "P R -> P", "R P -> P",
+    }
+    assert {show(c) for c in possible(case_of(aten.cumsum.default, (4, 6), 1), 2)} == {"S(0) -> S(0)", "P -> P"}
+    assert {show(c) for c in possible(case_of(aten.sort.default, (5, 6), 1), 2)} == {"S(0) -> S(0) S(0)"}
+
+
+def test_a_wrong_claim_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax over a cut dim: pieces of the right shape with the wrong numbers."""
+    case = case_of(aten.softmax.int, (4, 6), 1)
+    found, known = claims(case, 2)
+    assert known and not any(claim.wrong for claim in found)
+
+    def wrong(op: registry.OpView) -> Rule:
+        return whole_dims(op, set())
+
+    monkeypatch.setitem(registry._BUILDERS, aten.softmax.int, wrong)
+    assert [claim.row for claim in claims(case, 2)[0] if claim.wrong] == ["d1"]
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias with the batch cut, whose gradient would be taken for the whole's on every rank."""
+    from benchmarks.rule_truth import claims as module
+
+    case = case_of(aten.linear.default, (4, 6), (8, 6), (8,))
+    assert not any(claim.wrong for claim in claims(case, 2)[0])
+    monkeypatch.setitem(module.DUAL, "R", module.INVARIANT)
+    assert any("gradient" in claim.wrong for claim in claims(case, 2)[0])
+
+
+def test_a_handful_of_ops(study: Study) -> None:
+    """Nothing wrong, nothing missed that DTensor claims, on ops of most families."""
+    from benchmarks.rule_truth.main import database
+
+    names = ["add", "mm", "softmax", "sum", "gather", "cat", "nn.functional.linear", "linalg.inv", "topk", "permute"]
+    studies = [study.of(info) for info in database(names)]
+    judged = report.distinct(studies)
+    total = report.figures(judged)
+    assert total.cases > 10 and total.counts.possible > 25
+    assert not [line for j in judged for line in j.wrong]
+    assert not [line for j in judged for line in j.dtensor_only]
+    assert total.counts.right >= total.counts.dtensor_right > 20
+    assert {"matmul", "linalg", "reduce", "views"} <= report.grouped(judged, "family").keys()
+
+
+def test_vocabulary_and_class_variants_are_tried(study: Study) -> None:
+    """They are not the op on pieces; they count as possible because they are right."""
+    from benchmarks.rule_truth.main import database
+
+    (embedding,) = database(["nn.functional.embedding"])
+    rows = [line for j in study.of(embedding).judged for line in j.wrong]
+    assert not rows
+    cases = [j for j in study.of(embedding).judged if j.op == "aten.embedding.default"]
+    assert cases and all(j.counts.right for j in cases)
+
+
+def test_unknown_names_are_refused() -> None:
+    from benchmarks.rule_truth.main import database
+
+    with pytest.raises(AutoparallelError, match=r"has no linalg\.solv: write names as it does"):
+        database(["linalg.solv"])
