@@ -7,6 +7,7 @@ together and compares them with the op on the whole. Gradients likewise, by the 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,6 +152,18 @@ def test_cross_entropy_sums_over_targets() -> None:
     assert table(call(aten.cross_entropy_loss.default, f(8, 10), ids(10, 8), None, 2)) == [
         "repeat: I I -> I", "part: R R -> R", "n0: S(0) S(0) -> P", "classes: S(1) I -> I",
     ]
+
+
+def test_a_cross_product_names_its_dim() -> None:
+    """Of [6, 3] vectors, cut in two, each piece has 3 rows: without a dim, torch takes these for the vectors."""
+    class Cross(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.cross(x, y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (made,) = capture(Cross(), (f(6, 3), f(6, 3) + 1)).of_kind("op")
+    assert made.target is aten.linalg_cross.default and made.kwargs["dim"] == 1
 
 
 def test_a_mean_cross_entropy_has_no_rule() -> None:

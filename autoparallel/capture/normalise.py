@@ -296,6 +296,13 @@ def _sum_all(graph: Graph, node: Node) -> Node:
     return emit(graph, node, aten.sum.dim_IntList, source, list(range(source.meta["val"].dim())), False)
 
 
+def _cross(graph: Graph, node: Node) -> Node:
+    """cross without a dim takes the first of length 3, which in a piece may be another one: name it."""
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
+    dim = list(node.meta["val"].shape).index(3) if dim is None else dim
+    return emit(graph, node, aten.linalg_cross.default, *node.args[:2], dim=dim)
+
+
 def _dropout(graph: Graph, node: Node) -> Node | None:
     source, p, train = node.args
     return source if not train or p == 0.0 else None
@@ -505,7 +512,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each(dict.fromkeys(IDENTITIES, _identity)),
     _each(dict.fromkeys(COPIES, _same_dtype)),
     _each({aten.addmm.default: _addmm, aten._weight_norm.default: _weight_norm, aten.repeat.default: _repeat,
-           aten.repeat_interleave.self_int: _repeat_interleave, aten.cat.default: _cat}),
+           aten.repeat_interleave.self_int: _repeat_interleave, aten.cat.default: _cat, aten.cross.default: _cross}),
     _each(dict.fromkeys(WRITTEN, _copy)),
     _each(dict.fromkeys(VIEWS, _reshape)),
     _each(dict.fromkeys(PERMUTES, _permute)),

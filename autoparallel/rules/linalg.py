@@ -82,11 +82,10 @@ def over_leading(op: OpView, kept: list[int]) -> Rule | None:
                 saves_output=True)
 
 
-@rule_for(aten.linalg_cross.default, aten.cross.default)
+@rule_for(aten.linalg_cross.default)
 def cross(op: OpView) -> Rule:
     """Of vectors along a dim of length 3, which stays whole."""
-    dim = op.arg("dim")
-    dim = op.out.shape.index(3) if dim is None else dim % len(op.out.shape)
+    dim = op.arg("dim") % len(op.out.shape)
     names = broadcast_dims(op.out, op.out)
     whole = names[dim]
     inputs = tuple(tuple(None if f == whole else f for f in broadcast_dims(meta, op.out)) for meta in op.inputs)
