@@ -8,15 +8,17 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from autoparallel.capture import OpGraph, Ref, capture
 from autoparallel.capture.graph import Node, TensorMeta
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 NUM_DRAWS = 2
 #: Lengths of the dims of the database's samples: its own, of which 2 and 3 cut few evenly, and some that both do.

@@ -6,10 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.testing._internal.opinfo.core import OpInfo
 
 from autoparallel.capture.blocks import op_signature
 from autoparallel.layout import REPLICATE
@@ -17,6 +16,9 @@ from autoparallel.rules.registry import family_of
 from benchmarks.rule_truth.cases import Case, calls_of, captured, cases_of
 from benchmarks.rule_truth.claims import claims
 from benchmarks.rule_truth.truth import Combination, Placed, count_combinations, input_combinations, possible, telling
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo
 
 #: Beyond so many combinations of inputs only those that somebody claims are tried.
 MOST_COMBINATIONS = 1500
@@ -88,7 +90,7 @@ class Study:
 
     def of(self, info: OpInfo) -> OpStudy:
         """All samples of one op."""
-        study = OpStudy(info.formatted_name if hasattr(info, "formatted_name") else info.name)
+        study = OpStudy(info.formatted_name)
         seen: set[object] = set()
         for calls in calls_of(info, self.num_samples, self.seed):
             study.num_samples += 1
