@@ -29,8 +29,8 @@ from cost_models.calibrate import write_cluster
 def main(
     hosts: Annotated[int, typer.Option(help="network namespaces")] = 4,
     ranks_per_host: Annotated[int, typer.Option(help="processes in each")] = 2,
-    inter: Annotated[str, typer.Option(help="rate of each NIC and direction; several with commas between")] = "500mbit",
-    intra: Annotated[str, typer.Option(help="rate of each host's loopback")] = "2gbit",
+    inter: Annotated[str, typer.Option(help="rate of each NIC and direction; several with commas between")] = "200mbit",
+    intra: Annotated[str, typer.Option(help="rate of each host's loopback")] = "1gbit",
     models: Annotated[str, typer.Option(help="which, with commas between")] = ",".join(SUBJECTS),
     plans: Annotated[int | None, typer.Option(help="at most so many beside the two searches; all by default")] = None,
     launches: Annotated[int, typer.Option(help="fresh processes so often")] = 2,

@@ -14,7 +14,7 @@ from cost_models.cluster import UNLIMITED
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SIZES = tuple(2**k for k in (12, 18, 19, 20, 21, 22))
 #: The emulated device: what `DeviceClock` pads to, so no measurement. Eight of them need an eighth of two cores.
-DEVICE = Device("emulated", {"float32": 3e9}, 1e9, 1.0, 4e9, 1e-4)
+DEVICE = Device("emulated", {"float32": 2e9}, 1e9, 1.0, 4e9, 2e-4)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def meshes(topology: Topology) -> list[tuple[tuple[int, ...], int]]:
     return list(dict.fromkeys(sizes))
 
 
-def calibrate(ranks: Pool, topology: Topology, repeats: int = 7) -> Calibration:
+def calibrate(ranks: Pool, topology: Topology, repeats: int = 5) -> Calibration:
     """Measure every collective on every shape of group, and fit."""
     measured = [m for mesh, axis in meshes(topology) for m in ranks.run(measure, mesh, axis, repeats)[0]]
     cluster, residuals = fit_links(nominal(topology), measured)

@@ -49,9 +49,9 @@ class DeviceClock(TorchDispatchMode):
         self._since, self._ahead = time.monotonic(), 0.0
         self._known: dict[Any, float] = {}
 
-    def restart(self) -> None:
-        """The device has nothing to do, from now on."""
-        self._since, self._ahead = time.monotonic(), 0.0
+    def restart(self, moment: float) -> None:
+        """The device has nothing to do, from this moment on."""
+        self._since, self._ahead = moment, 0.0
 
     def wait(self) -> None:
         """Sleep until the device has done what it was given."""
@@ -59,10 +59,9 @@ class DeviceClock(TorchDispatchMode):
         late = time.monotonic() - ready
         if late < 0:
             time.sleep(-late)
-        else:
-            self.overrun_s += late if self._ahead else 0.0
+        self.overrun_s += max(0.0, late)
         self.busy_s += self._ahead
-        self.restart()
+        self.restart(max(ready, ready + late))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -78,7 +77,7 @@ class DeviceClock(TorchDispatchMode):
             return func(*args, **kwargs)
         self.wait()
         result = func(*args, **kwargs)
-        self.restart()
+        self.restart(time.monotonic())
         return result
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
@@ -110,8 +109,8 @@ def roofline_s(flops: float, nbytes: float, device: Device) -> float:
 
 
 @contextmanager
-def ticking(clock: DeviceClock) -> Iterator[None]:
-    """Run under the clock; waiting for a message or collective first waits for the device."""
+def ticking(clock: DeviceClock, since: float) -> Iterator[None]:
+    """Run under the clock, started at ``since``; waiting for a message or collective first waits for the device."""
     wait = Work.wait
 
     def wait_for_both(work: Work, *args: Any) -> Any:
@@ -119,12 +118,12 @@ def ticking(clock: DeviceClock) -> Iterator[None]:
         try:
             return wait(work, *args)
         finally:
-            clock.restart()
+            clock.restart(time.monotonic())
 
     Work.wait = wait_for_both  # type: ignore[assignment, method-assign]
     try:
         with clock:
-            clock.restart()
+            clock.restart(since)
             yield
             clock.wait()
     finally:

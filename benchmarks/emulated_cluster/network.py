@@ -38,8 +38,8 @@ class Topology:
 
     hosts: int = 4
     ranks_per_host: int = 2
-    inter: str = "500mbit"
-    intra: str = "2gbit"
+    inter: str = "200mbit"
+    intra: str = "1gbit"
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= 200 or self.ranks_per_host < 1:

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.emulated_cluster.network import EmulationError, Network
 
 PORT = 29500
-START_S, JOB_S, COLLECTIVE_S, END_S = 180.0, 600.0, 120.0, 5.0
+START_S, JOB_S, COLLECTIVE_S, END_S = 180.0, 240.0, 60.0, 5.0
 
 
 class Pool:

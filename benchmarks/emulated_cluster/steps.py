@@ -19,7 +19,7 @@ from benchmarks.emulated_cluster.subjects import SUBJECTS, Batch, Subject
 
 WARM_UP = 1
 #: How long before a common start its time is told.
-AHEAD_S = 0.02
+AHEAD_S = 0.03
 TOLERANCE = 1e-4
 
 
@@ -82,7 +82,7 @@ def _step(clock: DeviceClock, turn: Callable[[], torch.Tensor], optimizer: torch
     with real_time():
         started = start_together()
         busy, overrun = clock.busy_s, clock.overrun_s
-        with ticking(clock):
+        with ticking(clock, started):
             loss = turn()
             optimizer.step()
             optimizer.zero_grad()
