@@ -6,8 +6,12 @@ program, so that what they share (a network card) counts.
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +20,9 @@ import torch.distributed as dist
 from autoparallel.lower import collectives
 from autoparallel.runtime import groups
 from autoparallel.runtime.groups import Axis
-from cost_models.calibrate import Measured
+from cost_models import Cluster, Link
+from cost_models.calibrate import Measured, MeasuredOp, fit_device, fit_links, predicted_op_s
+from cost_models.cluster import UNLIMITED
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +31,88 @@ Call = Callable[[], object]
 #: Waits until all ranks are ready, and returns when (`time.monotonic`) the measured call began.
 Start = Callable[[], float]
 WARM_UP = 2
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+SIZES = tuple(2**k for k in (12, 18, 19, 20, 21, 22))
+#: Sides of square products, and bytes read by an element-wise op.
+SIDES, TRAFFIC = (64, 128, 256, 512, 1024), tuple(2**k for k in (10, 14, 18, 20, 22, 24))
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine as measured: the cluster that fits best, and what it was fitted to; residuals are (predicted -
+    measured)/measured."""
+
+    cluster: Cluster
+    measured: tuple[Measured, ...]
+    residuals: tuple[float, ...]
+    ops: tuple[MeasuredOp, ...] = ()
+    op_residuals: tuple[float, ...] = ()
+
+    @property
+    def mean_error(self) -> float:
+        """Mean absolute residual of the collectives."""
+        return statistics.mean(map(abs, self.residuals))
+
+
+def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, repeats: int = 5) -> Calibration:
+    """Measure the machines of this process group: ops on all its devices at once, collectives within and across hosts.
+
+    All ranks call this, and get the same. ``nics_per_host``: as in `cost_models.Link`.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    count = dist.get_world_size()
+    measured: list[Measured] = []
+    for shape, axis in group_shapes(count // ranks_per_host, ranks_per_host):
+        measured += time_collectives(init_device_mesh(kind, shape), axis, KINDS, SIZES, repeats)
+    ops = time_ops(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), repeats)
+    links = [Link("inside a host", ranks_per_host, 0.0, 1e9)] * (ranks_per_host > 1)
+    links += [Link("between hosts", UNLIMITED, 0.0, 1e9, nics_per_host=nics_per_host)] * (count > ranks_per_host)
+    device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
+    cluster, residuals = fit_links(Cluster(name, device, tuple(links), count, ("ring",)), measured)
+    op_residuals = tuple(predicted_op_s(device, op) / op.seconds - 1 for op in ops)
+    return Calibration(cluster, tuple(measured), residuals, tuple(ops), op_residuals)
+
+
+def group_shapes(hosts: int, ranks_per_host: int) -> list[tuple[tuple[int, ...], int]]:
+    """(mesh, axis) of different groups: within hosts, across them and sharing their cards, and both."""
+    count, whole = hosts * ranks_per_host, (hosts, ranks_per_host)
+    found: list[tuple[tuple[int, ...], int]] = [(whole, 1), (whole, 0)] if hosts > 1 else []
+    found.append(((count,), 0))
+    if count % 2 == 0 and count > 2:
+        found += [((2, count // 2), 0), ((2, count // 2), 1)]
+    return [(mesh, axis) for mesh, axis in dict.fromkeys(found) if mesh[axis] > 1]
+
+
+def memory_bytes(kind: str) -> float:
+    """Of one device: a GPU's own, or this process's share of the host's."""
+    if kind == "cuda":
+        return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / dist.get_world_size()
+
+
+def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
+    """Square products and element-wise sums in float32, on all ranks at once. Medians of the slowest rank's."""
+    found = []
+    for side in SIDES:
+        x = torch.ones(side, side, device=device)
+        found.append(_op("matmul", 2.0 * side**3, partial(torch.matmul, x, x), repeats, device))
+    for nbytes in TRAFFIC:
+        x = torch.ones(nbytes // 4, device=device)
+        found.append(_op("pointwise", 2.0 * nbytes, partial(torch.add, x, 1), repeats, device))
+    return found
+
+
+def _op(op_class: str, size: float, call: Call, repeats: int, device: torch.device) -> MeasuredOp:
+    """Seconds of one call among so many that the clock is fine enough."""
+    calls = 10
+
+    def several() -> None:
+        for _ in range(calls):
+            call()
+
+    return MeasuredOp(op_class, size, _slowest(_timed(several, repeats, after_barrier, device), device) / calls)
 
 
 def after_barrier() -> float:

@@ -1,4 +1,4 @@
-"""The command line: ``autoparallel plan``, ``autoparallel demo``, ``autoparallel clusters``."""
+"""The command line: ``autoparallel plan``, ``demo``, ``calibrate`` and ``clusters``."""
 
 from __future__ import annotations
 
@@ -83,6 +83,22 @@ def demo(
     if _product(shape) != ranks:
         raise InputError(f"--mesh {mesh} has {_product(shape)} devices and there are {ranks} ranks")
     raise typer.Exit(0 if job.main(ranks, shape) else 1)
+
+
+@app.command()
+def calibrate(
+    output: Annotated[Path, typer.Option(help="write the cluster description (TOML) here")],
+    ranks: Annotated[int, typer.Option(help="local processes, where torchrun did not start any")] = 2,
+    nics_per_host: Annotated[int | None, typer.Option(help="network cards that devices of a host share")] = None,
+    repeats: Annotated[int, typer.Option(help="measurements of each call")] = 5,
+) -> None:
+    """Measure ops and collectives on the machines at hand, and write a description for --cluster.
+
+    Alone it measures local processes; on several machines start it by torchrun on each.
+    """
+    from autoparallel import calibration_job
+
+    calibration_job.main(output, ranks, nics_per_host, repeats)
 
 
 @app.command()

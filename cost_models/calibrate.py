@@ -1,4 +1,6 @@
-"""From measurements to a machine: fits of alpha, beta and efficiency, and the TOML file. The measuring is elsewhere.
+"""From measurements to a machine: fits of alpha, beta and efficiency, and the TOML file.
+
+The measuring is in `autoparallel.calibration`, which needs torch.
 
 All fits minimise the relative error, because sizes span decades; all give back residuals, to be looked at.
 """
@@ -13,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import ALGORITHMS, COLLECTIVES, UNLIMITED, Cluster, Curve, Group, Link
+from cost_models.cluster import ALGORITHMS, COLLECTIVES, UNLIMITED, Cluster, Curve, Device, Group, Link
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
+from cost_models.compute import op_time_s
 from cost_models.errors import ClusterError
 
 _SECONDS: dict[str, Callable[[Any, Group], Any]] = {
@@ -39,6 +42,15 @@ class Measured:
     mesh_shape: tuple[int, ...]
     axis: int
     nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MeasuredOp:
+    """One measurement on a device: a matrix product of ``size`` FLOP, or a pointwise op that moves ``size`` bytes."""
+
+    op_class: str
+    size: float
     seconds: float
 
 
@@ -173,6 +185,28 @@ def fit_efficiency(sizes: Sequence[float], seconds: Sequence[float], peak_per_s:
     for (x0, _), (x1, y1) in pairwise(points):
         curve.append((x1, min(y1, curve[-1][1] * x1 / x0)))
     return tuple(curve)
+
+
+def fit_device(name: str, measured: Sequence[MeasuredOp], memory_bytes: float) -> Device:
+    """A device from products and pointwise ops in float32: the least of a pointwise op's seconds is its launch, the
+    best rates are the peaks, and curves say how much of them each size reaches. Raises ClusterError without both."""
+    products, traffic = ([m for m in measured if m.op_class == kind] for kind in ("matmul", "pointwise"))
+    if not products or not traffic:
+        raise ClusterError("a device needs measurements of op classes matmul and pointwise; has "
+                           f"{sorted({m.op_class for m in measured})}")
+    launch_s = min(m.seconds for m in traffic)
+    peak, bandwidth = (max(m.size / max(m.seconds - launch_s, m.seconds / 10) for m in some)
+                       for some in (products, traffic))
+    work, moved = (fit_efficiency([m.size for m in some], [m.seconds for m in some], rate, launch_s)
+                   for some, rate in ((products, peak), (traffic, bandwidth)))
+    return Device(name, {"float32": peak}, bandwidth, moved[-1][1], memory_bytes, launch_s, {"matmul": work},
+                  {"default": moved})
+
+
+def predicted_op_s(device: Device, measured: MeasuredOp) -> float:
+    """Seconds that the device predicts for a measurement."""
+    flops, nbytes = (measured.size, 0.0) if measured.op_class == "matmul" else (0.0, measured.size)
+    return float(op_time_s(measured.op_class, flops, nbytes, "float32", device))
 
 
 def write_cluster(path: str | Path, cluster: Cluster, source: str = "") -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from autoparallel.calibration import group_shapes
 from benchmarks.emulated_cluster import report
 from benchmarks.emulated_cluster.__main__ import main
-from benchmarks.emulated_cluster.calibration import DEVICE, meshes, nominal
+from benchmarks.emulated_cluster.calibration import DEVICE, nominal
 from benchmarks.emulated_cluster.clock import DeviceClock, roofline_s, ticking
 from benchmarks.emulated_cluster.network import EmulationError, Network, Topology, bytes_per_s, dropped, missing
 from benchmarks.emulated_cluster.plans import Spec, make, specs
@@ -145,8 +146,9 @@ def test_summary_tells_errors_order_and_regret() -> None:
 
 
 def test_groups_within_and_across_hosts_are_calibrated() -> None:
-    assert meshes(Topology(4, 2)) == [((4, 2), 1), ((4, 2), 0), ((8,), 0), ((2, 4), 0), ((2, 4), 1)]
-    assert meshes(Topology(2, 1)) == [((2, 1), 0), ((2,), 0)]
+    assert group_shapes(4, 2) == [((4, 2), 1), ((4, 2), 0), ((8,), 0), ((2, 4), 0), ((2, 4), 1)]
+    assert group_shapes(2, 1) == [((2, 1), 0), ((2,), 0)]
+    assert group_shapes(1, 4) == [((4,), 0), ((2, 2), 0), ((2, 2), 1)]
     cluster = nominal(Topology(4, 2, "500mbit", "2gbit"))
     assert [link.bandwidth_bytes_per_s for link in cluster.links] == [125e6, 62.5e6]
     assert cluster.group((4, 2), 0).sharing == 2

@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from autoparallel.calibration import Calibration
 from benchmarks.emulated_cluster import report
-from benchmarks.emulated_cluster.calibration import Calibration, calibrate
+from benchmarks.emulated_cluster.calibration import calibrate, source
 from benchmarks.emulated_cluster.network import EmulationError, Network, Topology, missing, network
 from benchmarks.emulated_cluster.plans import Made, make, specs
 from benchmarks.emulated_cluster.pool import pool
@@ -86,8 +87,8 @@ def _file(topology: Topology, folder: Path) -> Path:
 def _calibrated(built: Network, folder: Path, console: Console) -> Calibration:
     with pool(built) as ranks:
         found = calibrate(ranks, built.topology)
-    write_cluster(_file(built.topology, folder), found.cluster, found.source)
-    console.print(f"{built.topology.name}: {found.source}")
+    write_cluster(_file(built.topology, folder), found.cluster, source(found))
+    console.print(f"{built.topology.name}: {source(found)}")
     for link in found.cluster.links:
         slow = ", ".join(f"{kind} {factor:.2f}" for kind, factor in link.slowdown.items())
         rate = link.bandwidth_bytes_per_s / 1e6
