@@ -12,7 +12,7 @@ from cost_models.calibrate import Measured, fit_links
 from cost_models.cluster import UNLIMITED
 
 #: The emulated device: what `DeviceClock` pads to, so no measurement. Eight of them need an eighth of two cores.
-DEVICE = Device("emulated", {"float32": 2e9}, 1e9, 1.0, 4e9, 2e-4)
+DEVICE = Device("emulated", {"float32": 2e9}, 1e9, 1.0, 4e9, 5e-4)
 
 
 def nominal(topology: Topology) -> Cluster:
