@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from autoparallel.errors import AutoparallelError
 
@@ -23,6 +24,8 @@ BURST_BYTES, QUEUE_BYTES = 32 * 2**10, 64 * 2**20
 #: Each as TCP on a cluster's network would be set: no loss to react to, no forgetting of windows while devices compute.
 SYSCTLS = ("net.ipv4.tcp_congestion_control=reno", "net.ipv4.tcp_slow_start_after_idle=0")
 PREFIX = "apc"
+#: Milliseconds for which a real-time process keeps its core from others; the machine's, and put back after a run.
+TURN = Path("/proc/sys/kernel/sched_rr_timeslice_ms")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 Command = tuple[str, ...]
 
@@ -80,6 +83,8 @@ def missing() -> str | None:
     absent = [program for program in ("ip", "tc", "sysctl") if shutil.which(program) is None]
     if absent:
         return f"{' and '.join(absent)} not found: install iproute2 and procps"
+    if not os.access(TURN, os.W_OK):
+        return f"{TURN} cannot be written"
     return _refused()
 
 

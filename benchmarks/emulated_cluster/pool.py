@@ -14,10 +14,9 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated_cluster.network import EmulationError, Network
+from benchmarks.emulated_cluster.network import TURN, EmulationError, Network
 
 PORT = 29500
-TURN = Path("/proc/sys/kernel/sched_rr_timeslice_ms")
 START_S, JOB_S, COLLECTIVE_S, END_S = 180.0, 240.0, 60.0, 5.0
 
 
