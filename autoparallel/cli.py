@@ -56,12 +56,14 @@ def plan(
         raise InputError(f"--mesh {mesh} has {_product(shape)} devices and --devices says {count}: give one of them")
     machine = autoparallel.Cluster.load(cluster, num_devices=count)
     network, args, kwargs = load_model(model, global_batch, sequence_length, dtype)
-    made = autoparallel.plan(
-        network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
-        memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
-        joint=joint, pipeline_stages=pipeline_stages, micro_batches=micro_batches, schedule=schedule,
-        zero_stage=zero_stage, recompute=recompute,
-    )
+    with Console(stderr=True).status("capture and prices") as status:  # shown on a terminal only
+        made = autoparallel.plan(
+            network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
+            memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
+            joint=joint, pipeline_stages=pipeline_stages, micro_batches=micro_batches, schedule=schedule,
+            zero_stage=zero_stage, recompute=recompute,
+            progress=lambda *state: status.update(progress_line(*state)),
+        )
     console = Console()
     print_report(made, console)
     if explain is not None:
@@ -69,6 +71,14 @@ def plan(
     if output is not None:
         made.save(output)
         typer.echo(f"plan written to {output}")
+
+
+def progress_line(phase: str, best_s: float, bound_s: float) -> str:
+    """How far the search is, in a line."""
+    if best_s == float("inf"):
+        return f"search ({phase}): no plan yet, none below {bound_s:.4g} s; Ctrl-C ends the search"
+    gap = (best_s - bound_s) / best_s if best_s > 0 else 0.0
+    return f"search ({phase}): best {best_s:.4g} s, bound {bound_s:.4g} s, gap {gap:.2%}; Ctrl-C takes the best"
 
 
 @app.command()

@@ -25,7 +25,8 @@ from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
 from autoparallel.report import block_layouts
 from autoparallel.report.study import Study
 from autoparallel.rules.space import Label, StrategySpace
-from autoparallel.search import solve
+from autoparallel.search import Progress, solve
+from autoparallel.search.alternatives import conflict
 from autoparallel.search.problem import Problem, Solution, evaluate
 from cost_models import Cluster
 
@@ -47,7 +48,8 @@ class Options:
 
     ``search``: auto, ilp, recursive or exact. ``pins``: placements by name pattern. ``baseline``: a classical plan
     instead of the search's own. ``memory_limit_bytes`` per device (None: what the device has; inf: no limit).
-    ``optimizer``: whose state is counted. ``time_limit_s`` bounds the search.
+    ``optimizer``: whose state is counted. ``time_limit_s`` bounds the search, and Ctrl-C ends it
+    with the best plan so far. ``progress``: called as `search.solve` says.
 
     A step in turns (see `plans.Hybrid`): ``micro_batches``, ``pipeline_stages`` (over the mesh's first axis, of which
     they are a multiple), ``schedule``, ``recompute``. ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3
@@ -65,6 +67,7 @@ class Options:
     schedule: str | None = None
     recompute: str | None = None
     zero_stage: int | None = None
+    progress: Progress | None = None
 
     @property
     def stages(self) -> int:
@@ -264,7 +267,10 @@ def _plan_on(
     pricer = SpacePricer(prices, limit, allowed, faults, turns)
     problem = pricer.full()
     clock.lap("pricing")
-    solution = solve(problem, options.search, time_limit_s=options.time_limit_s, pricer=pricer)
+    try:
+        solution = solve(problem, options.search, options.time_limit_s, pricer, options.progress)
+    except InfeasibleError as error:
+        raise _naming_pins(error, pricer, options) from None
     clock.lap("search")
     labels = pricer.labels_of(solution.choice)
     if faults is not None:  # told apart from the price of the plan that they led to
@@ -275,6 +281,20 @@ def _plan_on(
         return made
     other = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
     return replace(made, study=Study(pricer, problem, solution, lambda labels, found: other(found, labels)))
+
+
+def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) -> InfeasibleError:
+    """The error; where pins leave no plan, it names a smallest set of them that does."""
+    free = SpacePricer(pricer.prices, pricer.limit_bytes, turns=pricer.turns)
+    pins = {
+        pattern: {site: np.searchsorted(free.choices(site), numbers).tolist()
+                  for site, numbers in apply_pins(free.space, {pattern: pin}).items()}
+        for pattern, pin in (options.pins or {}).items()
+    }
+    found = conflict(free.full(), pins, options.time_limit_s) if pins else None
+    if found is not None and found.pins:
+        error.args = (f"{error} {found.explanation(pricer.limit_bytes)}",)
+    return error
 
 
 def _faults(space: StrategySpace, options: Options) -> Faults | None:

@@ -338,6 +338,17 @@ def test_a_memory_limit_too_small_says_which_would_do() -> None:
         planned(memory_limit_bytes=needed * 0.5)
 
 
+def test_a_memory_limit_that_pins_exceed_names_them() -> None:
+    """Only the pin that keeps a parameter whole, and what would do without it."""
+    with pytest.raises(InfeasibleError) as caught:
+        planned(memory_limit_bytes=1000)
+    least = caught.value.needed_bytes  # type: ignore[attr-defined]
+    pins = {"x": (Shard(0), Shard(0)), "up.weight": (Replicate(), Replicate())}
+    message = says(InfeasibleError, "With the pins 'up.weight' every plan needs at least", "GiB more than the limit",
+                   "GiB without 'up.weight'", of=lambda: planned(memory_limit_bytes=least, pins=pins))
+    assert "'x'" not in message
+
+
 @pytest.mark.parametrize(("call", "error", "parts"), [
     (lambda: Cluster.load("h200-pcie"), ClusterError, ("h200-pcie", "h100-sxm", "local-cpu")),
     (lambda: planned(search="annealing"), SearchError, ("annealing", "ilp", "recursive", "exact")),

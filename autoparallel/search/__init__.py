@@ -14,7 +14,7 @@ from autoparallel.search.problem import (
     Solution,
     evaluate,
 )
-from autoparallel.search.solver import SEARCHES, solve
+from autoparallel.search.solver import SEARCHES, Progress, solve
 
 __all__ = [
     "SEARCHES",
@@ -25,6 +25,7 @@ __all__ = [
     "Node",
     "Pricer",
     "Problem",
+    "Progress",
     "Solution",
     "evaluate",
     "solve",

@@ -15,11 +15,10 @@ from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.search.compact import compact_of
 from autoparallel.search.elimination import Eliminator
 from autoparallel.search.exact import affordable
-from autoparallel.search.least import least_memory
 from autoparallel.search.messages import Messenger
 from autoparallel.search.presolve import select
 from autoparallel.search.problem import FORBIDDEN, Problem, Solution, evaluate, single_limit
-from autoparallel.search.solver import solve
+from autoparallel.search.solver import lowest_memory, solve
 from autoparallel.search.walk import finite_limit
 
 Pins = Mapping[int, Sequence[int]]
@@ -149,6 +148,20 @@ class Conflict:
     without: dict[str, float]
     minimal: bool
 
+    def explanation(self, limit: float) -> str:
+        """One sentence for an error's message: which pins, and what would do without one of them."""
+        named = ", ".join(map(repr, self.pins))
+        if len(self.pins) > 1:
+            named = f"{named} together"
+        if not self.memory:
+            return f"No plan meets the pins {named}: leave one of them out."
+        more = (self.needed_bytes - limit) / 2**30
+        fits = [f"{enough / 2**30:.3g} GiB without {name!r}" for name, enough in self.without.items()
+                if enough < FORBIDDEN]
+        return (f"With the pins {named} every plan needs at least {more:.3g} GiB more than the limit; "
+                f"there is a plan of {' or of '.join(fits)}." if fits else
+                f"With the pins {named} every plan needs at least {more:.3g} GiB more than the limit.")
+
 
 def conflict(problem: Problem, pins: Mapping[str, Pins], time_limit_s: float | None = None) -> Conflict | None:
     """A minimal set of named pins that leaves no plan under the problem's limits; None: none is proven.
@@ -167,7 +180,7 @@ def conflict(problem: Problem, pins: Mapping[str, Pins], time_limit_s: float | N
         tight = single_limit(pinned(problem, together))
         if any(not (node.costs < FORBIDDEN).any() for node in tight.nodes):
             return FORBIDDEN, FORBIDDEN
-        least = least_memory(tight, min(deadline, time.monotonic() + CHECK_S))
+        least = lowest_memory(tight, min(deadline, time.monotonic() + CHECK_S))
         return least.bound, least.peak
 
     limit = max((one for one in problem.limits if one < FORBIDDEN), default=FORBIDDEN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,7 @@ WORK_CELLS = 2e10
 MAX_ROUNDS = 60
 MIXED_GAP = 5e-4
 MIXTURES = ((1.1, True), (1.1, False), (1.03, True), (1.3, True), (1.3, False))
-LEAST_PRICINGS = 10
+LEAST_PRICINGS = 5
 TARGET_GAP = 1e-6
 LEAST_S = 5.0
 LEAST_ROUNDS = 15
@@ -39,10 +40,12 @@ class Outcome:
 class Incumbent:
     """The best feasible choice so far. Plans that do not fit are repaired and improved by local search first."""
 
-    def __init__(self, problem: Problem, memory: Memory, deadline: float) -> None:
+    def __init__(self, problem: Problem, memory: Memory, deadline: float,
+                 on_better: Callable[[tuple[int, ...], float], None] | None = None) -> None:
         self.problem, self.memory, self.deadline = problem, memory, deadline
         self.choice: tuple[int, ...] | None = None
         self.objective = FORBIDDEN
+        self._on_better = on_better
         self._seen: set[tuple[int, ...]] = set()
 
     def offer(self, plan: tuple[int, ...]) -> float:
@@ -62,6 +65,8 @@ class Incumbent:
         judged = evaluate(self.problem, plan)
         if judged.feasible and judged.objective < self.objective:
             self.choice, self.objective = plan, judged.objective
+            if self._on_better is not None:
+                self._on_better(plan, judged.objective)
 
 
 def trivial_bound(problem: Problem) -> float:
@@ -79,24 +84,26 @@ def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WOR
     return eliminator.work([n.costs for n in problem.nodes], [e.costs for e in problem.edges]) <= work_cells
 
 
-def solve_exact(problem: Problem, deadline: float = FORBIDDEN, relax: Relaxation | None = None) -> Outcome:
+def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Callable[[Outcome], None]) -> Outcome:
     """Optimal where the best plan without a limit fits; else the best prices' bound and the best repaired plan.
 
-    ``relax`` solves priced problems (default: elimination). The first answer tells how long each takes; without the
-    time for `LEAST_PRICINGS` of them its bound is all that comes back, and no choice.
+    ``relax`` solves priced problems by elimination. The first answer tells how long each takes; without the time for
+    `LEAST_PRICINGS` of them its bound is all that comes back, and no choice. ``tell`` hears of the first bound and of
+    each better plan.
 
     Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
     """
     start = time.monotonic()
-    relax = relax or Eliminator.of(problem).solve
     unpriced = value, plan = relax([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
     spent = time.monotonic() - start
     if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
         return Outcome(plan, judged.objective, min(value, judged.objective), "optimal", {"exact": spent})
     if LEAST_PRICINGS * spent > deadline - time.monotonic():
         return Outcome(None, FORBIDDEN, value, "time limit", {"exact": spent})
+    if value < FORBIDDEN:
+        tell(Outcome(None, FORBIDDEN, value, "bound"))
     memory = memory_of(problem)
-    incumbent = Incumbent(problem, memory, deadline)
+    incumbent = Incumbent(problem, memory, deadline, lambda plan, cost: tell(Outcome(plan, cost, value, "better")))
     least = lowest_peak(problem, relax, min(deadline, start + LEAST_S), LEAST_ROUNDS, problem.limit)
     _take_least(incumbent, least)
     dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, TARGET_GAP, unpriced)

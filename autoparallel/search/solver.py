@@ -93,7 +93,8 @@ class Run:
     def exact(self) -> None:
         """Elimination, with prices for memory; where it is too wide, axes one at a time, then `wide`."""
         if self.can_eliminate:
-            found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve)
+            found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve,
+                                lambda better: self.note(better, self.reduced))
             self._prices = found.prices
             self.note(found, self.reduced)
             if self._prices is not None or self.best.choice is not None:
@@ -252,16 +253,20 @@ def _solve_classes(problem: Problem, search: str, time_limit_s: float | None, pr
     return replace(found, choice=choice, peak_bytes=evaluate(problem, choice).peak_bytes)
 
 
-def _why_not(problem: Problem, error: MemoryLimitError, deadline: float) -> InfeasibleError:
-    """The error with the least memory of any plan, as exactly as it can be found in a few seconds."""
-    deadline = min(deadline, time.monotonic() + LEAST_MEMORY_S)
-    least = LowestPeak(least_peak(problem), FORBIDDEN, None)
+def lowest_memory(problem: Problem, deadline: float) -> LowestPeak:
+    """The least memory of any plan, by what suits the problem: a program, elimination, or messages."""
     bare = drop_dominated(replace(problem, limit=0.0)).problem
     eliminator = Eliminator.of(bare)
     if table_cells(bare) > SMALL_CELLS and affordable(eliminator, bare):
-        least = lowest_peak(bare, eliminator.solve, deadline, MAX_ROUNDS)
-    elif num_events(bare) <= MAX_EVENTS:
-        least = least_memory(bare, deadline)
+        return lowest_peak(bare, eliminator.solve, deadline, MAX_ROUNDS)
+    if num_events(bare) <= MAX_EVENTS:
+        return least_memory(bare, deadline)
+    return LowestPeak(least_peak(problem), FORBIDDEN, None)
+
+
+def _why_not(problem: Problem, error: MemoryLimitError, deadline: float) -> InfeasibleError:
+    """The error with the least memory of any plan, as exactly as it can be found in a few seconds."""
+    least = lowest_memory(problem, min(deadline, time.monotonic() + LEAST_MEMORY_S))
     if least.bound == FORBIDDEN:
         return InfeasibleError(f"{problem.name}: every plan is forbidden by some node's or edge's table, whatever the "
                                "memory. Look for pins that contradict each other.")

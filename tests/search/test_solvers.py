@@ -130,10 +130,16 @@ def test_time_limit_returns_the_best_so_far(search: str) -> None:
     assert found.stop_reason in ("time limit", "optimal", "gap") and found.lower_bound <= found.objective
 
 
-def test_interrupt_returns_the_best_so_far() -> None:
-    def interrupt(*told: object) -> None:
-        raise KeyboardInterrupt
+def test_an_interrupt_takes_the_best_so_far() -> None:
+    """What progress tells of is what comes back."""
+    told: list[tuple[float, float]] = []
+
+    def stop(_: str, best: float, bound: float) -> None:
+        told.append((best, bound))
+        if best < math.inf:
+            raise KeyboardInterrupt
 
     free = solve(block_chain(6), "exact")
-    found = solve(block_chain(6, limit=free.peak_bytes * 0.8), "exact", progress=interrupt)
+    found = solve(block_chain(6, limit=free.peak_bytes * 0.8), "exact", progress=stop)
     assert found.stop_reason == "interrupted" and found.lower_bound <= found.objective
+    assert told[0] == (math.inf, free.objective) and told[-1][0] == found.objective
