@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoparallel.search.memory import Memory, least_peak, memory_of
-from autoparallel.search.problem import FORBIDDEN, Problem, evaluate
+from autoparallel.search.problem import FORBIDDEN, Edge, Node, Problem, evaluate
 
 Relaxation = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], tuple[float, tuple[int, ...]]]
 STEP = 0.6
@@ -22,6 +22,7 @@ NEW_TIMES = 3
 PLACES = 256
 MODEL_GAP = 1e-6
 GROWTH = 4.0
+TIE = 1e-6
 
 
 @dataclass
@@ -160,17 +161,12 @@ class LowestPeak:
 def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: int, enough: float = 0.0) -> LowestPeak:
     """The plan with the least memory, whatever it costs, until one needs at most ``enough`` bytes.
 
-    The same cutting planes: weights on times that sum to 1; the least weighted memory bounds the least peak.
+    The same cutting planes: weights on times that sum to 1; the least weighted memory bounds the least peak. Times
+    without weight use what they like, so at the end, of plans that are equal there the one with fewest bytes is tried.
     """
     floor = least_peak(problem)
     memory = memory_of(replace(problem, limit=floor))
-    free: dict[int, np.ndarray] = {}
-
-    def allowed_only(array: np.ndarray) -> np.ndarray:
-        return free.setdefault(id(array), np.where(array < FORBIDDEN, 0.0, FORBIDDEN))
-
-    bare = Problem(tuple(replace(node, costs=allowed_only(node.costs)) for node in problem.nodes),
-                   tuple(replace(edge, costs=allowed_only(edge.costs)) for edge in problem.edges), floor, problem.name)
+    bare = _costing_bytes(replace(problem, limit=floor), 0.0)
     trial = np.zeros(len(memory.times))
     if memory.binds:
         trial[int(memory.room.argmin())] = 1.0
@@ -194,7 +190,27 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
         if proposed is None or proposed[0] - bound <= 1e-9 * abs(proposed[0]):
             break
         trial = proposed[1]
+    if peak > max(enough, bound * (1 + 1e-9)) and best is not None and time.monotonic() < deadline:
+        _, plan = relax(*priced(_costing_bytes(bare, TIE), memory, trial))
+        judged = evaluate(problem, plan).peak_bytes
+        if judged < peak:
+            best, peak = plan, judged
     return LowestPeak(min(bound, peak), peak, best)
+
+
+def _costing_bytes(problem: Problem, rate: float) -> Problem:
+    """What is allowed costs so much per byte that it uses at any time; equal users share their arrays."""
+    made: dict[tuple[int, int], np.ndarray] = {}
+
+    def costing(user: Node | Edge) -> np.ndarray:
+        key = id(user.costs), id(user.usages)
+        if key not in made:
+            usages = 0.0 if user.usages is None else rate * user.usages
+            made[key] = np.where(user.costs < FORBIDDEN, usages, FORBIDDEN)
+        return made[key]
+
+    return replace(problem, nodes=tuple(replace(node, costs=costing(node)) for node in problem.nodes),
+                   edges=tuple(replace(edge, costs=costing(edge)) for edge in problem.edges))
 
 
 def _master(cuts: list[tuple[float, np.ndarray]], active: list[int], num_times: int, highest: float,
