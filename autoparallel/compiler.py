@@ -16,7 +16,7 @@ from torch import nn
 
 from autoparallel.baselines import baseline
 from autoparallel.capture import OpGraph, capture
-from autoparallel.errors import InfeasibleError, MeshError, PlanError
+from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError
 from autoparallel.hybrid import MicroBatches, Stages, Ungathered, place_cuts, split_batch, stages_of, stored_in_pieces
 from autoparallel.hybrid.joint import Candidate, Fixed, search_jointly
 from autoparallel.layout import Layout
@@ -123,12 +123,14 @@ def plan(
 
 def best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
             options: Options) -> Plan:
-    """The fastest plan over mesh shapes; shapes on which nothing fits are passed over while another one does."""
-    plans, failures = [], []
+    """The fastest plan over mesh shapes; shapes on which nothing fits, or the pipeline cannot run, are passed over while
+    another one does."""
+    plans: list[Plan] = []
+    failures: list[AutoparallelError] = []
     for shape in shapes:
         try:
             plans.append(_plan_of_shape(graph, cluster, shape, axis_names, options))
-        except InfeasibleError as error:
+        except (InfeasibleError, PlanError) as error:
             failures.append(error)
     if not plans:
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", float("inf")))

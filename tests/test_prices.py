@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
 from autoparallel.compiler import plan
-from autoparallel.pricing import Prices, SpacePricer
+from autoparallel.hybrid import split_batch
+from autoparallel.plans import Hybrid
+from autoparallel.pricing import Prices, SpacePricer, Turns, predict
 from autoparallel.rules.space import StrategySpace
-from autoparallel.search import evaluate
+from autoparallel.search import evaluate, solve
 from tests.models import CASES
 
 
@@ -61,3 +66,25 @@ def test_a_bias_does_not_stand_in_for_the_gradient_of_an_input() -> None:
         return float(Prices(space, cluster).op(space.strategies[site.index]).backward_s[0])
 
     assert backward_flops_s(bias=True) == pytest.approx(backward_flops_s(bias=False), rel=0.01)
+
+
+def test_adding_up_gradients_of_turns_takes_time() -> None:
+    """Each turn after the first reads two gradients and writes one: of whole parameters, or of the pieces stored."""
+    case, cluster = CASES["llama"], Cluster.load("h100-sxm", num_devices=2)
+    args, kwargs = case.inputs(8)
+    space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 4).body, (2,))
+    prices = Prices(space, cluster)
+    link = next(k for k in space.links if space.sites[k.source].kind == "parameter" and k.meta.requires_grad)
+    num_bytes, bandwidth = link.meta.num_bytes, cluster.device.memory_bandwidth_bytes_per_s
+
+    def seconds(**options: Any) -> np.ndarray:
+        return SpacePricer(prices, turns=Turns(space, Hybrid(**options))).sums_s(link)
+
+    assert seconds(micro_batches=4, zero_stage=1).max() == pytest.approx(3 * 3 * num_bytes / bandwidth)
+    assert seconds(micro_batches=4, zero_stage=3).min() == pytest.approx(3 * 3 * num_bytes / 2 / bandwidth)
+    assert not seconds(micro_batches=1).any()
+    once, four = (SpacePricer(prices, turns=Turns(space, Hybrid(micro_batches=n))) for n in (1, 4))
+    labels = once.labels_of(solve(once.full(), "exact").choice)
+    costs = [evaluate(p.full(), p.choice_of(labels)).objective for p in (once, four)]
+    parts = predict(four, four.full(), labels, 0.0)
+    assert parts.step_s == pytest.approx(costs[1]) and costs[1] > costs[0]

@@ -28,6 +28,7 @@ from cost_models import Cluster
 
 SOLVE_S, LEAST_FULL_S = 1.0, 10.0
 SHARE_OF_ESTIMATES, SHARE_OF_FIRST = 0.7, 0.7
+MOST_FULL, MOST_FAILED = 12, 4
 MOST_PIPELINE, MOST_INNER, MOST_TURNS = 64, 64, 64
 
 
@@ -271,25 +272,50 @@ def search_jointly(
     deadline = started + SHARE_OF_ESTIMATES * time_limit_s
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes, deadline)
     survey = search.run()
-    candidates = survey.candidates
     best: Plan | None = None
-    planned = 0
     failure: AutoparallelError | None = None
-    for candidate in candidates:
-        late = time.monotonic() - started > time_limit_s
-        if best is not None and (candidate.estimate_s >= best.prediction.step_s or planned >= 3 or late):
-            break
-        if candidate.estimate_s == math.inf and planned >= 3:
+    order = _Order(survey.candidates)
+    while (candidate := order.next()) is not None:
+        late = order.planned >= (MOST_FULL if best is not None else MOST_FAILED)
+        late |= time.monotonic() - started > time_limit_s and order.planned > 0
+        if late or (best is not None and order.expected_s(candidate) >= best.prediction.step_s):
             break
         try:
             made = plan_in_full(candidate, max(LEAST_FULL_S, started + time_limit_s - time.monotonic()))
         except (InfeasibleError, SearchError) as error:
             failure = error
-            planned += 1
+            order.done(candidate, math.inf)
             continue
-        planned += 1
+        order.done(candidate, made.prediction.step_s)
         if best is None or made.prediction.step_s < best.prediction.step_s:
             best = made
     if best is None:
         raise failure or InfeasibleError("no combination of pipeline, mesh and micro-batches is possible")
-    return JointResult(best, survey, planned, time.monotonic() - started)
+    return JointResult(best, survey, order.planned, time.monotonic() - started)
+
+
+class _Order:
+    """Which candidate to plan in full next: the best by its estimate, times what plans of its kind of pipeline turned
+    out to be over theirs. (Stages are never quite equal, and the more of them the less.)"""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self.left = [c for c in candidates if c.estimate_s < math.inf] or list(candidates[:MOST_FAILED])
+        self.ratios: dict[object, float] = {}
+        self.planned = 0
+
+    @staticmethod
+    def _kind(candidate: Candidate) -> object:
+        h = candidate.hybrid
+        return h.stages, h.pipeline_ranks, h.schedule
+
+    def expected_s(self, candidate: Candidate) -> float:
+        return candidate.estimate_s * self.ratios.get(self._kind(candidate), 1.0)
+
+    def next(self) -> Candidate | None:
+        return min(self.left, key=self.expected_s, default=None)
+
+    def done(self, candidate: Candidate, step_s: float) -> None:
+        self.left.remove(candidate)
+        self.planned += 1
+        if math.isfinite(step_s) and math.isfinite(candidate.estimate_s):
+            self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s

@@ -154,6 +154,9 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _
     space, prices = pricer.space, pricer.prices
     source = space.strategies[link.source].output_layout(labels[link.source], link.output)
     target = space.strategies[link.target].input_layout(labels[link.target], link.position)
+    if pricer.turns.sums(link):
+        numbers = [space.strategies[i].position[labels[i]] for i in (link.source, link.target)]
+        stage.backward += float(pricer.sums_s(link)[numbers[0], numbers[1]])
     if source == target:
         return
     layouts, times = space.spaces(link.meta), pricer.turns.link_times(link)

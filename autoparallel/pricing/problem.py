@@ -139,13 +139,27 @@ class SpacePricer:
         life, times = self.turns.copy_life(link), self.turns.link_times(link)
         key = (id(s), link.output, id(t), link.position, rows.tobytes(), columns.tobytes())
         pick = np.ix_(rows, columns)
-        costs = self._memo(("link", *key, times), lambda: self.prices.link_s(link, times)[pick])
+        sums = self.turns.sums(link)
+        costs = self._memo(("link", *key, times, sums), lambda: (
+            self.prices.link_s(link, times) + self.sums_s(link) if sums else self.prices.link_s(link, times))[pick])
         usages = self._memo(("copy", *key, life.copies), lambda: self.prices.link_copies(link)[pick] * life.copies)
         if buffers := self.turns.buffers(link):
             usages = usages + buffers * self.prices.local_bytes(link.meta, s.outputs[link.output])[rows][:, None]
         if self.faults is not None:
             costs = costs + FAULT_S * self.faults.link_faults(link, self.prices.table(link.meta))[pick]
         return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)
+
+
+    def sums_s(self, link: Link) -> np.ndarray:
+        """Seconds in which a parameter's gradients of several turns are added up (two reads and a write of each), by
+        (strategy of the link's source, of its target)."""
+        source, target = self.space.strategies[link.source], self.space.strategies[link.target]
+        rows, columns = source.outputs[link.output], target.inputs[link.position]
+        if self.turns.hybrid.zero_stage >= 2:  # of the pieces that are stored
+            held = np.broadcast_to(self.prices.local_bytes(link.meta, rows)[:, None], (len(rows), len(columns)))
+        else:  # of what the ops read
+            held = np.broadcast_to(self.prices.local_bytes(link.meta, columns)[None], (len(rows), len(columns)))
+        return 3 * self.turns.sums(link) * held / self.prices.cluster.device.memory_bandwidth_bytes_per_s
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:

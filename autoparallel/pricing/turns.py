@@ -138,6 +138,11 @@ class Turns:
         again = self.hybrid.recompute == "full" and self.block_of[link.target] is not None
         return count * (2 if again else 1), count
 
+    def sums(self, link: Link) -> int:
+        """How often a gradient of what the link reads is added to those before."""
+        learns = self.space.sites[link.source].kind == "parameter" and link.meta.requires_grad and bool(self.kept)
+        return (self.hybrid.micro_batches - 1) * self.counts[link.target] if learns else 0
+
     # --- how long ---------------------------------------------------------------------------------------------------
 
     def _at(self, index: int) -> tuple[int, int]:
