@@ -123,8 +123,8 @@ def plan(
 
 def best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
             options: Options) -> Plan:
-    """The fastest plan over mesh shapes; shapes on which nothing fits, or the pipeline cannot run, are passed over while
-    another one does."""
+    """The fastest plan over mesh shapes; shapes on which nothing fits, or the pipeline cannot run, are passed over
+    while another one does."""
     plans: list[Plan] = []
     failures: list[AutoparallelError] = []
     for shape in shapes:
