@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 import autoparallel
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
+from autoparallel.cli import progress_line
 from autoparallel.compiler import plan
 from autoparallel.errors import PlanError
 from autoparallel.layout import INVARIANT, REPLICATE, shard
@@ -335,3 +336,10 @@ def test_a_plan_edited_by_hand_runs_as_edited(ranks: Any) -> None:
     for trained, ran, _ in ranks(4).run(train_plan, "mlp", edited):
         assert ran.strategies["linear"] == ("b0", "n")
         assert_as_one_process(trained, "mlp")
+
+
+def test_progress_in_a_line() -> None:
+    """Of the command line: before and after the first plan."""
+    assert progress_line("bound", float("inf"), 0.25) == (
+        "search (bound): no plan yet, none below 0.25 s; Ctrl-C ends the search")
+    assert "best 0.5 s, bound 0.25 s, gap 50.00%" in progress_line("better", 0.5, 0.25)
