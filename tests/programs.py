@@ -219,7 +219,8 @@ def gather(w: Writer) -> None:
         f"x[{':, ' * d}{w.ids(n, many, 2)}]",
         f"torch.scatter_add(x, {d}, {w.ids(n, *places)}, {w.parameter(*places)})",
         f"torch.index_add(x, {d}, {w.ids(n, many)}, {w.parameter(*places)})",
-        f"torch.scatter(x, {d}, {w.ids(n, *w.shape)} * 0 + torch.arange({n}).reshape({_along(w.shape, d)}), x * 0.5)",
+        f"torch.scatter(x, {d}, torch.arange({n}, device=x.device).reshape({_along(w.shape, d)}).expand({w.shape}), "
+        "x * 0.5)",
         f"torch.take_along_dim(x, {w.ids(n, *places)}, {d})",
     ]
     w.line(w.pick(kinds))

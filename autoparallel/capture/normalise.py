@@ -476,10 +476,11 @@ LISTS = {
 }
 VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
          aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int, aten._unsafe_view.default,
-         aten.view_as.default, aten.reshape_as.default)
+         aten.view_as.default, aten.reshape_as.default, aten.view_copy.default, aten.ravel.default,
+         aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default)
 PERMUTES = (aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default, aten.mT.default,
             aten.swapaxes.default, aten.swapdims.default, aten.movedim.int, aten.movedim.intlist,
-            aten.moveaxis.int, aten.moveaxis.intlist)
+            aten.moveaxis.int, aten.moveaxis.intlist, aten.permute_copy.default)
 COPIES = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.to.other,
           aten.type_as.default)
 IDENTITIES = (aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
@@ -516,7 +517,8 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each(dict.fromkeys(WRITTEN, _copy)),
     _each(dict.fromkeys(VIEWS, _reshape)),
     _each(dict.fromkeys(PERMUTES, _permute)),
-    _each(dict.fromkeys((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default), _expand)),
+    _each(dict.fromkeys((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default,
+                         aten.expand_copy.default), _expand)),
     _each({aten.narrow.default: _narrow}),
     _each({aten.slice.Tensor: _slice}),
     _each({aten.linear.default: _linear}),

@@ -79,7 +79,9 @@ def pool(op: OpView) -> Rule:
 
 @rule_for(aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec,
           aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_trilinear3d.vec,
-          aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec)
+          aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec,
+          aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact3d.vec,
+          aten._upsample_bilinear2d_aa.default)
 def upsample(op: OpView) -> Rule:
     return _over_batch_and_channels(op, len(op.out.shape) - 2, flops=4.0 * op.out.num_elements,
                                     linear=(frozenset({0}),))

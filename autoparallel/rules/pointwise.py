@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autoparallel.capture.graph import TensorMeta
@@ -52,7 +54,8 @@ def broadcast_dims(meta: TensorMeta, out: TensorMeta) -> Dims:
           aten.clamp.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar,
           aten.floor_divide.default, aten.floor_divide.Scalar, aten.masked_fill.Tensor, aten.real.default,
           aten.imag.default, aten.complex.default, aten.conj.default, aten.rsub.Tensor, aten.isin.Tensor_Scalar,
-          aten.selu.default, aten.relu6.default, aten.hardtanh.default)
+          aten.selu.default, aten.relu6.default, aten.hardtanh.default, aten.hardswish.default,
+          aten.log_sigmoid.default)
 def pointwise(op: OpView) -> Rule | None:
     out = op.out
     sizes = {f"d{i}": size for i, size in enumerate(out.shape) if size != 1}
@@ -85,6 +88,16 @@ def _saved(op: OpView) -> frozenset[int]:
     if op.target is aten.div.Tensor and len(op.inputs) < 2:
         return frozenset()
     return frozenset(range(len(op.inputs)))
+
+
+@rule_for(aten.prelu.default)
+def prelu(op: OpView) -> Rule | None:
+    """One slope for all, or one for each channel (dim 1)."""
+    rule = pointwise(op)
+    if rule is None or len(op.shapes[0]) < 2:
+        return None
+    slope = (None,) * len(op.shapes[1]) if op.inputs[1].num_elements == 1 else (rule.outputs[0][1],)
+    return replace(rule, inputs=(rule.outputs[0], slope))
 
 
 @rule_for(aten.dropout.default, aten.native_dropout.default, aten.rand_like.default, aten.randn_like.default,

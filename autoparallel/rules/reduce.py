@@ -33,7 +33,8 @@ def count(op: OpView) -> Rule | None:
           aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.mode.default,
           aten.kthvalue.default, aten.logsumexp.default, aten.prod.dim_int, aten.linalg_vector_norm.default,
           aten.norm.ScalarOpt_dim, aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction,
-          aten.var_mean.correction, aten.std_mean.correction, aten.nanmedian.dim, aten.aminmax.default)
+          aten.var_mean.correction, aten.var_mean.dim, aten.std_mean.correction, aten.std_mean.dim,
+          aten.nanmedian.dim, aten.aminmax.default)
 def other(op: OpView) -> Rule | None:
     """Only the dims that stay may be cut."""
     return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")))
@@ -97,7 +98,8 @@ def renorm(op: OpView) -> Rule:
                       saves=frozenset({0}))
 
 
-@rule_for(aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default)
+@rule_for(aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default,
+          aten._safe_softmax.default)
 def softmax(op: OpView) -> Rule | None:
     if not op.out.shape:
         return None

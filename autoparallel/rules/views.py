@@ -145,10 +145,13 @@ def pad(op: OpView) -> Rule:
 
 @rule_for(aten.flip.default, aten.roll.default)
 def flip(op: OpView) -> Rule | None:
-    dims = op.arg("dims")
-    if not dims:
-        return None
+    dims = op.arg("dims") or range(len(op.out.shape))  # a roll without dims is of the flattened tensor
     return whole_dims(op, {d % len(op.out.shape) for d in dims}, linear=(frozenset({0}),))
+
+
+@rule_for(aten.flipud.default, aten.fliplr.default)
+def flip_first_dims(op: OpView) -> Rule:
+    return whole_dims(op, {0 if op.target is aten.flipud.default else 1}, linear=(frozenset({0}),))
 
 
 @rule_for(aten.rot90.default)

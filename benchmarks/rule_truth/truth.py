@@ -53,8 +53,8 @@ def held(whole: Tensor, p: Placement, num_ranks: int, seed: int = 0) -> list[Ten
     if p == PARTIAL and not is_floating(whole.dtype):
         return [whole, *(torch.zeros_like(whole) for _ in range(num_ranks - 1))]
     if p == PARTIAL:
-        generator = torch.Generator().manual_seed(seed)
-        parts = [torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in range(num_ranks - 1)]
+        generator, scale = torch.Generator().manual_seed(seed), largest(whole) or 1.0  # so that no digits are lost
+        parts = [scale * torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in range(num_ranks - 1)]
         return [*parts, whole - sum(parts)]
     return [whole] * num_ranks
 
@@ -72,10 +72,14 @@ def same(found: Tensor, expected: Tensor) -> bool:
         return False
     if not is_floating(expected.dtype):
         return torch.equal(found.to(expected.dtype), expected)
-    finite = expected[expected.isfinite()].abs()
-    scale = float(finite.max()) if len(finite) else 1.0
-    tolerance = TOLERANCE.get(expected.dtype, OTHER_TOLERANCE)
-    return torch.allclose(found.to(expected.dtype), expected, rtol=0.0, atol=tolerance * scale, equal_nan=True)
+    tolerance = TOLERANCE.get(expected.dtype, OTHER_TOLERANCE) * largest(expected)
+    return torch.allclose(found.to(expected.dtype), expected, rtol=0.0, atol=tolerance, equal_nan=True)
+
+
+def largest(value: Tensor) -> float:
+    """The largest finite entry's size; 0 without one."""
+    finite = value.detach()[value.isfinite()].abs()
+    return float(finite.max()) if len(finite) else 0.0
 
 
 def telling(case: Case) -> bool:
