@@ -224,6 +224,14 @@ def test_bounds_lie_below_estimates() -> None:
     assert all(search.floor(c) <= c.estimate_s for c in estimated)
 
 
+def test_turns_of_a_batch_that_is_no_power_of_two() -> None:
+    """Whole rounds over the pipeline's ranks where there are any."""
+    search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=8), Fixed(), "adamw", float("inf"))
+    search.batch = 280
+    assert search.turns(35) == [35, 70, 140, 280] and search.turns(1) == [1, 2, 4, 8]
+    assert search.turns(3) == [4, 5, 7] and search.turns(16)[0] >= 16
+
+
 @pytest.mark.parametrize("limit_share", [1.0, 0.6, 0.35])
 def test_what_the_joint_search_picks_computes_the_same(ranks: Any, limit_share: float) -> None:
     """Under three memory limits: none, and shares of what the plan without a limit takes."""

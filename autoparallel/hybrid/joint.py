@@ -29,7 +29,7 @@ from cost_models import Cluster
 SOLVE_S, LEAST_FULL_S = 1.0, 10.0
 SHARE_OF_ESTIMATES, SHARE_OF_FIRST = 0.7, 0.7
 MOST_FULL, MOST_FAILED = 12, 4
-MOST_PIPELINE, MOST_INNER, MOST_TURNS = 64, 64, 64
+MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS = 64, 64, 64, 8
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,13 @@ class JointSearch:
         return stages is None or (stages % ranks == 0 and (ranks > 1) == (stages > 1))
 
     def turns(self, ranks: int) -> list[int]:
+        """Counts of micro-batches: for a pipeline whole rounds over its ranks, if the batch has such divisors."""
         if self.fixed.micro_batches is not None:
             return [self.fixed.micro_batches]
-        found = [m for m in divisors(self.batch) if m & (m - 1) == 0 and m <= max(MOST_TURNS, 4 * ranks)]
-        return [m for m in found if ranks == 1 or m >= ranks] or found[-1:]
+        found = [m for m in divisors(self.batch) if m <= max(MOST_TURNS, MOST_ROUNDS * ranks)]
+        if ranks == 1:
+            return [m for m in found if m & (m - 1) == 0]
+        return [m for m in found if m % ranks == 0] or [m for m in found if m >= ranks][:3] or found[-1:]
 
     def hybrids(self, ranks: int, turns: int) -> Iterator[Hybrid]:
         """The first round: 1F1B, recompute none or full, parameters gathered per step or per use."""
