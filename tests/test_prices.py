@@ -12,10 +12,12 @@ from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
 from autoparallel.compiler import plan
 from autoparallel.hybrid import split_batch
+from autoparallel.lower.fuse import BUCKET_BYTES
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns, predict
 from autoparallel.rules.space import StrategySpace
 from autoparallel.search import evaluate, solve
+from cost_models import collectives
 from tests.models import CASES
 
 
@@ -88,3 +90,17 @@ def test_adding_up_gradients_of_turns_takes_time() -> None:
     costs = [evaluate(p.full(), p.choice_of(labels)).objective for p in (once, four)]
     parts = predict(four, four.full(), labels, 0.0)
     assert parts.step_s == pytest.approx(costs[1]) and costs[1] > costs[0]
+
+
+def test_small_gradients_share_a_bucket() -> None:
+    """A gradient pays its share of a full bucket, and not a whole collective's latency; a large one is alone."""
+    case, cluster = CASES["mlp"], Cluster.load("local-cpu", num_devices=4)
+    args, kwargs = case.inputs(8)
+    prices = Prices(StrategySpace(capture(case.build(), args, kwargs), (4,)), cluster)
+    full = float(collectives.all_reduce_s(BUCKET_BYTES, prices.groups[0])
+                 + collectives.copy_s(BUCKET_BYTES, cluster.device))
+    sixteenth = float(prices.bucket_s(0, np.array(BUCKET_BYTES / 16)))
+    assert sixteenth == pytest.approx(full / 16)
+    assert sixteenth < float(collectives.all_reduce_s(BUCKET_BYTES / 16, prices.groups[0]))
+    assert float(prices.bucket_s(0, np.array(2.0 * BUCKET_BYTES))) == float(
+        collectives.all_reduce_s(2 * BUCKET_BYTES, prices.groups[0]))

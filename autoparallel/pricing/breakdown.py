@@ -162,7 +162,7 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _
     layouts, times = space.spaces(link.meta), pricer.turns.link_times(link)
     once = pricer.turns.of_parameter[link.source]
     for step in prices.path(link.meta, source, target):
-        seconds = prices.step_s(link.meta, step)
+        seconds = prices.step_s(link.meta, step, pricer.turns.in_buckets(link))
         elements = max(layouts.local_elements[layouts.index(x)] for x in (step.before, step.after))
         axis = space.axis_names[step.axis]
         actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)

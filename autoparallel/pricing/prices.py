@@ -16,6 +16,7 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.lower.fuse import BUCKET_BYTES
 from autoparallel.rules.space import Link, StrategySet, StrategySpace
 from cost_models import Cluster, collectives, compute, memory
 
@@ -104,7 +105,14 @@ class Prices:
                 return collectives.all_to_all_s(before, group) + collectives.copy_s(before, device)
         raise ValueError(f"unknown action {action!r}")
 
-    def step_s(self, meta: TensorMeta, step: Step) -> tuple[float, float]:
+    def bucket_s(self, axis: int, num_bytes: np.ndarray) -> np.ndarray:
+        """Seconds of a gradient's part in an all-reduce of many (`lower.fuse`), and of its copy into the bucket."""
+        whole = collectives.all_reduce_s(BUCKET_BYTES, self.groups[axis])
+        whole = whole + collectives.copy_s(BUCKET_BYTES, self.cluster.device)
+        alone = collectives.all_reduce_s(num_bytes, self.groups[axis])
+        return np.where(num_bytes < BUCKET_BYTES, np.minimum(alone, num_bytes / BUCKET_BYTES * whole), alone)
+
+    def step_s(self, meta: TensorMeta, step: Step, in_buckets: bool = False) -> tuple[float, float]:
         """(forward, backward) seconds of one step."""
         space = self.space.spaces(meta)
         before, after = (
@@ -113,14 +121,34 @@ class Prices:
         forward = self.action_s(step.forward, step.axis, step.source, step.target, before, after)
         if not (meta.requires_grad and self.training):
             return float(forward[0]), 0.0
-        backward = self.action_s(step.backward, step.axis, step.target, step.source, after, before)
+        if in_buckets and (step.source.kind, step.target.kind) == ("I", "R"):
+            backward = self.bucket_s(step.axis, after)
+        else:
+            backward = self.action_s(step.backward, step.axis, step.target, step.source, after, before)
         return float(forward[0]), float(backward[0])
 
-    def link_s(self, link: Link, times: tuple[int, int] = (1, 1)) -> np.ndarray:
+    def link_s(self, link: Link, times: tuple[int, int] = (1, 1), in_buckets: bool = False) -> np.ndarray:
         """Seconds of a link that runs so often (forward, backward), by (strategy of its source, of its target)."""
         rows = self.space.strategies[link.source].outputs[link.output]
         columns = self.space.strategies[link.target].inputs[link.position]
-        return self._seconds(link.meta, times)[np.ix_(rows, columns)]
+        seconds = self._seconds(link.meta, times)
+        if in_buckets:
+            seconds = seconds - times[1] * self._saved_by_buckets(link.meta)
+        return seconds[np.ix_(rows, columns)]
+
+    def _saved_by_buckets(self, meta: TensorMeta) -> np.ndarray:
+        """Seconds less for a backward that reduces in buckets, between all layouts."""
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "buckets")
+        if key not in self._weighted:
+
+            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                if (source.kind, target.kind) != ("I", "R"):
+                    return np.zeros_like(before)
+                return self.action_s("all_reduce", axis, target, source, after, before) - self.bucket_s(axis, after)
+
+            saved = self.table(meta).sum_along(cost)
+            self._weighted[key] = np.where(np.isfinite(saved), saved, 0.0)
+        return self._weighted[key]
 
     def _seconds(self, meta: TensorMeta, times: tuple[int, int]) -> np.ndarray:
         """Between all layouts, along the paths that are cheapest for one forward and one backward."""

@@ -139,9 +139,9 @@ class SpacePricer:
         life, times = self.turns.copy_life(link), self.turns.link_times(link)
         key = (id(s), link.output, id(t), link.position, rows.tobytes(), columns.tobytes())
         pick = np.ix_(rows, columns)
-        sums = self.turns.sums(link)
-        costs = self._memo(("link", *key, times, sums), lambda: (
-            self.prices.link_s(link, times) + self.sums_s(link) if sums else self.prices.link_s(link, times))[pick])
+        sums, in_buckets = self.turns.sums(link), self.turns.in_buckets(link)
+        costs = self._memo(("link", *key, times, sums, in_buckets), lambda: (
+            self.prices.link_s(link, times, in_buckets) + (self.sums_s(link) if sums else 0.0))[pick])
         usages = self._memo(("copy", *key, life.copies), lambda: self.prices.link_copies(link)[pick] * life.copies)
         if buffers := self.turns.buffers(link):
             usages = usages + buffers * self.prices.local_bytes(link.meta, s.outputs[link.output])[rows][:, None]

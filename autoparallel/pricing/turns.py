@@ -138,6 +138,11 @@ class Turns:
         again = self.hybrid.recompute == "full" and self.block_of[link.target] is not None
         return count * (2 if again else 1), count
 
+    def in_buckets(self, link: Link) -> bool:
+        """Whether gradients of what the link reads are reduced in buckets (`lower.fuse`)."""
+        once = self.hybrid.is_plain or self.hybrid.zero_stage < 2
+        return once and self.of_parameter[link.source] and link.meta.requires_grad and bool(self.kept)
+
     def sums(self, link: Link) -> int:
         """How often a gradient of what the link reads is added to those before."""
         learns = self.space.sites[link.source].kind == "parameter" and link.meta.requires_grad and bool(self.kept)

@@ -62,7 +62,7 @@ def _hybrid(h: Hybrid) -> str:
 
 
 def _collectives(plan: Plan) -> Table:
-    table = Table(title="collectives in one step", title_justify="left")
+    table = Table(title="collectives in one step (gradients of whole parameters go in buckets)", title_justify="left")
     for column in ("collective", "axis", "direction"):
         table.add_column(column)
     for column in ("count", "bytes per rank", "time"):
