@@ -43,39 +43,39 @@ class WideMLP(nn.Module):
         return nn.functional.mse_loss(self.down(torch.relu(self.up(x))), y)
 
 
-def _llama() -> nn.Module:
-    """3.6 million parameters, grouped-query attention, untied head."""
+def llama(vocabulary: int, hidden: int, intermediate: int, layers: int, kv_heads: int) -> nn.Module:
+    """8 heads, untied head; equal weights each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, use_cache=False)).train()
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=kv_heads, use_cache=False)).train()
 
 
-def _gpt2() -> nn.Module:
-    """4.2 million parameters, tied embeddings."""
+def gpt2(vocabulary: int, hidden: int, layers: int, positions: int) -> nn.Module:
+    """8 heads, tied embeddings, no dropout; equal weights each time."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(
-        vocab_size=VOCABULARY, n_embd=256, n_layer=4, n_head=8, n_positions=128, use_cache=False, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)).train()
+        vocab_size=vocabulary, n_embd=hidden, n_layer=layers, n_head=8, n_positions=positions, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)).train()
+
+
+def token_batch(vocabulary: int, batch: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def row_batch(count: int, width: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(count, width, generator=generator) for name in ("x", "y")}
 
 
 def _mlp() -> nn.Module:
     torch.manual_seed(0)
     return WideMLP()
-
-
-def _tokens() -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _rows() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {"x": torch.randn(64, 512, generator=generator), "y": torch.randn(64, 512, generator=generator)}
 
 
 def _cut_gpt2(model: nn.Module, num_ranks: int) -> None:
@@ -113,9 +113,11 @@ def tensor_parallel(subject: Subject, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
+#: 3.6 and 4.2 million parameters, and 4.2 in two layers.
 SUBJECTS = {
-    "llama": Subject("llama", _llama, _tokens, {
+    "llama": Subject("llama", lambda: llama(VOCABULARY, 256, 704, 2, 4), lambda: token_batch(VOCABULARY, 8, 64), {
         r"(q|k|v|gate|up)_proj$": "column", r"(o|down)_proj$": "row", r"^lm_head$": "gathered"}),
-    "gpt2": Subject("gpt2", _gpt2, _tokens, {r"c_attn$|c_fc$": "column", r"c_proj$": "row"}, _cut_gpt2),
-    "wide_mlp": Subject("wide_mlp", _mlp, _rows, {r"^up$": "column", r"^down$": "row"}),
+    "gpt2": Subject("gpt2", lambda: gpt2(VOCABULARY, 256, 4, 128), lambda: token_batch(VOCABULARY, 8, 64),
+                    {r"c_attn$|c_fc$": "column", r"c_proj$": "row"}, _cut_gpt2),
+    "wide_mlp": Subject("wide_mlp", _mlp, lambda: row_batch(64, 512), {r"^up$": "column", r"^down$": "row"}),
 }

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from benchmarks.subjects import gpt2, llama, row_batch, token_batch
+
 VOCABULARY = 2048
 Batch = Mapping[str, torch.Tensor]
 
@@ -38,36 +40,8 @@ def _mlp() -> nn.Module:
     return MLP()
 
 
-def _rows() -> Batch:
-    generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(256, 1024, generator=generator) for name in ("x", "y")}
-
-
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=8, use_cache=False)).train()
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(
-        vocab_size=VOCABULARY, n_embd=384, n_layer=4, n_head=8, n_positions=64, use_cache=False, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)).train()
-
-
-def _tokens() -> Batch:
-    ids = torch.randint(0, VOCABULARY, (16, 32), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
 SUBJECTS = {
-    "mlp": Subject(_mlp, _rows),
-    "llama": Subject(_llama, _tokens),
-    "gpt2": Subject(_gpt2, _tokens),
+    "mlp": Subject(_mlp, lambda: row_batch(256, 1024)),
+    "llama": Subject(lambda: llama(VOCABULARY, 384, 1024, 4, 8), lambda: token_batch(VOCABULARY, 16, 32)),
+    "gpt2": Subject(lambda: gpt2(VOCABULARY, 384, 4, 64), lambda: token_batch(VOCABULARY, 16, 32)),
 }
