@@ -286,7 +286,7 @@ def search_jointly(
         try:
             made = plan_in_full(candidate, max(LEAST_FULL_S, started + time_limit_s - time.monotonic()))
         except (InfeasibleError, SearchError) as error:
-            failure = error
+            failure = min(failure or error, error, key=_needed_bytes)
             order.done(candidate, math.inf)
             continue
         order.done(candidate, made.prediction.step_s)
@@ -295,6 +295,10 @@ def search_jointly(
     if best is None:
         raise failure or InfeasibleError("no combination of pipeline, mesh and micro-batches is possible")
     return JointResult(best, survey, order.planned, time.monotonic() - started)
+
+
+def _needed_bytes(error: AutoparallelError) -> float:
+    return float(getattr(error, "needed_bytes", math.inf))
 
 
 class _Order:
