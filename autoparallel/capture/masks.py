@@ -136,8 +136,8 @@ class _Values:
 
 def _alike(value: torch.Tensor) -> torch.Tensor:
     for dim in range(value.dim() - 2):
-        first = value.narrow(dim, 0, 1) if value.shape[dim] > 1 else value
-        if value.shape[dim] > 1 and bool((value == first).all()):
+        first = value.narrow(dim, 0, min(1, value.shape[dim]))
+        if bool((value == first).all()):
             value = first
     return value
 
