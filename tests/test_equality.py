@@ -42,7 +42,7 @@ def compiled(case_name: str, mesh_shape: Sequence[int], way: Way) -> Any:
     kind, value = way
     options: dict[str, Any] = {kind: value} if kind in ("search", "baseline") else {}
     if kind == "random":
-        options["plan"] = random_plan(case, model, mesh_shape, mesh.mesh_dim_names or (), value)
+        options["plan"] = random_plan(case, mesh_shape, mesh.mesh_dim_names or (), value)
     return autoparallel.compile(model, mesh, example_inputs=args, example_kwargs=kwargs, **options)
 
 
