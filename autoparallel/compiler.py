@@ -143,9 +143,9 @@ def _plan_of_shape(graph: OpGraph, cluster: Cluster, shape: tuple[int, ...], axi
     hybrid = options.hybrid(shape[0] if options.stages > 1 else 1)
     micro = split_batch(graph, hybrid.micro_batches)
     if options.stages == 1:
-        return _plan_on(micro, cluster, shape, axis_names, options, hybrid=hybrid)
+        return _plan_on(micro, cluster, shape, axis_names, options, hybrid)
     names = axis_names[1:] if axis_names else None
-    return _plan_on(micro, cluster, shape[1:] or (1,), names, options, hybrid=hybrid)
+    return _plan_on(micro, cluster, shape[1:] or (1,), names, options, hybrid)
 
 
 def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
@@ -155,7 +155,7 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
 
     def in_full(candidate: Candidate, seconds: float) -> Plan:
         micro, within = split_batch(graph, candidate.hybrid.micro_batches), replace(options, time_limit_s=seconds)
-        return _plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid=candidate.hybrid)
+        return _plan_on(micro, cluster, candidate.mesh_shape, None, within, candidate.hybrid)
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full)
@@ -223,11 +223,8 @@ def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Opt
 
     agree("a program", graph.fingerprint)
     micro = split_batch(graph, hybrid.micro_batches)
-    names = site.axis_names
-    found = given or decide_once(
-        lambda: _plan_on(micro, cluster, tuple(site.mesh.shape), names, options, placed, hybrid)
-    )
-    space = StrategySpace(micro.body, tuple(site.mesh.shape), names)
+    space = StrategySpace(micro.body, tuple(site.mesh.shape), site.axis_names)
+    found = given or decide_once(lambda: _plan_in(space, micro, cluster, options, placed, hybrid))
     labels = found.labels(space)
     stages = stages_of(space, micro.loss, found.hybrid)
     path = Prices(space, cluster, options.optimizer, direct=found.direct, stages=site.pipeline_ranks).path
@@ -247,19 +244,24 @@ def _plan_on(
     mesh_shape: tuple[int, ...],
     axis_names: Sequence[str] | None,
     options: Options,
-    placed: Mapping[str, Layout] | None = None,
-    hybrid: Hybrid | None = None,
+    hybrid: Hybrid,
 ) -> Plan:
     """Space, prices, problem, solution, plan; with the CPU seconds of each."""
-    clock, hybrid = _Clock(), hybrid or Hybrid()
+    clock = _Clock()
     space = StrategySpace(micro.body, mesh_shape, axis_names)
     clock.lap("strategies")
+    return _plan_in(space, micro, cluster, options, {}, hybrid, clock)
+
+
+def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
+             placed: Mapping[str, Layout], hybrid: Hybrid, clock: _Clock | None = None) -> Plan:
+    clock = clock or _Clock()
     prices = Prices(space, cluster, options.optimizer, direct=options.baseline is not None,
                     stages=hybrid.pipeline_ranks)
     allowed = apply_pins(space, options.pins or {})
     if options.zero_stage:
         allowed = {**stored_in_pieces(space), **allowed}
-    allowed.update(_placed_choices(space, placed or {}))
+    allowed.update(_placed_choices(space, placed))
     faults = _faults(space, options)
     limit = options.limit_bytes(cluster)
     if hybrid.stages > 1 and not hybrid.cuts:

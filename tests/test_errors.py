@@ -200,6 +200,8 @@ def test_other_calls_are_traced_anew_or_refused(ranks: Any) -> None:
             assert "call it once, or give example_inputs" in found[early]
         assert max(found["errors"]) < 1e-5 and found["in place"]
         assert "CaptureError" in found["structure"] and "positional argument" in found["structure"]
+        assert "This call: (float32[8, 8], float32[8, 8])" in found["structure"]
+        assert "Traced before: (float32[8, 8]); (float32[16, 8])" in found["structure"], found["structure"]
         assert "CaptureError" in found["keyword"] and "'input'" in found["keyword"]
         assert "CaptureError" in found["wrong shape"] and "9" in found["wrong shape"]
         assert "InputError: step needs a scalar loss" in found["step"] and "return the loss" in found["step"]

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import OpGraph, Ref, canonical_call
-from autoparallel.errors import InputError
+from autoparallel.errors import CaptureError, InputError
 from autoparallel.hybrid import MicroBatches, Stages
 from autoparallel.layout import INVARIANT, Layout, local_box, to_torch
 from autoparallel.lower.emit import Program
@@ -126,10 +126,18 @@ class ParallelModule(nn.Module):
             on_meta = any(p.device.type == "meta" for p in state.model.parameters())
             shapes = [_as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(shapes, spec)
-            compiled = state.compile_call(state.model, args, kwargs, state.layouts, plain and not state.hybrid.is_plain)
+            call = _call_text(args, kwargs)
+            try:
+                compiled = state.compile_call(state.model, args, kwargs, state.layouts,
+                                              plain and not state.hybrid.is_plain)
+            except CaptureError as error:
+                if state.calls_traced:
+                    error.args = (f"{error}\n  This call: {call}\n  Traced before: {'; '.join(state.calls_traced)}",)
+                raise
             if not state.forms:
                 self._place(compiled)
             state.forms[key] = compiled
+            state.calls_traced[call] = None
         return state.forms[key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -404,6 +412,7 @@ class _State:
         self.mesh = self.site.mesh
         self.axes = groups.bind(self.mesh)
         self.forms: dict[Any, Compiled] = {}
+        self.calls_traced: dict[str, None] = {}
         self.runners: dict[int, StepRunner] = {}
         self.layouts: dict[str, Layout] = {}
         self.shared_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -435,6 +444,16 @@ def _form(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return type(leaf).__name__, leaf if isinstance(leaf, (int, float, str, bool, type(None))) else repr(leaf)
+
+
+def _call_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The form of a call, as (float32[8, 16], labels=int64[8])."""
+
+    def text(value: Any) -> str:
+        leaves = pytree.tree_map_only(torch.Tensor, lambda t: f"{t.dtype}{list(t.shape)}".removeprefix("torch."), value)
+        return leaves if isinstance(leaves, str) else repr(leaves).replace("'", "")
+
+    return f"({', '.join([*map(text, args), *(f'{name}={text(value)}' for name, value in kwargs.items())])})"
 
 
 def _as_plain(leaf: Any, device: torch.device) -> Any:
