@@ -125,6 +125,7 @@ def test_attention_with_grouped_queries() -> None:
         "b: S(0) S(0) S(0) -> S(0)",
         "h: S(1) S(1) S(1) -> S(1)",
         "s: S(2) R R -> S(2)",
+        "ring: S(2) S(2) S(2) -> S(2)",
     ]
     assert {row.name: row.even for row in attention.rule()[0].rows()}["h"] == (8, 4)
 
@@ -517,6 +518,8 @@ def fits(row: Row, made: OpCall, outputs: Sequence[Tensor], num_ranks: int) -> b
 def run_rank(made: OpCall, row: Row, inputs: Sequence[Tensor], sizes: Sequence[int], start: int) -> list[Tensor]:
     if row.variant == "vocabulary":
         return [variants.vocabulary_embedding(*inputs, *made.args[2:3], start=start)]
+    if row.variant == "queries":
+        return [variants.causal_queries(*inputs, start=start, **made.kwargs)]
     return made.run(inputs, sizes)
 
 
@@ -527,7 +530,8 @@ def check_row(made: OpCall, row: Row, num_ranks: int) -> bool:
     if not fits(row, made, expected, num_ranks):
         return False
     given = [split(t.detach(), p, num_ranks) for t, p in zip(whole, row.inputs, strict=True)]
-    starts = [sum(len(t) for t in given[0][:r]) for r in range(num_ranks)]
+    cut = row.inputs[0].dim if row.inputs and row.inputs[0].is_shard else 0
+    starts = [sum(t.shape[cut] for t in given[0][:r]) for r in range(num_ranks)]
     held = [[t[r].clone().requires_grad_(t[r].is_floating_point()) for t in given] for r in range(num_ranks)]
     size = [local_shape(tuple(expected[0].shape), (row.outputs[0],), (num_ranks,), (r,)) for r in range(num_ranks)]
     results = [run_rank(made, row, held[r], size[r], starts[r]) for r in range(num_ranks)]
@@ -553,12 +557,12 @@ def check_row(made: OpCall, row: Row, num_ranks: int) -> bool:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("family", list(SAMPLES))
 def test_rows_on_pieces_give_the_whole(family: str, num_ranks: int) -> None:
-    """Forward and gradient, even and uneven pieces; class-parallel cross-entropy is on ranks below."""
+    """Forward and gradient, even and uneven pieces; rows that communicate are run on ranks, below and in test_sequence."""
     for made in SAMPLES[family]():
         rule, known = made.rule()
         assert known, f"{made.op} has no rule"
         for row in rule.rows():
-            if row.variant == "classes":
+            if row.inside:
                 continue
             try:
                 check_row(made, row, num_ranks)
@@ -573,9 +577,9 @@ def test_every_row_is_run(family: str) -> None:
     for made in SAMPLES[family]():
         for row in made.rule()[0].rows():
             cuts = [*row.inputs, *row.outputs]
-            if row.variant != "classes" and not any(p.is_shard for p in cuts):
+            if not row.inside and not any(p.is_shard for p in cuts):
                 assert check_row(made, row, 2)
-            elif row.variant != "classes":
+            elif not row.inside:
                 assert any(check_row(made, row, n) for n in (2, 3)), f"{made.op}: {row}"
 
 
@@ -629,7 +633,7 @@ def classes_on_ranks() -> list[tuple[Tensor, Tensor]]:
     for shift in (0.0, 1000.0):  # exponentials must not overflow
         mine = (logits + shift).narrow(1, start, sizes[axis.rank]).clone().requires_grad_()
         with groups.use(axes):
-            loss = variants.class_cross_entropy(mine, target, -100, start=start, axes=(axis.name,))
+            loss = variants.class_cross_entropy(mine, target, None, 2, -100, start=start, axes=(axis.name,))
         (3 * loss).backward()
         found.append((loss.detach(), mine.grad))
     return found

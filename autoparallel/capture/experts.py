@@ -66,7 +66,7 @@ def _routed_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_row: 
     if some:  # how many rows there are depends on the data, and the others' are not computed
         own = int(ends[-1])
         experts, order = experts[:own], order[:own]
-    rows = tokens[order // (ids.shape[0] // tokens.shape[0])]
+    rows = tokens[order // max(1, ids.shape[0] // max(1, tokens.shape[0]))]
     made = known.module(rows, experts, ends, *(value[order] for value in by_row), *weights)
     return made.new_zeros((ids.shape[0], *known.width)).index_copy(0, order, made)
 

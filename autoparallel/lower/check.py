@@ -17,15 +17,15 @@ from autoparallel.capture.graph import Node
 from autoparallel.errors import LoweringError
 from autoparallel.layout import COLLECTIVES, Layout, Placement, layout_fits, layout_str, local_shape
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.lower import variants
 from autoparallel.lower.collectives import STEP_FUNCTIONS
 from autoparallel.lower.emit import Program, item
+from autoparallel.lower.variants import VARIANTS
 from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime.rng import random_op
 
 aten = torch.ops.aten
 _STEPS = frozenset(STEP_FUNCTIONS.values())
-_VARIANTS: dict[Any, str] = {variants.vocabulary_embedding: "vocabulary", variants.class_cross_entropy: "classes"}
+_VARIANTS: dict[Any, str] = {variant.function: name for name, variant in VARIANTS.items()}
 
 
 def check(program: Program, space: StrategySpace, coordinate: Sequence[int]) -> None:
@@ -54,8 +54,8 @@ def order_digest(program: Program) -> str:
     for node in program.module.graph.nodes:
         if node.target in _STEPS:
             digest.update(f"{node.target.__name__}{node.args[1:]}{node.meta['global_meta']}".encode())
-        elif node.target is variants.class_cross_entropy:
-            digest.update(f"classes{node.kwargs['axes']}".encode())
+        elif node.target in _VARIANTS:
+            digest.update(f"{_VARIANTS[node.target]}{node.kwargs['axes']}".encode())
     return digest.hexdigest()
 
 

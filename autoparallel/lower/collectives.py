@@ -7,7 +7,7 @@ Each function changes the placement on one axis; forward and backward actions co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,24 @@ def all_to_all_tensor(
         )
     )
     return torch.cat([r.reshape(s) for r, s in zip(received.split(counts), shapes, strict=True)], dim=source)
+
+
+def shifted(values: Sequence[torch.Tensor], axis: Axis) -> tuple[torch.Tensor, ...]:
+    """The values of the rank before, of the same shapes and one dtype; in one message."""
+    numel = sum(value.numel() for value in values)
+    counts = [[numel if r == (axis.rank + by) % axis.size else 0 for r in range(axis.size)] for by in (-1, 1)]
+    message = torch.cat([value.reshape(-1) for value in values])
+    message = _wait(_c10d.all_to_all_single(message, *counts, axis.group_name))
+    parts = message.split([value.numel() for value in values])
+    return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
+
+
+def exchanged_rows(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+    """The first ``sent[0]`` rows of x go to the first rank, and so on; ``received[r]`` rows come from rank r."""
+    width = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
+    counts = [[n * width for n in numbers] for numbers in (received, sent)]
+    made = _wait(_c10d.all_to_all_single(x.reshape(-1), *counts, axis.group_name))
+    return made.view(sum(received), *x.shape[1:])
 
 
 def slice_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:

@@ -23,8 +23,8 @@ from autoparallel.capture.experts import routed_experts
 from autoparallel.capture.graph import Node, on_device
 from autoparallel.layout import Layout, Step, local_box, local_shape, pieces
 from autoparallel.layout.shapes import Shape, piece_of
-from autoparallel.lower import variants
 from autoparallel.lower.collectives import STEP_FUNCTIONS
+from autoparallel.lower.variants import VARIANTS
 from autoparallel.rules.rule import Row
 from autoparallel.rules.space import Label, Link, Site, StrategySpace
 from autoparallel.runtime.rng import random_op
@@ -204,8 +204,11 @@ class _Emitter:
         if node.target is routed_experts:
             args = [*args[:5], self._offsets(args[4][0])[0]]
         rows = [self.space.strategies[site.index].rows[r] for r in self.labels[site.index]]
-        if any(row.variant for row in rows):
-            return self._variant(site, node, args, rows)
+        if kinds := {row.variant for row in rows if row.variant}:
+            (kind,) = kinds
+            axes = tuple(name for name, row in zip(self.space.axis_names, rows, strict=True) if row.variant)
+            keywords = VARIANTS[kind].keywords(args, axes, self._offsets)
+            return self.graph.call_function(VARIANTS[kind].function, tuple(args), {**kwargs, **keywords})
         rule = self.space.strategies[site.index].rule
         if rule is not None and rule.random:
             return self.graph.call_function(
@@ -225,21 +228,6 @@ class _Emitter:
         """Where this rank's piece of a value begins."""
         meta = operand.meta
         return local_box(meta["global_meta"].shape, meta["layout"], self.space.mesh_shape, self.coordinate)[0]
-
-    def _variant(self, site: Site, node: Node, args: list[Any], rows: Sequence[Row]) -> FxNode:
-        names = self.space.axis_names
-        (kind,) = {row.variant for row in rows if row.variant}
-        position, dim = {"vocabulary": (0, 0), "classes": (0, 1)}[kind]
-        offsets = self._offsets(args[position])
-        if kind == "vocabulary":
-            return self.graph.call_function(
-                variants.vocabulary_embedding, tuple(args[:3]), {"start": offsets[dim]}
-            )
-        axes = tuple(name for name, row in zip(names, rows, strict=True) if row.variant)
-        ignore_index = args[4] if len(args) > 4 else -100
-        return self.graph.call_function(
-            variants.class_cross_entropy, (args[0], args[1], ignore_index), {"start": offsets[dim], "axes": axes}
-        )
 
 
 def _returns_tuple(node: Node) -> bool:

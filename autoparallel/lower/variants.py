@@ -1,16 +1,27 @@
-"""Strategies that are not the op itself on pieces: vocabulary-parallel embedding and cross-entropy."""
+"""Strategies that are not the op itself on pieces but programs of their own.
+
+A variant is called with the op's own arguments, as pieces; with ``axes``, the names of the mesh axes that it is taken
+on; and, where it asks for it, with ``start``, the index at which an operand's piece begins.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention.bias import causal_lower_right
 
 from autoparallel.lower.collectives import all_reduce_tensor, redistribute
+from autoparallel.lower.dispatch import dispatched_experts
+from autoparallel.lower.ring import ring_attention
 from autoparallel.runtime import groups
 
 
 def vocabulary_embedding(
-    weight: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, *, start: int
+    weight: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, *_: Any, start: int, axes: tuple[str, ...] = ()
 ) -> torch.Tensor:
     """Rows of ids that lie in this rank's piece of the vocabulary, zeros for the rest: a summand of the embedding.
 
@@ -24,7 +35,8 @@ def vocabulary_embedding(
 
 
 def class_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, *, start: int, axes: tuple[str, ...]
+    logits: torch.Tensor, target: torch.Tensor, weight: None = None, reduction: int = 2, ignore_index: int = -100,
+    *_: Any, start: int, axes: tuple[str, ...]
 ) -> torch.Tensor:
     """Summed cross-entropy of logits [n, piece of the classes] cut over ``axes``; target [n]; the same on every rank.
 
@@ -43,3 +55,38 @@ def class_cross_entropy(
         picked = redistribute(picked, name, "P", "I")
     losses = torch.log(exponentials) + top - picked
     return torch.where(target != ignore_index, losses, torch.zeros_like(losses)).sum().to(logits.dtype)
+
+
+def causal_queries(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: None = None, dropout_p: float = 0.0,
+    is_causal: bool = True, *, scale: float | None = None, enable_gqa: bool = False, start: int,
+    axes: tuple[str, ...] = (),
+) -> torch.Tensor:
+    """Causal attention of a piece of the queries, the first of which is query ``start``, to all keys up to its own."""
+    seen = start + q.shape[2]
+    return F.scaled_dot_product_attention(q, k[:, :, :seen], v[:, :, :seen], causal_lower_right(q.shape[2], seen),
+                                          scale=scale, enable_gqa=enable_gqa)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``start``: the (position, dim) of the operand whose piece's beginning the function asks for."""
+
+    function: Callable[..., torch.Tensor]
+    start: tuple[int, int] | None = None
+
+    def keywords(self, args: Sequence[Any], axes: tuple[str, ...], offsets: Callable[[Any], tuple[int, ...]]
+                 ) -> dict[str, Any]:
+        if self.start is None:
+            return {"axes": axes}
+        position, dim = self.start
+        return {"axes": axes, "start": offsets(args[position])[dim]}
+
+
+VARIANTS = {
+    "vocabulary": Variant(vocabulary_embedding, (0, 0)),
+    "classes": Variant(class_cross_entropy, (0, 1)),
+    "queries": Variant(causal_queries, (0, 2)),
+    "ring": Variant(ring_attention),
+    "dispatch": Variant(dispatched_experts),
+}

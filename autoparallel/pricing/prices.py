@@ -18,7 +18,7 @@ from autoparallel.layout import Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower.fuse import BUCKET_BYTES
 from autoparallel.rules.space import Link, StrategySet, StrategySpace
-from cost_models import Cluster, collectives, compute, memory
+from cost_models import Cluster, Group, collectives, compute, memory
 
 #: Tables of the last spaces priced: the next call form, the emission after the search and the next candidate of a joint
 #: search ask for the same ones. On three axes a table takes a few MB.
@@ -28,11 +28,10 @@ MOST_TABLES = 256
 
 @dataclass(frozen=True)
 class OpPrice:
-    """Per strategy of one kind of op: seconds forward, seconds backward, of which communication inside the op."""
+    """Per strategy of one kind of op: seconds forward, seconds backward, communication inside the op included."""
 
     forward_s: np.ndarray
     backward_s: np.ndarray
-    inside_s: np.ndarray
 
     @property
     def total_s(self) -> np.ndarray:
@@ -191,7 +190,7 @@ class Prices:
         rule, count = s.rule, len(s.labels)
         zeros = np.zeros(count)
         if rule is None or rule.fixed or rule.alias:
-            return OpPrice(zeros, zeros, zeros)
+            return OpPrice(zeros, zeros)
         flops = rule.flops * self._share_of_work(s) / self.spread
         inputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.input_metas, s.inputs, strict=True)]
         outputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.output_metas, s.outputs, strict=True)]
@@ -199,18 +198,20 @@ class Prices:
         device, dtype = self.cluster.device, dtype_name(s.output_metas[0] if s.output_metas else s.input_metas[0])
         forward = compute.op_time_s(rule.op_class, flops, sum(inputs, zeros) + sum(outputs, zeros), dtype, device)
         if not self.training or not any(m.requires_grad for m in s.output_metas):
-            return OpPrice(forward + inside, zeros, inside)
+            return OpPrice(forward + inside[0], zeros)
         wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
         operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
         share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias takes no product
         traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
         traffic = traffic + sum((inputs[i] for i in wanted), zeros)
         backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)
-        return OpPrice(forward + inside, backward, inside)
+        return OpPrice(forward + inside[0], backward + inside[1])
 
     def _share_of_work(self, s: StrategySet) -> np.ndarray:
         """Largest rank's part of the op's work, by strategy: ceil(size / pieces) / size over the cut factors."""
-        sizes = {row.factor: _factor_size(s, row_number) for row_number, row in enumerate(s.rows) if row.factor}
+        known = s.rule.sizes if s.rule is not None else {}
+        sizes = {row.factor: known.get(row.factor) or _factor_size(s, number)
+                 for number, row in enumerate(s.rows) if row.factor}
         share = np.ones(len(s.labels))
         for factor, size in sizes.items():
             uses = np.array([row.factor == factor for row in s.rows])[s.array]
@@ -218,17 +219,24 @@ class Prices:
             for axis, n in enumerate(s.mesh_shape):
                 length = np.where(uses[:, axis], np.ceil(length / n), length)
             share *= length / size
-        return share
+        uneven = np.array([row.triangular for row in s.rows])[s.array]
+        pieces = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
+        return np.where(pieces > 1, 2 - 1 / pieces, 1.0) * share
 
-    def _inside_s(self, s: StrategySet) -> np.ndarray:
-        """Communication inside variants: class-parallel cross-entropy exchanges three numbers per target."""
-        seconds = np.zeros(len(s.labels))
-        uses = np.array([row.variant == "classes" for row in s.rows])[s.array]
-        if uses.any():
-            numbers = self.local_bytes(s.input_metas[1], s.inputs[1]) / s.input_metas[1].dtype.itemsize * 4
-            for axis, group in enumerate(self.groups):
-                seconds += np.where(uses[:, axis], 3 * collectives.all_reduce_s(numbers, group), 0.0)
-        return seconds
+    def _inside_s(self, s: StrategySet) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of communication inside variants, forward and backward."""
+        forward, backward = np.zeros(len(s.labels)), np.zeros(len(s.labels))
+        for number, row in enumerate(s.rows):
+            for exchange in row.inside:
+                elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
+                num_bytes = elements * exchange.bytes_per_element
+                for axis, group in enumerate(self.groups):
+                    uses = s.array[:, axis] == number
+                    if uses.any():
+                        seconds = np.where(uses, _exchange_s(exchange.action, num_bytes, group), 0.0)
+                        forward += exchange.forward * seconds
+                        backward += exchange.backward * seconds
+        return forward, backward
 
     # --- parameters ---------------------------------------------------------------------------------------------
 
@@ -247,6 +255,17 @@ class Prices:
             return np.zeros(len(numbers))
         elements = self.space.spaces(meta).local_elements[numbers]
         return memory.optimizer_step_s(elements, dtype_name(meta), self.optimizer, self.cluster.device)
+
+
+def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
+    match action:
+        case "all_reduce":
+            return np.asarray(collectives.all_reduce_s(num_bytes, group))
+        case "all_to_all":
+            return np.asarray(collectives.all_to_all_s(num_bytes, group))
+        case "ring":
+            return (group.size - 1) * np.asarray(collectives.send_recv_s(num_bytes, group))
+    raise ValueError(f"unknown exchange {action!r}")
 
 
 def _factor_size(s: StrategySet, row_number: int) -> int:

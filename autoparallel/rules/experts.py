@@ -1,5 +1,6 @@
-"""Mixtures of experts: tokens are cut with their rows, experts with their weights (each rank then adds the rows of its
-own). And products of rows, sorted by expert, with their experts' matrices, where they come alone.
+"""Mixtures of experts: tokens are cut with their rows; experts with their weights (each rank then adds the rows of its
+own); or both over the same axis, and rows travel to their experts. And products of rows, sorted by expert, with their
+experts' matrices, where they come alone.
 
 Sorted rows stay together (where one expert's end is known by their number only); inner and outer dims are cut, as in a
 plain matrix product.
@@ -7,11 +8,14 @@ plain matrix product.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from autoparallel.capture.experts import body_of
+from autoparallel.layout import shard
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Rule, einsum_rule
+from autoparallel.rules.rule import Exchange, Row, Rule, einsum_rule
 
 aten = torch.ops.aten
 
@@ -25,7 +29,20 @@ def routed_experts(op: OpView) -> Rule:
     made = body.made_bytes * rows / op.inputs[0].num_elements
     return Rule(inputs, (("t", *(None,) * len(body.width)),), {"t": tokens, "e": body.num_experts},
                 reduce=frozenset({"e"}), even={"t": (tokens,)}, flops=body.flops * rows, op_class="matmul",
-                saves=frozenset(range(len(inputs))), extra_bytes={0: made})
+                saves=frozenset(range(len(inputs))), extra_bytes={0: made}, variants=(_dispatch(op, tokens),))
+
+
+def _dispatch(op: OpView, tokens: int) -> Row:
+    """All cut over one axis: rows travel to their experts and back. (Experts are taken to be chosen evenly.)"""
+    each = [m.dtype.itemsize for m in op.inputs]
+    rows, beside = op.shapes[1][0], range(2, len(op.inputs) - len(op.arg("weights")))
+    there = [Exchange("all_to_all", 0, each[0] * rows / tokens, forward=1, backward=1),
+             Exchange("all_to_all", 1, each[1]),
+             *(Exchange("all_to_all", i, each[i], forward=1, backward=1) for i in beside)]
+    width = math.prod(op.out.shape[1:]) * op.out.dtype.itemsize
+    back = Exchange("all_to_all", 1, width, forward=1, backward=1)
+    return Row("dispatch", (shard(0),) * len(op.inputs), (shard(0),), "t", (tokens,), "dispatch", (*there, back),
+               frozenset({"e", "dispatch"}))
 
 
 @rule_for(aten._grouped_mm.default, "transformers::grouped_mm_fallback")

@@ -9,7 +9,7 @@ import torch
 from autoparallel.layout import INVARIANT, shard
 from autoparallel.rules.pointwise import broadcast_dims
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Dims, Row, Rule
+from autoparallel.rules.rule import Dims, Exchange, Row, Rule
 
 aten = torch.ops.aten
 NONE, SUM = 0, 2
@@ -30,7 +30,9 @@ def cross_entropy(op: OpView) -> Rule | None:
     sizes = {n: logits[i] for i, n in enumerate(names) if n is not None}
     variants: tuple[Row, ...] = ()
     if len(logits) == 2 and not smooth:
-        variants = (Row("classes", (shard(1), INVARIANT), (INVARIANT,), "classes", variant="classes"),)
+        numbers = Exchange("all_reduce", 1, 4.0, forward=3)  # maximum, sum of exponentials, the target's own logit
+        variants = (Row("classes", (shard(1), INVARIANT), (INVARIANT,), "classes", variant="classes",
+                        inside=(numbers,)),)
     return Rule(
         (names, (names[0], *names[2:])), ((),), sizes, reduce=frozenset(sizes),
         flops=6.0 * op.inputs[0].num_elements, op_class="reduction", saves=frozenset({1}), variants=variants,

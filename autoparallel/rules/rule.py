@@ -26,12 +26,27 @@ Dims = tuple[str | None, ...]
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """Communication inside a variant, along its axis: ``action`` (all_reduce, all_to_all, or ring: a piece goes once
+    around) on ``bytes_per_element`` for each element of the piece of input ``input``, so often forward and
+    backward."""
+
+    action: str
+    input: int
+    bytes_per_element: float
+    forward: int = 1
+    backward: int = 0
+
+
+@dataclass(frozen=True)
 class Row:
     """One way to run an op along one mesh axis.
 
     ``inputs`` and ``outputs`` are placements in the order of the node's tensors. ``factor`` is the loop index that the
     axis cuts ("" for none). ``even`` lists sizes that the number of pieces must divide. A ``variant`` names a local
-    program other than the op itself, with communication of its own.
+    program other than the op itself (`lower.variants`), with communication of its own (``inside``); rows named in
+    ``apart`` cannot stand beside it on another axis. Of a ``triangular`` row the last of n pieces is the most work:
+    2 - 1/n times an even share.
     """
 
     name: str
@@ -40,6 +55,9 @@ class Row:
     factor: str = ""
     even: tuple[int, ...] = ()
     variant: str = ""
+    inside: tuple[Exchange, ...] = ()
+    apart: frozenset[str] = frozenset()
+    triangular: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -77,7 +77,7 @@ class StrategySet:
         allowed = [[r for r, row in enumerate(self.rows) if _even(row, (n,))] for n in mesh_shape]
         grid = list(itertools.product(*allowed))
         labels = np.array(grid, dtype=np.int64).reshape(len(grid), len(mesh_shape))
-        keep = np.array([self._even_together(label) for label in grid], dtype=bool)
+        keep = np.array([self._go_together(label) for label in grid], dtype=bool)
         self.inputs = [self._numbers(labels, s, [row.inputs[i] for row in self.rows]) for i, s in enumerate(spaces_in)]
         self.outputs = [
             self._numbers(labels, s, [row.outputs[o] for row in self.rows]) for o, s in enumerate(spaces_out)
@@ -94,7 +94,11 @@ class StrategySet:
         codes = np.array([space.code(p) for p in placements], dtype=np.int64)  # type: ignore[arg-type]
         return (codes[labels] * space.radices).sum(axis=1)
 
-    def _even_together(self, label: Label) -> bool:
+    def _go_together(self, label: Label) -> bool:
+        """Whether the rows may stand on these axes at once."""
+        if any(self.rows[r].apart & {self.rows[o].name for o in (*label[:i], *label[i + 1 :])}
+               for i, r in enumerate(label)):
+            return False
         pieces: dict[str, int] = {}
         for r, n in zip(label, self.mesh_shape, strict=True):
             if factor := self.rows[r].factor:
@@ -136,7 +140,7 @@ def _distinct_rows(
     for row in rows:
         ins = tuple(p if m.requires_grad else without_gradient(p) for p, m in zip(row.inputs, inputs, strict=True))
         outs = tuple(p if m.requires_grad else without_gradient(p) for p, m in zip(row.outputs, outputs, strict=True))
-        made = Row(row.name, ins, outs, row.factor, row.even, row.variant)
+        made = replace(row, inputs=ins, outputs=outs)
         found.setdefault((ins, outs, row.variant), made)
     return tuple(found.values())
 

@@ -1,0 +1,50 @@
+"""Expert dispatch: tokens and experts cut over the same axis; rows travel to their experts' ranks and back.
+
+How many rows go where depends on the data, so the ranks tell one another first (and the program waits for the numbers).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoparallel.capture.experts import body_of, routed_experts
+from autoparallel.layout import pieces
+from autoparallel.lower.collectives import exchanged_rows
+from autoparallel.runtime import groups
+from autoparallel.runtime.groups import Axis
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to other ranks; their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        ctx.way_back = axis, sent, received
+        return exchanged_rows(x, axis, received, sent)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return exchanged_rows(gradient.contiguous(), *ctx.way_back), None, None, None
+
+
+def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_row: list[torch.Tensor],
+                       weights: list[torch.Tensor], first: int = 0, *, axes: tuple[str, ...]) -> torch.Tensor:
+    """`capture.experts.routed_experts` of this rank's tokens by all experts, of which each rank has its piece."""
+    (name,) = axes
+    axis = groups.current(name)
+    lengths = pieces(body_of(body).num_experts, axis.size)
+    ends = torch.tensor(list(itertools.accumulate(lengths)), device=ids.device)
+    owner, order = torch.sort(torch.searchsorted(ends, ids, right=True), stable=True)
+    counts = torch.bincount(owner, minlength=axis.size)
+    each = [1] * axis.size
+    sent, received = counts.tolist(), exchanged_rows(counts, axis, each, each).tolist()
+    rows = _Exchange.apply(tokens[order // (ids.shape[0] // tokens.shape[0])], axis, received, sent)
+    theirs = exchanged_rows(ids[order], axis, received, sent)
+    beside = [_Exchange.apply(value[order], axis, received, sent) for value in by_row]
+    made = routed_experts(body, rows, theirs, beside, weights, first)
+    back = _Exchange.apply(made, axis, sent, received)
+    return torch.zeros_like(back).index_copy(0, order, back)

@@ -1,0 +1,115 @@
+"""Attention cut along the sequence: causal pieces of queries, and ring attention. (Expert dispatch: test_experts.)"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import autoparallel
+from autoparallel.capture import capture
+from autoparallel.lower import flash
+from autoparallel.rules.space import StrategySpace
+from cost_models import Cluster
+from tests.ranks import mesh_of
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kernel", ["cpu", "plain"])
+def test_kernels_with_logarithms(kernel: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped queries; the plain products are what devices without a flash kernel run."""
+    monkeypatch.setattr(flash, "_kernel", lambda q, v: kernel)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, 6, 8, generator=generator, requires_grad=True) for h in (4, 2, 2))
+    expected = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    gradient = torch.randn(expected.shape, generator=generator)
+    wanted = torch.autograd.grad(expected, (q, k, v), gradient)
+    with torch.no_grad():
+        out, logs, state = flash.attend(q, k, v, causal, 8**-0.5)
+        found = flash.attend_backward(gradient, q, k, v, out, logs, causal, 8**-0.5, state)
+    torch.testing.assert_close(out, expected)
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True).square().sum()
+
+
+def attend_on_ranks(mesh_shape: tuple[int, ...], causal: bool, strategy: tuple[str, ...]) -> dict[str, float]:
+    """Largest difference from one process, of the loss and of each gradient."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, heads, 8, 16, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    model = Attention(causal)
+    expected = model(*given)
+    wanted = torch.autograd.grad(expected, given)
+    mesh = mesh_of(*mesh_shape)
+    plan = autoparallel.plan(model, Cluster.load("local-cpu", num_devices=4), example_inputs=tuple(given),
+                             mesh_shape=mesh_shape, axis_names=mesh.mesh_dim_names)
+    name = next(n for n in plan.strategies if n.startswith("scaled_dot_product_attention") and ":" not in n)
+    plan = dataclasses.replace(plan, strategies={**plan.strategies, name: strategy})
+    parallel = autoparallel.compile(model, mesh, example_inputs=tuple(given), plan=plan)
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    loss = parallel(*leaves)
+    loss.backward()
+    found = {"loss": float((loss.detach() - expected.detach()).abs() / expected.detach().abs())}
+    for letter, leaf, gradient in zip("qkv", leaves, wanted, strict=True):
+        assert leaf.grad is not None
+        found[letter] = float((leaf.grad - gradient).abs().max() / gradient.abs().max())
+    return found
+
+
+@pytest.mark.parametrize(("mesh_shape", "causal", "strategy"), [
+    ((4,), True, ("queries",)), ((4,), True, ("ring",)), ((4,), False, ("ring",)),
+    ((2, 2), True, ("queries", "queries")),
+    ((2, 2), True, ("ring", "h")), ((2, 2), True, ("b", "ring")), ((2, 2), False, ("s", "ring")),
+    ((2, 2), False, ("ring", "s")), ((2, 2), True, ("queries", "linear(2)")), ((2, 2), True, ("part", "ring")),
+])
+def test_attention_cut_along_the_sequence(ranks: Any, mesh_shape: tuple[int, ...], causal: bool,
+                                          strategy: tuple[str, ...]) -> None:
+    for found in ranks(4).run(attend_on_ranks, mesh_shape, causal, strategy, timeout_s=100):
+        assert max(found.values()) < 1e-5, found
+
+
+def test_rows_that_stand_apart() -> None:
+    """Rings within rings, and rings of parts of the queries that cross its pieces, are not offered."""
+    q, k = torch.randn(2, 4, 8, 16, requires_grad=True), torch.randn(2, 2, 8, 16, requires_grad=True)
+
+    def pairs(causal: bool) -> set[tuple[str, ...]]:
+        space = StrategySpace(capture(Attention(causal), (q, k, k)), (2, 2))
+        s = next(s for site, s in zip(space.sites, space.strategies, strict=True)
+                 if site.name == "scaled_dot_product_attention")
+        return {s.names(label) for label in s.labels}
+
+    causal, free = pairs(True), pairs(False)
+    assert ("queries", "queries") in causal and ("ring", "h") in causal
+    assert not causal & set(itertools.product(("ring",), ("ring", "queries")))
+    assert not causal & set(itertools.product(("ring", "queries"), ("ring",)))
+    assert ("ring", "s") in free and ("s", "ring") in free and ("ring", "ring") not in free
+
+
+def test_prices_of_variants() -> None:
+    """The last of n causal pieces is 2 - 1/n even shares; keys go around twice as often backward."""
+    from autoparallel.pricing import Prices
+
+    x = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    space = StrategySpace(capture(Attention(True), (x, x, x)), (8,))
+    prices = Prices(space, Cluster.load("h100-sxm", num_devices=8))
+    s = next(s for s in space.strategies if any(row.variant == "ring" for row in s.rows))
+    price = prices.op(s)
+    at = {name: s.position[(s.row_named(name),)] for name in ("repeat", "h", "queries", "ring")}
+    exchanged = [price.forward_s[at["ring"]] - price.forward_s[at["queries"]],
+                 price.backward_s[at["ring"]] - price.backward_s[at["queries"]]]
+    assert price.forward_s[at["h"]] < price.forward_s[at["queries"]] < 2 * price.forward_s[at["h"]]
+    assert price.forward_s[at["queries"]] < price.forward_s[at["repeat"]]
+    assert 0 < exchanged[0] < exchanged[1]
