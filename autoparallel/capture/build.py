@@ -14,6 +14,7 @@ from torch.fx import Node as FxNode
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
 from autoparallel.capture.normalise import normalise
+from autoparallel.capture.precision import ambient, without_autocast
 from autoparallel.errors import CaptureError
 
 PLACEHOLDERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "buffer",
@@ -31,13 +32,17 @@ def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
     The tensors may be on the meta device; nothing is computed. Raises CaptureError, with the user's source line.
     """
     args, kwargs = canonical_call(args, kwargs or {})
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    autocast = ambient([*leaves, *model.parameters()])
     program = trace(model, args, kwargs)
-    return _Builder(model, program, pytree.tree_flatten((args, kwargs))).build()
+    with without_autocast():
+        return _Builder(model, program, (leaves, spec), autocast).build()
 
 
 class _Builder:
-    def __init__(self, model: torch.nn.Module, program: ExportedProgram, call: tuple[list[Any], pytree.TreeSpec]):
-        self.program = program
+    def __init__(self, model: torch.nn.Module, program: ExportedProgram, call: tuple[list[Any], pytree.TreeSpec],
+                 autocast: torch.dtype | None) -> None:
+        self.program, self.autocast = program, autocast
         self.leaves, self.in_spec = call
         self.named = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
@@ -58,7 +63,7 @@ class _Builder:
             name: spec.target for name, spec in specs.items() if spec.kind is InputKind.BUFFER and spec.target
         }
         self._refuse_mutated_inputs(signature)
-        mutated = normalise(self.program.graph_module, buffers)
+        mutated = normalise(self.program.graph_module, buffers, self.autocast)
         outputs: tuple[Any, ...] = ()
         leaf_of = self._input_positions(signature)
         for node in self.program.graph.nodes:

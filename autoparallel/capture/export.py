@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
+from autoparallel.capture.functions import functions_as_ops
 from autoparallel.errors import CaptureError
 
 
@@ -24,8 +25,10 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     level = export_log.level
     export_log.setLevel(logging.CRITICAL)  # its dump of the half-traced graph is replaced by our message
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), functions_as_ops():
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
+    except CaptureError:
+        raise
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
     finally:

@@ -64,8 +64,8 @@ class _Memory:
 
     def visit(self, node: Node) -> None:
         """Let a node read present values; note what it looks at, or do what it writes."""
-        first = node.args[0] if node.args else None
         writes = _writes(node)
+        first = _written(node) if writes else node.args[0] if node.args else None
         if _shares_memory(node, first):
             self.base[node] = first
             self.seen[node] = self.version.get(self._root(first), 0)
@@ -131,6 +131,11 @@ def _writes(node: Node) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)
 
 
+def _written(node: Node) -> Node:
+    """The tensor that the op writes to: its first argument, or ``out``."""
+    return node.kwargs["out"] if "out" in node.kwargs else node.args[0]
+
+
 def _shares_memory(node: Node, first: Node | None) -> bool:
     """Whether a node's value lies in its first argument's memory. (One result of several is a view of their source.)"""
     if not isinstance(first, torch.fx.Node) or node.op != "call_function":
@@ -144,15 +149,31 @@ def _shares_memory(node: Node, first: Node | None) -> bool:
 
 
 def _functional_twin(graph: Graph, node: Node) -> Node:
+    overload = _functional_overload(node)
+    if overload is None:
+        raise CaptureError(f"{node.target} writes in place and has no functional form{source_line(node)}")
+    written = _written(node)
+    twin = emit(graph, node, overload, *node.args, **{k: v for k, v in node.kwargs.items() if k != "out"})
+    if twin.meta["val"].dtype != written.meta["val"].dtype:
+        twin = emit(graph, node, aten.to.dtype, twin, written.meta["val"].dtype)
+    return twin
+
+
+def _functional_overload(node: Node) -> object | None:
+    """add_ -> add; div.out -> the div that takes the same arguments but ``out``."""
     name = node.target._schema.name.split("::")[1]
     packet = getattr(aten, name.removesuffix("_"), None)
-    overload = getattr(packet, node.target._overloadname, None) if packet is not None else None
-    if not name.endswith("_") or overload is None:
-        raise CaptureError(f"{node.target} writes in place and has no functional form{source_line(node)}")
-    twin = emit(graph, node, overload, *node.args, **node.kwargs)
-    if twin.meta["val"].dtype != node.args[0].meta["val"].dtype:
-        twin = emit(graph, node, aten.to.dtype, twin, node.args[0].meta["val"].dtype)
-    return twin
+    if packet is None:
+        return None
+    if "out" not in node.kwargs:
+        return getattr(packet, node.target._overloadname, None) if name.endswith("_") else None
+
+    def arguments(overload: object) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type)) for a in overload._schema.arguments if a.name != "out"]  # type: ignore[attr-defined]
+
+    overloads = (getattr(packet, each) for each in packet.overloads())
+    return next((o for o in overloads if o is not node.target and arguments(o) == arguments(node.target)
+                 and not any(a.is_out for a in o._schema.arguments)), None)
 
 
 # ------------------------------------------------------------------------------------------------------- views undone

@@ -20,16 +20,20 @@ from autoparallel.capture.editing import Node, emit, replace, source_line
 from autoparallel.capture.experts import gather_experts
 from autoparallel.capture.functionalise import functionalise
 from autoparallel.capture.masks import drop_masks
+from autoparallel.capture.precision import explicit_casts, refuse_elsewhere
 from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
 
 
-def normalise(gm: GraphModule, buffer_names: dict[str, str]) -> dict[str, Node]:
-    """Run all passes in place; returns the final value of each buffer that the program updates, by placeholder name."""
+def normalise(gm: GraphModule, buffer_names: dict[str, str], autocast: torch.dtype | None = None) -> dict[str, Node]:
+    """Run all passes in place; returns the final value of each buffer that the program updates, by placeholder name.
+
+    ``autocast``: the low precision of the autocast that the whole trace ran under."""
     graph = gm.graph
     refuse_unknown_shapes(graph)
-    inline_grad_regions(gm)
+    inline_regions(gm, autocast=autocast)
+    explicit_casts(graph)
     lists(graph, {})  # so that a piece of a split that is written to is a slice
     mutations = functionalise(graph, buffer_names)
     for one_pass in PASSES:
@@ -50,15 +54,23 @@ def refuse_unknown_shapes(graph: Graph) -> None:
                                "  Write torch.where or a mask, so that the shape is known beforehand.")
 
 
-def inline_grad_regions(gm: GraphModule) -> None:
-    """Inline ``torch.no_grad`` regions, marking their ops."""
+def inline_regions(gm: GraphModule, **inherited: Any) -> None:
+    """Inline regions of ``torch.no_grad`` and ``torch.autocast``, marking their ops (``no_grad``, ``autocast``)."""
     graph = gm.graph
     for node in list(graph.nodes):
-        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+        node.meta.update({k: v for k, v in inherited.items() if k not in node.meta})
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, body, *operands = node.args
+            marks = {**inherited, "no_grad": not enabled}
+        elif node.target is torch.ops.higher_order.wrap_with_autocast:
+            device_type, dtype, enabled, _, body, *operands = node.args
+            if enabled:
+                refuse_elsewhere(device_type, [n.meta["val"] for n in operands if "val" in n.meta])
+            marks = {**inherited, "autocast": (dtype or torch.get_autocast_dtype(device_type)) if enabled else None}
+        else:
             continue
-        enabled, body, *operands = node.args
         inner: GraphModule = getattr(gm, body.target)
-        inline_grad_regions(inner)
+        inline_regions(inner, **marks)
         env: dict[Node, Node] = dict(
             zip((n for n in inner.graph.nodes if n.op == "placeholder"), operands, strict=True)
         )
@@ -70,8 +82,6 @@ def inline_grad_regions(gm: GraphModule) -> None:
                 elif n.op != "placeholder":
                     env[n] = graph.node_copy(n, env.__getitem__)
                     env[n].meta = dict(n.meta)
-                    if not enabled:
-                        env[n].meta["no_grad"] = True
         for user in list(node.users):
             user.replace_all_uses_with(results[user.args[1]])
             graph.erase_node(user)

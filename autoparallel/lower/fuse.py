@@ -7,7 +7,7 @@ backward, they run when the last gradient of the bucket is there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,19 @@ class _ReduceGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, axis: Axis, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.axis = axis
+        ctx.set_materialize_grads(False)  # what is read under no_grad only has no gradient, rather than zeros
         return tuple(x.view_as(x) for x in values)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if len(gradients) == 1:
-            return None, all_reduce_tensor(gradients[0], ctx.axis)
-        flat = all_reduce_tensor(torch.cat([g.reshape(-1) for g in gradients]), ctx.axis)
-        parts = flat.split([g.numel() for g in gradients])
-        return None, *(part.view(g.shape) for part, g in zip(parts, gradients, strict=True))
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        there = [g for g in gradients if g is not None]
+        if len(there) == 1:
+            parts: Sequence[torch.Tensor] = [all_reduce_tensor(there[0], ctx.axis)]
+        else:
+            flat = all_reduce_tensor(torch.cat([g.reshape(-1) for g in there]), ctx.axis)
+            parts = flat.split([g.numel() for g in there])
+        reduced = iter(part.view(g.shape) for part, g in zip(parts, there, strict=True))
+        return None, *(None if g is None else next(reduced) for g in gradients)
 
 
 def reduce_gradients(axis: str, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:

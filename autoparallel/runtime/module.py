@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture import OpGraph, Ref, canonical_call
+from autoparallel.capture import OpGraph, Ref, canonical_call, precision
 from autoparallel.errors import CaptureError, InputError
 from autoparallel.hybrid import MicroBatches, Stages
 from autoparallel.layout import INVARIANT, Layout, local_box, to_torch
@@ -120,7 +120,8 @@ class ParallelModule(nn.Module):
         args, kwargs = canonical_call(args, kwargs or {})
         leaves, spec = pytree.tree_flatten((args, kwargs))
         plain = not step or state.hybrid.is_plain
-        key = (str(spec), tuple(_form(leaf) for leaf in leaves), self.training, plain)
+        casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in precision.DEVICES]
+        key = (str(spec), tuple(_form(leaf) for leaf in leaves), self.training, plain, *casts)
         if key not in state.forms:
             state.model.train(self.training)
             on_meta = any(p.device.type == "meta" for p in state.model.parameters())
@@ -156,7 +157,7 @@ class ParallelModule(nn.Module):
                 else self._local_state(site.path, space.graph)
                 for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
             ]
-            with rng.use_seed(rng.mix(state.seed, state.calls)):
+            with rng.use_seed(rng.mix(state.seed, state.calls)), precision.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)
         state.calls += 1
         self._update(program.updates, updates)
@@ -184,17 +185,18 @@ class ParallelModule(nn.Module):
             )
         feeds = self._feeds(compiled, leaves)
         held = self._take_shared_gradients(compiled)
-        loss = state.runners[key].run(
-            lambda program: [self._local_state(site.path, compiled.space.graph) for site in program.placeholders
-                             if site.kind == "parameter"],
-            lambda program, turn: [
-                self._local_input(feeds[int(site.path)][turn], layout) if site.kind == "input"
-                else self._local_state(site.path, compiled.space.graph)
-                for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
-                if site.kind != "parameter"
-            ],
-            rng.mix(state.seed, state.calls),
-        )
+        with precision.without_autocast():
+            loss = state.runners[key].run(
+                lambda program: [self._local_state(site.path, compiled.space.graph) for site in program.placeholders
+                                 if site.kind == "parameter"],
+                lambda program, turn: [
+                    self._local_input(feeds[int(site.path)][turn], layout) if site.kind == "input"
+                    else self._local_state(site.path, compiled.space.graph)
+                    for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+                    if site.kind != "parameter"
+                ],
+                rng.mix(state.seed, state.calls),
+            )
         state.calls += 1
         for module in state.runners[key].modules.values():
             self._update(module.program.updates, module.updates)

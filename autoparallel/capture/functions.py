@@ -1,0 +1,108 @@
+"""Users' torch.autograd.Functions as ops.
+
+A trace would look through ``apply`` at the forward's ops, whose own gradients need not be what the user's backward says
+(a straight-through estimator's are zero). So while tracing, ``apply`` becomes the op ``autoparallel::user_function``,
+which calls the Function when it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from autoparallel.errors import CaptureError
+
+#: Functions of torch's own that only arrange for autograd what is traced anyway.
+LOOKED_THROUGH = ("torch._", "torch.autograd", "torch.utils.checkpoint", "torch.fx", "torch.distributed")
+PLAIN = (int, float, complex, str, bool, type(None), torch.dtype, torch.device)
+_HERE = torch.autograd.function._SingleLevelFunction
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a Function: its arguments, with None for each tensor."""
+
+    function: type[torch.autograd.Function]
+    arguments: tuple[Any, ...]
+    is_tensor: tuple[bool, ...]
+
+    def __call__(self, tensors: list[torch.Tensor]) -> Any:
+        given = iter(tensors)
+        pairs = zip(self.arguments, self.is_tensor, strict=True)
+        return self.function.apply(*(next(given) if tensor else value for value, tensor in pairs))
+
+
+_CALLS: dict[str, Call] = {}
+_library = torch.library.Library("autoparallel", "FRAGMENT")
+_library.define("user_function(str call, Tensor[] tensors) -> Tensor[]")
+
+
+def _user_function(call: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    made = _CALLS[call](tensors)
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+_library.impl("user_function", _user_function, "CompositeImplicitAutograd")
+user_function = torch.ops.autoparallel.user_function.default
+
+
+@contextmanager
+def functions_as_ops() -> Iterator[None]:
+    """While a model is traced. (`Function.apply` asks its base class for the ``apply`` that is put there.)"""
+    inside = False
+
+    def plain(cls: type[torch.autograd.Function], *args: Any) -> Any:
+        return super(_HERE, cls).apply(*args)  # type: ignore[misc]
+
+    def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
+        nonlocal inside
+        if cls is CheckpointFunction:  # (run_function, preserve_rng_state, *args)
+            return args[0](*args[2:])
+        if inside or cls.__module__.startswith(LOOKED_THROUGH):
+            return plain(cls, *args)
+        inside = True
+        try:
+            return _recorded(cls, args)
+        finally:
+            inside = False
+
+    _HERE.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del _HERE.apply  # type: ignore[attr-defined]
+
+
+def _recorded(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    kept = tuple(None if isinstance(a, torch.Tensor) else a for a in args)
+    for value in pytree.tree_leaves(kept):
+        if not isinstance(value, PLAIN):
+            raise CaptureError(f"{function.__name__}.apply is given a {type(value).__name__}, which may hide tensors\n"
+                               "  Give its tensors by themselves, and besides them numbers, strings and dtypes only.")
+    call = Call(function, kept, tuple(isinstance(a, torch.Tensor) for a in args))
+    versions = [t._version for t in tensors]
+    made = user_function(_named(call), tensors)
+    if [t._version for t in tensors] != versions:
+        raise CaptureError(f"{function.__name__} writes in place to what it is given: write to copies (x.clone())")
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def _named(call: Call) -> str:
+    """The same name for the same call, in every process."""
+    name = f"{call.function.__module__}.{call.function.__qualname__}{call.arguments}"
+    for number in itertools.count():
+        key = f"{name}#{number}" if number else name
+        if _CALLS.setdefault(key, call) == call:
+            return key
+    raise AssertionError("unreachable")
+
+
+__all__ = ["functions_as_ops", "user_function"]
