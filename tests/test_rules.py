@@ -424,6 +424,7 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.fft_irfft.default, torch.complex(f(4, 6, 5), f(4, 6, 5) + 1), 8, 1),
         call(aten.real.default, torch.complex(f(4, 6), f(4, 6) + 1)),
         call(aten.complex.default, f(4, 6), f(4, 6)),
+        call(aten.polar.default, f(4, 6), f(4, 6)),
         call(aten.view_as_real.default, torch.complex(f(4, 6), f(4, 6) + 1)),
         call(aten.view_as_complex.default, f(4, 6, 2)),
     ],

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autoparallel
 from autoparallel.capture import capture
-from autoparallel.errors import CaptureError
+from autoparallel.capture.functions import user_function
+from autoparallel.errors import CaptureError, RuleError
+from autoparallel.rules.space import StrategySpace
 from tests.ranks import mesh_of
 from tests.reference import differences, gathered, gradients_of, largest_entry
 
@@ -312,7 +314,7 @@ def test_the_same_call_of_a_function_is_the_same_op() -> None:
     """In every trace, so that plans fit; another class of the same name is another op."""
     def names(function: Any) -> list[str]:
         graph = capture(Model(lambda m, x: function.apply(m.a(x)).sum(), a=nn.Linear(WIDTH, WIDTH)), (x(),))
-        return [n.args[0] for n in graph.of_kind("op") if "user_function" in n.op_name]
+        return [n.args[0] for n in graph.of_kind("op") if n.target is user_function]
 
     def another() -> Any:
         class Local(torch.autograd.Function):
@@ -338,3 +340,31 @@ def test_autocast_of_another_device_is_refused() -> None:
         capture(model, (given,))
     with bfloat16(), pytest.raises(CaptureError, match="cannot be traced with tensors on meta"):
         capture(model, (given,))
+
+
+class Scaled(torch.autograd.Function):
+    """A gradient that is half of the forward's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return scale * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.scale / 2 * gradient, None
+
+
+def test_a_function_may_have_a_rule() -> None:
+    model, given = Model(lambda m, x: Scaled.apply(m.a(x), 2.0).sum(), a=nn.Linear(WIDTH, WIDTH)), (x(),)
+
+    def site() -> tuple[str, set[str]]:
+        space = StrategySpace(capture(model, given), (2,))
+        number = next(s.index for s in space.sites if s.kind == "op" and "Scaled" in space.graph.nodes[s.node].op_name)
+        return space.graph.nodes[space.sites[number].node].op_name, {row.name for row in space.strategies[number].rows}
+
+    assert site() == ("tests.test_users_models.Scaled", {"repeat", "part"})
+    with pytest.raises(RuleError, match="is wrong"):
+        autoparallel.register_rule(Scaled, "x[*b, k] -> y[*b]", arguments={"scale": 2.0})
+    autoparallel.register_rule(Scaled, "x[*b] -> y[*b]", linear=("x",), arguments={"scale": 2.0})
+    assert site()[1] == {"repeat", "part", "linear(0)", "b0", "b1"}

@@ -53,6 +53,11 @@ _library.impl("user_function", _user_function, "CompositeImplicitAutograd")
 user_function = torch.ops.autoparallel.user_function.default
 
 
+def function_of(call: str) -> type[torch.autograd.Function]:
+    """The class behind the op's first argument."""
+    return _CALLS[call].function
+
+
 @contextmanager
 def functions_as_ops() -> Iterator[None]:
     """While a model is traced. (`Function.apply` asks its base class for the ``apply`` that is put there.)"""
@@ -105,4 +110,4 @@ def _named(call: Call) -> str:
     raise AssertionError("unreachable")
 
 
-__all__ = ["functions_as_ops", "user_function"]
+__all__ = ["function_of", "functions_as_ops", "user_function"]

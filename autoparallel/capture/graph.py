@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from autoparallel.capture.functions import user_function
+
 
 @dataclass(frozen=True)
 class TensorMeta:
@@ -78,8 +80,10 @@ class Node:
 
     @property
     def op_name(self) -> str:
-        """``aten.linear.default`` for ops, the kind for everything else."""
-        return str(self.target) if self.kind == "op" else self.kind
+        """``aten.linear.default`` for ops, a user's Function by its own name, the kind for everything else."""
+        if self.kind != "op":
+            return self.kind
+        return self.args[0].partition("(")[0] if self.target is user_function else str(self.target)
 
     def __str__(self) -> str:
         where = f" in {self.module_path}" if self.module_path else ""

@@ -33,7 +33,8 @@ def register_rule(
 ) -> None:
     """Tell how a custom op may be cut, in the notation of `einsum_rule`.
 
-    ``op`` is ``"library::name"`` or ``"library::name.overload"``, or the op itself. A factor that the result lacks is
+    ``op`` is ``"library::name"`` or ``"library::name.overload"``, the op itself, or a torch.autograd.Function (whose
+    ``apply`` is then given the tensors, and after them the values of ``arguments``). A factor that the result lacks is
     summed over; ``reduce`` names such factors, ``additive`` inputs added to that sum (a bias), ``linear`` groups of
     inputs in which the op is jointly linear. ``flops_per_point`` per product of all factor sizes (2 where something is
     reduced, else 1). The rule is proven before it counts: every way of cutting is run in 2 and 3 pieces and compared
@@ -65,6 +66,8 @@ def register_rule(
 
 
 def _resolve(op: str | Any) -> Any:
+    if isinstance(op, type) and not issubclass(op, torch.autograd.Function):
+        raise RuleError(f"{op} is neither an op nor a torch.autograd.Function")
     if not isinstance(op, str):
         return op.default if isinstance(op, torch._ops.OpOverloadPacket) else op
     match = re.fullmatch(r"(\w+)::(\w+)(?:\.(\w+))?", op)
@@ -90,7 +93,10 @@ def _random_inputs(pattern: str) -> list[Tensor]:
 
 def _outputs(target: Any, tensors: Sequence[Tensor], arguments: Mapping[str, Any] | None) -> list[Tensor]:
     try:
-        made = target(*tensors, **(arguments or {}))
+        if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+            made = target.apply(*tensors, *(arguments or {}).values())
+        else:
+            made = target(*tensors, **(arguments or {}))
     except Exception as error:
         shapes = [list(t.shape) for t in tensors]
         raise RuleError(f"{target} does not run on tensors of shapes {shapes}: {error}. Give example= (tensors) and "

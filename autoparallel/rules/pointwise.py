@@ -53,8 +53,8 @@ def broadcast_dims(meta: TensorMeta, out: TensorMeta) -> Dims:
           aten.detach.default, aten.__and__.Tensor, aten.__or__.Tensor, aten.masked_fill.Scalar, aten.softplus.default,
           aten.clamp.default, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar,
           aten.floor_divide.default, aten.floor_divide.Scalar, aten.masked_fill.Tensor, aten.real.default,
-          aten.imag.default, aten.complex.default, aten.conj.default, aten.rsub.Tensor, aten.isin.Tensor_Scalar,
-          aten.selu.default, aten.relu6.default, aten.hardtanh.default, aten.hardswish.default,
+          aten.imag.default, aten.complex.default, aten.polar.default, aten.conj.default, aten.rsub.Tensor,
+          aten.isin.Tensor_Scalar, aten.selu.default, aten.relu6.default, aten.hardtanh.default, aten.hardswish.default,
           aten.log_sigmoid.default)
 def pointwise(op: OpView) -> Rule | None:
     out = op.out

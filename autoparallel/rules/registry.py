@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autoparallel.capture.functions import function_of, user_function
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, copies
 from autoparallel.rules.rule import Rule
 
@@ -78,7 +79,7 @@ def _load_families() -> None:
 def find_rule(graph: OpGraph, node: Node) -> tuple[Rule, bool]:
     """(rule, known): the op's rule, and False when it is only the last resort."""
     view = OpView(graph, node)
-    builder = _builder_of(node.target)
+    builder = _builder_of(function_of(node.args[0]) if node.target is user_function else node.target)
     rule = builder(view) if builder is not None else None
     return (rule, True) if rule is not None else (repeated(view), False)
 
@@ -91,6 +92,8 @@ def family_of(target: Any) -> str | None:
 
 def _builder_of(target: Any) -> Builder | None:
     _load_families()
+    if isinstance(target, type):  # a torch.autograd.Function
+        return _BUILDERS.get(target)
     builder = _BUILDERS.get(target) or _BUILDERS.get(target._schema.name)
     if builder is None and torch.Tag.pointwise in getattr(target, "tags", ()):
         return _BUILDERS["pointwise"]
