@@ -180,8 +180,9 @@ def compile(
 ) -> ParallelModule:
     """``model`` on ``mesh``: called like the original, computing the same numbers on all its devices together.
 
-    ``mesh`` is a `torch.distributed.DeviceMesh`, or a device count (then one axis). Traced at the first call, or now
-    when example inputs are given. ``plan`` runs a ready plan instead of searching; what else the options say is for
+    ``mesh`` is a `torch.distributed.DeviceMesh`, or a device count: then the axes are the plan's, or with example
+    inputs those that the search finds best, or one. Traced at the first call, or now when example inputs are given.
+    ``plan`` runs a ready plan instead of searching; what else the options say is for
     calls of another form (evaluation, other shapes). ``cluster`` prices the search (by default the machine that the
     mesh's device type suggests). Further keywords are those of `Options`.
 
@@ -191,7 +192,10 @@ def compile(
     from autoparallel.runtime import groups
     from autoparallel.runtime.module import ParallelModule
 
-    mesh = check_mesh(mesh)
+    given = example_inputs is not None or example_kwargs is not None
+    if isinstance(mesh, int) and given and plan is None:
+        plan, options = _plan_on_devices(model, mesh, cluster, (example_inputs or (), example_kwargs or {}), options)
+    mesh = check_mesh(mesh, plan)
     machine = cluster_of(mesh, cluster)
     chosen = Options(**options)
     if plan and (decided := sorted(DECIDED_BY_A_PLAN & {k for k, v in options.items() if v is not None})):
@@ -209,9 +213,19 @@ def compile(
         return _compile_call(graph, site, machine, chosen, Hybrid() if plain else hybrid, given, placed)
 
     parallel = ParallelModule(model, site, hybrid, compile_call)
-    if example_inputs is not None or example_kwargs is not None:
+    if given:
         parallel.trace(example_inputs or (), example_kwargs or {})
     return parallel
+
+
+def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | None, call: tuple[Any, Any],
+                     options: Mapping[str, Any]) -> tuple[Plan, dict[str, Any]]:
+    """The best plan on so many devices, over all ways to cut them into axes; and the options that it leaves open."""
+    from autoparallel.runtime.agree import decide_once
+
+    machine = cluster_of(check_mesh(count), cluster)
+    found = decide_once(lambda: plan(model, machine, example_inputs=call[0], example_kwargs=call[1], **options))
+    return found, {k: v for k, v in options.items() if k not in DECIDED_BY_A_PLAN}
 
 
 def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Options, hybrid: Hybrid,
@@ -376,8 +390,8 @@ def mesh_shapes(num_devices: int, stages: int = 1) -> list[tuple[int, ...]]:
     return [(r, *shape) if num_devices > r else (r,) for r in ranks for shape in mesh_shapes(num_devices // r)]
 
 
-def check_mesh(mesh: DeviceMesh | int) -> DeviceMesh:
-    """The mesh, made from a device count when that is what was given; checked against the world."""
+def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
+    """The mesh, checked against the world; of a device count with the plan's axes, or one."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -389,11 +403,19 @@ def check_mesh(mesh: DeviceMesh | int) -> DeviceMesh:
     if isinstance(mesh, int):
         if mesh != world:
             raise MeshError(f"{mesh} devices were asked for and the world has {world} ranks: start {mesh} processes")
-        return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (mesh,), mesh_dim_names=("devices",))
+        shape, names = ((mesh,), ("devices",)) if plan is None else _axes_of(plan)
+        return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", shape, mesh_dim_names=names)
     if mesh.size() != world:
         raise MeshError(f"the mesh has {mesh.size()} devices {tuple(mesh.shape)} and the world {world} ranks: "
                         "every rank must be on the mesh")
     return mesh
+
+
+def _axes_of(plan: Plan) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    ranks = plan.hybrid.pipeline_ranks
+    if ranks == 1:
+        return plan.mesh_shape, plan.axis_names
+    return (ranks, *plan.mesh_shape), ("pipeline", *plan.axis_names)
 
 
 def cluster_of(mesh: DeviceMesh, cluster: Cluster | str | None) -> Cluster:

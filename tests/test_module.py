@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoparallel
+from cost_models import Cluster
 from tests.models import CASES
 from tests.ranks import mesh_of
 from tests.reference import gathered
@@ -177,3 +180,40 @@ def step_losses() -> tuple[float, float]:
 def test_step_runs_forward_and_backward(ranks: Any) -> None:
     for mine, expected in ranks(4).run(step_losses):
         assert abs(mine - expected) < 1e-5 * expected
+
+
+class Squares(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def squares() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Squares(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+
+GIVEN = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+
+
+def compiled_for_a_count(options: dict[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...] | None, float]:
+    """(the mesh's shape and names, the loss) of a model compiled for four devices."""
+    parallel = autoparallel.compile(squares(), 4, example_inputs=(GIVEN,), **options)
+    loss = float(parallel.step(GIVEN))
+    return tuple(parallel.mesh.shape), parallel.mesh.mesh_dim_names, loss
+
+
+def test_a_device_count_leaves_the_axes_to_the_search(ranks: Any) -> None:
+    """They are the plan's, whether it is given or found; a pipeline's comes first."""
+    local = Cluster.load("local-cpu", num_devices=4)
+    inside = dataclasses.replace(local.links[0], num_devices=2)
+    outside = dataclasses.replace(inside, name="slow", num_devices=4, bandwidth_bytes_per_s=1e6)
+    hosts = dataclasses.replace(local, links=(inside, outside))
+    best = autoparallel.plan(squares(), hosts, example_inputs=(GIVEN,))
+    two_axes = autoparallel.plan(squares(), hosts, example_inputs=(GIVEN,), mesh_shape=(2, 2))
+    loss = pytest.approx(squares()(GIVEN).item(), rel=1e-5)
+    for options, made in (({"cluster": hosts}, best), ({"plan": best}, best), ({"plan": two_axes}, two_axes)):
+        for found in ranks(4).run(compiled_for_a_count, options):
+            assert found == (made.mesh_shape, made.axis_names, loss)
+    for shape, names, found in ranks(4).run(compiled_for_a_count, {"pipeline_stages": 2, "schedule": "gpipe"}):
+        assert shape[0] == 2 and names is not None and names[0] == "pipeline" and found == loss
