@@ -24,6 +24,7 @@ from autoparallel.layout import (
     RedistributionTable,
     Step,
     can_cut,
+    dual,
     from_torch,
     is_local,
     largest_local_shape,
@@ -253,3 +254,9 @@ def test_layout_numbers(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> 
     space = LayoutSpace(shape, mesh_shape, True)
     assert [space.index(layout) for layout in space.layouts] == list(range(len(space.layouts)))
     assert space.legal.tolist() == [layout_fits(shape, layout, mesh_shape) for layout in space.layouts]
+
+
+def test_backward_is_a_step_too() -> None:
+    """The one from where the result's gradient lies to where the source's does; so gradients have gradients."""
+    for (source, target), (_, backward) in ACTIONS.items():
+        assert ACTIONS[dual(Placement(target)).kind, dual(Placement(source)).kind][0] == backward

@@ -14,7 +14,7 @@ import autoparallel
 from cost_models import Cluster
 from tests.models import CASES
 from tests.ranks import mesh_of
-from tests.reference import gathered
+from tests.reference import gathered, gradients_of
 
 
 def _case(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -217,3 +217,24 @@ def test_a_device_count_leaves_the_axes_to_the_search(ranks: Any) -> None:
             assert found == (made.mesh_shape, made.axis_names, loss)
     for shape, names, found in ranks(4).run(compiled_for_a_count, {"pipeline_stages": 2, "schedule": "gpipe"}):
         assert shape[0] == 2 and names is not None and names[0] == "pipeline" and found == loss
+
+
+def penalised(search: dict[str, Any]) -> float:
+    """Error of the gradients of a loss in which the gradients themselves occur (a gradient penalty)."""
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        first = torch.autograd.grad(model(GIVEN), list(model.parameters()), create_graph=True)
+        sum(whole_with_gradient(g).square().sum() for g in first).backward()  # type: ignore[union-attr]
+        return gradients_of(model)
+
+    wanted = gradients(squares())
+    have = gradients(autoparallel.compile(squares(), mesh_of(2, 2), example_inputs=(GIVEN,), **search))
+    return max(float((have[n] - g).abs().max() / g.abs().max()) for n, g in wanted.items())
+
+
+def whole_with_gradient(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("baseline", [None, "ddp", "fsdp", "tensor_parallel", "sequence_parallel"])
+def test_gradients_of_gradients(ranks: Any, baseline: str | None) -> None:
+    assert max(ranks(4).run(penalised, {"baseline": baseline})) < 1e-5

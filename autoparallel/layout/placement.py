@@ -62,6 +62,11 @@ def shard(dim: int) -> Placement:
     return Placement("S", dim)
 
 
+def dual(placement: Placement) -> Placement:
+    """Where the gradient of a value lies: R and P are each other's."""
+    return {"R": PARTIAL, "P": REPLICATE}.get(placement.kind, placement)
+
+
 def layout_str(layout: Layout) -> str:
     """``S(0)·I``, one placement per axis."""
     return "·".join(map(str, layout))

@@ -1,8 +1,9 @@
 """Differentiable redistribution steps: what the emitted program calls, one line for each.
 
-Each function changes the placement on one axis; forward and backward actions come from the one table in
-`autoparallel.layout.redistribution`. ``sizes`` are the lengths of the ranks' pieces along the dims that are cut
-(``source_sizes`` along the source's dim, ``target_sizes`` along the target's), so uneven pieces need nothing special.
+Each function changes the placement on one axis; its backward is the step between the gradients' placements, so that it
+can be differentiated again. Actions come from the one table in `autoparallel.layout.redistribution`. ``sizes`` are the
+lengths of the ranks' pieces along the dims that are cut (``source_sizes`` along the source's dim, ``target_sizes``
+along the target's), so uneven pieces need nothing special.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autoparallel.layout import Placement
+from autoparallel.layout import Placement, dual
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.runtime import groups
 from autoparallel.runtime.groups import Axis
@@ -138,18 +139,21 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         axis, source, target, source_sizes, target_sizes = ctx.step
-        action = ACTIONS[source.kind, target.kind][1]
-        back = _act(action, gradient, axis, target, target_sizes, source, source_sizes)
+        back = act(gradient, axis, dual(target), dual(source), target_sizes, source_sizes)
         return back, None, None, None, None, None
+
+
+def act(x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes = (),
+        target_sizes: Sizes = ()) -> torch.Tensor:
+    """`redistribute`, where the axis is at hand."""
+    return _Redistribute.apply(x, axis, source, target, source_sizes, target_sizes)
 
 
 def redistribute(
     x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = ()
 ) -> torch.Tensor:
     """Take the local piece of a tensor from one placement on ``axis`` (``"S(0)"``, ``"R"``, ...) to another."""
-    return _Redistribute.apply(
-        x, groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes, target_sizes
-    )
+    return act(x, groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes, target_sizes)
 
 
 def _named(name: str, doc: str) -> Callable[..., torch.Tensor]:

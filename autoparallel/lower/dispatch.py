@@ -28,7 +28,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return exchanged_rows(gradient.contiguous(), *ctx.way_back), None, None, None
+        return _Exchange.apply(gradient.contiguous(), *ctx.way_back), None, None, None
 
 
 def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_row: list[torch.Tensor],

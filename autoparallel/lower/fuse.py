@@ -14,7 +14,8 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.lower.collectives import all_reduce_tensor, reduce_gradient
+from autoparallel.layout import INVARIANT, PARTIAL
+from autoparallel.lower.collectives import act, all_reduce_tensor, reduce_gradient
 from autoparallel.lower.emit import item
 from autoparallel.runtime import groups
 from autoparallel.runtime.groups import Axis
@@ -32,6 +33,8 @@ class _ReduceGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():  # to be differentiated again: one by one
+            return None, *(g if g is None else act(g, ctx.axis, PARTIAL, INVARIANT) for g in gradients)
         there = [g for g in gradients if g is not None]
         if len(there) == 1:
             parts: Sequence[torch.Tensor] = [all_reduce_tensor(there[0], ctx.axis)]

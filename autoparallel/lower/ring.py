@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from autoparallel.lower import flash
 from autoparallel.lower.collectives import shifted
@@ -47,6 +48,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         axis, causal, scale = ctx.call
         q, k, v, out, logs = ctx.saved_tensors
