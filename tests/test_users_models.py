@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.capture.functions import user_function
-from autoparallel.errors import CaptureError, RuleError
+from autoparallel.errors import CaptureError, InfeasibleError, RuleError
 from autoparallel.rules.space import StrategySpace
+from cost_models import Cluster
 from tests.ranks import mesh_of
 from tests.reference import differences, gathered, gradients_of, largest_entry
 
@@ -340,6 +341,37 @@ def test_autocast_of_another_device_is_refused() -> None:
         capture(model, (given,))
     with bfloat16(), pytest.raises(CaptureError, match="cannot be traced with tensors on meta"):
         capture(model, (given,))
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def drawn() -> list[float]:
+    """What a Function that draws numbers gives, of ranks whose own generators differ."""
+    torch.manual_seed(0)
+    model = autoparallel.compile(Model(lambda m, x: Noisy.apply(m.a(x)), a=mlp()), mesh_of(4), baseline="ddp")
+    torch.manual_seed(torch.distributed.get_rank())
+    made = model(x())
+    return gathered([("y", made)])["y"].flatten().tolist()  # type: ignore[no-any-return]
+
+
+def test_functions_draw_the_same_numbers_on_ranks_that_repeat_them(ranks: Any) -> None:
+    first, *others = ranks(4).run(drawn)
+    assert all(other == first for other in others)
+
+
+def test_a_function_takes_no_turns() -> None:
+    """Nobody knows what it does across samples."""
+    model = Model(lambda m, x: StraightThrough.apply(m.a(x)).square().mean(), a=mlp())
+    with pytest.raises(InfeasibleError, match="cannot be split into micro-batches"):
+        autoparallel.plan(model, Cluster.load("local-cpu", num_devices=4), example_inputs=(x(),), micro_batches=2)
 
 
 class Scaled(torch.autograd.Function):

@@ -41,7 +41,8 @@ class Call:
 
 _CALLS: dict[str, Call] = {}
 _library = torch.library.Library("autoparallel", "FRAGMENT")
-_library.define("user_function(str call, Tensor[] tensors) -> Tensor[]")
+_library.define("user_function(str call, Tensor[] tensors) -> Tensor[]",
+                tags=(torch.Tag.nondeterministic_seeded,))  # it may draw numbers: the same on ranks that repeat it
 
 
 def _user_function(call: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
