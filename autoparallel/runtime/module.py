@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
 
 from autoparallel.capture import OpGraph, Ref, canonical_call, precision
 from autoparallel.errors import CaptureError, InputError
@@ -22,7 +23,7 @@ from autoparallel.lower.emit import Program
 from autoparallel.lower.fuse import fuse_reductions
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.rules.space import StrategySpace
-from autoparallel.runtime import groups, initialise, rng
+from autoparallel.runtime import data, groups, initialise, rng
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.step import StepRunner
 
@@ -280,7 +281,7 @@ class ParallelModule(nn.Module):
         ``batch`` is what the model is called with: a mapping of keyword arguments, or a tuple of arguments, of global
         tensors. Each rank keeps its own piece only.
         """
-        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        args, kwargs = _as_call(batch)
         if not self._state.hybrid.is_plain:
             raise InputError("a step in micro-batches or stages takes the whole batch: call step(...) with it as it is")
         compiled = self.trace(args, kwargs)
@@ -290,6 +291,29 @@ class ParallelModule(nn.Module):
                 leaves[int(site.path)] = self._shard(leaves[int(site.path)], layout)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return kwargs if isinstance(batch, Mapping) else args
+
+    def dataloader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = False, seed: int = 0,
+                   collate_fn: Callable[[list[Any]], Any] | None = None, **options: Any) -> data.ShardedLoader:
+        """Batches of ``batch_size`` samples over all ranks, of which each rank reads its own piece only.
+
+        A sample (or what ``collate_fn`` makes of a list of them) is what the model is called with: a mapping of keyword
+        arguments, or a tuple of arguments. All ranks draw one order from ``seed`` and the epoch (`set_epoch`). Further
+        options are those of torch's DataLoader. With micro-batches or stages, each rank reads whole batches.
+
+        Raises InputError for a dataset without length, smaller than a batch, or with tensors that are not by sample.
+        """
+        batch = data.example_batch(dataset, batch_size, collate_fn)
+        leaves, spec = pytree.tree_flatten(batch)
+        state, layouts = self._state, dict[int, Layout]()
+        if state.hybrid.is_plain:
+            program = self.trace(*_as_call(batch)).program
+            numbers = pytree.tree_leaves(canonical_call(*_as_call(pytree.tree_unflatten(range(len(leaves)), spec))))
+            layouts = {numbers[int(site.path)]: layout for site, layout
+                       in zip(program.placeholders, program.placeholder_layouts, strict=True) if site.kind == "input"}
+        rows = data.rows_read(leaves, layouts, state.mesh, batch_size)
+        sampler = data.RowSampler(len(cast(Sized, dataset)), batch_size, rows, shuffle, seed)
+        loader = DataLoader(dataset, batch_sampler=cast(Any, sampler), collate_fn=collate_fn, **options)
+        return data.ShardedLoader(loader, sampler, layouts, state.mesh, state.device)
 
     def init_weights(self, device: torch.device | str | None = None) -> None:
         """Give a meta-device model its initial weights, module by module; only the local pieces are kept.
@@ -446,6 +470,13 @@ def _form(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return type(leaf).__name__, leaf if isinstance(leaf, (int, float, str, bool, type(None))) else repr(leaf)
+
+
+def _as_call(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """A batch as the arguments and keyword arguments of a call."""
+    if isinstance(batch, Mapping):
+        return (), batch
+    return ((batch,) if isinstance(batch, torch.Tensor) else tuple(batch)), {}
 
 
 def _call_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
