@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import autoparallel
-from autoparallel.capture import capture
+from autoparallel.capture import OpGraph, capture
 from autoparallel.capture.experts import routed_experts
+from autoparallel.capture.graph import Node
+from autoparallel.pricing import Prices, SpacePricer
+from autoparallel.rules.space import StrategySpace
 from cost_models import Cluster
 from tests.models import CASES
 from tests.ranks import mesh_of
@@ -117,3 +120,40 @@ def test_rows_must_not_look_at_one_another() -> None:
                    lambda rows, scores: rows.softmax(0), lambda rows, scores: nn.functional.dropout(rows),
                    lambda rows, scores: rows - rows.mean(0, keepdim=True)):
         assert "aten.sort.default" in mixture_of(mixing)
+
+
+def test_bytes_of_a_part_of_the_experts() -> None:
+    """With half of the experts and rows dealt out evenly, backward keeps half of what the mixture makes inside."""
+    case = CASES["mixtral"]
+    args, kwargs = case.inputs(8)
+    graph = capture(case.build(), args, kwargs)
+    node = next(n for n in graph.of_kind("op") if n.target is routed_experts)
+    space = StrategySpace(graph, (2,))
+    site = space.site_named[node.name]
+    strategies = space.strategies[site]
+    assert strategies.rule is not None
+    usages = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=2))).full().nodes[site].usages
+    whole, half = (usages[[strategies.rows[label[0]].name for label in strategies.labels].index(name)]
+                   for name in ("repeat", "e"))
+    assert whole - half == strategies.rule.work_bytes / 2
+    assert kept_bytes(graph, node, range(2)) == pytest.approx(kept_bytes(graph, node, range(4)) / 2)
+
+
+def kept_bytes(graph: OpGraph, node: Node, experts: range) -> int:
+    """Bytes that the op makes inside and backward keeps, of rows dealt out evenly to all experts."""
+    metas = [graph.meta(ref) for ref in node.inputs]
+    tokens, ids, scores, up, down = (torch.ones(m.shape, dtype=m.dtype, requires_grad=m.requires_grad) for m in metas)
+    ids = torch.arange(len(ids)) % up.shape[0]
+    up, down = (w.detach()[experts.start:experts.stop].requires_grad_() for w in (up, down))
+    given = {x.untyped_storage().data_ptr() for x in (tokens, ids, scores, up, down)}
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in given and x.is_floating_point():
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        made = routed_experts(node.args[0], tokens, ids, [scores], [up, down], experts.start)
+    assert made.requires_grad
+    return sum(kept.values())

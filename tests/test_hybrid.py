@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from autoparallel.hybrid.stages import cut_evenly, flow_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.rules.space import StrategySpace
-from autoparallel.search import solve
+from autoparallel.search import evaluate, solve
 from cost_models import Cluster
 from tests.models import CASES
 from tests.ranks import mesh_of
@@ -190,14 +191,36 @@ def test_a_sketch_counts_for_the_model() -> None:
     args, kwargs = CASES["llama"].inputs(8)
     graph = capture(LlamaForCausalLM(config), args, kwargs)
     small = sketch(graph)
-    assert len(small.graph) < 0.7 * len(graph) and set(small.stands_for.values()) == {4}
+    assert len(small.graph) < 0.7 * len(graph) and set(small.stands_for.values()) == {1, 4}
     cluster = Cluster.load("h100-sxm", num_devices=4)
     for shape in ((4,), (2, 2)):
         whole = SpacePricer(Prices(StrategySpace(graph, shape), cluster))
         space = StrategySpace(small.graph, shape)
-        counts = [small.stands_for.get(s.name.split(":")[0], 1) for s in space.sites]
-        part = SpacePricer(Prices(space, cluster), turns=Turns(space, counts=counts))
+        part = SpacePricer(Prices(space, cluster), turns=Turns(space, counts=small.counts(space)))
         assert solve(part.full(), "exact").objective == pytest.approx(solve(whole.full(), "exact").objective, rel=0.02)
+
+
+@pytest.mark.parametrize(("stages", "ranks", "schedule"), [
+    (4, 4, "1f1b"), (4, 2, "interleaved"), (4, 2, "zero_bubble"),
+])
+def test_a_sketch_takes_the_bytes_of_a_rank(stages: int, ranks: int, schedule: str) -> None:
+    """Of the fullest rank of the pipeline, with all its stages, whose cuts between ops are not quite even."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=12,
+                         num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    args, kwargs = CASES["llama"].inputs(16)
+    model, cluster = LlamaForCausalLM(config), Cluster.load("h100-sxm", num_devices=ranks)
+    whole = autoparallel.plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(ranks,),
+                              pipeline_stages=stages, schedule=schedule, micro_batches=8)
+    small = sketch(capture(model, args, kwargs))
+    space = StrategySpace(split_batch(small.graph, 8).body, (1,))
+    hybrid = dataclasses.replace(whole.hybrid, cuts=())
+    turns = Turns(space, hybrid, counts=small.counts(space), held=small.held(space, hybrid))
+    problem = SpacePricer(Prices(space, cluster, stages=ranks), turns=turns).full()
+    assert evaluate(problem, solve(problem, "exact").choice).peak_bytes == pytest.approx(whole.prediction.peak_bytes,
+                                                                                         rel=0.2)
+    assert whole.prediction.peak_bytes > 0.99 * (whole.prediction.state_bytes + whole.prediction.activation_bytes)
 
 
 def test_a_pipeline_without_a_mesh_shape() -> None:
@@ -218,7 +241,7 @@ def test_a_pipeline_without_a_mesh_shape() -> None:
 def test_bounds_lie_below_estimates() -> None:
     """So that what is bounded away cannot have been the best."""
     cluster = Cluster.load("h100-sxm", num_devices=8)
-    search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"), time.monotonic() + 5)
+    search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"), time.monotonic() + 60)
     estimated = [c for c in search.run().candidates if c.estimate_s < float("inf")]
     assert len({c.mesh_shape for c in estimated}) > 2 and len({c.hybrid for c in estimated}) > 2
     assert all(search.floor(c) <= c.estimate_s for c in estimated)

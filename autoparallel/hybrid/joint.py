@@ -22,14 +22,14 @@ from autoparallel.plans import Hybrid, Plan
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.breakdown import equal_stages_s, estimate
 from autoparallel.rules.space import StrategySpace
-from autoparallel.search import solve
+from autoparallel.search import plan_within
 from autoparallel.search.problem import Problem
 from cost_models import Cluster
 
-SOLVE_S, LEAST_FULL_S = 1.0, 10.0
+SOLVE_S, SOLVE_GAP, LEAST_FULL_S = 3.0, 0.02, 10.0
 SHARE_OF_ESTIMATES, SHARE_OF_FIRST = 0.7, 0.7
 MOST_FULL, MOST_FAILED = 12, 4
-MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS = 64, 64, 64, 8
+MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
 
 
 @dataclass(frozen=True)
@@ -128,19 +128,29 @@ class JointSearch:
         return [m for m in found if m % ranks == 0] or [m for m in found if m >= ranks][:3] or found[-1:]
 
     def hybrids(self, ranks: int, turns: int) -> Iterator[Hybrid]:
-        """The first round: 1F1B, recompute none or full, parameters gathered per step or per use."""
+        """The first round: 1F1B, and interleaved with several stages on a rank (what a long pipeline needs that has not
+        many times more micro-batches than ranks); recompute none or full, parameters gathered per step or per use."""
         fixed = self.fixed
-        stages = fixed.pipeline_stages or ranks
-        for recompute, zero in itertools.product(
+        for (schedule, stages), recompute, zero in itertools.product(
+            self._schedules(ranks),
             [fixed.recompute] if fixed.recompute else ["none", "full"],
             [fixed.zero_stage] if fixed.zero_stage is not None else [2 if turns == 1 else 1, 3],
         ):
-            yield from _valid(turns, stages, ranks, fixed.schedule or "1f1b", (), zero, recompute)
+            yield from _valid(turns, stages, ranks, schedule, (), zero, recompute)
+
+    def _schedules(self, ranks: int) -> list[tuple[str, int]]:
+        """Schedules of the first round, with their stages."""
+        fixed = self.fixed
+        chunks = max((c for c in (1, 2, MOST_CHUNKS) if c * ranks <= self.sketch.num_blocks), default=1)
+        counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
+        if ranks == 1:
+            return [(fixed.schedule or "1f1b", 1)]
+        return [(fixed.schedule or ("1f1b" if n == ranks else "interleaved"), n) for n in counts]
 
     def around(self, best: Candidate) -> Iterator[Hybrid]:
         """The second round: what the first left out, around one of its best."""
         h, fixed = best.hybrid, self.fixed
-        stages = [h.stages] if fixed.pipeline_stages else [h.stages, 2 * h.stages]
+        stages = [h.stages] if fixed.pipeline_stages else sorted({h.pipeline_ranks, h.stages, 2 * h.stages})
         for schedule, recompute, zero, count in itertools.product(
             [fixed.schedule] if fixed.schedule else ["1f1b", "zero_bubble", "interleaved"],
             [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
@@ -168,17 +178,15 @@ class JointSearch:
         """The candidate with its estimated seconds."""
         h = candidate.hybrid
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
-        weights = [self.sketch.stands_for.get(s.name.split(":")[0], 1) for s in prices.space.sites]
-        held = [math.ceil(w / h.pipeline_ranks) if w > 1 else 1 for w in weights]
-        pricer = SpacePricer(prices, self.limit, turns=Turns(prices.space, h, counts=weights, held=held))
+        counts, held = self.sketch.counts(prices.space), self.sketch.held(prices.space, h)
+        pricer = SpacePricer(prices, self.limit, turns=Turns(prices.space, h, counts=counts, held=held))
         problem = pricer.full()
         if least_live_bytes(problem, len(prices.space)) > self.limit:
             return candidate
-        try:
-            solution = solve(problem, "exact", time_limit_s=SOLVE_S, pricer=pricer)
-        except (InfeasibleError, SearchError):  # does not fit, or nothing that fits was found in time
+        choice = plan_within(problem, SOLVE_GAP, SOLVE_S, pricer)
+        if choice is None:
             return candidate
-        return replace(candidate, estimate_s=estimate(pricer, pricer.labels_of(solution.choice)))
+        return replace(candidate, estimate_s=estimate(pricer, pricer.labels_of(choice)))
 
     def floor(self, candidate: Candidate) -> float:
         """A bound below the estimate: each op cut evenly over all devices of its stage, without communication."""

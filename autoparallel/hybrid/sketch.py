@@ -14,16 +14,49 @@ import torch.utils._pytree as pytree
 from autoparallel.capture import OpGraph, Ref
 from autoparallel.capture.blocks import Block, find_blocks
 from autoparallel.capture.graph import Node
+from autoparallel.plans import Hybrid
+from autoparallel.pricing.turns import in_flight
+from autoparallel.rules.space import Site, StrategySpace
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """``graph`` has fewer nodes than the model; ``stands_for`` says by node name how many nodes of the model each is
-    (one, where it says nothing)."""
+    """``graph`` has fewer nodes than the model; ``stands_for`` says by node name how many nodes of the model each is,
+    for the nodes of equal blocks and what only they read (others are one)."""
 
     graph: OpGraph
     stands_for: Mapping[str, int]
     num_blocks: int
+
+    def counts(self, space: StrategySpace) -> list[int]:
+        """For how many sites of the model each site counts."""
+        return [self.stands_for.get(_node_name(site), 1) for site in space.sites]
+
+    def held(self, space: StrategySpace, hybrid: Hybrid) -> list[float]:
+        """How much of each site's values the fullest rank of a pipeline holds, in those of one site that has as many
+        micro-batches in flight as the first stage has.
+
+        Each rank has an even share of the blocks; the first has what comes before them, the last what comes after. One
+        rank is taken to have both, which is a little more than any has.
+        """
+        first = in_flight(hybrid, 0)
+        chunks = range(0, hybrid.stages, hybrid.pipeline_ranks)
+        share = sum(in_flight(hybrid, stage) for stage in chunks) / len(chunks) / first
+        last = in_flight(hybrid, hybrid.stages - 1) / first
+        inside = [_node_name(site) in self.stands_for for site in space.sites]
+        end = max((i for i, held in enumerate(inside) if held), default=len(inside))
+        found = []
+        for site, count in zip(space.sites, self.counts(space), strict=True):
+            kept = site.kind in ("parameter", "buffer", "input")
+            if inside[site.index]:
+                found.append(count / hybrid.pipeline_ranks * (1.0 if kept else share))
+            else:
+                found.append(1.0 if kept or site.index <= end else last)
+        return found
+
+
+def _node_name(site: Site) -> str:
+    return site.name.split(":")[0]
 
 
 def sketch(graph: OpGraph) -> Sketch:
@@ -35,11 +68,11 @@ def sketch(graph: OpGraph) -> Sketch:
     twin: dict[int, int] = {}
     stands_for: dict[str, int] = {}
     for alike in by_template.values():
+        for block in alike:
+            stands_for.update({graph.nodes[i].name: 1 for i in (*block.nodes, *_parameters(graph, block))})
         if len(alike) > 3:
             _fold(graph, alike, twin, stands_for)
-    if not twin:
-        return Sketch(graph, {}, len(blocks))
-    return Sketch(_without(graph, twin), stands_for, len(blocks))
+    return Sketch(_without(graph, twin) if twin else graph, stands_for, len(blocks))
 
 
 def _fold(graph: OpGraph, alike: list[Block], twin: dict[int, int], stands_for: dict[str, int]) -> None:

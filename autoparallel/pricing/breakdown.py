@@ -136,7 +136,8 @@ def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Labe
 
 def _count(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], interval: tuple[int, int],
            num_bytes: float) -> None:
-    if interval[0] <= turns.turn_of(holders[0]) and turns.turn_of(holders[-1]) < interval[1]:
+    moments = [turns.turn_of(holder) for holder in holders]
+    if interval[0] <= min(moments) and max(moments) < interval[1]:
         for holder in holders:
             stages[holder].live_bytes += num_bytes
 

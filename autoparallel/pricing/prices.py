@@ -191,7 +191,7 @@ class Prices:
         zeros = np.zeros(count)
         if rule is None or rule.fixed or rule.alias:
             return OpPrice(zeros, zeros)
-        flops = rule.flops * self._share_of_work(s) / self.spread
+        flops = rule.flops * self.share_of_work(s) / self.spread
         inputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.input_metas, s.inputs, strict=True)]
         outputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.output_metas, s.outputs, strict=True)]
         inside = self._inside_s(s)
@@ -207,7 +207,7 @@ class Prices:
         backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)
         return OpPrice(forward + inside[0], backward + inside[1])
 
-    def _share_of_work(self, s: StrategySet) -> np.ndarray:
+    def share_of_work(self, s: StrategySet) -> np.ndarray:
         """Largest rank's part of the op's work, by strategy: ceil(size / pieces) / size over the cut factors."""
         known = s.rule.sizes if s.rule is not None else {}
         sizes = {row.factor: known.get(row.factor) or _factor_size(s, number)

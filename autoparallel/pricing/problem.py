@@ -131,6 +131,8 @@ class SpacePricer:
             for i, size in s.rule.extra_bytes.items():
                 meta = s.input_metas[i]
                 total = total + size / meta.dtype.itemsize * self.prices.local_bytes(meta, s.inputs[i])
+            if s.rule.work_bytes:
+                total = total + s.rule.work_bytes * self.prices.share_of_work(s)
         return total
 
     def _edge(self, link: Link, chosen: Sequence[np.ndarray]) -> Edge:

@@ -1,8 +1,8 @@
 """How often each site and link of a program works in one step, and how long its values live.
 
-Time runs over the sites of a stage forward (site i at time i) and backward (site i at time 2N - i); the stages' times
-follow one another, so that one limit holds for each of them. What backward needs lives from the one to the other, once
-for each micro-batch in flight; what is recomputed lives only while its block runs again. Parameters, gradients and
+Time runs over the sites of a rank's stages forward (site i at time i) and backward (site i at time 2N - i); the ranks'
+times follow one another, so that one limit holds for each of them. What backward needs lives from the one to the other,
+once for each micro-batch in flight; what is recomputed lives only while its block runs again. Parameters, gradients and
 optimizer state live always.
 """
 
@@ -27,19 +27,32 @@ class Life(NamedTuple):
     """When a value is there, and how many of it."""
 
     interval: tuple[int, int]
-    copies: int = 1
+    copies: float = 1
+
+
+def in_flight(hybrid: Hybrid, stage: int) -> int:
+    """Micro-batches whose activations a stage holds at its fullest moment."""
+    if hybrid.stages == 1:
+        return 1
+    ranks, count = hybrid.pipeline_ranks, hybrid.stages // hybrid.pipeline_ranks
+    chunk, rank = divmod(stage, ranks)
+    held = in_flight_micro_batches(SCHEDULES[hybrid.schedule], rank, ranks, hybrid.micro_batches, count)
+    # A rank's stages take turns, for as many micro-batches as there are ranks.
+    rounds, rest = divmod(held, count * ranks)
+    return rounds * ranks + min(max(rest - chunk * ranks, 0), ranks)
 
 
 class Turns:
     """A hybrid step over one strategy space; ``stages_of`` has for each site the stages that run it, in order (all
     the first without a pipeline; several for tied parameters and what each stage computes itself).
 
-    In a sketch (`hybrid.sketch`) a site counts for ``counts`` sites, of which one rank holds ``held``.
+    In a sketch (`hybrid.sketch`) a site counts for ``counts`` sites, and one rank holds ``held`` times the values of a
+    site on the first stage.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,
                  stages_of: Sequence[tuple[int, ...]] | None = None, training: bool = True,
-                 counts: Sequence[int] | None = None, held: Sequence[int] | None = None) -> None:
+                 counts: Sequence[int] | None = None, held: Sequence[float] | None = None) -> None:
         self.space, self.hybrid = space, hybrid or Hybrid()
         self.counts, self.held = counts or [1] * len(space), held or [1] * len(space)
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
@@ -151,31 +164,26 @@ class Turns:
     # --- how long ---------------------------------------------------------------------------------------------------
 
     def _at(self, index: int) -> tuple[int, int]:
-        """The start of the site's (first) stage, and its turning point."""
+        """The start of the rank of the site's (first) stage, and its turning point."""
         return self._start(self.stages_of[index][0]), 2 * len(self.space)
 
     def _start(self, stage: int) -> int:
-        return stage * (2 * len(self.space) + 2)
+        """The start of the stage's rank: the stages of one rank hold what they hold at the same time."""
+        return stage % self.hybrid.pipeline_ranks * (2 * len(self.space) + 2)
 
     def turn_of(self, stage: int) -> int:
-        """The moment between a stage's forward and backward."""
+        """The moment between forward and backward of a stage's rank."""
         return self._start(stage) + len(self.space)
 
     def _over(self, stages: Sequence[int], life: Life) -> Life:
-        """A life in the first of several stages, through to its end in the last."""
+        """A life in the first of several stages, on all their ranks (and those between)."""
         (start, end), copies = life
-        return Life((start, end + self._start(stages[-1] - stages[0])), copies)
+        shifts = [self._start(stage) - self._start(stages[0]) for stage in stages]
+        return Life((start + min(shifts), end + max(shifts)), copies)
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage holds at its fullest moment."""
-        h = self.hybrid
-        if h.stages == 1:
-            return 1
-        (chunk, rank), count = divmod(stage, h.pipeline_ranks), h.stages // h.pipeline_ranks
-        held = in_flight_micro_batches(SCHEDULES[h.schedule], rank, h.pipeline_ranks, h.micro_batches, count)
-        # A rank's stages take turns, for as many micro-batches as there are ranks.
-        rounds, rest = divmod(held, count * h.pipeline_ranks)
-        return rounds * h.pipeline_ranks + min(max(rest - chunk * h.pipeline_ranks, 0), h.pipeline_ranks)
+        return in_flight(self.hybrid, stage)
 
     def _always(self, index: int) -> Life:
         start, turn = self._at(index)
@@ -216,15 +224,16 @@ class Turns:
         """Of the redistributed copy that a link makes, and of the buffers between stages."""
         through = self.sent_through.get((link.target, link.position))
         if through is not None:
-            return self._over(through, Life((self._start(through[0]), self._start(through[0] + 1) - 1)))
+            start, turn = self._start(through[0]), 2 * len(self.space)
+            return self._over(range(through[0], through[1] + 1), Life((start, start + turn + 1)))
         return self._over(self.stages_of[link.target], self._copy_life(link))
 
     def _copy_life(self, link: Link) -> Life:
         start, _ = self._at(link.target)
         if self.of_parameter[link.source] and self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
             sums = self.hybrid.zero_stage < 2 and self.hybrid.micro_batches > 1
-            whole = self._always(link.target)
-            return Life(whole.interval, whole.copies * (2 if sums else 1))  # and the gradient of the whole
+            always = self._always(link.target).interval
+            return Life(always, self.held[link.source] * (2 if sums else 1))  # and the gradient of the whole
         transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3
         if ("copy", link.target, link.position) in self.kept and not transient:
             return self._kept_life(link.target, self.hybrid.recompute == "full" or self.again(link.target))

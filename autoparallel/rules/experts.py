@@ -22,14 +22,15 @@ aten = torch.ops.aten
 
 @rule_for("autoparallel::routed_experts")
 def routed_experts(op: OpView) -> Rule:
+    """Experts are taken to be chosen evenly: with a part of them, a rank computes and keeps that part of the rows."""
     body, tokens, rows = body_of(op.arg("body")), op.shapes[0][0], op.shapes[1][0]
     weights = len(op.arg("weights"))
     first = ["t"] * (len(op.inputs) - weights) + ["e"] * weights
     inputs = tuple((f, *(None,) * (len(s) - 1)) for f, s in zip(first, op.shapes, strict=True))
-    made = body.made_bytes * rows / op.inputs[0].num_elements
     return Rule(inputs, (("t", *(None,) * len(body.width)),), {"t": tokens, "e": body.num_experts},
                 reduce=frozenset({"e"}), even={"t": (tokens,)}, flops=body.flops * rows, op_class="matmul",
-                saves=frozenset(range(len(inputs))), extra_bytes={0: made}, variants=(_dispatch(op, tokens),))
+                saves=frozenset(range(len(inputs))), work_bytes=body.made_bytes * rows,
+                variants=(_dispatch(op, tokens),))
 
 
 def _dispatch(op: OpView, tokens: int) -> Row:

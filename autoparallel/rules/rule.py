@@ -70,8 +70,9 @@ class Rule:
     must be whole and the same everywhere (no R row either; for ops whose result depends on more than their inputs).
     ``flops`` of one forward call; ``op_class`` names the efficiency curve; ``saves`` says which inputs (by position)
     and whether the output are kept for backward; ``alias`` ops move no data; ``extra_bytes[i]`` per element of input i
-    are kept too (a dropout's mask, what a norm knows of a row). ``backward_flops`` per forward flop, when all inputs
-    need gradients.
+    are kept too (a dropout's mask, what a norm knows of a row), and so are ``work_bytes``, which the op makes inside as
+    it works: a rank that does a part of the work makes a part of them. ``backward_flops`` per forward flop, when all
+    inputs need gradients.
     """
 
     inputs: tuple[Dims, ...]
@@ -89,6 +90,7 @@ class Rule:
     alias: bool = False
     random: bool = False
     extra_bytes: Mapping[int, float] = field(default_factory=dict)
+    work_bytes: float = 0.0
     backward_flops: float = 2.0
     variants: tuple[Row, ...] = ()
 

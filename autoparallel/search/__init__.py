@@ -14,7 +14,7 @@ from autoparallel.search.problem import (
     Solution,
     evaluate,
 )
-from autoparallel.search.solver import SEARCHES, Progress, solve
+from autoparallel.search.solver import SEARCHES, Progress, plan_within, solve
 
 __all__ = [
     "SEARCHES",
@@ -28,5 +28,6 @@ __all__ = [
     "Progress",
     "Solution",
     "evaluate",
+    "plan_within",
     "solve",
 ]

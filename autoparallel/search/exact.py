@@ -84,8 +84,10 @@ def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WOR
     return eliminator.work([n.costs for n in problem.nodes], [e.costs for e in problem.edges]) <= work_cells
 
 
-def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Callable[[Outcome], None]) -> Outcome:
-    """Optimal where the best plan without a limit fits; else the best prices' bound and the best repaired plan.
+def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Callable[[Outcome], None],
+                gap: float = TARGET_GAP) -> Outcome:
+    """Optimal where the best plan without a limit fits; else the best prices' bound and the best repaired plan, until
+    they are within ``gap`` (a share of the plan's cost).
 
     ``relax`` solves priced problems by elimination. The first answer tells how long each takes; without the time for
     `LEAST_PRICINGS` of them its bound is all that comes back, and no choice. ``tell`` hears of the first bound and of
@@ -106,9 +108,9 @@ def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Call
     incumbent = Incumbent(problem, memory, deadline, lambda plan, cost: tell(Outcome(plan, cost, value, "better")))
     least = lowest_peak(problem, relax, min(deadline, start + LEAST_S), LEAST_ROUNDS, problem.limit)
     _take_least(incumbent, least)
-    dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, TARGET_GAP, unpriced)
+    dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, gap, unpriced)
     for contrast, dear_last in MIXTURES if dual.bound < FORBIDDEN else ():
-        if incumbent.objective - dual.bound <= MIXED_GAP * abs(dual.bound) or time.monotonic() >= deadline:
+        if incumbent.objective - dual.bound <= max(MIXED_GAP, gap) * abs(dual.bound) or time.monotonic() >= deadline:
             break
         for mixed in mixed_plans(problem, memory, relax, deadline, dual.prices, contrast, dear_last):
             incumbent.offer(mixed)

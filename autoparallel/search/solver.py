@@ -56,8 +56,9 @@ def table_cells(problem: Problem) -> int:
 class Run:
     """One call of `solve`: the problem, the clock, and the best plan and bound so far."""
 
-    def __init__(self, problem: Problem, deadline: float, pricer: Pricer | None, progress: Progress | None) -> None:
-        self.problem, self.deadline, self.pricer = problem, deadline, pricer
+    def __init__(self, problem: Problem, deadline: float, pricer: Pricer | None, progress: Progress | None,
+                 gap: float = TARGET_GAP) -> None:
+        self.problem, self.deadline, self.pricer, self.gap = problem, deadline, pricer, gap
         self._progress = progress
         self.best = Outcome(None, FORBIDDEN, trivial_bound(problem), "not started")
         self._prices: np.ndarray | None = None
@@ -94,7 +95,7 @@ class Run:
         """Elimination, with prices for memory; where it is too wide, axes one at a time, then `wide`."""
         if self.can_eliminate:
             found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve,
-                                lambda better: self.note(better, self.reduced))
+                                lambda better: self.note(better, self.reduced), self.gap)
             self._prices = found.prices
             self.note(found, self.reduced)
             if self._prices is not None or self.best.choice is not None:
@@ -238,6 +239,18 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
     seconds = {**best.seconds, "total": time.monotonic() - start}
     return Solution(best.choice, judged.objective, min(best.lower_bound, judged.objective), judged.peak_bytes,
                     best.stop_reason, search, seconds)
+
+
+def plan_within(problem: Problem, gap: float, time_limit_s: float, pricer: Pricer | None = None
+                ) -> tuple[int, ...] | None:
+    """A plan whose cost is within ``gap`` (a share) of the least, or the best that was found in time; None where none
+    fits, or none was found. Without proof or explanation: for problems of which there are many."""
+    run = Run(problem, time.monotonic() + time_limit_s, pricer, None, gap)
+    try:
+        run.exact()
+    except InfeasibleError:
+        return None
+    return run.best.choice
 
 
 def _solve_classes(problem: Problem, search: str, time_limit_s: float | None, pricer: Pricer | None,
