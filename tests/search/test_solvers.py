@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, evaluate, iopddl, solve
+from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, evaluate, iopddl, plan_within, solve
 from tests.search.problems import EXAMPLE, all_plans, block_chain, lateness, random_problem, seeds, two_axes
 
 
@@ -22,6 +22,10 @@ def check_against_brute_force(problem: Problem) -> None:
     plans = [judged for _, judged in all_plans(problem)]
     costs = [judged.objective for judged in plans if judged.feasible]
     least = min((judged.peak_bytes for judged in plans if judged.objective < math.inf), default=math.inf)
+    quick = plan_within(problem, 0.02, math.inf)
+    if quick is not None:
+        judged = evaluate(problem, quick)
+        assert judged.feasible and (problem.limit < math.inf or judged.objective <= 1.02 * min(costs))
     for search in SEARCHES:
         if not costs:
             with pytest.raises(InfeasibleError) as caught:
