@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoparallel.capture import Ref, capture, find_blocks
+from autoparallel.capture import OpGraph, Ref, capture, find_blocks
+from autoparallel.capture.compositions import COMPOSITIONS
 from autoparallel.errors import CaptureError
 from autoparallel.runtime.interpret import values_of
 from tests.models import CASES
@@ -16,12 +17,23 @@ from tests.models import CASES
 
 def traced(function: Any, *inputs: torch.Tensor) -> list[str]:
     """Op names of a function of tensors."""
+    return [node.op_name for node in captured(function, *inputs).of_kind("op")]
 
+
+def captured(function: Any, *inputs: torch.Tensor) -> OpGraph:
     class Model(nn.Module):
         def forward(self, *args: torch.Tensor) -> Any:
             return function(*args)
 
-    return [node.op_name for node in capture(Model(), inputs).of_kind("op")]
+    return capture(Model(), inputs)
+
+
+def outputs(graph: OpGraph, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What the graph computes."""
+    known = {Ref(node.index): graph.constant_tensors[node.path] for node in graph.of_kind("buffer")}
+    known |= {Ref(node.index): inputs[int(node.path)] for node in graph.of_kind("input")}
+    made = values_of(graph, graph.outputs, known, torch.device("cpu"))
+    return tuple(made[ref] for ref in graph.outputs)
 
 
 X = torch.ones(4, 6)
@@ -83,16 +95,58 @@ def a_copy_is_not_a_view(x: torch.Tensor) -> torch.Tensor:
 def test_writing_through_views(function: Any) -> None:
     """The functional program computes what the writing one does; in whisper's, BART's and T5's labels it is needed."""
 
-    class Model(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return function(x)
-
     x = torch.randn(4, 6)
-    graph = capture(Model(), (x,))
-    (given,) = graph.of_kind("input")
-    known = {Ref(node.index): graph.constant_tensors[node.path] for node in graph.of_kind("buffer")}
-    made = values_of(graph, graph.outputs, {**known, Ref(given.index): x}, torch.device("cpu"))
-    torch.testing.assert_close(tuple(made[ref] for ref in graph.outputs), _tuple(function(x)))
+    torch.testing.assert_close(outputs(captured(function, x), x), _tuple(function(x)))
+
+
+RENAMED = {target._schema.name.split("::")[1] for target in COMPOSITIONS} - {"diff", "index_put"}
+WRITTEN_AS_OTHERS: dict[str, Any] = {
+    "conjugate transpose": lambda x: torch.complex(x, x + 1).mH,
+    "stacks": lambda x: (torch.hstack([x, x]), torch.vstack([x[0], x[1]]), torch.dstack([x, x]),
+                         torch.hstack([x[0], x[1]]), torch.column_stack([x[:, 0], x])),
+    "splits": lambda x: (*x.hsplit(2), *x.vsplit([1, 2]), *x.reshape(2, 3, 4).dsplit(2), x[0].hsplit(3)[1]),
+    "products": lambda x: (torch.inner(x, x), torch.tensordot(x, x, ([0], [0])), torch.kron(x, x[0]),
+                           torch.tensordot(x.reshape(2, 2, 6), x.reshape(6, 2, 2), ([-1, 0], [0, 2]))),
+    "rotations": lambda x: tuple(torch.rot90(x.reshape(2, 3, 4), k, (0, -1)) for k in range(-1, 4)),
+    "pixels": lambda x: (nn.functional.pixel_shuffle(x.reshape(4, 2, 3), 2),
+                         nn.functional.pixel_unshuffle(x.reshape(1, 1, 4, 6), 2),
+                         nn.functional.channel_shuffle(x.reshape(1, 6, 2, 2), 3)),
+    "places along a dim": lambda x: (torch.take_along_dim(x, -torch.arange(2).reshape(1, 2), 1),
+                                     torch.take_along_dim(x, torch.arange(9))),
+    "orders": lambda x: (torch.msort(x), torch.diff(x, n=0, dim=0, prepend=x), torch.diff(x, dim=0)),
+    "products of sets": lambda x: torch.cartesian_prod(x[0], x[1, :2], x[2, :3]),
+    "sums to a size": lambda x: (x.reshape(2, 2, 6).sum_to_size(2, 1), x.sum_to_size(4, 6)),
+    "diagonals": lambda x: (torch.diag(x, 1), torch.diag(x[0], -1), torch.diagflat(x, 1), torch.linalg.diagonal(x)),
+    "trapezoids": lambda x: (torch.trapezoid(x, dim=0), torch.trapezoid(x, dx=3.0), torch.trapezoid(x, x[0] ** 2),
+                             torch.cumulative_trapezoid(x, x**2, dim=0), torch.trapezoid(x, x[:1] ** 2)),
+    "tiles": lambda x: (x.tile(2), x.tile(2, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("name", list(WRITTEN_AS_OTHERS))
+def test_ops_that_are_others(name: str) -> None:
+    """The same values, of ops that are not the ones that were called."""
+    x = torch.randn(4, 6, dtype=torch.float64)
+    graph = captured(WRITTEN_AS_OTHERS[name], x)
+    assert not any(node.op_name.split(".")[1] in RENAMED for node in graph.of_kind("op"))
+    torch.testing.assert_close(outputs(graph, x), _tuple(WRITTEN_AS_OTHERS[name](x)))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_mask_that_is_written_to_chooses(accumulate: bool) -> None:
+    """Of values that are the same in all places of the mask; others have as many rows as the mask has places."""
+    x, mask = torch.randn(4, 6), torch.tensor([True, False, True, True])
+
+    def same(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x.index_put((mask,), torch.arange(6.0), accumulate=accumulate)
+
+    def each(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x.index_put((mask,), x[:3], accumulate=accumulate)
+
+    graph = captured(same, x, mask)
+    assert "aten.where.self" in [node.op_name for node in graph.of_kind("op")]
+    torch.testing.assert_close(outputs(graph, x, mask), _tuple(same(x, mask)))
+    assert "aten.index_put.default" in traced(each, x, mask)
 
 
 def _tuple(value: Any) -> tuple[torch.Tensor, ...]:

@@ -25,7 +25,8 @@ Database = Callable[[Sequence[str]], list[Any]]
 @pytest.fixture(scope="module")
 def study() -> Iterator[Study]:
     with dtensor.meshes((2,)) as meshes:
-        yield Study((2,), 1, 0, lambda case, inputs, size: dtensor.claimed(case, inputs, meshes[size]))
+        yield Study((2,), 1, 0, lambda case, inputs, size: dtensor.claimed(case, inputs, meshes[size]),
+                    lambda case, combination, size: dtensor.kept(case, combination, meshes[size]))
 
 
 @pytest.fixture
@@ -80,6 +81,16 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(claim.wrong for claim in claims(case, 2)[0])
     monkeypatch.setitem(module.DUAL, "R", module.INVARIANT)
     assert any("gradient" in claim.wrong for claim in claims(case, 2)[0])
+
+
+def test_dtensor_is_held_to_what_it_runs(study: Study) -> None:
+    """Its argmax of a cut dim communicates, and is right; what it says of a convolution of summands is wrong; a norm
+    of pieces is not one of the summands that a sum makes whole."""
+    argmax = study.judge(case_of(aten.argmax.default, (4, 6), -1)).counts
+    assert argmax.dtensor_right > argmax.right and not argmax.dtensor_wrong
+    assert study.judge(case_of(aten.conv1d.default, (1, 3, 4), (3, 3, 3), (3,), [2], [2])).counts.dtensor_wrong
+    norm = study.judge(case_of(aten.linalg_vector_norm.default, (4, 6), 2, [1])).counts
+    assert norm.dtensor_right == norm.right == 1 and not norm.dtensor_wrong
 
 
 def test_a_handful_of_ops(study: Study, database: Database) -> None:

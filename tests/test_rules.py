@@ -142,7 +142,7 @@ def test_reshape_cuts_the_leading_dim_of_each_group() -> None:
 
 def test_embedding_with_a_cut_vocabulary_is_a_summand() -> None:
     assert table(call(aten.embedding.default, f(16, 6), ids(16, 4, 5))) == [
-        "repeat: I I -> I", "part: R R -> R",
+        "repeat: I I -> I", "part: R R -> R", "linear(0): P R -> P",
         "h: S(1) R -> S(2)", "b0: R S(0) -> S(0)", "b1: R S(1) -> S(1)",
         "vocabulary: S(0) R -> P",
     ]
@@ -256,6 +256,8 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.matmul.default, f(4, 6), f(6)),
         call(aten.matmul.default, f(6), f(3, 6, 5)),
         call(aten.outer.default, f(4), f(6)),
+        call(aten.linalg_multi_dot.default, [f(4, 6), f(6, 5), f(5, 8)]),
+        call(aten.linalg_multi_dot.default, [f(4), f(4, 6), f(6, 5), f(5)]),
         call(aten.bilinear.default, f(4, 6), f(4, 5), f(8, 6, 5), f(8)),
     ],
     "linalg": lambda: [
@@ -267,6 +269,11 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.linalg_vecdot.default, f(4, 6), f(4, 6)),
         call(aten.cdist.default, f(2, 4, 3), f(2, 6, 3)),
         call(aten.cdist.default, f(4, 6), f(5, 6)),
+        call(aten.linalg_vander.default, f(4, 6)),
+        call(aten.linalg_vander.default, f(4, 6), N=3),
+        call(aten.linalg_tensorsolve.default, f(2, 3, 6), f(2, 3)),
+        call(aten.pairwise_distance.default, f(4, 6), f(4, 6) + 1, keepdim=True),
+        call(aten.cosine_similarity.default, f(4, 6, 5), f(6, 5), 1),
     ],
     "einsum": lambda: [
         call(aten.einsum.default, "...k,kn->...n", [f(2, 4, 6), f(6, 3)]),
@@ -306,6 +313,9 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.isin.Tensor_Tensor, ids(9, 4, 6), ids(9, 3)),
         call(aten.bucketize.Tensor, f(4, 6), f(3).sort()[0]),
         call(aten.one_hot.default, ids(9, 4, 6), 9),
+        call(aten.masked_scatter.default, f(4, 6), mask(4, 6), f(24)),
+        call(aten.scatter_reduce.two, f(4, 9), 1, ids(9, 4, 6), f(4, 6), "mean", include_self=False),
+        call(aten.repeat_interleave.self_Tensor, f(3, 4), torch.tensor([2, 0, 1]), 0),
     ],
     "order": lambda: [
         call(aten.sort.default, f(4, 6)),
@@ -316,6 +326,9 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.diff.default, f(4, 6), 1, -1, f(4, 1)),
         call(aten.diff.default, mask(4, 6)),
         call(aten.histc.default, f(12), 5, -1, 1),
+        call(aten.gradient.array, f(4, 6, 5), dim=[0, 2]),
+        call(aten.gradient.tensorarrayint, f(4, 6), spacing=[f(6).sort()[0]], dim=1),
+        call(aten.quantile.default, f(4, 6), torch.tensor([0.25, 0.5]).double(), 1),
     ],
     "attention": lambda: [
         call(aten.scaled_dot_product_attention.default, f(4, 6, 5, 2), f(4, 6, 7, 2), f(4, 6, 7, 3)),
@@ -349,9 +362,6 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.flipud.default, f(4, 6)),
         call(aten.fliplr.default, f(4, 6)),
         call(aten.roll.default, f(4, 6), [3]),
-        call(aten.rot90.default, f(4, 5, 6), 1, [0, 2]),
-        call(aten.pixel_shuffle.default, f(4, 8, 3, 3), 2),
-        call(aten.channel_shuffle.default, f(4, 6, 3, 4), 3),
         call(aten.diag_embed.default, f(4, 6, 3), 1, 0, 2),
         call(aten.diagonal_scatter.default, f(4, 5, 5), f(4, 4), 1, 1, 2),
         call(aten.block_diag.default, [f(4, 5), f(2, 3)]),
@@ -385,6 +395,10 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.cummax.default, f(4, 6), 0),
         call(aten.glu.default, f(4, 6), 1),
         call(aten.log_softmax.int, f(4, 6), 0),
+        call(aten._softmax_backward_data.default, f(4, 6), f(4, 6).softmax(1), 1, torch.float64),
+        call(aten.linalg_vector_norm.default, f(4, 6), 1, [1]),
+        call(aten.quantile.scalar, f(4, 6), 0.3, 1, True),
+        call(aten.linalg_matrix_norm.default, f(4, 6, 5), 1),
     ],
     "norm": lambda: [
         call(aten.layer_norm.default, f(4, 6, 8), [8], f(8), f(8)),
@@ -393,6 +407,7 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.group_norm.default, f(4, 6, 5), 3, f(6), f(6)),
         call(aten.instance_norm.default, f(4, 6, 5), f(6), f(6), None, None, True, 0.1, 1e-5, False),
         call(aten.native_layer_norm.default, f(4, 6, 8), [8], f(8), f(8), 1e-5),
+        call(aten._native_batch_norm_legit.no_stats, f(4, 6, 5), f(6), f(6), True, 0.1, 1e-5),
     ],
     "conv": lambda: [
         call(aten.conv2d.default, f(4, 6, 7, 7), f(5, 6, 3, 3), f(5), [2, 2], [1, 1]),
@@ -410,6 +425,8 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.conv_transpose2d.input, f(4, 6, 5, 5), f(6, 8, 2, 2), f(8), [2, 2]),
         call(aten.max_pool2d_with_indices.default, f(4, 6, 8, 8), [2, 2]),
         call(aten.upsample_bilinear2d.vec, f(4, 6, 4, 4), [8, 8], False, None),
+        call(aten.grid_sampler_2d.default, f(4, 6, 5, 5), f(4, 3, 8, 2), 0, 0, False),
+        call(aten.max_unpool2d.default, f(4, 6, 2, 2), torch.tensor([[0, 3], [8, 10]]).expand(4, 6, 2, 2), [4, 4]),
         call(aten.im2col.default, f(4, 6, 5, 5), [3, 3], [1, 1], [1, 1], [1, 1]),
     ],
     "recurrent": lambda: [
@@ -421,6 +438,8 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
     "spectral": lambda: [
         call(aten.fft_rfft.default, f(4, 6, 8)),
         call(aten.fft_fftn.default, f(4, 6, 8), None, [1, 2]),
+        call(aten.fft_ihfft.default, f(4, 6, 8)),
+        call(aten.stft.default, f(4, 40), 8, None, None, f(8), return_complex=True),
         call(aten.fft_irfft.default, torch.complex(f(4, 6, 5), f(4, 6, 5) + 1), 8, 1),
         call(aten.real.default, torch.complex(f(4, 6), f(4, 6) + 1)),
         call(aten.complex.default, f(4, 6), f(4, 6)),
@@ -445,6 +464,11 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.nll_loss_nd.default, f(8, 10), ids(10, 8), None, 2),
         call(aten.binary_cross_entropy_with_logits.default, f(4, 6), f(4, 6).sigmoid(), None, None, 2),
         call(aten.kl_div.default, f(4, 6), f(4, 6).softmax(1), 2),
+        call(aten.cross_entropy_loss.default, f(8, 10), f(8, 10).softmax(1), None, 2),
+        call(aten.poisson_nll_loss.default, f(4, 6), f(4, 6).exp(), True, False, 1e-8, 2),
+        call(aten.hinge_embedding_loss.default, f(4, 6), f(4, 6).sign(), 1.0, 0),
+        call(aten.cosine_embedding_loss.default, f(4, 6), f(4, 6) + 1, f(4).sign(), 0.1, 2),
+        call(aten.triplet_margin_loss.default, f(4, 6), f(4, 6) + 1, f(4, 6) - 1, reduction=0),
     ],
     "pointwise": lambda: [
         call(aten.add.Tensor, f(4, 6), f(6), alpha=2),
@@ -477,6 +501,9 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.maximum.default, f(4, 6), f(6)),
         call(aten.gt.Scalar, f(4, 6), 0.0),
         call(aten.frexp.Tensor, f(4, 6)),
+        call(aten.masked_fill.Tensor, f(4, 6), mask(4, 6), f()),
+        call(aten.to.dtype, ids(9, 4, 6), torch.float64),
+        call(aten.xlogy.Tensor, f(4, 6), f(6).exp()),
     ],
 }
 

@@ -19,6 +19,15 @@ def emit(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> No
     return node
 
 
+def argument(node: Node, name: str) -> Any:
+    """The value of a schema argument, its default when it is not given."""
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            given = node.args[position] if position < len(node.args) else declared.default_value
+            return node.kwargs.get(name, given)
+    raise KeyError(f"{node.target} has no argument {name!r}")
+
+
 def replace(node: Node, new: Node, mutations: dict[str, Node]) -> None:
     node.replace_all_uses_with(new)
     for name, value in mutations.items():

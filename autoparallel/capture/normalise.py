@@ -16,7 +16,8 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.capture.editing import Node, emit, replace, source_line
+from autoparallel.capture.compositions import COMPOSITIONS, Rewrite
+from autoparallel.capture.editing import Node, argument, emit, replace, source_line
 from autoparallel.capture.experts import gather_experts
 from autoparallel.capture.functionalise import functionalise
 from autoparallel.capture.masks import drop_masks
@@ -97,9 +98,6 @@ def drop_dead(graph: Graph, mutations: dict[str, Node]) -> None:
 
 # --- one op at a time --------------------------------------------------------------------------------------------
 
-Rewrite = Callable[[Graph, Node], Node | None]
-
-
 def _each(rewrites: dict[Any, Rewrite]) -> Callable[[Graph, dict[str, Node]], None]:
     def run(graph: Graph, mutations: dict[str, Node]) -> None:
         for node in list(graph.nodes):
@@ -163,8 +161,9 @@ def _expand(graph: Graph, node: Node) -> Node:
 
 
 def _repeat(graph: Graph, node: Node) -> Node:
-    """repeat -> expand of a dim before each repeated one, merged: [a, b] 2 x 3 times is [2, a, 3, b] -> [2 a, 3 b]."""
+    """repeat, tile -> expand before each dim, merged: [a, b] 2 x 3 times is [2, a, 3, b] -> [2 a, 3 b]."""
     source, repeats = node.args[0], list(node.args[1])
+    repeats = [1] * (source.meta["val"].dim() - len(repeats)) + repeats
     shape = [1] * (len(repeats) - source.meta["val"].dim()) + list(source.meta["val"].shape)
     return _expanded_between(graph, node, [(1, n) for n in shape], list(zip(repeats, shape, strict=True)))
 
@@ -238,24 +237,29 @@ def _weight_norm(graph: Graph, node: Node) -> Node:
 def _pieces(graph: Graph, node: Node) -> None:
     """split, chunk, unbind -> one slice (or select) per piece that is used."""
     source = node.args[0]
-    argument = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    if node.target is aten.unbind.int:
-        argument = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    dim = argument % source.meta["val"].dim()
+    single = node.target in (aten.unbind.int, aten.unbind_copy.int)
+    dim = _split_dim(node) % source.meta["val"].dim()
     start = 0
     pieces: list[tuple[int, int]] = []
     for value in node.meta["val"]:
-        length = 1 if node.target is aten.unbind.int else value.shape[dim]
+        length = 1 if single else value.shape[dim]
         pieces.append((start, length))
         start += length
     for user in list(node.users):
         start, length = pieces[user.args[1]]
-        if node.target is aten.unbind.int:
+        if single:
             new = emit(graph, user, aten.select.int, source, dim, start)
         else:
             new = emit(graph, user, aten.slice.Tensor, source, dim, start, start + length)
         user.replace_all_uses_with(new)
         graph.erase_node(user)
+
+
+def _split_dim(node: Node) -> int:
+    """hsplit, vsplit and dsplit name it themselves."""
+    named = {"aten::vsplit": 0, "aten::dsplit": 2, "aten::hsplit": min(1, node.args[0].meta["val"].dim() - 1)}
+    name = node.target._schema.name
+    return named[name] if name in named else argument(node, "dim")
 
 
 def _broadcast(graph: Graph, node: Node) -> None:
@@ -355,40 +359,32 @@ def _filled(graph: Graph, node: Node) -> Node | None:
     return emit(graph, node, aten.full.default, list(value.shape), fill, dtype=value.dtype, device=value.device)
 
 
-def _argument(node: Node, name: str) -> Any:
-    """The value of a schema argument, its default when it is not given."""
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            given = node.args[position] if position < len(node.args) else argument.default_value
-            return node.kwargs.get(name, given)
-    raise KeyError(f"{node.target} has no argument {name!r}")
-
-
-def _sum_instead(graph: Graph, node: Node) -> Node:
-    """The same loss, summed."""
-    names = [argument.name for argument in node.target._schema.arguments]
+def _reduced(graph: Graph, node: Node, reduction: int) -> Node:
+    """The same loss, not reduced (0) or summed (2)."""
+    names = [declared.name for declared in node.target._schema.arguments]
     positional = names[: max(len(node.args), names.index("reduction") + 1)]
-    values = {name: 2 if name == "reduction" else _argument(node, name) for name in positional}
+    values = {name: reduction if name == "reduction" else argument(node, name) for name in positional}
     rest = {name: value for name, value in node.kwargs.items() if name not in values}
     return emit(graph, node, node.target, *values.values(), **rest)
 
 
 def _loss_mean(graph: Graph, node: Node) -> Node | None:
-    """loss(x, y, mean) -> loss(x, y, sum) / number of elements."""
-    if _argument(node, "reduction") != 1:
+    """loss(x, y, mean) -> loss(x, y, sum) / number of elements of the loss that is not reduced."""
+    if argument(node, "reduction") != 1:
         return None
-    count = math.prod(torch.broadcast_shapes(node.args[0].meta["val"].shape, node.args[1].meta["val"].shape))
-    return emit(graph, node, aten.mul.Tensor, _sum_instead(graph, node), 1.0 / count)
+    count = _reduced(graph, node, 0).meta["val"].numel()
+    return emit(graph, node, aten.mul.Tensor, _reduced(graph, node, 2), 1.0 / count)
 
 
 def _cross_entropy(graph: Graph, node: Node) -> Node | None:
     """Mean over the targets that count -> sum / count, both of which may be summed over ranks."""
-    target = _argument(node, "target")
-    if (_argument(node, "weight") is not None or target.meta["val"].is_floating_point()
-            or _argument(node, "reduction") != 1):
+    target = argument(node, "target")
+    if target.meta["val"].is_floating_point():
+        return _loss_mean(graph, node)
+    if argument(node, "weight") is not None or argument(node, "reduction") != 1:
         return None
-    total = _sum_instead(graph, node)
-    counts = emit(graph, node, aten.ne.Scalar, target, _argument(node, "ignore_index"))
+    total = _reduced(graph, node, 2)
+    counts = emit(graph, node, aten.ne.Scalar, target, argument(node, "ignore_index"))
     counts = emit(graph, node, aten.to.dtype, counts, torch.float32)
     counts = emit(graph, node, aten.sum.dim_IntList, counts, list(range(target.meta["val"].dim())), False)
     return emit(graph, node, aten.div.Tensor, total, counts)
@@ -444,7 +440,7 @@ def share_masks(graph: Graph, mutations: dict[str, Node]) -> None:
     own of a boolean mask in each."""
     readers: dict[tuple[Node, torch.dtype], list[Node]] = {}
     for node in graph.nodes:
-        mask = _argument(node, "attn_mask") if node.target is aten.scaled_dot_product_attention.default else None
+        mask = argument(node, "attn_mask") if node.target is aten.scaled_dot_product_attention.default else None
         if mask is not None and mask.meta["val"].dtype == torch.bool:
             readers.setdefault((mask, node.args[0].meta["val"].dtype), []).append(node)
     for (mask, dtype), nodes in readers.items():
@@ -480,6 +476,13 @@ LISTS = {
     aten.tensor_split.sections: _pieces,
     aten.tensor_split.indices: _pieces,
     aten.unbind.int: _pieces,
+    aten.unbind_copy.int: _pieces,
+    aten.hsplit.int: _pieces,
+    aten.hsplit.array: _pieces,
+    aten.vsplit.int: _pieces,
+    aten.vsplit.array: _pieces,
+    aten.dsplit.int: _pieces,
+    aten.dsplit.array: _pieces,
     aten.broadcast_tensors.default: _broadcast,
     aten.meshgrid.default: _meshgrid,
     aten.meshgrid.indexing: _meshgrid,
@@ -487,10 +490,12 @@ LISTS = {
 VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
          aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int, aten._unsafe_view.default,
          aten.view_as.default, aten.reshape_as.default, aten.view_copy.default, aten.ravel.default,
-         aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default)
+         aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default, aten.unsqueeze_copy.default,
+         aten.squeeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims)
 PERMUTES = (aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default, aten.mT.default,
             aten.swapaxes.default, aten.swapdims.default, aten.movedim.int, aten.movedim.intlist,
-            aten.moveaxis.int, aten.moveaxis.intlist, aten.permute_copy.default)
+            aten.moveaxis.int, aten.moveaxis.intlist, aten.permute_copy.default, aten.transpose_copy.int,
+            aten.t_copy.default)
 COPIES = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default, aten.to.other,
           aten.type_as.default)
 IDENTITIES = (aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift_fresh.default,
@@ -501,7 +506,9 @@ FILLED = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, 
           aten.empty.memory_format, aten.zero.default)
 LOSSES = (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
           aten.kl_div.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
-          aten.soft_margin_loss.default)
+          aten.soft_margin_loss.default, aten.poisson_nll_loss.default, aten.hinge_embedding_loss.default,
+          aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default, aten.margin_ranking_loss.default,
+          aten.multi_margin_loss.default, aten.multilabel_margin_loss.default)
 #: Other names of the same ops.
 SYNONYMS = {
     aten.multiply.Tensor: aten.mul.Tensor, aten.multiply.Scalar: aten.mul.Scalar, aten.divide.Tensor: aten.div.Tensor,
@@ -519,11 +526,13 @@ WRITTEN = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor)
 PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     drop_asserts,
     batch_norm,
+    _each(COMPOSITIONS),
     _each(dict.fromkeys(SYNONYMS, _synonym)),
     _each(dict.fromkeys(IDENTITIES, _identity)),
     _each(dict.fromkeys(COPIES, _same_dtype)),
     _each({aten.addmm.default: _addmm, aten._weight_norm.default: _weight_norm, aten.repeat.default: _repeat,
-           aten.repeat_interleave.self_int: _repeat_interleave, aten.cat.default: _cat, aten.cross.default: _cross}),
+           aten.tile.default: _repeat, aten.repeat_interleave.self_int: _repeat_interleave, aten.cat.default: _cat,
+           aten.cross.default: _cross}),
     _each(dict.fromkeys(WRITTEN, _copy)),
     _each(dict.fromkeys(VIEWS, _reshape)),
     _each(dict.fromkeys(PERMUTES, _permute)),

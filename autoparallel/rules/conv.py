@@ -52,8 +52,9 @@ def _grouped(op: OpView) -> Rule:
     channels = "g" if op.target._overloadname == "default" else None
     inputs = ((batch, channels, *space), (channels, None, *space), (channels,))[: len(op.shapes)]
     sizes = ({"b": x[0]} if batch else {}) | ({"g": groups} if channels else {})
-    return Rule(inputs, ((batch, channels, *space),), sizes, even={"g": (groups, x[1], w[0])}, op_class="conv",
-                saves=frozenset({0, 1}))
+    linear = tuple(frozenset({i, 2} & set(range(len(op.shapes))) | {i}) for i in (0, 1))
+    return Rule(inputs, ((batch, channels, *space),), sizes, linear=linear, even={"g": (groups, x[1], w[0])},
+                op_class="conv", saves=frozenset({0, 1}))
 
 
 def _over_batch_and_channels(op: OpView, num_space: int, **rest: object) -> Rule:
@@ -85,6 +86,34 @@ def pool(op: OpView) -> Rule:
 def upsample(op: OpView) -> Rule:
     return _over_batch_and_channels(op, len(op.out.shape) - 2, flops=4.0 * op.out.num_elements,
                                     linear=(frozenset({0}),))
+
+
+@rule_for(aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def at_points(op: OpView) -> Rule:
+    """Each point of the grid reads from the whole space of its instance."""
+    points, space = (", ".join(pattern) for pattern in
+                     zip(*((f"p{d}", ".") for d in range(len(op.shapes[0]) - 2)), strict=True))
+    return einsum_rule(f"x[b, c, {space}], grid[b, {points}, .] -> y[b, c, {points}]", op.shapes, [op.out.shape],
+                       linear=("x",), flops_per_point=10.0, op_class="gather", saves=frozenset({0, 1}))
+
+
+@rule_for(aten.max_unpool2d.default, aten.max_unpool3d.default)
+def unpool(op: OpView) -> Rule:
+    """Values back to their places in the space of their channel."""
+    space = 2 if op.target is aten.max_unpool2d.default else 3
+    rule = _over_batch_and_channels(op, space, flops=float(op.out.num_elements), linear=(frozenset({0}),),
+                                    saves=frozenset({1}))
+    return replace(rule, inputs=rule.inputs * 2)
+
+
+@rule_for(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
+def fractional_pool(op: OpView) -> Rule | None:
+    """Windows at random places, which are an input: for each channel of each instance its own."""
+    x, places = op.shapes
+    if x[:2] != places[:2]:
+        return None
+    rule = _over_batch_and_channels(op, len(x) - 2, flops=float(op.inputs[0].num_elements), saves=frozenset({0}))
+    return replace(rule, inputs=(*rule.inputs, (*rule.inputs[0][:2], None)))
 
 
 @rule_for(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)

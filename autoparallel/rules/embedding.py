@@ -15,7 +15,8 @@ aten = torch.ops.aten
 def embedding(op: OpView) -> Rule | None:
     if op.arg("scale_grad_by_freq"):
         return None
-    rule = einsum_rule("w[., h], ids[*b] -> y[*b, h]", op.shapes, [op.out.shape], op_class="gather")
+    rule = einsum_rule("w[., h], ids[*b] -> y[*b, h]", op.shapes, [op.out.shape], linear=("w",),
+                       op_class="gather")
     # A vocabulary cut gives each rank the rows of its own ids and zeros elsewhere: a summand of the result.
     vocabulary = Row("vocabulary", (shard(0), REPLICATE), (PARTIAL,), "vocabulary", variant="vocabulary")
     return Rule(**{**rule.__dict__, "flops": float(op.out.num_elements), "variants": (vocabulary,)})

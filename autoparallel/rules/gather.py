@@ -102,7 +102,15 @@ def scatter_reduce(op: OpView) -> Rule | None:
     if op.arg("reduce") == "sum" and op.arg("include_self"):
         return scatter_add(op)
     rule = _scattered(op)
-    return replace(rule, linear=(), saves=frozenset({0, 1, 2}), saves_output=True) if rule is not None else None
+    linear = _in_turn(op.arg("reduce"), bool(op.arg("include_self")))
+    return replace(rule, linear=linear, saves=frozenset({0, 1, 2}), saves_output=True) if rule is not None else None
+
+
+def _in_turn(reduce: str, include_self: bool) -> tuple[frozenset[int], ...]:
+    """Sums and means are linear in the tensor and in what is written to it together, a product in the tensor."""
+    if reduce in ("sum", "mean"):
+        return (frozenset({0, 2}),)
+    return (frozenset({0}),) if reduce == "prod" and include_self else ()
 
 
 @rule_for(aten.scatter_add.default)
@@ -168,7 +176,8 @@ def index_reduce(op: OpView) -> Rule | None:
         return None
     whole = [tuple(None if f == "i" else f for f in dims) for dims in rule.inputs]
     return replace(rule, inputs=tuple(whole), sizes={f: n for f, n in rule.sizes.items() if f != "i"},
-                   reduce=frozenset(), additive=frozenset(), linear=(), saves=frozenset({0, 1, 2}), saves_output=True)
+                   reduce=frozenset(), additive=frozenset(), saves=frozenset({0, 1, 2}), saves_output=True,
+                   linear=_in_turn(op.arg("reduce"), bool(op.arg("include_self"))))
 
 
 @rule_for(aten.take.default)
@@ -189,12 +198,45 @@ def searchsorted(op: OpView) -> Rule:
                 flops=4.0 * op.out.num_elements, op_class="gather")
 
 
-@rule_for(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
-def looked_up(op: OpView) -> Rule:
+@rule_for(aten.isin.Tensor_Tensor)
+def isin(op: OpView) -> Rule:
+    return _looked_up(op)
+
+
+def _looked_up(op: OpView) -> Rule:
     """Each element is looked up in a table that all have."""
     return Rule((_own(op.shapes[0]), (None,) * len(op.shapes[1])), (_own(op.out.shape),),
                 {f"d{d}": n for d, n in enumerate(op.out.shape) if n != 1}, flops=4.0 * op.out.num_elements,
                 op_class="gather")
+
+
+@rule_for(aten.bucketize.Tensor)
+def bucketize(op: OpView) -> Rule:
+    """How many boundaries are before each element, which adds up over pieces of them."""
+    rule = _looked_up(op)
+    count = op.shapes[1][0]
+    if count < 2:
+        return rule
+    return replace(rule, inputs=(rule.inputs[0], ("n",)), sizes={**rule.sizes, "n": count}, reduce=frozenset({"n"}))
+
+
+@rule_for(aten.masked_scatter.default)
+def masked_scatter(op: OpView) -> Rule:
+    """What is written where depends on all of the mask: nothing is cut."""
+    return Rule(tuple((None,) * len(shape) for shape in op.shapes), ((None,) * len(op.out.shape),), {},
+                linear=(frozenset({0, 2}),), flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
+
+
+@rule_for(aten.repeat_interleave.self_Tensor)
+def repeated_rows(op: OpView) -> Rule | None:
+    """As often as a tensor says: other dims may be cut."""
+    if op.arg("dim") is None:
+        return None
+    x, dim = op.shapes[0], op.arg("dim") % len(op.shapes[0])
+    names = tuple(f"d{d}" if d != dim and n != 1 else None for d, n in enumerate(x))
+    sizes = {f: x[d] for d, f in enumerate(names) if f}
+    return Rule((names, (None,) * len(op.shapes[1])), (names,), sizes, linear=(frozenset({0}),),
+                flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
 
 
 @rule_for(aten.one_hot.default)

@@ -20,8 +20,9 @@ SOLVED = {aten.linalg_solve.default: 1, aten.linalg_solve_triangular.default: 1,
 VECTORS: dict[object, tuple[int, ...]] = {
     aten.linalg_lu_solve.default: (1,), aten.linalg_ldl_solve.default: (1,), aten.lu_solve.default: (2,),
     aten.lu_unpack.default: (1,), aten.linalg_householder_product.default: (1,), aten.ormqr.default: (1,),
-    aten.linalg_vander.default: (0,),
 }
+#: Inputs that are numbers, by position.
+NUMBERS: dict[object, tuple[int, ...]] = {aten.linalg_pinv.atol_rtol_tensor: (1, 2)}
 
 
 @rule_for(aten.cholesky.default, aten.linalg_cholesky.default, aten.linalg_cholesky_ex.default,
@@ -33,10 +34,11 @@ VECTORS: dict[object, tuple[int, ...]] = {
           aten.matrix_exp.default, aten.linalg_matrix_power.default, aten.matrix_power.default,
           aten.linalg_pinv.default, aten.pinverse.default, aten.linalg_lu.default, aten.linalg_lu_factor.default,
           aten.linalg_lu_factor_ex.default, aten.linalg_ldl_factor.default, aten.linalg_ldl_factor_ex.default,
-          aten.linalg_cond.default, aten.linalg_matrix_rank.default, *SOLVED, *VECTORS)
+          aten.linalg_cond.default, aten.linalg_matrix_rank.default, *SOLVED, *VECTORS, *NUMBERS)
 def of_matrices(op: OpView) -> Rule | None:
     """Every matrix, or vector, of the last dims by itself."""
-    kept = [1 if i in VECTORS.get(op.target, ()) else 2 for i in range(len(op.inputs))]
+    vectors, numbers = VECTORS.get(op.target, ()), NUMBERS.get(op.target, ())
+    kept = [1 if i in vectors else 0 if i in numbers else 2 for i in range(len(op.inputs))]
     if op.target in (aten.linalg_solve.default, aten.linalg_solve_ex.default) and _one_column(*op.shapes):
         kept[1] = 1
     rule = over_leading(op, kept)
@@ -80,6 +82,36 @@ def over_leading(op: OpView, kept: list[int]) -> Rule | None:
     flops = float(op.inputs[0].num_elements * max(op.shapes[0][-1:], default=1))
     return Rule(inputs, outputs, sizes, flops=flops, op_class="matmul", saves=frozenset(range(len(inputs))),
                 saves_output=True)
+
+
+@rule_for(aten.linalg_vander.default)
+def powers(op: OpView) -> Rule:
+    """Of each element, in a new last dim; as many as there are elements in the last one where nothing else is said."""
+    pattern = "x[*b] -> y[*b, .]" if op.arg("N") is not None else "x[*b, .] -> y[*b, ., .]"
+    return einsum_rule(pattern, op.shapes, [op.out.shape], flops_per_point=float(op.out.shape[-1]),
+                       saves=frozenset({0}), saves_output=True)
+
+
+@rule_for(aten.linalg_tensorsolve.default)
+def tensorsolve(op: OpView) -> Rule:
+    """One system of equations: only the right side may be a summand."""
+    x = op.out.num_elements
+    return Rule(tuple((None,) * len(shape) for shape in op.shapes), ((None,) * len(op.out.shape),), {},
+                linear=(frozenset({1}),), flops=2.0 / 3.0 * x**3, op_class="matmul", saves=frozenset({0}),
+                saves_output=True)
+
+
+@rule_for(aten.pairwise_distance.default, aten.cosine_similarity.default)
+def compared(op: OpView) -> Rule:
+    """Vectors along one dim of both, of which each pair gives a number; other dims broadcast."""
+    wide = torch.broadcast_shapes(*op.shapes)
+    dim = (-1 if op.target is aten.pairwise_distance.default else op.arg("dim")) % len(wide)
+    names = [f"d{i}" if i != dim else "." for i in range(len(wide))]
+    left, right = (", ".join(names[len(wide) - len(shape) :]) for shape in op.shapes)
+    out = names if len(op.out.shape) == len(wide) else names[:dim] + names[dim + 1 :]
+    rule = einsum_rule(f"x[{left}], y[{right}] -> z[{', '.join(out)}]", op.shapes, [op.out.shape],
+                       saves=frozenset({0, 1}), saves_output=True)
+    return replace(rule, flops=6.0 * op.inputs[0].num_elements, op_class="reduction")
 
 
 @rule_for(aten.linalg_cross.default)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 
 from autoparallel.rules.registry import OpView, rule_for
@@ -46,6 +49,21 @@ def added_product(op: OpView) -> Rule:
     reduce = " ".join(factor for factor in dict.fromkeys(left + right) if factor not in out)
     return einsum_rule(pattern, op.shapes, [op.out.shape], reduce=reduce, additive="c", linear=("c x", "c w"),
                        flops_per_point=2.0, op_class="matmul", saves=frozenset({1, 2}))
+
+
+@rule_for(aten.linalg_multi_dot.default)
+def chain(op: OpView) -> Rule:
+    """Matrices multiplied in a row, of which the first and the last may be vectors."""
+    last = len(op.shapes) - 1
+    factors = [["m", "k0"] if len(op.shapes[0]) == 2 else ["k0"], *([f"k{i - 1}", f"k{i}"] for i in range(1, last)),
+               [f"k{last - 1}", "n"] if len(op.shapes[last]) == 2 else [f"k{last - 1}"]]
+    names = [f"x{i}" for i in range(last + 1)]
+    pattern = ", ".join(f"{name}[{', '.join(dims)}]" for name, dims in zip(names, factors, strict=True))
+    out = [f for f in (*factors[0], *factors[last]) if not f.startswith("k")]
+    rule = einsum_rule(f"{pattern} -> y[{', '.join(out)}]", op.shapes, [op.out.shape],
+                       reduce=" ".join(f"k{i}" for i in range(last)), linear=names, op_class="matmul",
+                       saves=frozenset(range(last + 1)))
+    return replace(rule, flops=2.0 * sum(meta.num_elements for meta in op.inputs[1:]) * math.prod(op.out.shape[:1]))
 
 
 @rule_for(aten.outer.default, aten.ger.default)

@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Rule
+from autoparallel.rules.rule import Rule, einsum_rule
 
 aten = torch.ops.aten
 _OF_A_ROW = 8.0  # bytes: mean and deviation
@@ -20,8 +20,8 @@ def layer_norm(op: OpView) -> Rule:
     names = tuple(f"d{i}" if i < kept and op.out.shape[i] != 1 else None for i in range(rank))
     sizes = {f"d{i}": op.out.shape[i] for i in range(kept) if op.out.shape[i] != 1}
     rest = tuple((None,) * len(shape) for shape in op.shapes[1:])
-    return Rule((names, *rest), (names,) * len(op.outputs), sizes, flops=8.0 * op.out.num_elements,
-                op_class="reduction", saves=frozenset({0}),
+    return Rule((names, *rest), (names,) * len(op.outputs), sizes, linear=_scales(op),
+                flops=8.0 * op.out.num_elements, op_class="reduction", saves=frozenset({0}),
                 extra_bytes={0: _OF_A_ROW / prod(op.arg("normalized_shape"))})
 
 
@@ -34,8 +34,8 @@ def instance_norm(op: OpView) -> Rule | None:
     sizes = {f: n for f, n in (("b", batch), ("c", channels)) if n != 1}
     b, c = (f if f in sizes else None for f in ("b", "c"))
     whole = (b, c, *(None,) * (len(op.out.shape) - 2))
-    return Rule((whole, *((c,) for _ in op.shapes[1:])), (whole,), sizes, flops=8.0 * op.out.num_elements,
-                op_class="reduction", saves=frozenset({0}))
+    return Rule((whole, *((c,) for _ in op.shapes[1:])), (whole,), sizes, linear=_scales(op),
+                flops=8.0 * op.out.num_elements, op_class="reduction", saves=frozenset({0}))
 
 
 @rule_for(aten.group_norm.default)
@@ -44,5 +44,21 @@ def group_norm(op: OpView) -> Rule:
     names = ("b" if op.out.shape[0] != 1 else None,) + (None,) * (rank - 1)
     sizes = {"b": op.out.shape[0]} if op.out.shape[0] != 1 else {}
     rest = tuple((None,) * len(shape) for shape in op.shapes[1:])
-    return Rule((names, *rest), (names,), sizes, flops=8.0 * op.out.num_elements, op_class="reduction",
-                saves=frozenset({0}))
+    return Rule((names, *rest), (names,), sizes, linear=_scales(op), flops=8.0 * op.out.num_elements,
+                op_class="reduction", saves=frozenset({0}))
+
+
+@rule_for(aten._native_batch_norm_legit.no_stats)
+def batch_norm(op: OpView) -> Rule | None:
+    """By the statistics of the whole batch, which are results too: channels may be cut."""
+    if not op.arg("training"):
+        return None
+    space = ", ".join(["."] * (len(op.out.shape) - 2))
+    return einsum_rule(f"x[., c, {space}], weight[c], bias[c] -> y[., c, {space}], mean[c], deviation[c]", op.shapes,
+                       [meta.shape for meta in op.outputs], flops_per_point=8.0, op_class="reduction",
+                       saves=frozenset({0}))
+
+
+def _scales(op: OpView) -> tuple[frozenset[int], ...]:
+    """Linear in weight and bias together, where mean and deviation are no results."""
+    return (frozenset(range(1, len(op.inputs))),) if len(op.inputs) > 1 and len(op.outputs) == 1 else ()

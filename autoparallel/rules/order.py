@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -28,6 +29,31 @@ def diff(op: OpView) -> Rule | None:
     numbers = op.inputs[0].dtype is not torch.bool
     linear = (frozenset(range(len(op.inputs))),) if numbers else ()
     return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, linear=linear, flops=float(op.out.num_elements))
+
+
+@rule_for(aten.gradient.scalarint, aten.gradient.scalararray, aten.gradient.array, aten.gradient.scalarrayint,
+          aten.gradient.scalarrayarray, aten.gradient.tensorarrayint, aten.gradient.tensorarray)
+def slopes(op: OpView) -> Rule:
+    """One result for each dim that slopes are of; distances of the points are for all."""
+    rank, dim = len(op.out.shape), op.arg("dim")
+    dims = [dim] if isinstance(dim, int) else dim or range(rank)
+    rule = whole_dims(op, {d % rank for d in dims}, linear=(frozenset({0}),), flops=3.0 * op.out.num_elements)
+    return replace(rule, inputs=(rule.inputs[0], *((None,) * len(shape) for shape in op.shapes[1:])))
+
+
+@rule_for(aten.quantile.default, aten.nanquantile.default)
+def quantile(op: OpView) -> Rule | None:
+    """Several quantiles along one dim: a first dim of the result."""
+    shape, asked = op.shapes
+    if op.arg("dim") is None or len(asked) != 1:
+        return None
+    dim = op.arg("dim") % len(shape)
+    names = [f"d{i}" if i != dim and n != 1 else None for i, n in enumerate(shape)]
+    q = "q" if asked[0] != 1 else None
+    sizes = {f: shape[i] for i, f in enumerate(names) if f} | ({"q": asked[0]} if q else {})
+    kept = names if op.arg("keepdim") else names[:dim] + names[dim + 1 :]
+    return Rule((tuple(names), (q,)), ((q, *kept),), sizes, flops=8.0 * op.inputs[0].num_elements,
+                op_class="reduction", saves=frozenset({0, 1}))
 
 
 @rule_for(aten.histc.default)

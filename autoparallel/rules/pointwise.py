@@ -34,6 +34,9 @@ LINEAR: dict[object, tuple[tuple[int, ...], ...]] = {
     aten.deg2rad.default: ((0,),),
     aten.rad2deg.default: ((0,),),
     aten.where.self: ((1, 2),),
+    aten.masked_fill.Tensor: ((0, 2),),
+    aten.xlogy.Tensor: ((0,),),
+    aten.special_xlog1py.default: ((0,),),
 }
 #: Ops that put a number in some places, and are linear where it is zero.
 FILLED = {aten.masked_fill.Scalar: "value", aten.where.ScalarOther: "other", aten.where.ScalarSelf: "self"}
@@ -55,13 +58,15 @@ def broadcast_dims(meta: TensorMeta, out: TensorMeta) -> Dims:
           aten.floor_divide.default, aten.floor_divide.Scalar, aten.masked_fill.Tensor, aten.real.default,
           aten.imag.default, aten.complex.default, aten.polar.default, aten.conj.default, aten.rsub.Tensor,
           aten.isin.Tensor_Scalar, aten.selu.default, aten.relu6.default, aten.hardtanh.default, aten.hardswish.default,
-          aten.log_sigmoid.default)
+          aten.log_sigmoid.default, aten.special_polygamma.default, aten.special_ndtr.default)
 def pointwise(op: OpView) -> Rule | None:
     out = op.out
     sizes = {f"d{i}": size for i, size in enumerate(out.shape) if size != 1}
     groups = LINEAR.get(op.target, ())
     if op.target in (aten.add.Tensor, aten.sub.Tensor) and len(op.inputs) < 2:
         groups = ()  # adding a number to each summand would add it several times
+    if op.target is aten.to.dtype and _holds_all(op.out.dtype, op.inputs[0].dtype):
+        groups = ((0,),)
     if op.target in FILLED and op.arg(FILLED[op.target]) == 0:
         groups = tuple((i,) for i, meta in enumerate(op.inputs) if meta.dtype is not torch.bool)[:1]
     return Rule(
@@ -75,6 +80,11 @@ def pointwise(op: OpView) -> Rule | None:
         alias=op.target is aten.detach.default,
         random=torch.Tag.nondeterministic_seeded in op.target.tags,
     )
+
+
+def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether numbers of one kind are such of the other, so that a sum of them stays one."""
+    return narrow is not torch.bool and torch.promote_types(wide, narrow) == wide
 
 
 def _saved(op: OpView) -> frozenset[int]:
@@ -94,7 +104,7 @@ def _saved(op: OpView) -> frozenset[int]:
 def prelu(op: OpView) -> Rule | None:
     """One slope for all, or one for each channel (dim 1)."""
     rule = pointwise(op)
-    if rule is None or len(op.shapes[0]) < 2:
+    if rule is None:
         return None
     slope = (None,) * len(op.shapes[1]) if op.inputs[1].num_elements == 1 else (rule.outputs[0][1],)
     return replace(rule, inputs=(rule.outputs[0], slope))

@@ -12,6 +12,10 @@ from autoparallel.rules.views import whole_dims
 aten = torch.ops.aten
 
 
+#: Norms of vectors, and the argument that has their order.
+NORMS = {aten.linalg_vector_norm.default: "ord", aten.norm.ScalarOpt_dim: "p"}
+
+
 @rule_for(aten.sum.dim_IntList)
 def sum_(op: OpView) -> Rule | None:
     """Over a cut dim each rank has a summand of the result. (Sums of numbers cut to integers are not linear.)"""
@@ -34,10 +38,12 @@ def count(op: OpView) -> Rule | None:
           aten.kthvalue.default, aten.logsumexp.default, aten.prod.dim_int, aten.linalg_vector_norm.default,
           aten.norm.ScalarOpt_dim, aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction,
           aten.var_mean.correction, aten.var_mean.dim, aten.std_mean.correction, aten.std_mean.dim,
-          aten.nanmedian.dim, aten.aminmax.default)
+          aten.nanmedian.dim, aten.aminmax.default, aten.quantile.scalar, aten.nanquantile.scalar,
+          aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord)
 def other(op: OpView) -> Rule | None:
-    """Only the dims that stay may be cut."""
-    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")))
+    """Only the dims that stay may be cut; of a sum of absolute values (a norm of order 1) all."""
+    adds = op.target in NORMS and op.arg(NORMS[op.target]) == 1
+    return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), adds=adds)
 
 
 @rule_for(aten.max.default, aten.min.default, aten.any.default, aten.all.default, aten.prod.default,
@@ -105,3 +111,11 @@ def softmax(op: OpView) -> Rule | None:
         return None
     return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, flops=5.0 * op.out.num_elements, op_class="reduction",
                       saves_output=True)
+
+
+@rule_for(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def softmax_backward(op: OpView) -> Rule | None:
+    if not op.out.shape:
+        return None
+    return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, linear=(frozenset({0}),),
+                      flops=4.0 * op.out.num_elements, op_class="reduction", saves=frozenset({0, 1}))

@@ -154,23 +154,6 @@ def flip_first_dims(op: OpView) -> Rule:
     return whole_dims(op, {0 if op.target is aten.flipud.default else 1}, linear=(frozenset({0}),))
 
 
-@rule_for(aten.rot90.default)
-def rot90(op: OpView) -> Rule:
-    """The two dims that turn stay whole."""
-    return whole_dims(op, {d % len(op.out.shape) for d in op.arg("dims")}, linear=(frozenset({0}),))
-
-
-@rule_for(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
-def pixels(op: OpView) -> Rule:
-    rank = len(op.out.shape)
-    return whole_dims(op, {rank - 3, rank - 2, rank - 1}, linear=(frozenset({0}),))
-
-
-@rule_for(aten.channel_shuffle.default)
-def channel_shuffle(op: OpView) -> Rule:
-    return whole_dims(op, {1}, linear=(frozenset({0}),))
-
-
 @rule_for(aten.diag_embed.default)
 def diag_embed(op: OpView) -> Rule:
     """The last dim becomes a diagonal of two new ones."""

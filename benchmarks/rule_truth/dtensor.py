@@ -1,7 +1,9 @@
 """DTensor's rules, asked: which outputs it makes of inputs placed so, without moving anything.
 
 The one file that touches DTensor here. A combination is claimed when the op runs on DTensors of these placements under
-`ExplicitRedistributionContext`, which refuses every redistribution, also inside an op that DTensor takes apart.
+`ExplicitRedistributionContext`, which refuses every redistribution, also inside an op that DTensor takes apart. Some of
+its ops are programs with communication of their own (argmax of a cut dim), which the op on pieces cannot confirm: a
+claim that pieces do not confirm is run as DTensor runs it, on all ranks at once.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 
 from autoparallel.layout import PARTIAL, REPLICATE, Placement, shard, to_torch
 from benchmarks.rule_truth.cases import Case
-from benchmarks.rule_truth.truth import Placed, held
+from benchmarks.rule_truth.truth import Combination, Placed, held, lies
 
 
 @contextmanager
@@ -47,16 +50,40 @@ def claimed(case: Case, inputs: Placed, mesh: DeviceMesh) -> Placed | None:
     return tuple(p for p in found if p is not None) if None not in found else None
 
 
+def kept(case: Case, combination: Combination, mesh: DeviceMesh) -> bool:
+    """Whether what DTensor's own program makes, on every draw, is what it says of the outputs."""
+    return all(_kept(case, values, combination, mesh) for values in case.draws)
+
+
+def _kept(case: Case, values: tuple[Tensor, ...], combination: Combination, mesh: DeviceMesh) -> bool:
+    inputs, outputs = combination
+    whole = case.run(values)
+    pieces = [held(v, p, mesh.size(), seed) for seed, (v, p) in enumerate(zip(values, inputs, strict=True))]
+    ranks = range(mesh.size())
+    try:
+        with torch.no_grad(), LocalTensorMode(frozenset(ranks)), ExplicitRedistributionContext(strict=True):
+            local = [LocalTensor({rank: mine[rank].contiguous() for rank in ranks}) for mine in pieces]
+            operands = [_wrapped(mine, v, p, mesh) for mine, v, p in zip(local, values, inputs, strict=True)]
+            made = [value.to_local() for value in case.run(operands)]
+    except Exception:  # also of communication that one process cannot play
+        return False
+    found = [[made_here._local_tensors[rank] for rank in ranks] for made_here in made]
+    return all(lies(f, p, w) for f, p, w in zip(found, outputs, whole, strict=True))
+
+
 def _placed(whole: Tensor, p: Placement, mesh: DeviceMesh, seed: int) -> DTensor:
-    mine = held(whole, p, mesh.size(), seed)[0].contiguous()
+    return _wrapped(held(whole, p, mesh.size(), seed)[0].contiguous(), whole, p, mesh)
+
+
+def _wrapped(local: Tensor, whole: Tensor, p: Placement, mesh: DeviceMesh) -> DTensor:
     stride = torch.empty(whole.shape, device="meta").stride()
-    return DTensor.from_local(mine, mesh, to_torch((p,)), run_check=False, shape=whole.shape, stride=stride)
+    return DTensor.from_local(local, mesh, to_torch((p,)), run_check=False, shape=whole.shape, stride=stride)
 
 
 def _read(placement: TorchPlacement) -> Placement | None:
-    """None for what has no name among ours: other sums than plain ones, interleaved pieces."""
+    """None for what has no name among ours: what is reduced in other ways than by a sum, interleaved pieces."""
     if placement.is_replicate():
         return REPLICATE
     if placement.is_shard() and type(placement).__name__ == "Shard":
         return shard(placement.dim)  # type: ignore[attr-defined]
-    return PARTIAL if placement.is_partial("sum") else None
+    return PARTIAL if type(placement) is Partial and placement.is_partial("sum") else None

@@ -85,7 +85,8 @@ def _work(pipe: Connection, infos: Sequence[Any], sizes: tuple[int, ...], num_sa
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with dtensor.meshes(sizes) as meshes:
-        study = Study(sizes, num_samples, SEED, lambda case, inputs, size: dtensor.claimed(case, inputs, meshes[size]))
+        study = Study(sizes, num_samples, SEED, lambda case, inputs, size: dtensor.claimed(case, inputs, meshes[size]),
+                      lambda case, combination, size: dtensor.kept(case, combination, meshes[size]))
         while (question := pipe.recv()) is not None:
             number, study.search = question
             pipe.send(study.of(infos[number]))

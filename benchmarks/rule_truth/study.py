@@ -32,6 +32,7 @@ OTHERS = (
     ("gather", r"scatter|index|gather|take|put|masked|embedding_bag|search|bincount"),
 )
 Asked = Callable[[Case, Placed, int], Placed | None]
+Kept = Callable[[Case, Combination, int], bool]
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,10 @@ class OpStudy:
 class Study:
     """Judges cases, each distinct one once. Without ``search`` only what is claimed is tried."""
 
-    def __init__(self, sizes: Sequence[int], num_samples: int, seed: int, dtensor: Asked, search: bool = True) -> None:
-        self.sizes, self.num_samples, self.seed, self.dtensor = tuple(sizes), num_samples, seed, dtensor
-        self.search = search
+    def __init__(self, sizes: Sequence[int], num_samples: int, seed: int, dtensor: Asked, kept: Kept,
+                 search: bool = True) -> None:
+        self.sizes, self.num_samples, self.seed = tuple(sizes), num_samples, seed
+        self.dtensor, self.kept, self.search = dtensor, kept, search
         self._made: dict[object, Judged] = {}
 
     def of(self, info: OpInfo) -> OpStudy:
@@ -137,6 +139,7 @@ class Study:
         theirs = {(inputs, made) for inputs in asked if (made := self.dtensor(case, inputs, size)) is not None
                   and not _trivial((inputs, made))}
         can |= right
+        can |= {claim for claim in theirs - can if self.kept(case, claim, size)}
         here = f"{_describe(case)} on {size}: "
 
         def lines(combinations: set[Combination]) -> tuple[str, ...]:
