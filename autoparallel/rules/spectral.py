@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Rule
+from autoparallel.rules.rule import Dims, Rule
 from autoparallel.rules.views import whole_dims
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def transform(op: OpView) -> Rule:
 def windows(op: OpView) -> Rule:
     """Signals (one, or one for each instance) in windows that overlap: instances may be cut."""
     signal = op.shapes[0]
-    batch = ("b",) if len(signal) == 2 and signal[0] != 1 else (None,) * (len(signal) - 1)
+    batch: Dims = ("b",) if len(signal) == 2 and signal[0] != 1 else (None,) * (len(signal) - 1)
     rest = [(None,) * len(shape) for shape in op.shapes[1:]]
     out = (*batch, *(None,) * (len(op.out.shape) - len(batch)))
     return Rule(((*batch, None), *rest), (out,), {"b": signal[0]} if "b" in batch else {},

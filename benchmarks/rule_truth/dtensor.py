@@ -64,11 +64,18 @@ def _kept(case: Case, values: tuple[Tensor, ...], combination: Combination, mesh
         with torch.no_grad(), LocalTensorMode(frozenset(ranks)), ExplicitRedistributionContext(strict=True):
             local = [LocalTensor({rank: mine[rank].contiguous() for rank in ranks}) for mine in pieces]
             operands = [_wrapped(mine, v, p, mesh) for mine, v, p in zip(local, values, inputs, strict=True)]
-            made = [value.to_local() for value in case.run(operands)]
+            found = [_on_ranks(value, mesh.size()) for value in case.run(operands)]
     except Exception:  # also of communication that one process cannot play
         return False
-    found = [[made_here._local_tensors[rank] for rank in ranks] for made_here in made]
     return all(lies(f, p, w) for f, p, w in zip(found, outputs, whole, strict=True))
+
+
+def _on_ranks(value: Tensor, num_ranks: int) -> list[Tensor]:
+    """What each rank holds of a DTensor that was made on all ranks at once."""
+    assert isinstance(value, DTensor)
+    local = value.to_local()
+    assert isinstance(local, LocalTensor)
+    return [local._local_tensors[rank] for rank in range(num_ranks)]
 
 
 def _placed(whole: Tensor, p: Placement, mesh: DeviceMesh, seed: int) -> DTensor:
