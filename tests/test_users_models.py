@@ -367,20 +367,31 @@ def test_functions_draw_the_same_numbers_on_ranks_that_repeat_them(ranks: Any) -
     assert all(other == first for other in others)
 
 
-def test_a_function_takes_no_turns() -> None:
-    """Nobody knows what it does across samples."""
-    model = Model(lambda m, x: StraightThrough.apply(m.a(x)).square().mean(), a=mlp())
+class Largest(torch.autograd.Function):
+    """It looks across samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x / x.abs().max()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_a_function_across_samples_takes_no_turns() -> None:
+    model = Model(lambda m, x: Largest.apply(m.a(x)).square().mean(), a=mlp())
     with pytest.raises(InfeasibleError, match="cannot be split into micro-batches"):
         autoparallel.plan(model, Cluster.load("local-cpu", num_devices=4), example_inputs=(x(),), micro_batches=2)
 
 
 class Scaled(torch.autograd.Function):
-    """A gradient that is half of the forward's."""
+    """A gradient that is half of the forward's; it runs on its own width only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
-        return scale * x
+        return scale * x.view(-1, WIDTH)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -397,6 +408,6 @@ def test_a_function_may_have_a_rule() -> None:
 
     assert site() == ("tests.test_users_models.Scaled", {"repeat", "part"})
     with pytest.raises(RuleError, match="is wrong"):
-        autoparallel.register_rule(Scaled, "x[*b, k] -> y[*b]", arguments={"scale": 2.0})
-    autoparallel.register_rule(Scaled, "x[*b] -> y[*b]", linear=("x",), arguments={"scale": 2.0})
-    assert site()[1] == {"repeat", "part", "linear(0)", "b0", "b1"}
+        autoparallel.register_rule(Scaled, "x[b, k] -> y[b, k]", arguments={"scale": 2.0}, example=(x(),))
+    autoparallel.register_rule(Scaled, "x[b, .] -> y[b, .]", linear=("x",), arguments={"scale": 2.0}, example=(x(),))
+    assert site()[1] == {"repeat", "part", "linear(0)", "b"}

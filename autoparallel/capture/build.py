@@ -34,8 +34,9 @@ def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
     args, kwargs = canonical_call(args, kwargs or {})
     leaves, spec = pytree.tree_flatten((args, kwargs))
     autocast = ambient([*leaves, *model.parameters()])
-    program = trace(model, args, kwargs)
-    with without_autocast():
+    with torch.inference_mode(False):
+        program = trace(model, args, kwargs)
+    with torch.inference_mode(False), without_autocast():
         return _Builder(model, program, (leaves, spec), autocast).build()
 
 

@@ -42,6 +42,8 @@ def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if leaf.is_inference():
+            leaf = leaf.clone()
         leaf = leaf.detach() if not leaf.requires_grad else leaf
         if id(leaf) in seen or (leaf.device.type != "meta" and leaf.data_ptr() in seen):
             leaf = leaf.detach().clone().requires_grad_(leaf.requires_grad)

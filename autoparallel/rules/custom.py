@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,12 +54,12 @@ def register_rule(
                            saves=frozenset(range(len(inputs))))
 
     tensors = list(example) if example is not None else _random_inputs(pattern)
-    whole = _outputs(target, tensors, arguments)
-    rule = rule_of([t.shape for t in tensors], [t.shape for t in whole])
+    run = partial(_outputs, target, arguments or {})
+    rule = rule_of([t.shape for t in tensors], [t.shape for t in run(*tensors)])
     for row in rule.rows():
         for pieces in PIECES:
             if row.factor or any(p.kind == "P" for p in row.inputs):
-                _prove(target, rule, row, pieces, tensors, arguments or {})
+                prove(run, str(target), row, pieces, tensors)
 
     @rule_for(target)
     def builder(view: OpView) -> Rule:
@@ -91,12 +92,12 @@ def _random_inputs(pattern: str) -> list[Tensor]:
     return found
 
 
-def _outputs(target: Any, tensors: Sequence[Tensor], arguments: Mapping[str, Any] | None) -> list[Tensor]:
+def _outputs(target: Any, arguments: Mapping[str, Any], *tensors: Tensor) -> list[Tensor]:
     try:
         if isinstance(target, type) and issubclass(target, torch.autograd.Function):
-            made = target.apply(*tensors, *(arguments or {}).values())
+            made = target.apply(*tensors, *arguments.values())
         else:
-            made = target(*tensors, **(arguments or {}))
+            made = target(*tensors, **arguments)
     except Exception as error:
         shapes = [list(t.shape) for t in tensors]
         raise RuleError(f"{target} does not run on tensors of shapes {shapes}: {error}. Give example= (tensors) and "
@@ -104,27 +105,31 @@ def _outputs(target: Any, tensors: Sequence[Tensor], arguments: Mapping[str, Any
     return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
-def _prove(target: Any, rule: Rule, row: Row, pieces: int, tensors: Sequence[Tensor], arguments: Mapping[str, Any]
-           ) -> None:
-    """Run the row in pieces and compare with the whole, forward and gradients."""
-    if any(size % pieces for size in row.even) or (row.factor and rule.sizes[row.factor] % pieces):
+def prove(run: Callable[..., list[Tensor]], op: str, row: Row, pieces: int, tensors: Sequence[Tensor]) -> None:
+    """Run the row in pieces and compare with the whole, forward and gradients; nothing where it does not apply.
+
+    Raises RuleError when they differ, or ``run`` does.
+    """
+    lengths = [t.shape[p.dim] for t, p in zip(tensors, row.inputs, strict=True) if p.is_shard]
+    if any(n % pieces for n in lengths if row.even) or any(-(-n // -(-n // pieces)) != pieces for n in lengths):
         return
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
-    whole = _outputs(target, leaves, arguments)
+    whole = run(*leaves)
     try:
-        by_rank = [_outputs(target, inputs, arguments) for inputs in _cut(row, leaves, pieces)]
+        by_rank = [run(*inputs) for inputs in _cut(row, leaves, pieces)]
     except RuleError as error:
-        raise RuleError(f"the rule of {target} is wrong: cutting {row.name!r} into {pieces} pieces: {error}") from error
+        raise RuleError(f"the rule of {op} is wrong: cutting {row.name!r} into {pieces} pieces: {error}") from error
     together = [_joined(p, [values[o] for values in by_rank]) for o, p in enumerate(row.outputs)]
     for value, found in zip(whole, together, strict=True):
-        _compare(target, row, pieces, "result", value, found)
+        _compare(op, row, pieces, "result", value, found)
     wanted = [t for t in leaves if t.requires_grad]
-    if wanted and all(t.requires_grad for t in whole):
+    pairs = [(a, b) for a, b in zip(whole, together, strict=True) if a.requires_grad]
+    if wanted and pairs:
         generator = torch.Generator().manual_seed(0)
-        weights = [torch.randn(t.shape, generator=generator).to(t) for t in whole]
-        gradients = _gradients(whole, weights, wanted), _gradients(together, weights, wanted)
+        weights = [torch.randn(a.shape, generator=generator).to(a) for a, _ in pairs]
+        gradients = (_gradients(values, weights, wanted) for values in zip(*pairs, strict=True))
         for value, found in zip(*gradients, strict=True):
-            _compare(target, row, pieces, "gradient", value, found)
+            _compare(op, row, pieces, "gradient", value, found)
 
 
 def _cut(row: Row, tensors: Sequence[Tensor], pieces: int) -> Iterator[list[Tensor]]:
@@ -149,13 +154,13 @@ def _gradients(values: Sequence[Tensor], weights: Sequence[Tensor], wanted: Sequ
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True)]
 
 
-def _compare(target: Any, row: Row, pieces: int, what: str, expected: Tensor, found: Tensor) -> None:
+def _compare(op: str, row: Row, pieces: int, what: str, expected: Tensor, found: Tensor) -> None:
     shape = expected.shape == found.shape
     scale = float(expected.detach().abs().max()) or 1.0
     error = float((expected - found).detach().abs().max()) / scale if shape else float("inf")
     if not error <= 1e-4:
         layouts = f"{' '.join(map(str, row.inputs))} -> {' '.join(map(str, row.outputs))}"
         raise RuleError(
-            f"the rule of {target} is wrong: cutting {row.name!r} into {pieces} pieces ({layouts}) gives a {what} that "
+            f"the rule of {op} is wrong: cutting {row.name!r} into {pieces} pieces ({layouts}) gives a {what} that "
             f"differs by {error:.1e} of its largest entry: write . for a dim that must stay whole, name an input that "
             "is added once in additive=, leave a group out of linear=")

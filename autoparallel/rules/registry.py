@@ -80,8 +80,14 @@ def find_rule(graph: OpGraph, node: Node) -> tuple[Rule, bool]:
     """(rule, known): the op's rule, and False when it is only the last resort."""
     view = OpView(graph, node)
     builder = _builder_of(function_of(node.args[0]) if node.target is user_function else node.target)
-    rule = builder(view) if builder is not None else None
+    rule = builder(view) if builder is not None else _discovered(graph, node, repeated(view))
     return (rule, True) if rule is not None else (repeated(view), False)
+
+
+def _discovered(graph: OpGraph, node: Node, plain: Rule) -> Rule | None:
+    from autoparallel.rules.discover import discover
+
+    return discover(graph, node, plain)
 
 
 def family_of(target: Any) -> str | None:

@@ -1,0 +1,165 @@
+"""Rules of ops that nobody describes, found by running them on pieces.
+
+Small random tensors stand for the op's own: equal sizes stay equal, so that what may be cut together is seen. Each way
+of cutting them is proven as a user's rule is (`custom.prove`): in 2 and 3 pieces, forward and gradients, at several
+magnitudes. An op that draws numbers, has a result that depends on them, or does not run on such tensors, stays whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta
+from autoparallel.capture.precision import without_autocast
+from autoparallel.errors import RuleError
+from autoparallel.layout import PARTIAL, REPLICATE, Placement, shard
+from autoparallel.rules.custom import PIECES, prove
+from autoparallel.rules.rule import Row, Rule
+
+#: Sizes that stand for the op's own. Odd ones first: pieces are then uneven; of others only even pieces are claimed.
+STAND_INS = ((7, 9, 11, 13, 15, 17), (12, 18, 24, 30, 36, 42))
+MAGNITUDES = (1.0, 1e-2, 10.0)
+MOST_CUTS = 256
+_FOUND: dict[object, tuple[Row, ...]] = {}
+
+
+def discover(graph: OpGraph, node: Node, plain: Rule) -> Rule | None:
+    """The rule with what was found besides repeating; None when nothing was."""
+    metas = [graph.meta(ref) for ref in node.inputs]
+    constants = repr(pytree.tree_map_only(Ref, lambda ref: None, (node.args, dict(node.kwargs))))
+    key = (node.target, constants, tuple(metas))
+    if key not in _FOUND:
+        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]), without_autocast():
+            _FOUND[key] = tuple(_rows(node, metas))
+    if not _FOUND[key]:
+        return None
+    return Rule(plain.inputs, plain.outputs, {}, flops=plain.flops, saves=plain.saves, variants=_FOUND[key])
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The op on stand-ins of its tensors, as a function of them."""
+
+    run: Callable[..., list[Tensor]]
+    shapes: tuple[tuple[int, ...], ...]
+    metas: tuple[TensorMeta, ...]
+
+    def tensors(self, magnitude: float, seed: int = 0) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [_drawn(meta.dtype, shape, magnitude, generator)
+                for meta, shape in zip(self.metas, self.shapes, strict=True)]
+
+
+def _drawn(dtype: torch.dtype, shape: tuple[int, ...], magnitude: float, generator: torch.Generator) -> Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return (magnitude * torch.randn(shape, generator=generator, device="cpu")).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator, device="cpu").to(dtype)
+
+
+def _rows(node: Node, metas: Sequence[TensorMeta]) -> Iterator[Row]:
+    for sizes in STAND_INS:
+        trial = _trial(node, metas, sizes)
+        if trial is not None:
+            even = sizes is not STAND_INS[0]
+            yield from _proven(trial, even)
+            return
+
+
+def _trial(node: Node, metas: Sequence[TensorMeta], sizes: Sequence[int]) -> _Trial | None:
+    """None when the op does not run on stand-ins of these sizes, or not twice alike."""
+    distinct = sorted({n for meta in metas for n in meta.shape if n != 1})
+    if not distinct or len(distinct) > len(sizes):
+        return None
+    stands: Mapping[int, int] = {1: 1, **dict(zip(distinct, sizes, strict=False))}
+    shapes = tuple(tuple(stands[n] for n in meta.shape) for meta in metas)
+    trial = _Trial(partial(_call, node), shapes, tuple(metas))
+    expected = [tuple(stands.get(n, -1) for n in meta.shape) for meta in node.outputs]
+    try:
+        first, second = trial.run(*trial.tensors(1.0)), trial.run(*trial.tensors(1.0))
+    except RuleError:
+        return None
+    alike = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return trial if alike and [tuple(t.shape) for t in first] == expected else None
+
+
+def _call(node: Node, *tensors: Tensor) -> list[Tensor]:
+    """Raises RuleError for whatever a user's op raises: it is not for such tensors."""
+    given = iter(tensors)
+    args, kwargs = pytree.tree_map_only(Ref, lambda ref: next(given), (node.args, dict(node.kwargs)))
+    try:
+        made = node.target(*args, **kwargs)
+    except Exception as error:
+        raise RuleError(str(error)) from error
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+def _proven(trial: _Trial, even: bool) -> Iterator[Row]:
+    for cuts in _cuts(trial.shapes):
+        outputs = _outputs_of(trial, cuts)
+        if outputs is None:
+            continue
+        name = ",".join(str(p) for p in cuts)
+        size = next(meta.shape[p.dim] for meta, p in zip(trial.metas, cuts, strict=True) if p.is_shard)
+        row = Row(name, cuts, outputs, name, (size,) if even else ())
+        if _holds(trial, row):
+            yield row
+    floating = [i for i, meta in enumerate(trial.metas) if meta.dtype.is_floating_point]
+    results = len(trial.run(*trial.tensors(1.0)))
+    for group in sorted({(i,) for i in floating} | {tuple(floating)} - {()}):
+        inputs = tuple(PARTIAL if i in group else REPLICATE for i in range(len(trial.metas)))
+        row = Row(f"linear({','.join(map(str, group))})", inputs, (PARTIAL,) * results)
+        if _holds(trial, row):
+            yield row
+
+
+def _cuts(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Placement, ...]]:
+    """Every choice of at most one dim per tensor, all of one size."""
+    for size in sorted({n for shape in shapes for n in shape if n != 1}):
+        options = [[REPLICATE, *(shard(d) for d, n in enumerate(shape) if n == size)] for shape in shapes]
+        yield from itertools.islice(itertools.product(*options), 1, MOST_CUTS)
+
+
+def _outputs_of(trial: _Trial, cuts: tuple[Placement, ...]) -> tuple[Placement, ...] | None:
+    """How the results of two pieces make the whole results: joined along a dim, or added up."""
+    tensors = trial.tensors(1.0)
+    halves = [[t.chunk(2, p.dim)[half] if p.is_shard else t for t, p in zip(tensors, cuts, strict=True)]
+              for half in (0, 1)]
+    try:
+        whole, made = trial.run(*tensors), [trial.run(*half) for half in halves]
+    except RuleError:
+        return None
+    found = [_joining(value, parts) for value, *parts in zip(whole, *made, strict=True)]
+    return None if None in found else tuple(p for p in found if p is not None)
+
+
+def _joining(whole: Tensor, parts: Sequence[Tensor]) -> Placement | None:
+    for dim in range(whole.dim()):
+        others = all(part.shape[:dim] + part.shape[dim + 1 :] == whole.shape[:dim] + whole.shape[dim + 1 :]
+                     for part in parts)
+        if others and sum(part.shape[dim] for part in parts) == whole.shape[dim] and \
+                _near(torch.cat(list(parts), dim), whole):
+            return shard(dim)
+    if whole.is_floating_point() and all(part.shape == whole.shape for part in parts) and \
+            _near(torch.stack(list(parts)).sum(0), whole):
+        return PARTIAL
+    return None
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-6)
+
+
+def _holds(trial: _Trial, row: Row) -> bool:
+    try:
+        for magnitude, pieces in itertools.product(MAGNITUDES, PIECES):
+            prove(trial.run, "op", row, pieces, trial.tensors(magnitude))
+    except RuleError:
+        return False
+    return True

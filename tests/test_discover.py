@@ -1,0 +1,89 @@
+"""Rules found by running: what nobody described is cut where that is right, and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoparallel.capture import capture
+from autoparallel.rules.registry import find_rule
+
+
+def function(forward: Any, backward: Any = None) -> Any:
+    """A torch.autograd.Function of tensors; without a backward its gradient is that of the forward."""
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: Tensor) -> Any:
+            ctx.save_for_backward(*tensors)
+            return forward(*tensors)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            if backward is not None:
+                return backward(*ctx.saved_tensors, *gradients)
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+                made = forward(*leaves)
+                made = made if isinstance(made, tuple) else (made,)
+                return torch.autograd.grad(made, leaves, gradients)
+
+    return Made
+
+
+def rows_of(op: Any, *shapes: tuple[int, ...]) -> dict[str, str]:
+    """What was found besides repeating: the placements of the rows."""
+    class Model(nn.Module):
+        def forward(self, *tensors: Tensor) -> Any:
+            return op.apply(*tensors)
+
+    graph = capture(Model(), tuple(torch.zeros(s, requires_grad=not torch.is_inference_mode_enabled()) for s in shapes))
+    (node,) = (n for n in graph.of_kind("op") if "Made" in n.op_name)
+    rule, known = find_rule(graph, node)
+    rows = {" ".join(map(str, row.inputs)): " ".join(map(str, row.outputs)) for row in rule.rows()[2:]}
+    assert known == bool(rows)
+    return rows
+
+
+ROUND = function(lambda x: x.round(), lambda x, g: g)
+
+
+@pytest.mark.parametrize(("op", "shapes", "rows"), [
+    (ROUND, [(6, 5)], {"S(0)": "S(0)", "S(1)": "S(1)"}),
+    (function(lambda x: 3 * x), [(6, 5)], {"S(0)": "S(0)", "S(1)": "S(1)", "P": "P"}),
+    (function(lambda x: x.softmax(-1)), [(6, 5)], {"S(0)": "S(0)"}),
+    (function(lambda x: x.sum(1)), [(6, 5)], {"S(0)": "S(0)", "S(1)": "P", "P": "P"}),
+    (function(lambda x, w: x @ w.T), [(6, 5), (8, 5)],
+     {"S(0) R": "S(0)", "S(1) S(1)": "P", "R S(0)": "S(1)", "P R": "P", "R P": "P"}),
+    (function(lambda x, y: (x * y, x + y)), [(6, 5), (6, 5)],
+     {"S(0) S(0)": "S(0) S(0)", "S(1) S(1)": "S(1) S(1)"}),
+    (function(lambda x: x / x.abs().max()), [(6, 5)], {}),  # which looks at everything
+    (function(lambda x: x, lambda x, g: g / g.norm()), [(6, 5)], {"P": "P"}),  # and so does its backward
+    (function(lambda x: x + torch.rand_like(x)), [(6, 5)], {}),  # draws numbers
+    (function(lambda x: x.view(2, 3, 5).sum(1)), [(6, 5)], {}),  # does not run on other sizes
+])
+def test_what_may_be_cut_is_found(op: Any, shapes: list[tuple[int, ...]], rows: dict[str, str]) -> None:
+    assert rows_of(op, *shapes) == rows
+
+
+def test_halves_are_cut_evenly_only() -> None:
+    """An op that runs on even sizes only: whoever cuts it must leave even pieces, or not cut that dim."""
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return function(lambda x: torch.cat([-x[:, x.shape[1] // 2 :], x[:, : x.shape[1] // 2]], 1)
+                            if x.shape[1] % 2 == 0 else x.new_zeros(()).view(2)).apply(x)
+
+    graph = capture(Model(), (torch.zeros(16, 8, requires_grad=True),))
+    (node,) = (n for n in graph.of_kind("op") if "Made" in n.op_name)
+    rule, _ = find_rule(graph, node)
+    assert {(row.name, row.even) for row in rule.variants} == {("S(0)", (16,)), ("linear(0)", ())}
+
+
+def test_rules_are_found_without_gradients_too() -> None:
+    """Whether gradients are on when a model is planned has no say in what its ops allow."""
+    with torch.no_grad():
+        assert rows_of(function(lambda x: x, lambda x, g: g / g.norm()), (4, 5)) == {"P": "P"}
+    with torch.inference_mode():
+        assert rows_of(function(lambda x: x.cos()), (4, 5)) == {"S(0)": "S(0)", "S(1)": "S(1)"}
