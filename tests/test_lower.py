@@ -5,6 +5,7 @@ Nothing here runs but `test_ranks_with_other_programs_get_an_error`: emission an
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -319,3 +320,37 @@ def test_collectives_have_functions() -> None:
         forward = ACTIONS[source, target][0]
         assert (function.__name__ in COLLECTIVES) == (forward in COLLECTIVES)
         assert forward not in COLLECTIVES or function.__name__ == forward
+
+
+class Filled(nn.Module):
+    """Tensors of one number, of the size of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = torch.zeros(len(x), 4, 16) + torch.full((len(x), 1, 16), 2.0)
+        return (self.layer(x)[:, None] * factor + torch.ones(len(x), 4, 1)).square().mean()
+
+
+FILLED_INPUT = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def filled_in_pieces(rows: tuple[str, ...]) -> float:
+    """The loss, in two turns, with all such tensors cut alike."""
+    best = plan(Filled(), Cluster.load("local-cpu", num_devices=4), example_inputs=(FILLED_INPUT,),
+                mesh_shape=(2, 2), axis_names=("x", "y"), micro_batches=2)
+    made = [n for n in best.strategies if n.partition("_")[0] in ("zeros", "full", "ones") and ":" not in n]
+    assert len(made) == 3
+    cut = dataclasses.replace(best, strategies={**best.strategies, **dict.fromkeys(made, rows)})
+    parallel = autoparallel.compile(Filled(), mesh_of(2, 2), example_inputs=(FILLED_INPUT,), plan=cut)
+    return float(parallel.step(FILLED_INPUT))
+
+
+def test_tensors_of_one_number_are_made_in_pieces(ranks: Any) -> None:
+    expected = Filled()(FILLED_INPUT).item()
+    for rows in (("d0", "d0"), ("d0", "repeat"), ("repeat", "d0")):
+        assert ranks(4).run(filled_in_pieces, rows) == pytest.approx([expected] * 4, rel=1e-5)

@@ -32,7 +32,8 @@ from autoparallel.runtime.rng import random_op
 aten = torch.ops.aten
 
 #: Position of the argument that gives the result's sizes.
-SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1}
+SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1, aten.full.default: 0, aten.zeros.default: 0,
+                 aten.ones.default: 0}
 #: Convolutions whose channels are cut with their groups: position of the number of groups, from the pieces' channels.
 GROUPS_ARGUMENT = {aten.conv1d.default: 6, aten.conv2d.default: 6, aten.conv3d.default: 6}
 #: A value: output number ``[1]`` of site ``[0]``.

@@ -1,4 +1,4 @@
-"""Ops that make tensors out of nothing: repeated on every rank, and free."""
+"""Ops that make tensors out of nothing: one number everywhere is cut along any dim; others are repeated, and free."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from autoparallel.rules.rule import Rule
 aten = torch.ops.aten
 
 
-@rule_for(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.zeros.default,
-          aten.ones.default, aten.tril_indices.default, aten.triu_indices.default, aten.scalar_tensor.default,
-          aten.linspace.default, aten.eye.default)
+@rule_for(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.tril_indices.default,
+          aten.triu_indices.default, aten.scalar_tensor.default, aten.linspace.default, aten.eye.default)
 def factory(op: OpView) -> Rule:
     return _whole(op, random=False)
 
@@ -21,6 +20,12 @@ def factory(op: OpView) -> Rule:
 def random_factory(op: OpView) -> Rule:
     """The same numbers on every rank."""
     return _whole(op, random=True)
+
+
+@rule_for(aten.full.default, aten.zeros.default, aten.ones.default)
+def filled(op: OpView) -> Rule:
+    dims = tuple(f"d{i}" if n != 1 else None for i, n in enumerate(op.out.shape))
+    return Rule((), (dims,), {f: n for f, n in zip(dims, op.out.shape, strict=True) if f})
 
 
 def _whole(op: OpView, random: bool) -> Rule:
