@@ -276,6 +276,31 @@ def test_masks_that_say_nothing_are_dropped() -> None:
     assert attention_inputs_under(lambda q: torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool)) == (3, False)
 
 
+def triangle(q: torch.Tensor) -> torch.Tensor:
+    """As torch writes it: minus infinity above the diagonal."""
+    length = q.shape[-2]
+    return torch.full((length, length), -torch.inf).triu(1)
+
+
+def least(q: torch.Tensor) -> torch.Tensor:
+    """As Hugging Face writes it for eager attention."""
+    row, column = positions(q)
+    return torch.where(column <= row, 0.0, torch.finfo(q.dtype).min)
+
+
+def test_masks_of_numbers_that_say_nothing_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, and in blocks."""
+    from autoparallel.capture import masks
+
+    for cells in (masks.BLOCK_CELLS, 12):
+        monkeypatch.setattr(masks, "BLOCK_CELLS", cells)
+        assert attention_inputs_under(triangle) == (3, True)
+        assert attention_inputs_under(least) == (3, True)
+        assert attention_inputs_under(lambda q: triangle(q) * 0.5 + 1) == (4, False)
+        assert attention_inputs_under(lambda q: least(q) / 1e38) == (4, False)
+        assert attention_inputs_under(lambda q: torch.zeros(q.shape[-2], q.shape[-2])) == (3, False)
+
+
 def test_masks_that_say_something_stay() -> None:
     """A sliding window, one that looks ahead by one, one that differs by sample, one of the data."""
     assert attention_inputs_under(lambda q: (positions(q)[1] <= positions(q)[0]) & (

@@ -29,10 +29,11 @@ POINTWISE = frozenset({
     aten.ge.Scalar, aten.gt.Tensor, aten.gt.Scalar, aten.sub.Tensor, aten.add.Tensor, aten.mul.Tensor,
     aten.where.self, aten.to.dtype,
 })
+TRIANGLES = frozenset({aten.triu.default, aten.tril.default})
 
 
 def drop_masks(graph: Graph, mutations: dict[str, Node]) -> None:
-    """Attention without the boolean masks that are always the same, and causal or all true."""
+    """Attention without masks that are always the same, and causal or all true (of numbers: zero or the least)."""
     known: dict[Node, str] = {}
     for node in graph.nodes:
         if node.target is not aten.scaled_dot_product_attention.default:
@@ -40,7 +41,7 @@ def drop_masks(graph: Graph, mutations: dict[str, Node]) -> None:
         named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
         named.update(node.kwargs)
         mask = named.get("attn_mask")
-        if mask is None or mask.meta["val"].dtype != torch.bool:
+        if mask is None:
             continue
         if mask not in known:
             known[mask] = kind_of(mask)
@@ -61,16 +62,26 @@ def kind_of(mask: Node) -> str:
     kinds = {"causal", "all"} if shape[-2] == shape[-1] else {"all"}
     try:
         for start in range(0, shape[-2], rows):
-            block = values.rows(mask, start, start + rows)
+            block = _seen(values.rows(mask, start, start + rows))
             if "causal" in kinds and not (block == (keys <= queries[start:start + rows, None])).all():
                 kinds.discard("causal")
             if "all" in kinds and not block.all():
                 kinds.discard("all")
             if not kinds:
                 return ""
-    except _TooLargeError:
+    except _UnknownError:
         return ""
     return min(kinds)
+
+
+def _seen(block: Any) -> Any:
+    """Where a mask lets a query see a key; a mask of numbers that does more than that is too much."""
+    if block.dtype == torch.bool:
+        return block
+    seen = block == 0
+    if not (seen | (block <= torch.finfo(block.dtype).min)).all():
+        raise _UnknownError
+    return seen
 
 
 def _from_nothing(node: Node) -> bool:
@@ -86,8 +97,8 @@ def _from_nothing(node: Node) -> bool:
     return True
 
 
-class _TooLargeError(Exception):
-    """A value that is neither small nor element-wise."""
+class _UnknownError(Exception):
+    """A value that is neither small nor element-wise, or no mask."""
 
 
 class _Values:
@@ -106,15 +117,21 @@ class _Values:
             return whole[..., start:stop, :] if whole.dim() > 1 and whole.shape[-2] > 1 else whole
         if node.target is aten.expand.default:
             return self.rows(node.args[0], start, stop)
+        if node.target is aten.full.default:
+            return torch.full((1,) * value.dim(), node.args[1], dtype=value.dtype)
+        if node.target in TRIANGLES:
+            above, diagonal = self.rows(node.args[0], start, stop), node.args[1] if len(node.args) > 1 else 0
+            cells = above.expand(*above.shape[:-2], min(stop, value.shape[-2]) - start, value.shape[-1])
+            return node.target(cells, diagonal + start)
         if node.target not in POINTWISE:
-            raise _TooLargeError
+            raise _UnknownError
         return self._run(node, lambda n: self.rows(n, start, stop))
 
     def whole(self, node: Node) -> Any:
         """Of a small node, and so of all that it is made of."""
         for each in self._in_order(node):
             if any(n.meta["val"].numel() > BLOCK_CELLS for n in each.all_input_nodes):
-                raise _TooLargeError
+                raise _UnknownError
             self.small[each] = self._run(each, lambda n: self.small[n].expand(n.meta["val"].shape))
             if isinstance(self.small[each], torch.Tensor):
                 self.small[each] = _alike(self.small[each])
