@@ -27,8 +27,10 @@ POINTWISE = frozenset({
     aten.logical_and.default, aten.logical_or.default, aten.logical_not.default, aten.eq.Tensor, aten.eq.Scalar,
     aten.ne.Tensor, aten.ne.Scalar, aten.le.Tensor, aten.le.Scalar, aten.lt.Tensor, aten.lt.Scalar, aten.ge.Tensor,
     aten.ge.Scalar, aten.gt.Tensor, aten.gt.Scalar, aten.sub.Tensor, aten.add.Tensor, aten.mul.Tensor,
-    aten.where.self, aten.to.dtype,
+    aten.where.self, aten.where.Scalar, aten.where.ScalarSelf, aten.where.ScalarOther, aten.masked_fill.Scalar,
+    aten.to.dtype,
 })
+ONE_NUMBER = frozenset({aten.full.default, aten.zeros.default, aten.ones.default})
 TRIANGLES = frozenset({aten.triu.default, aten.tril.default})
 
 
@@ -117,8 +119,9 @@ class _Values:
             return whole[..., start:stop, :] if whole.dim() > 1 and whole.shape[-2] > 1 else whole
         if node.target is aten.expand.default:
             return self.rows(node.args[0], start, stop)
-        if node.target is aten.full.default:
-            return torch.full((1,) * value.dim(), node.args[1], dtype=value.dtype)
+        if node.target in ONE_NUMBER:
+            kwargs = on_device(node.kwargs, torch.device("cpu"))
+            return node.target((1,) * value.dim(), *node.args[1:], **kwargs)
         if node.target in TRIANGLES:
             above, diagonal = self.rows(node.args[0], start, stop), node.args[1] if len(node.args) > 1 else 0
             cells = above.expand(*above.shape[:-2], min(stop, value.shape[-2]) - start, value.shape[-1])
