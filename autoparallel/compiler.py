@@ -17,7 +17,17 @@ from torch import nn
 from autoparallel.baselines import baseline
 from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError
-from autoparallel.hybrid import MicroBatches, Stages, Ungathered, place_cuts, split_batch, stages_of, stored_in_pieces
+from autoparallel.hybrid import (
+    MicroBatches,
+    Stages,
+    Ungathered,
+    blocks_by_stage,
+    fewest_recomputed,
+    place_cuts,
+    split_batch,
+    stages_of,
+    stored_in_pieces,
+)
 from autoparallel.hybrid.joint import Candidate, Fixed, search_jointly
 from autoparallel.layout import Layout
 from autoparallel.plans import Evidence, Hybrid, Plan, apply_pins, pin_strings
@@ -41,6 +51,9 @@ if TYPE_CHECKING:
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "schedule", "recompute",
                                "zero_stage"})
 
+#: Into how many searches recompute="auto" divides its time.
+RECOMPUTE_TRIES = 4
+
 
 @dataclass(frozen=True)
 class Options:
@@ -52,7 +65,8 @@ class Options:
     with the best plan so far. ``progress``: called as `search.solve` says.
 
     A step in turns (see `plans.Hybrid`): ``micro_batches``, ``pipeline_stages`` (over the mesh's first axis, of which
-    they are a multiple), ``schedule``, ``recompute``. ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3
+    they are a multiple), ``schedule``, ``recompute`` (none, selective, full; or auto: whole blocks, as few as memory
+    allows). ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3
     store each in as many pieces as it can be cut into; None leaves that to the search.
     """
 
@@ -78,7 +92,7 @@ class Options:
         turns = 1 if self.micro_batches is None else self.micro_batches
         zero_stage = (2 if turns == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(turns, self.stages, pipeline_ranks, self.schedule or "1f1b", (), zero_stage,
-                      self.recompute or "none")
+                      "none" if self.recompute in (None, "auto") else self.recompute)
 
     def limit_bytes(self, cluster: Cluster) -> float:
         """Bytes that a plan may take on a device."""
@@ -149,7 +163,10 @@ def _plan_of_shape(graph: OpGraph, cluster: Cluster, shape: tuple[int, ...], axi
 
 
 def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
-    """The best of pipelines, meshes, micro-batches, ZeRO and recompute; what options fix stays."""
+    """The best of pipelines, meshes, micro-batches, ZeRO and recompute; what options fix stays. With time left, the
+    best recomputes fewer blocks, if it may."""
+    started, open_ = time.monotonic(), options.recompute in (None, "auto")
+    options = replace(options, recompute=None if open_ else options.recompute)
     fixed = Fixed(options.micro_batches, options.pipeline_stages, options.schedule, options.recompute,
                   options.zero_stage, tuple(mesh_shape) if mesh_shape is not None else None)
 
@@ -157,15 +174,24 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
         micro, within = split_batch(graph, candidate.hybrid.micro_batches), replace(options, time_limit_s=seconds)
         return _plan_on(micro, cluster, candidate.mesh_shape, None, within, candidate.hybrid)
 
+    def with_blocks(whole: Plan, again: tuple[str, ...]) -> Plan:
+        hybrid = replace(whole.hybrid, recompute_blocks=again)
+        return in_full(Candidate(hybrid, whole.mesh_shape), options.time_limit_s / RECOMPUTE_TRIES)
+
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full)
-    evidence = found.plan.evidence
-    seen = found.survey
+    best = found.plan
+    if open_ and best.hybrid.recompute == "full":
+        micro = split_batch(graph, best.hybrid.micro_batches)
+        space = StrategySpace(micro.body, best.mesh_shape)
+        blocks = blocks_by_stage(space, stages_of(space, micro.loss, best.hybrid))
+        best = fewest_recomputed(best, blocks, partial(with_blocks, best), started + options.time_limit_s)
+    evidence, seen = best.evidence, found.survey
     reason = (f"{evidence.stop_reason} on the best of {len(seen.candidates)} combinations, for {seen.without_plan} of "
               f"which none that fits was found; {seen.pruned} more bounded away, {seen.left} left for lack of time; "
               f"{found.planned} planned in full")
-    seconds = {**evidence.seconds, "joint": found.seconds}
-    return replace(found.plan, evidence=replace(evidence, stop_reason=reason, seconds=seconds))
+    seconds = {**evidence.seconds, "joint": time.monotonic() - started}
+    return replace(best, evidence=replace(evidence, stop_reason=reason, seconds=seconds))
 
 
 def compile(
@@ -269,6 +295,8 @@ def _plan_on(
 
 def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
              placed: Mapping[str, Layout], hybrid: Hybrid, clock: _Clock | None = None) -> Plan:
+    if options.recompute == "auto":
+        return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
     clock = clock or _Clock()
     prices = Prices(space, cluster, options.optimizer, direct=options.baseline is not None,
                     stages=hybrid.pipeline_ranks)
@@ -299,6 +327,21 @@ def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, option
         return made
     other = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
     return replace(made, study=Study(pricer, problem, solution, lambda labels, found: other(found, labels)))
+
+
+def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
+                      placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
+    """The plan without recompute, if one fits; else the fastest that computes some blocks again."""
+    started = time.monotonic()
+    within = replace(options, recompute=None, time_limit_s=options.time_limit_s / RECOMPUTE_TRIES)
+    make = partial(_plan_in, space, micro, cluster, within, placed)
+    try:
+        return make(hybrid)
+    except InfeasibleError:
+        whole = make(replace(hybrid, recompute="full"))
+    blocks = blocks_by_stage(space, stages_of(space, micro.loss, whole.hybrid))
+    return fewest_recomputed(whole, blocks, lambda again: make(replace(whole.hybrid, recompute_blocks=again)),
+                             started + options.time_limit_s)
 
 
 def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) -> InfeasibleError:

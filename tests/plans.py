@@ -1,4 +1,4 @@
-"""Plans for tests: drawn at random from the whole strategy space."""
+"""Plans for tests: drawn at random from the whole strategy space, or with recompute of some blocks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import random
 from collections.abc import Sequence
 
 from autoparallel.capture import capture
-from autoparallel.plans import Evidence, Plan, Prediction
+from autoparallel.compiler import Options, _plan_on
+from autoparallel.hybrid import split_batch
+from autoparallel.plans import Evidence, Hybrid, Plan, Prediction
 from autoparallel.rules.space import StrategySpace
+from cost_models import Cluster
 from tests.models import ModelCase
 
 
@@ -29,3 +32,15 @@ def random_plan(case: ModelCase, mesh_shape: Sequence[int], axis_names: Sequence
     nothing = Prediction(0, 0, 0, 0, 0, 0, 0, 0)
     return Plan(space.graph.fingerprint, space.mesh_shape, space.axis_names, strategies, "none",
                 Evidence("drawn", 0, 0, 0, f"seed {seed}"), nothing)
+
+
+def half_recomputed(case: ModelCase, mesh_shape: tuple[int, ...], turns: int = 1, stages: int = 1) -> Plan:
+    """The best plan that recomputes the first of the model's two blocks; of several stages the mesh's first axis is
+    the pipeline's."""
+    args, kwargs = case.inputs(8)
+    micro = split_batch(capture(case.build(), args, kwargs), turns)
+    hybrid = Hybrid(turns, stages, stages, recompute="full", recompute_blocks=("model.layers.0",),
+                    zero_stage=2 if turns == 1 else 1)
+    inner, names = (mesh_shape, ("x", "y", "z")) if stages == 1 else (mesh_shape[1:], ("y", "z"))
+    return _plan_on(micro, Cluster.load("local-cpu", num_devices=4), inner, names[: len(inner)],
+                    Options(memory_limit_bytes=float("inf")), hybrid)

@@ -13,8 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
+from autoparallel.errors import InfeasibleError
 from autoparallel.runtime.step import TurnModule
+from cost_models import Cluster
 from tests.models import CASES
+from tests.plans import half_recomputed
 from tests.ranks import mesh_of
 
 Options = Mapping[str, Any]
@@ -64,7 +67,7 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
         return result
 
     with live:
-        if "micro_batches" in options:
+        if not parallel.plan.hybrid.is_plain:
             TurnModule.forward = counted  # type: ignore[method-assign, assignment]
             try:
                 parallel.step(*args, **kwargs)
@@ -93,6 +96,8 @@ PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
     ("bert", (4,), {"baseline": "fsdp"}, 0.05),
     ("bert", (4,), {"baseline": "tensor_parallel"}, 0.05),
     ("llama", (4,), {"micro_batches": 2, "recompute": "full"}, 0.05),
+    ("llama", (2, 2), {"recompute": "full"}, 0.05),  # by a call, not by `step`
+    ("bert", (4,), {"zero_stage": 3, "baseline": "fsdp"}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "zero_stage": 1}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "zero_stage": 3, "baseline": "fsdp"}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "recompute": "selective"}, 0.05),
@@ -103,6 +108,34 @@ PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
     # Gradients that are still being sent when the next forward begins are not predicted.
     ("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "interleaved"}, 0.12),
 ]
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_bytes_with_some_blocks_recomputed(ranks: Any, turns: int) -> None:
+    made = half_recomputed(CASES["llama"], (2, 2), turns)
+    test_bytes_are_as_predicted(ranks, "llama", (2, 2), {"plan": made}, 0.05)
+
+
+def test_as_few_blocks_are_recomputed_as_memory_allows() -> None:
+    """One of two, on a single device, where nothing else would help."""
+    case = CASES["llama"]
+    args, kwargs = case.inputs(8)
+
+    def planned(**options: Any) -> autoparallel.Plan:
+        return autoparallel.plan(case.build(), Cluster.load("local-cpu", num_devices=1), example_inputs=args,
+                                 example_kwargs=kwargs, mesh_shape=(1,), **options)
+
+    free, least = planned(), planned(recompute="full")
+    limit = (free.prediction.peak_bytes + least.prediction.peak_bytes) / 2
+    with pytest.raises(InfeasibleError):
+        planned(memory_limit_bytes=limit)
+    made = planned(memory_limit_bytes=limit, recompute="auto")
+    assert made.hybrid.recompute == "full" and made.hybrid.recompute_blocks == ("model.layers.0",)
+    assert made.prediction.peak_bytes <= limit
+    assert free.prediction.step_s < made.prediction.step_s < least.prediction.step_s
+    assert "recompute full of 1 blocks (model.layers.0)" in made.report()
+    assert autoparallel.Plan.from_json(made.to_json()).hybrid == made.hybrid
+    assert planned(recompute="auto").hybrid.recompute == "none"
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "options", "tolerance"), PLANS)

@@ -23,7 +23,8 @@ class Hybrid:
         3      gathered for each use in each turn, forward and again backward; gradients reduced after each turn
 
     (whether a parameter is stored in pieces at all is its layout's business). ``recompute``: what backward computes
-    again instead of keeping: nothing, all but products, attention and collectives ("selective"), or whole blocks.
+    again instead of keeping: nothing, all but products, attention and collectives ("selective"), or whole blocks; of
+    the blocks at the paths ``recompute_blocks`` only, unless that is None.
     """
 
     micro_batches: int = 1
@@ -33,12 +34,16 @@ class Hybrid:
     cuts: tuple[str, ...] = ()
     zero_stage: int = 2
     recompute: str = "none"
+    recompute_blocks: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise PlanError(f"unknown schedule {self.schedule!r}; there are {list(SCHEDULES)}")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"unknown recompute {self.recompute!r}; there are {list(RECOMPUTE)}")
+        if self.recompute_blocks is not None and (self.recompute == "none" or not self.recompute_blocks):
+            raise PlanError(f"recompute={self.recompute!r} of the blocks {list(self.recompute_blocks)}: name some, and "
+                            "say how ('selective' or 'full')")
         if self.zero_stage not in (0, 1, 2, 3):
             raise PlanError(f"unknown zero_stage {self.zero_stage!r}; there are 0, 1, 2 and 3")
         if self.stages % self.pipeline_ranks:
@@ -65,6 +70,11 @@ class Hybrid:
     def is_plain(self) -> bool:
         """Whether a step is one forward and one backward of the whole program."""
         return self.micro_batches == 1 and self.stages == 1
+
+    def recomputed(self, block: str | None) -> bool:
+        """Whether backward computes the block at this path again."""
+        known = self.recompute_blocks is None or block in self.recompute_blocks
+        return self.recompute != "none" and block is not None and known
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The stages of one rank of the pipeline axis (dealt out in turn)."""

@@ -218,6 +218,7 @@ def _plan_of(data: dict[str, Any]) -> Plan:
     prediction = dict(data["prediction"])
     prediction["collectives"] = tuple(CollectiveUse(**use) for use in prediction["collectives"])
     prediction["repeated_ops"] = tuple(prediction["repeated_ops"])
+    hybrid: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["hybrid"].items()}
     blocks = tuple(
         BlockLayouts(tuple(b["paths"]), tuple((a, s, x) for a, s, x in b["lines"])) for b in data["blocks"]
     )
@@ -232,6 +233,6 @@ def _plan_of(data: dict[str, Any]) -> Plan:
         blocks=blocks,
         pins=data["pins"],
         direct=data["direct"],
-        hybrid=Hybrid(**{**data["hybrid"], "cuts": tuple(data["hybrid"]["cuts"])}),
+        hybrid=Hybrid(**hybrid),
         version=data["version"],
     )

@@ -98,11 +98,11 @@ class Turns:
 
     def _block(self, index: int) -> tuple[int, str] | None:
         site = self.space.sites[index]
-        if self.hybrid.recompute == "none" or site.kind not in ("op", "hub"):
+        if site.kind not in ("op", "hub"):
             return None
         node = site.node if site.ref is None else site.ref.node
         path = block_path(self.space.graph.nodes[node].module_path)
-        return (self.stages_of[index][0], path) if path else None
+        return (self.stages_of[index][0], path) if path and self.hybrid.recomputed(path) else None
 
     def _block_inputs(self) -> frozenset[object]:
         """Values (site, output) that blocks keep to run again, or that others need of them; what passes a value on

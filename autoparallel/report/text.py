@@ -58,7 +58,9 @@ def print_report(plan: Plan, console: Console) -> None:
 def _hybrid(h: Hybrid) -> str:
     pipeline = (f"{h.stages} stages on a pipeline of {h.pipeline_ranks} (schedule {h.schedule}, cut at "
                 f"{', '.join(h.cuts)}), " if h.stages > 1 else "")
-    return f"{pipeline}{h.micro_batches} micro-batches, ZeRO stage {h.zero_stage}, recompute {h.recompute}"
+    blocks = h.recompute_blocks
+    some = "" if blocks is None else f" of {len(blocks)} blocks ({', '.join(blocks)})"
+    return f"{pipeline}{h.micro_batches} micro-batches, ZeRO stage {h.zero_stage}, recompute {h.recompute}{some}"
 
 
 def _collectives(plan: Plan) -> Table:

@@ -25,7 +25,7 @@ from autoparallel.plans import Hybrid, Plan
 from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime import data, groups, initialise, rng
 from autoparallel.runtime.interpret import values_of
-from autoparallel.runtime.step import StepRunner
+from autoparallel.runtime.step import Forward, StepRunner
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,12 @@ class Compiled:
         return self.programs[0]
 
     @cached_property
-    def forward(self) -> torch.fx.GraphModule:
+    def forward(self) -> nn.Module:
         """The program of a form that is one stage, as it runs: gradients are reduced in buckets."""
-        return fuse_reductions(self.program.module)
+        hybrid = self.plan.hybrid
+        if hybrid.recompute == "none" and hybrid.zero_stage < 3:
+            return fuse_reductions(self.program.module)
+        return Forward(self.program, hybrid)
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +17,45 @@ from torch import nn
 from autoparallel.errors import InputError
 from autoparallel.lower.emit import Program
 from autoparallel.lower.fuse import fuse_reductions
-from autoparallel.lower.reads import gathered_each_turn, split_reads
+from autoparallel.lower.reads import Turn, gathered_each_turn, split_reads
 from autoparallel.lower.recompute import with_recompute
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import groups, rng
 from autoparallel.runtime.groups import Axis
 from autoparallel.runtime.pipeline import Pipeline
 from autoparallel.runtime.regather import gather_again, regathering
+
+
+def in_turns(program: Program, hybrid: Hybrid) -> Turn:
+    """A program in two: reading parameters, and what takes turns, which recomputes and gathers again as ``hybrid`` has
+    it."""
+    regathers = hybrid.zero_stage == 3
+    split = split_reads(program, gathered_each_turn if regathers else lambda node: False)
+    turn = gather_again(split.turn, split.gathers) if regathers else split.turn
+    if hybrid.recompute != "none":
+        turn = with_recompute(turn, hybrid.recompute, lambda node: _recomputed(hybrid, node))
+    return replace(split, turn=turn)
+
+
+def _recomputed(hybrid: Hybrid, node: torch.fx.Node) -> str | None:
+    block: str | None = node.meta.get("block")
+    return block if hybrid.recomputed(block) else None
+
+
+class Forward(nn.Module):
+    """A program as one forward of the whole batch, which recomputes and gathers again as ``hybrid`` has it."""
+
+    def __init__(self, program: Program, hybrid: Hybrid) -> None:
+        super().__init__()
+        split = in_turns(program, hybrid)
+        self.reads, self.turn, self.regathers = fuse_reductions(split.reads), split.turn, hybrid.zero_stage == 3
+        self.of_parameter = [site.kind == "parameter" for site in program.placeholders]
+
+    def forward(self, *local: torch.Tensor) -> Any:
+        parameters = [x for x, yes in zip(local, self.of_parameter, strict=True) if yes]
+        rest = [x for x, yes in zip(local, self.of_parameter, strict=True) if not yes]
+        with regathering() if self.regathers else nullcontext():
+            return self.turn(*self.reads(*parameters), *rest)
 
 
 class TurnModule(nn.Module):
@@ -35,13 +68,9 @@ class TurnModule(nn.Module):
         super().__init__()
         self.program, self.loss, self.axes = program, loss, axes
         self.each_turn, self.regathers = hybrid.zero_stage >= 2, hybrid.zero_stage == 3
-        split = split_reads(program, gathered_each_turn if self.regathers else lambda node: False)
+        split = in_turns(program, hybrid)
         self.reads = split.reads if self.each_turn else fuse_reductions(split.reads)
         self.turn = split.turn
-        if self.regathers:
-            self.turn = gather_again(self.turn, split.gathers)
-        if hybrid.recompute != "none":
-            self.turn = with_recompute(self.turn, hybrid.recompute, lambda node: node.meta.get("block"))
         self.received = program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
         self.results = (outputs[loss],) if loss is not None else program.sent
