@@ -62,6 +62,12 @@ class Collectives:
         return _REDUCE[op](torch.stack(_groups[group].exchange(f"all_reduce {op}", x))).to(x.dtype)
 
     @staticmethod
+    def all_reduce_(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+        made = Collectives.all_reduce(x, op, group)
+        _groups[group].exchange("written", None)  # all have read before anyone writes
+        return x.copy_(made)
+
+    @staticmethod
     def all_gather_into_tensor(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
         return torch.cat(_groups[group].exchange("all_gather", x))
 

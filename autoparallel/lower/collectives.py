@@ -41,6 +41,11 @@ def all_reduce_tensor(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Ten
     return _wait(_c10d.all_reduce(x.contiguous(), op, axis.group_name))
 
 
+def all_reduce_own(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum, written over x, of which nobody else may have the memory (a copy of a bucket costs as much as it)."""
+    return _wait(_c10d.all_reduce_(x, "sum", axis.group_name))
+
+
 def all_gather_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
     longest = max(sizes)
     whole = _wait(_c10d.all_gather_into_tensor(_padded(_leading(x, dim), longest), axis.size, axis.group_name))

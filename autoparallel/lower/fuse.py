@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.layout import INVARIANT, PARTIAL
-from autoparallel.lower.collectives import act, all_reduce_tensor, reduce_gradient
+from autoparallel.lower.collectives import act, all_reduce_own, all_reduce_tensor, reduce_gradient
 from autoparallel.lower.emit import item
 from autoparallel.runtime import groups
 from autoparallel.runtime.groups import Axis
@@ -39,7 +39,7 @@ class _ReduceGradients(torch.autograd.Function):
         if len(there) == 1:
             parts: Sequence[torch.Tensor] = [all_reduce_tensor(there[0], ctx.axis)]
         else:
-            flat = all_reduce_tensor(torch.cat([g.reshape(-1) for g in there]), ctx.axis)
+            flat = all_reduce_own(torch.cat([g.reshape(-1) for g in there]), ctx.axis)
             parts = flat.split([g.numel() for g in there])
         reduced = iter(part.view(g.shape) for part, g in zip(parts, there, strict=True))
         return None, *(None if g is None else next(reduced) for g in gradients)

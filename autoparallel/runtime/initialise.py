@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,34 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tup
         return DTensor.from_local(local, mesh, to_torch(layout), run_check=False)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, to_torch(layout), run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class _LocalPieces(torch.autograd.Function):
+    """`DTensor.to_local` of many at once: as one node of autograd it takes a quarter of the time."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.specs = [value._spec for value in values]
+        ctx.set_materialize_grads(False)
+        return tuple(value._local_tensor.view_as(value._local_tensor) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(None if g is None else _gradient(g, spec) for g, spec in zip(gradients, ctx.specs, strict=True))
+
+
+def _gradient(local: torch.Tensor, spec: Any) -> DTensor:
+    if torch.is_grad_enabled():  # to be differentiated again
+        return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape,
+                                  stride=spec.stride)
+    return DTensor(local.contiguous(), copy.copy(spec), requires_grad=False)
+
+
+def local_pieces(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same tensors, with this rank's piece of each DTensor."""
+    learning = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
+    pieces = iter(_LocalPieces.apply(*learning) if learning else ())
+    return [v if not isinstance(v, DTensor) else next(pieces) if v.requires_grad else v.to_local() for v in values]
 
 
 def place(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: torch.device) -> DTensor:

@@ -156,11 +156,11 @@ class ParallelModule(nn.Module):
         program, space = compiled.program, compiled.space
         leaves = pytree.tree_leaves(canonical_call(args, kwargs))
         with groups.use(state.axes):
-            local = [
+            local = initialise.local_pieces([
                 self._local_input(leaves[int(site.path)], layout) if site.kind == "input"
-                else self._local_state(site.path, space.graph)
+                else self._state_of(site.path, space.graph)
                 for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
-            ]
+            ])
             with rng.use_seed(rng.mix(state.seed, state.calls)), precision.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)
         state.calls += 1
@@ -191,11 +191,13 @@ class ParallelModule(nn.Module):
         held = self._take_shared_gradients(compiled)
         with precision.without_autocast():
             loss = state.runners[key].run(
-                lambda program: [self._local_state(site.path, compiled.space.graph) for site in program.placeholders
-                                 if site.kind == "parameter"],
+                lambda program: initialise.local_pieces([
+                    self._state_of(site.path, compiled.space.graph) for site in program.placeholders
+                    if site.kind == "parameter"
+                ]),
                 lambda program, turn: [
                     self._local_input(feeds[int(site.path)][turn], layout) if site.kind == "input"
-                    else self._local_state(site.path, compiled.space.graph)
+                    else self._state_of(site.path, compiled.space.graph)
                     for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
                     if site.kind != "parameter"
                 ],
@@ -222,7 +224,7 @@ class ParallelModule(nn.Module):
             leaf = leaves[int(node.path)]
             known[Ref(node.index)] = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).to(state.device)
         for node in micro.whole.of_kind("buffer"):
-            known[Ref(node.index)] = self._local_state(node.path, micro.whole)
+            known[Ref(node.index)] = self._state_of(node.path, micro.whole)
         with torch.no_grad():
             values = values_of(micro.whole, [feed.ref for feed in micro.feeds], known, state.device)
         return [
@@ -396,14 +398,15 @@ class ParallelModule(nn.Module):
                         owner._non_persistent_buffers_set.add(leaf)
         self.train(self.training)
 
-    def _local_state(self, path: str, graph: OpGraph) -> torch.Tensor:
+    def _state_of(self, path: str, graph: OpGraph) -> torch.Tensor:
+        """A parameter, buffer or constant."""
         if path in graph.constant_tensors:
             return graph.constant_tensors[path].to(self._state.device)
         owner, leaf = initialise.container(self, path)
-        value = getattr(owner, leaf)
+        value: torch.Tensor = getattr(owner, leaf)
         if value.device.type == "meta":
             raise InputError(f"{path} is still on the meta device: call init_weights() or load_state_dict(...) first")
-        return value.to_local() if isinstance(value, DTensor) else value
+        return value
 
     def _local_input(self, value: torch.Tensor, layout: Layout) -> torch.Tensor:
         if not isinstance(value, DTensor):
