@@ -28,7 +28,7 @@ from cost_models import Cluster
 
 SOLVE_S, SOLVE_GAP, LEAST_FULL_S = 3.0, 0.02, 10.0
 SHARE_OF_ESTIMATES, SHARE_OF_FIRST = 0.7, 0.7
-MOST_FULL, MOST_FAILED = 12, 4
+MOST_FULL, MOST_FAILED, FAILED_RATIO = 12, 8, 1.5
 MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
 
 
@@ -288,7 +288,7 @@ def search_jointly(
     order = _Order(survey.candidates)
     while (candidate := order.next()) is not None:
         late = order.planned >= (MOST_FULL if best is not None else MOST_FAILED)
-        late |= time.monotonic() - started > time_limit_s and order.planned > 0
+        late |= time.monotonic() - started > time_limit_s and best is not None
         if late or (best is not None and order.expected_s(candidate) >= best.prediction.step_s):
             break
         try:
@@ -332,5 +332,7 @@ class _Order:
     def done(self, candidate: Candidate, step_s: float) -> None:
         self.left.remove(candidate)
         self.planned += 1
+        if step_s == math.inf:  # its kind needs more than sketches say
+            self.ratios[self._kind(candidate)] = FAILED_RATIO * self.ratios.get(self._kind(candidate), 1.0)
         if math.isfinite(step_s) and math.isfinite(candidate.estimate_s):
             self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
