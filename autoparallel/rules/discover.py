@@ -2,14 +2,16 @@
 
 Small random tensors stand for the op's own: equal sizes stay equal, so that what may be cut together is seen. Each way
 of cutting them is proven as a user's rule is (`custom.prove`): in 2 and 3 pieces, forward and gradients, at several
-magnitudes. An op that draws numbers, has a result that depends on them, or does not run on such tensors, stays whole.
+magnitudes, and with what is cut as long as it is (or not claimed, where that is too much to run). An op that draws
+numbers, has a result that depends on them, or does not run on such tensors, stays whole.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,7 +28,7 @@ from autoparallel.rules.rule import Row, Rule
 #: Sizes that stand for the op's own. Odd ones first: pieces are then uneven; of others only even pieces are claimed.
 STAND_INS = ((7, 9, 11, 13, 15, 17), (12, 18, 24, 30, 36, 42))
 MAGNITUDES = (1.0, 1e-2, 10.0)
-MOST_CUTS = 256
+MOST_CUTS, MOST_ELEMENTS = 256, 1 << 24
 _FOUND: dict[object, tuple[Row, ...]] = {}
 
 
@@ -50,6 +52,12 @@ class _Trial:
     run: Callable[..., list[Tensor]]
     shapes: tuple[tuple[int, ...], ...]
     metas: tuple[TensorMeta, ...]
+
+    def at_length(self, length: int) -> _Trial:
+        """With the dims of this length as they are."""
+        shapes = (tuple(true if true == length else n for true, n in zip(meta.shape, shape, strict=True))
+                  for meta, shape in zip(self.metas, self.shapes, strict=True))
+        return replace(self, shapes=tuple(shapes))
 
     def tensors(self, magnitude: float, seed: int = 0) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -157,7 +165,14 @@ def _near(a: Tensor, b: Tensor) -> bool:
 
 
 def _holds(trial: _Trial, row: Row) -> bool:
+    """Proven on stand-ins, and along what is cut at its true length: a window of 64 shows on no shorter tensor."""
     try:
+        for length in {meta.shape[p.dim] for meta, p in zip(trial.metas, row.inputs, strict=True) if p.is_shard}:
+            true = trial.at_length(length)
+            if sum(math.prod(shape) for shape in true.shapes) > MOST_ELEMENTS:
+                return False
+            for pieces in PIECES:
+                prove(true.run, "op", row, pieces, true.tensors(1.0))
         for magnitude, pieces in itertools.product(MAGNITUDES, PIECES):
             prove(trial.run, "op", row, pieces, trial.tensors(magnitude))
     except RuleError:
