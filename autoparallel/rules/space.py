@@ -96,9 +96,9 @@ class StrategySet:
 
     def _go_together(self, label: Label) -> bool:
         """Whether the rows may stand on these axes at once."""
-        if any(self.rows[r].apart & {self.rows[o].name for o in (*label[:i], *label[i + 1 :])}
-               for i, r in enumerate(label)):
-            return False
+        for i, r in enumerate(label):
+            if self.rows[r].apart and self.rows[r].apart & {self.rows[o].name for o in (*label[:i], *label[i + 1 :])}:
+                return False
         pieces: dict[str, int] = {}
         for r, n in zip(label, self.mesh_shape, strict=True):
             if factor := self.rows[r].factor:
