@@ -181,7 +181,7 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full)
     best = found.plan
-    if open_ and best.hybrid.recompute == "full":
+    if open_ and best.hybrid.recompute != "none":
         micro = split_batch(graph, best.hybrid.micro_batches)
         space = StrategySpace(micro.body, best.mesh_shape)
         blocks = blocks_by_stage(space, stages_of(space, micro.loss, best.hybrid))

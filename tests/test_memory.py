@@ -136,6 +136,10 @@ def test_as_few_blocks_are_recomputed_as_memory_allows() -> None:
     assert "recompute full of 1 blocks (model.layers.0)" in made.report()
     assert autoparallel.Plan.from_json(made.to_json()).hybrid == made.hybrid
     assert planned(recompute="auto").hybrid.recompute == "none"
+    jointly = planned(joint=True, micro_batches=1, time_limit_s=20,
+                      memory_limit_bytes=least.prediction.peak_bytes * 0.2 + free.prediction.peak_bytes * 0.8)
+    assert jointly.hybrid.recompute != "none" and jointly.hybrid.recompute_blocks == ("model.layers.0",)
+    assert jointly.prediction.step_s < made.prediction.step_s
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "options", "tolerance"), PLANS)
