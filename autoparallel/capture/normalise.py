@@ -303,6 +303,24 @@ def _mean(graph: Graph, node: Node) -> Node:
     return emit(graph, node, aten.mul.Tensor, total, 1.0 / count)
 
 
+AVERAGES = {aten.adaptive_avg_pool1d.default: aten.avg_pool1d.default,
+            aten.adaptive_avg_pool2d.default: aten.avg_pool2d.default,
+            aten.adaptive_avg_pool3d.default: aten.avg_pool3d.default}
+
+
+def _adaptive(graph: Graph, node: Node) -> Node | None:
+    """A mean over all of space is a sum times a constant; one over windows of one length, that tile it, a pooling."""
+    source = node.args[0]
+    dims = list(range(-len(node.args[1]), 0))
+    lengths = [(source.meta["val"].shape[d], node.meta["val"].shape[d]) for d in dims]
+    if all(made == 1 for _, made in lengths):
+        total = emit(graph, node, aten.sum.dim_IntList, source, dims, True)
+        return emit(graph, node, aten.mul.Tensor, total, 1.0 / math.prod(size for size, _ in lengths))
+    if any(size % made for size, made in lengths):
+        return None
+    return emit(graph, node, AVERAGES[node.target], source, [size // made for size, made in lengths])
+
+
 def _sum_all(graph: Graph, node: Node) -> Node:
     source = node.args[0]
     if node.kwargs.get("dtype") is not None:
@@ -543,6 +561,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each({aten.linear.default: _linear}),
     _each(dict.fromkeys(FILLED, _filled)),
     _each({aten.mean.default: _mean, aten.mean.dim: _mean, aten.sum.default: _sum_all}),
+    _each(dict.fromkeys(AVERAGES, _adaptive)),
     _each({aten.dropout.default: _dropout}),
     _each({aten.cross_entropy_loss.default: _cross_entropy, aten.nll_loss_nd.default: _cross_entropy}),
     _each(dict.fromkeys(LOSSES, _loss_mean)),

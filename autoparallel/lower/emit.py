@@ -205,11 +205,8 @@ class _Emitter:
         if node.target is routed_experts:
             args = [*args[:5], self._offsets(args[4][0])[0]]
         rows = [self.space.strategies[site.index].rows[r] for r in self.labels[site.index]]
-        if kinds := {row.variant for row in rows if row.variant}:
-            (kind,) = kinds
-            axes = tuple(name for name, row in zip(self.space.axis_names, rows, strict=True) if row.variant)
-            keywords = VARIANTS[kind].keywords(args, axes, self._offsets)
-            return self.graph.call_function(VARIANTS[kind].function, tuple(args), {**kwargs, **keywords})
+        if any(row.variant for row in rows):
+            return self._variant(node, rows, args, kwargs)
         rule = self.space.strategies[site.index].rule
         if rule is not None and rule.random:
             return self.graph.call_function(
@@ -217,6 +214,19 @@ class _Emitter:
             )
         node_name = node.name if node.name.isidentifier() else None
         return self.graph.create_node("call_function", node.target, tuple(args), kwargs, name=node_name)
+
+    def _variant(self, node: Node, rows: Sequence[Row], args: list[Any], kwargs: dict[str, Any]) -> FxNode:
+        taken = [(name, row) for name, row in zip(self.space.axis_names, rows, strict=True) if row.variant]
+        (kind,) = {row.variant for _, row in taken}
+        variant, keywords = VARIANTS[kind], {**kwargs, "axes": tuple(name for name, _ in taken)}
+        if variant.start is not None:
+            position, dim = variant.start
+            keywords["start"] = self._offsets(args[position])[dim]
+        if variant.cuts:
+            whole, made = args[0].meta["global_meta"].shape, node.outputs[0].shape
+            dims = tuple(row.inputs[0].dim for _, row in taken)
+            keywords |= {"op": node.target, "dims": dims, "sizes": tuple((whole[d], made[d]) for d in dims)}
+        return self.graph.call_function(variant.function, tuple(args), keywords)
 
     def _piece_number(self, rows: Sequence[Row]) -> int:
         """Numbers the pieces of a random op: equal where ranks repeat the same work."""

@@ -1,12 +1,12 @@
 """Strategies that are not the op itself on pieces but programs of their own.
 
 A variant is called with the op's own arguments, as pieces; with ``axes``, the names of the mesh axes that it is taken
-on; and, where it asks for it, with ``start``, the index at which an operand's piece begins.
+on; and with what else it asks for (`Variant`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from autoparallel.lower.collectives import all_reduce_tensor, redistribute
 from autoparallel.lower.dispatch import dispatched_experts
+from autoparallel.lower.halo import on_windows
 from autoparallel.lower.ring import ring_attention
 from autoparallel.runtime import groups
 
@@ -70,17 +71,12 @@ def causal_queries(
 
 @dataclass(frozen=True)
 class Variant:
-    """``start``: the (position, dim) of the operand whose piece's beginning the function asks for."""
+    """``start``: the (position, dim) of the operand the beginning of whose piece the function asks for; ``cuts``: it
+    asks for the op, and for the dim cut on each axis, with its lengths in the whole first operand and result."""
 
     function: Callable[..., torch.Tensor]
     start: tuple[int, int] | None = None
-
-    def keywords(self, args: Sequence[Any], axes: tuple[str, ...], offsets: Callable[[Any], tuple[int, ...]]
-                 ) -> dict[str, Any]:
-        if self.start is None:
-            return {"axes": axes}
-        position, dim = self.start
-        return {"axes": axes, "start": offsets(args[position])[dim]}
+    cuts: bool = False
 
 
 VARIANTS = {
@@ -89,4 +85,5 @@ VARIANTS = {
     "queries": Variant(causal_queries, (0, 2)),
     "ring": Variant(ring_attention),
     "dispatch": Variant(dispatched_experts),
+    "windows": Variant(on_windows, cuts=True),
 }

@@ -265,6 +265,8 @@ def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
             return np.asarray(collectives.all_to_all_s(num_bytes, group))
         case "ring":
             return (group.size - 1) * np.asarray(collectives.send_recv_s(num_bytes, group))
+        case "neighbours":
+            return np.asarray(collectives.send_recv_s(num_bytes * group.size, group))
     raise ValueError(f"unknown exchange {action!r}")
 
 

@@ -1,16 +1,18 @@
-"""Convolution, pooling, resampling: batch and channels may be cut, space stays whole."""
+"""Convolution, pooling, resampling: batch and channels may be cut; of convolution and pooling also space, into pieces
+that windows tile, or by halo exchange."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from autoparallel.layout import REPLICATE, shard
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Rule, einsum_rule
+from autoparallel.rules.rule import Dims, Exchange, Row, Rule, einsum_rule
+from autoparallel.rules.windows import Window, windows_of
 
 aten = torch.ops.aten
 
@@ -21,27 +23,54 @@ def convolution(op: OpView) -> Rule | None:
     x, w = op.shapes[:2]
     flops = 2.0 * op.out.num_elements * math.prod(w[1:])
     if op.arg("groups") != 1:
-        return replace(_grouped(op), flops=flops) if len(x) == len(w) else None
-    batch, space, dots = "b, " if len(x) == len(w) else "", _space(op), ", ".join(["."] * (len(w) - 2))
-    rule = einsum_rule(f"x[{batch}i, {space}], w[o, i, {dots}], bias[o] -> y[{batch}o, {space}]", op.shapes,
+        return _in_space(replace(_grouped(op), flops=flops), op) if len(x) == len(w) else None
+    batch, dots = "b, " if len(x) == len(w) else "", ", ".join(["."] * (len(w) - 2))
+    rule = einsum_rule(f"x[{batch}i, {dots}], w[o, i, {dots}], bias[o] -> y[{batch}o, {dots}]", op.shapes,
                        [op.out.shape], reduce="i", additive="bias", linear=("x bias", "w bias"), op_class="conv",
                        saves=frozenset({0, 1}))
-    return replace(rule, flops=flops)
+    return _in_space(replace(rule, flops=flops), op)
 
 
-def _space(op: OpView) -> str:
-    """Factors of the dims in space: one where the window is a single place, so that none needs another."""
-    window = op.shapes[1][2:]
-    if op.target._overloadname == "padding":
-        return ", ".join("." for _ in window)
-    steps = [_of_each_dim(op.arg(name), len(window)) for name in ("stride", "padding")]
-    alone = [k == step == 1 and not pad for k, step, pad in zip(window, *steps, strict=True)]
-    return ", ".join(f"s{d}" if place else "." for d, place in enumerate(alone))
+def _in_space(rule: Rule, op: OpView) -> Rule:
+    """With the dims in space cut too: as they are into even pieces that windows tile, else by halo exchange."""
+    windows = windows_of(op.target, op.arguments)
+    first = len(op.shapes[0]) - len(windows)
+    for number, window in enumerate(windows):
+        dim, name = first + number, f"s{number}"
+        size, made = op.shapes[0][dim], op.out.shape[dim]
+        if made == 1:
+            continue
+        if window.tiles(size, made):
+            x, out = (_named(dims, dim, name) for dims in (rule.inputs[0], rule.outputs[0]))
+            even = {name: (made,)} if window.stride > 1 else {}
+            rule = replace(rule, inputs=(x, *rule.inputs[1:]), outputs=(out,), sizes={**rule.sizes, name: made},
+                           even={**rule.even, **even})
+        if (name not in rule.sizes or name in rule.even) and _filled_alike(op, window, size, made):
+            rule = replace(rule, variants=(*rule.variants, _halo(op, window, dim, name)))
+    return rule
 
 
-def _of_each_dim(value: int | Sequence[int], rank: int) -> Sequence[int]:
-    values = [value] if isinstance(value, int) else value
-    return values if len(values) == rank else [*values] * rank
+def _named(dims: Dims, dim: int, name: str) -> Dims:
+    return (*dims[:dim], name, *dims[dim + 1 :])
+
+
+def _halo(op: OpView, window: Window, dim: int, name: str) -> Row:
+    """Neighbours exchange the places that both reach. Not over two axes: a neighbour may be one of the other."""
+    x, cut = op.inputs[0], shard(dim)
+    rows = max(0, window.extent - window.stride)
+    border = Exchange("neighbours", 0, x.dtype.itemsize * rows / x.shape[dim], forward=1, backward=int(x.requires_grad))
+    row = f"halo {name}"
+    return Row(row, (cut, *(REPLICATE for _ in op.inputs[1:])), (cut,), name, variant="windows", inside=(border,),
+               apart=frozenset({row, name}))
+
+
+def _filled_alike(op: OpView, window: Window, size: int, made: int) -> bool:
+    """Whether places that are filled up beforehand count as those that the op fills up itself. A mean over those that
+    there are knows them apart; so does one of a window that goes beyond what is filled up."""
+    if "avg_pool" not in op.target._schema.name or op.arguments.get("divisor_override") is not None:
+        return True
+    beyond = window.reads(0, made)[1] > size + window.after
+    return not beyond and (op.arg("count_include_pad") or not window.before)
 
 
 def _grouped(op: OpView) -> Rule:
@@ -65,11 +94,18 @@ def _over_batch_and_channels(op: OpView, num_space: int, **rest: object) -> Rule
 
 
 @rule_for(aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default, aten.avg_pool1d.default,
-          aten.avg_pool2d.default, aten.avg_pool3d.default, aten.adaptive_avg_pool1d.default,
-          aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default, aten.max_pool1d_with_indices.default,
-          aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.adaptive_max_pool1d.default,
-          aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
+          aten.avg_pool2d.default, aten.avg_pool3d.default)
 def pool(op: OpView) -> Rule:
+    rule = pool_of_channels(op)
+    return _in_space(rule, op) if op.inputs[0].dtype.is_floating_point else rule
+
+
+@rule_for(aten.adaptive_avg_pool1d.default, aten.adaptive_avg_pool2d.default, aten.adaptive_avg_pool3d.default,
+          aten.max_pool1d_with_indices.default, aten.max_pool2d_with_indices.default,
+          aten.max_pool3d_with_indices.default, aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default,
+          aten.adaptive_max_pool3d.default)
+def pool_of_channels(op: OpView) -> Rule:
+    """Windows of unequal lengths, or places that are counted in the whole of space."""
     (space,) = re.findall(r"pool(\d)d", op.target._schema.name)
     averages = "avg" in op.target._schema.name
     return _over_batch_and_channels(

@@ -43,6 +43,11 @@ class OpView:
                 return self._graph.meta(value) if isinstance(value, Ref) else value
         raise KeyError(f"{self.target} has no argument {name!r}")
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All of them by schema name, as `arg` gives them."""
+        return {argument.name: self.arg(argument.name) for argument in self.target._schema.arguments}
+
     def meta(self, ref: Ref) -> TensorMeta:
         """What a tensor inside a list argument looks like."""
         return self._graph.meta(ref)

@@ -27,9 +27,9 @@ Dims = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Communication inside a variant, along its axis: ``action`` (all_reduce, all_to_all, or ring: a piece goes once
-    around) on ``bytes_per_element`` for each element of the piece of input ``input``, so often forward and
-    backward."""
+    """Communication inside a variant, along its axis: ``action`` (all_reduce, all_to_all, ring: a piece goes once
+    around) on ``bytes_per_element`` for each element of the piece of input ``input``, so often forward and backward.
+    Of ``neighbours``, which send one another as much however short their pieces are, for each element of the whole."""
 
     action: str
     input: int

@@ -1,0 +1,59 @@
+"""Windows that move over the dims in space (convolution, pooling): which places of its input an output place reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Window:
+    """Along one dim. ``before`` and ``after`` are the places filled up at its ends."""
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    after: int = 0
+
+    @property
+    def extent(self) -> int:
+        """From the first place that one output place reads to the last."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def reads(self, start: int, stop: int) -> tuple[int, int]:
+        """(first, end) of what output places from ``start`` to before ``stop`` read; what is outside is filled up."""
+        return start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.extent
+
+    def tiles(self, size: int, made: int) -> bool:
+        """Whether an even piece of the input's ``size`` places makes its piece of the ``made`` ones by itself."""
+        return self.extent <= self.stride and not self.before and not self.after and size == made * self.stride
+
+
+def arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """An op's arguments by schema name, defaults included."""
+    declared = op._schema.arguments
+    given = dict(zip((a.name for a in declared), args, strict=False))
+    return {**{a.name: a.default_value for a in declared}, **given, **kwargs}
+
+
+def windows_of(op: Any, given: Mapping[str, Any]) -> tuple[Window, ...]:
+    """The windows of a convolution or a pooling with arguments ``given`` by schema name, one for each dim in space."""
+    (digit,) = re.findall(r"(\d)d", op._schema.name)
+    rank = int(digit)
+    kernel = given["weight"].shape[2:] if "weight" in given else _of_each(given["kernel_size"], rank)
+    stride = _of_each(given["stride"] or kernel, rank)
+    dilation = _of_each(given.get("dilation", 1), rank)
+    if given["padding"] == "same":
+        ends = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        filled = [(n // 2, n - n // 2) for n in ends]
+    else:
+        filled = [(n, n) for n in _of_each(0 if given["padding"] == "valid" else given["padding"], rank)]
+    return tuple(Window(k, s, d, *ends) for k, s, d, ends in zip(kernel, stride, dilation, filled, strict=True))
+
+
+def _of_each(value: int | Sequence[int], rank: int) -> Sequence[int]:
+    values = [value] if isinstance(value, int) else value
+    return values if len(values) == rank else [*values] * rank
