@@ -169,7 +169,8 @@ def convolution(w: Writer) -> None:
     groups = w.pick([g for g in (1, 2, channels) if channels % g == 0 and made % g == 0])
     weight = w.parameter(made, channels // groups, *(kernel,) * n)
     bias = w.pick(["None", w.parameter(made)])
-    w.line(f"F.conv{n}d(x, {weight}, {bias}, padding={kernel // 2}, groups={groups}) * 0.3")
+    padding = w.pick([kernel // 2, f"{kernel // 2}, stride=2", f"{kernel - 1}, dilation=2", "0", "'same'"])
+    w.line(f"F.conv{n}d(x, {weight}, {bias}, padding={padding}, groups={groups}) * 0.3")
 
 
 @family
@@ -177,8 +178,11 @@ def pool(w: Writer) -> None:
     if len(w.shape) not in (3, 4) or min(w.shape[2:]) < 2:
         return
     n = len(w.shape) - 2
-    kind = w.pick([f"F.avg_pool{n}d(x, 2)", f"F.max_pool{n}d(x + {w.parameter(*w.shape)}, 2)",
-                   f"F.adaptive_avg_pool{n}d(x, 1)", "F.interpolate(x, scale_factor=2)"])
+    untied = f"x + {w.parameter(*w.shape)}"
+    kind = w.pick([f"F.avg_pool{n}d(x, 2)", f"F.avg_pool{n}d(x, 3, 1, 1)", f"F.max_pool{n}d({untied}, 2)",
+                   f"F.max_pool{n}d({untied}, 3, 2, 1)", f"F.max_pool{n}d({untied}, 2, ceil_mode=True)",
+                   f"F.adaptive_avg_pool{n}d(x, 1)", f"F.adaptive_avg_pool{n}d(x, 2)",
+                   "F.interpolate(x, scale_factor=2)"])
     w.line(kind)
 
 

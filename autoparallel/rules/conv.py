@@ -96,7 +96,7 @@ def _over_batch_and_channels(op: OpView, num_space: int, **rest: object) -> Rule
 @rule_for(aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default, aten.avg_pool1d.default,
           aten.avg_pool2d.default, aten.avg_pool3d.default)
 def pool(op: OpView) -> Rule:
-    rule = pool_of_channels(op)
+    rule = _over_channels(op)
     return _in_space(rule, op) if op.inputs[0].dtype.is_floating_point else rule
 
 
@@ -104,8 +104,12 @@ def pool(op: OpView) -> Rule:
           aten.max_pool1d_with_indices.default, aten.max_pool2d_with_indices.default,
           aten.max_pool3d_with_indices.default, aten.adaptive_max_pool1d.default, aten.adaptive_max_pool2d.default,
           aten.adaptive_max_pool3d.default)
-def pool_of_channels(op: OpView) -> Rule:
+def pool_over_channels(op: OpView) -> Rule:
     """Windows of unequal lengths, or places that are counted in the whole of space."""
+    return _over_channels(op)
+
+
+def _over_channels(op: OpView) -> Rule:
     (space,) = re.findall(r"pool(\d)d", op.target._schema.name)
     averages = "avg" in op.target._schema.name
     return _over_batch_and_channels(
