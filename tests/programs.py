@@ -194,8 +194,9 @@ def norm(w: Writer) -> None:
     if len(w.shape) in (3, 4) and w.shape[0] > 1:
         scale = w.parameter(channels)
         groups = w.pick([g for g in (1, 2, 3) if channels % g == 0])
-        kinds += [f"F.group_norm(x, {groups}, {scale}, eps=0.1)", f"F.instance_norm(x, weight={scale}, eps=0.1)",
+        kinds += [f"F.group_norm(x, {groups}, {scale}, eps=0.1)",
                   f"F.batch_norm(x, None, None, {scale}, training=True, eps=0.1)"]
+        kinds += [f"F.instance_norm(x, weight={scale}, eps=0.1)"] if max(w.shape[2:]) > 1 else []
     w.line(w.pick(kinds))
 
 

@@ -64,7 +64,9 @@ ROUND = function(lambda x: x.round(), lambda x, g: g)
     (function(lambda x: x * (torch.arange(x.shape[1]) < 20)), [(6, 40)], {"S(0)": "S(0)", "P": "P"}),  # by position
     (function(lambda x: 3 * x), [(6, 1 << 25)], {"S(0)": "S(0)", "P": "P"}),  # too long to try
     (function(lambda x: x + torch.rand_like(x)), [(6, 5)], {}),  # draws numbers
-    (function(lambda x: x.view(2, 3, 5).sum(1)), [(6, 5)], {}),  # does not run on other sizes
+    (function(lambda x: x.view(2, 3, 5).sum(1)), [(6, 5)], {"P": "P"}),  # runs on no other sizes
+    (function(lambda x: x.view(x.shape[0], 2, 3).sum(1)), [(8, 6)], {"S(0)": "S(0)", "P": "P"}),
+    (function(lambda x: x.view(-1, 64).softmax(1).view(x.shape)), [(256,)], {"S(0)": "S(0)"}),  # whole rows of 64
 ])
 def test_what_may_be_cut_is_found(op: Any, shapes: list[tuple[int, ...]], rows: dict[str, str]) -> None:
     assert rows_of(op, *shapes) == rows
@@ -81,6 +83,34 @@ def test_halves_are_cut_evenly_only() -> None:
     (node,) = (n for n in graph.of_kind("op") if "Made" in n.op_name)
     rule, _ = find_rule(graph, node)
     assert {(row.name, row.even) for row in rule.variants} == {("S(0)", (16,)), ("linear(0)", ())}
+
+
+def test_an_op_of_its_own_sizes_is_cut_into_what_was_tried() -> None:
+    """Whole rows of 64 of 256 are four pieces at most, though more would divide it; a length of 17 is not tried."""
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return function(lambda x: x.view(-1, 64, 17).softmax(1).view(x.shape)).apply(x)
+
+    graph = capture(Model(), (torch.zeros(256, 17, requires_grad=True),))
+    (node,) = (n for n in graph.of_kind("op") if "Made" in n.op_name)
+    assert [(row.name, row.even) for row in find_rule(graph, node)[0].variants] == [("S(0)", (4,))]
+
+
+def test_an_op_without_a_derivative() -> None:
+    """What cannot be trained through may still be cut."""
+    @torch.library.custom_op("tests::halves", mutates_args=())
+    def halves(x: Tensor) -> Tensor:
+        return x / 2
+
+    halves.register_fake(torch.empty_like)
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return torch.ops.tests.halves(x)
+
+    graph = capture(Model(), (torch.zeros(6, 5),))
+    (node,) = (n for n in graph.of_kind("op") if "halves" in n.op_name)
+    assert {row.name for row in find_rule(graph, node)[0].variants} == {"S(0)", "S(1)", "linear(0)"}
 
 
 def test_rules_are_found_without_gradients_too() -> None:

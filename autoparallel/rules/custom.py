@@ -127,8 +127,11 @@ def prove(run: Callable[..., list[Tensor]], op: str, row: Row, pieces: int, tens
     if wanted and pairs:
         generator = torch.Generator().manual_seed(0)
         weights = [torch.randn(a.shape, generator=generator).to(a) for a, _ in pairs]
-        gradients = (_gradients(values, weights, wanted) for values in zip(*pairs, strict=True))
-        for value, found in zip(*gradients, strict=True):
+        try:
+            right = _gradients([a for a, _ in pairs], weights, wanted)
+        except RuntimeError:  # an op that has no derivative
+            return
+        for value, found in zip(right, _gradients([b for _, b in pairs], weights, wanted), strict=True):
             _compare(op, row, pieces, "gradient", value, found)
 
 

@@ -2,8 +2,9 @@
 
 Small random tensors stand for the op's own: equal sizes stay equal, so that what may be cut together is seen. Each way
 of cutting them is proven as a user's rule is (`custom.prove`): in 2 and 3 pieces, forward and gradients, at several
-magnitudes, and with what is cut as long as it is (or not claimed, where that is too much to run). An op that draws
-numbers, has a result that depends on them, or does not run on such tensors, stays whole.
+magnitudes, and with what is cut as long as it is (or not claimed, where that is too much to run). An op that runs on no
+such tensors (one of its arguments is a size) is tried at its own sizes, if they are small, and claimed for just the
+numbers of pieces that were tried. An op that draws numbers, or has a result that depends on them, stays whole.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from autoparallel.rules.rule import Row, Rule
 STAND_INS = ((7, 9, 11, 13, 15, 17), (12, 18, 24, 30, 36, 42))
 MAGNITUDES = (1.0, 1e-2, 10.0)
 MOST_CUTS, MOST_ELEMENTS = 256, 1 << 24
+#: Of an op tried at its own sizes: elements of its inputs, and pieces.
+MOST_OF_ITS_OWN, MOST_PIECES = 1 << 20, 16
 _FOUND: dict[object, tuple[Row, ...]] = {}
 
 
@@ -47,11 +50,25 @@ def discover(graph: OpGraph, node: Node, plain: Rule) -> Rule | None:
 
 @dataclass(frozen=True)
 class _Trial:
-    """The op on stand-ins of its tensors, as a function of them."""
+    """The op on stand-ins of its tensors, as a function of them. ``sizes``: of the stand-ins; none where the tensors'
+    own are taken."""
 
     run: Callable[..., list[Tensor]]
     shapes: tuple[tuple[int, ...], ...]
     metas: tuple[TensorMeta, ...]
+    sizes: Sequence[int]
+
+    def divided(self, length: int) -> list[tuple[int, ...]]:
+        """What the number of pieces of a dim of this length must divide, for pieces of which the trial tells; where
+        that is up to the trial, the largest first."""
+        if not self.sizes:
+            return [(n,) for n in range(MOST_PIECES, 1, -1) if length % n == 0]
+        return [()] if self.sizes is STAND_INS[0] else [(length,)]
+
+    def counts(self, row: Row) -> Sequence[int]:
+        """Numbers of pieces to try."""
+        (most,) = row.even if not self.sizes and row.even else (0,)
+        return [n for n in range(2, most + 1) if most % n == 0] if most else PIECES
 
     def at_length(self, length: int) -> _Trial:
         """With the dims of this length as they are."""
@@ -72,23 +89,24 @@ def _drawn(dtype: torch.dtype, shape: tuple[int, ...], magnitude: float, generat
 
 
 def _rows(node: Node, metas: Sequence[TensorMeta]) -> Iterator[Row]:
-    for sizes in STAND_INS:
+    for sizes in (*STAND_INS, ()):
         trial = _trial(node, metas, sizes)
         if trial is not None:
-            even = sizes is not STAND_INS[0]
-            yield from _proven(trial, even)
+            yield from _proven(trial)
             return
 
 
 def _trial(node: Node, metas: Sequence[TensorMeta], sizes: Sequence[int]) -> _Trial | None:
-    """None when the op does not run on stand-ins of these sizes, or not twice alike."""
+    """None when the op does not run on stand-ins of these sizes (or its own, of none), or not twice alike."""
     distinct = sorted({n for meta in metas for n in meta.shape if n != 1})
-    if not distinct or len(distinct) > len(sizes):
+    if not distinct or (sizes and len(distinct) > len(sizes)):
         return None
-    stands: Mapping[int, int] = {1: 1, **dict(zip(distinct, sizes, strict=False))}
+    stands: Mapping[int, int] = {1: 1, **dict(zip(distinct, sizes or distinct, strict=False))}
     shapes = tuple(tuple(stands[n] for n in meta.shape) for meta in metas)
-    trial = _Trial(partial(_call, node), shapes, tuple(metas))
-    expected = [tuple(stands.get(n, -1) for n in meta.shape) for meta in node.outputs]
+    if not sizes and sum(math.prod(shape) for shape in shapes) > MOST_OF_ITS_OWN:
+        return None
+    trial = _Trial(partial(_call, node), shapes, tuple(metas), sizes)
+    expected = [tuple(stands.get(n, -1 if sizes else n) for n in meta.shape) for meta in node.outputs]
     try:
         first, second = trial.run(*trial.tensors(1.0)), trial.run(*trial.tensors(1.0))
     except RuleError:
@@ -108,16 +126,15 @@ def _call(node: Node, *tensors: Tensor) -> list[Tensor]:
     return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
-def _proven(trial: _Trial, even: bool) -> Iterator[Row]:
+def _proven(trial: _Trial) -> Iterator[Row]:
     for cuts in _cuts(trial.shapes):
         outputs = _outputs_of(trial, cuts)
         if outputs is None:
             continue
         name = ",".join(str(p) for p in cuts)
         size = next(meta.shape[p.dim] for meta, p in zip(trial.metas, cuts, strict=True) if p.is_shard)
-        row = Row(name, cuts, outputs, name, (size,) if even else ())
-        if _holds(trial, row):
-            yield row
+        rows = (Row(name, cuts, outputs, name, even) for even in trial.divided(size))
+        yield from itertools.islice((row for row in rows if _holds(trial, row)), 1)
     floating = [i for i, meta in enumerate(trial.metas) if meta.dtype.is_floating_point]
     results = len(trial.run(*trial.tensors(1.0)))
     for group in sorted({(i,) for i in floating} | {tuple(floating)} - {()}):
@@ -161,19 +178,21 @@ def _joining(whole: Tensor, parts: Sequence[Tensor]) -> Placement | None:
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-6)
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return a.dtype == b.dtype and torch.allclose(a.to(wide), b.to(wide), rtol=1e-4, atol=1e-6)
 
 
 def _holds(trial: _Trial, row: Row) -> bool:
     """Proven on stand-ins, and along what is cut at its true length: a window of 64 shows on no shorter tensor."""
+    counts = trial.counts(row)
     try:
         for length in {meta.shape[p.dim] for meta, p in zip(trial.metas, row.inputs, strict=True) if p.is_shard}:
             true = trial.at_length(length)
             if sum(math.prod(shape) for shape in true.shapes) > MOST_ELEMENTS:
                 return False
-            for pieces in PIECES:
+            for pieces in counts:
                 prove(true.run, "op", row, pieces, true.tensors(1.0))
-        for magnitude, pieces in itertools.product(MAGNITUDES, PIECES):
+        for magnitude, pieces in itertools.product(MAGNITUDES, counts):
             prove(trial.run, "op", row, pieces, trial.tensors(magnitude))
     except RuleError:
         return False
