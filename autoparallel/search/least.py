@@ -32,7 +32,7 @@ def least_memory(problem: Problem, deadline: float = FORBIDDEN) -> LowestPeak:
     """
     floor = least_peak(problem)
     bare = _without_costs(replace(problem, limit=floor))
-    shrunk = shrink(compact_of(bare))
+    shrunk = shrink(compact_of(bare), limited=False)
     if not shrunk.merger.feasible:
         return LowestPeak(FORBIDDEN, FORBIDDEN, None)
     return _Search(problem, floor, shrunk, deadline).run()

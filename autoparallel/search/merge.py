@@ -8,12 +8,12 @@ often a tenth of it or less. Every step is undone by `Merger.restore`, and optim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel.search.compact import Compact, moved, normalised, profiles
+from autoparallel.search.compact import ROUNDING, Compact, moved, normalised, profiles
 from autoparallel.search.problem import FORBIDDEN
 
 FOLDED_CELLS = 20_000
@@ -217,6 +217,14 @@ class Shrunk:
         found = self.merger.restore(dict(zip(self.roots, plan, strict=True)))
         return found if self.outer is None else self.outer.restore(found)
 
+    def origin(self, outer: Shrunk) -> list[tuple[int, np.ndarray]]:
+        """For every node, its node and its choices in ``outer``, which this was shrunk from (in steps)."""
+        found = [(v, self.merger.choices[v]) for v in self.roots]
+        if self.outer is None or self.outer is outer:
+            return found
+        above = self.outer.origin(outer)
+        return [(above[v][0], above[v][1][picks]) for v, picks in found]
+
     def forward(self, plan: Sequence[int]) -> tuple[int, ...]:
         """A plan of what was shrunk in this form; a choice that was dropped becomes the first one."""
         outer = plan if self.outer is None else self.outer.forward(plan)
@@ -228,16 +236,67 @@ class Shrunk:
         return tuple(found)
 
 
-def shrink(compact: Compact, kept: Sequence[np.ndarray] | None = None) -> Shrunk:
-    """Merge, fold and drop dominated choices until nothing changes. ``kept``: only these choices of each node."""
-    found = _merge(compact, kept, None)
+def shrink(compact: Compact, limited: bool = True, outer: Shrunk | None = None) -> Shrunk:
+    """Merge, fold, and drop what is dominated or cannot fit until nothing changes; forbidden choices go first.
+
+    Without ``limited`` what cannot fit stays: the room may grow later. ``outer``: what ``compact`` was shrunk from.
+    """
+    found = _merge(compact, None, outer)
     for _ in range(ROUNDS):
-        if not found.merger.feasible:
+        if not found.allowed:
             break
-        needed = _needed(found.compact)
-        if all(len(rows) == size for rows, size in zip(needed, found.compact.sizes, strict=True)):
+        fitting = without_overfull(found.compact) if limited else found.compact
+        needed = _needed(fitting)
+        if fitting is found.compact and all(len(rows) == size for rows, size in
+                                            zip(needed, fitting.sizes, strict=True)):
             break
-        found = _merge(found.compact, needed, found)
+        found = _merge(fitting, needed, found)
+    return found
+
+
+def without_overfull(compact: Compact) -> Compact:
+    """Forbid the choices and the cells of tables that exceed the room even if all others use the least.
+
+    The same object where there are none. O(cells * rows of change).
+    """
+    room, count = compact.room, len(compact.costs)
+    if not len(room):
+        return compact
+    most = room + ROUNDING * float(np.abs(room).max())
+    costs, tables = list(compact.costs), list(compact.tables)
+    usages: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    tops: dict[int, float] = {}
+    spare: dict[int, float] = {}
+    changed = False
+    for owner, rows, usage in profiles(compact.events, compact.firsts):
+        least_room = np.minimum.reduceat(most, rows)
+        over = (usage > least_room).any(axis=1)
+        if over.any():
+            changed = True
+            if owner < count:
+                costs[owner] = np.where(over, FORBIDDEN, costs[owner])
+            else:
+                table = tables[owner - count]
+                tables[owner - count] = np.where(over.reshape(table.shape), FORBIDDEN, table)
+        usages[owner], tops[owner], spare[owner] = (rows, usage), float(usage.max()), float(least_room.min())
+    for e, (u, v) in enumerate(compact.ends):
+        if u in usages and v in usages and tops[u] + tops[v] > min(spare[u], spare[v]):
+            over = _over_together(usages[u], usages[v], most) & (tables[e] < FORBIDDEN)
+            if over.any():
+                changed, tables[e] = True, np.where(over, FORBIDDEN, tables[e])
+    return replace(compact, costs=tuple(costs), tables=tuple(tables)) if changed else compact
+
+
+def _over_together(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray], most: np.ndarray
+                   ) -> np.ndarray:
+    """Which pairs of choices of two owners exceed the room at some row."""
+    rows = np.union1d(one[0], other[0])
+    left, right = (np.pad(usage, ((0, 0), (1, 0)))[:, np.searchsorted(at, rows, side="right")]
+                   for at, usage in (one, other))
+    found = np.zeros((len(left), len(right)), bool)
+    for of_left, of_right, limit in zip(left.T, right.T, np.minimum.reduceat(most, rows), strict=True):
+        if of_left.max() + of_right.max() > limit:
+            found |= of_left[:, None] + of_right > limit
     return found
 
 

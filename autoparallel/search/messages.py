@@ -7,10 +7,11 @@ tree-reweighted message passing", 2006). No table is larger than an edge's; a sw
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,23 +20,22 @@ from autoparallel.search.compact import Compact
 from autoparallel.search.problem import FORBIDDEN
 
 STEP = 0.3
-SHRINK = 0.8
-PATIENCE = 20
+SHRINK = 0.7
+PATIENCE = 10
 MOMENTUM = 0.8
 SHOW_EVERY = 20
 SETTLE = 5
+SWEEPS = 2
 SLOW = 1e-4
 SMALLEST_STEP = 1e-3
 
 
 class _Ahead(NamedTuple):
-    """What a node does in a sweep: its tables towards the nodes ahead side by side, and where the messages go."""
+    """A message that a node sends in a sweep: its line as a column, its table, and the line that it fills."""
 
-    lines: np.ndarray
-    tables: np.ndarray
-    line_of_column: np.ndarray
-    targets: np.ndarray
-    share: float
+    given: np.ndarray
+    table: np.ndarray
+    filled: np.ndarray
 
 
 class Messenger:
@@ -46,30 +46,46 @@ class Messenger:
 
     def __init__(self, compact: Compact, limit: float) -> None:
         self.compact, self.limit = compact, limit
-        sizes = compact.sizes
-        lines = [{e: i for i, (e, _, _) in enumerate(around)} for around in compact.around]
-        ends = np.cumsum([0, *(len(line) * size for line, size in zip(lines, sizes, strict=True))])
-        self.into = np.zeros(ends[-1])
-        self.views = [self.into[low:low + len(line) * size].reshape(len(line), size)
-                      for low, line, size in zip(ends[:-1], lines, sizes, strict=True)]
-        self._lines = lines
-        self._forward = [self._ahead(v, ends, forward=True) for v in range(len(sizes))]
-        self._backward = [self._ahead(v, ends, forward=False) for v in range(len(sizes))]
+        self._lines = [{e: i for i, (e, _, _) in enumerate(around)} for around in compact.around]
+        self._tables = [[np.minimum(table, limit) for _, _, table in around] for around in compact.around]
+        self._lay_out(np.zeros(sum(len(around) * size for around, size in
+                                   zip(compact.around, compact.sizes, strict=True))))
 
-    def _ahead(self, v: int, ends: np.ndarray, forward: bool) -> _Ahead | None:
-        around = self.compact.around[v]
-        chosen = [i for i, (_, w, _) in enumerate(around) if (w > v) == forward]
-        if not chosen:
-            return None
-        widths = [around[i][2].shape[1] for i in chosen]
-        targets = []
-        for i, width in zip(chosen, widths, strict=True):
-            edge, w, _ = around[i]
-            first = int(ends[w]) + self._lines[w][edge] * width
-            targets.append(np.arange(first, first + width))
-        tables = np.minimum(np.concatenate([around[i][2] for i in chosen], axis=1), self.limit)
-        return _Ahead(np.array(chosen), tables, np.repeat(np.arange(len(chosen)), widths), np.concatenate(targets),
-                      1.0 / max(len(chosen), len(around) - len(chosen)))
+    def _lay_out(self, into: np.ndarray) -> None:
+        """Take these messages, and look up what each sweep needs of them."""
+        around, sizes = self.compact.around, self.compact.sizes
+        ends = np.cumsum([0, *(len(near) * size for near, size in zip(around, sizes, strict=True))]).tolist()
+        self.into = into
+        self.views = [into[low:high].reshape(-1, size) for low, high, size in
+                      zip(ends[:-1], ends[1:], sizes, strict=True)]
+        columns = [view[:, :, None] for view in self.views]
+        sent = [[_Ahead(columns[v][line], self._tables[v][line], self.views[w][self._lines[w][e]])
+                 for line, (e, w, _) in enumerate(near)] for v, near in enumerate(around)]
+        forward = [[way for way, (_, w, _) in zip(ways, near, strict=True) if w > v]
+                   for v, (ways, near) in enumerate(zip(sent, around, strict=True))]
+        backward = [[way for way, (_, w, _) in zip(ways, near, strict=True) if w < v]
+                    for v, (ways, near) in enumerate(zip(sent, around, strict=True))]
+        self._forward, self._backward = forward, backward
+        self._shares = [1.0 / max(1, len(ahead), len(behind))
+                        for ahead, behind in zip(forward, backward, strict=True)]
+
+    def start_from(self, other: Messenger, origin: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Take over the messages of the problem that this one was shrunk from, where edges are still there.
+
+        ``origin``: every node's node there, and its choices there. Bounds hold whatever the messages start from.
+        """
+        lines = [{w: line for line, (_, w, _) in enumerate(around)} for around in other.compact.around]
+        for view, around, (old, picks) in zip(self.views, self.compact.around, origin, strict=True):
+            for line, (_, w, _) in enumerate(around):
+                if origin[w][0] in lines[old]:
+                    view[line] = other.views[old][lines[old][origin[w][0]]][picks]
+
+    def on(self, costs: Sequence[np.ndarray]) -> Messenger:
+        """A copy for the same tables and other costs of nodes, with messages of its own."""
+        found = copy.copy(self)
+        found.compact = replace(self.compact, costs=tuple(costs))
+        found._lay_out(self.into.copy())
+        return found
 
     def costs(self, prices: np.ndarray) -> list[np.ndarray]:
         """Priced node costs without infinities. Edges that use memory keep their tables: a bound all the same."""
@@ -80,20 +96,16 @@ class Messenger:
 
     def sweep(self, costs: Sequence[np.ndarray], forward: bool) -> float:
         """Each node in turn shares what it has among the edges ahead of it; the bound that then holds."""
-        order = range(len(costs)) if forward else range(len(costs) - 1, -1, -1)
         steps = self._forward if forward else self._backward
         bound = self.compact.constant
-        for v in order:
-            view, step = self.views[v], steps[v]
-            belief = costs[v] + view.sum(axis=0)
-            if step is None:
-                bound += belief.min()
-                continue
-            kept = view[step.lines] - belief * step.share
-            view[step.lines] = kept
-            spread = kept[0][:, None] if len(kept) == 1 else kept.T[:, step.line_of_column]
-            self.into[step.targets] = (step.tables - spread).min(axis=0)
-            bound += (1.0 - len(kept) * step.share) * belief.min()
+        for v in range(len(costs)) if forward else range(len(costs) - 1, -1, -1):
+            ahead, share = steps[v], self._shares[v]
+            belief = costs[v] + np.add.reduce(self.views[v])
+            bound += (1.0 - len(ahead) * share) * np.minimum.reduce(belief)
+            belief = (belief * share)[:, None]
+            for given, table, filled in ahead:
+                given -= belief
+                np.minimum.reduce(table - given, out=filled)
         return float(bound)
 
     def settle(self, costs: Sequence[np.ndarray], sweeps: int = SETTLE) -> float:
@@ -102,10 +114,6 @@ class Messenger:
             self.sweep(costs, True)
             bound = self.sweep(costs, False)
         return bound
-
-    def apart(self, costs: Sequence[np.ndarray]) -> list[int]:
-        """Each node's cheapest choice by itself."""
-        return [int((array + view.sum(axis=0)).argmin()) for array, view in zip(costs, self.views, strict=True)]
 
     def plan(self, costs: Sequence[np.ndarray]) -> list[int]:
         """Nodes in order, each given the choices before it and the messages from those after it."""
@@ -119,15 +127,33 @@ class Messenger:
 
     def regrets(self, costs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """For every choice: at least by how much (priced) plans with it exceed the bound."""
+        return self._regrets(costs)[0]
+
+    def _regrets(self, costs: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The same, and what is left of every table, less its minimum."""
         found = [array + view.sum(axis=0) for array, view in zip(costs, self.views, strict=True)]
         found = [belief - belief.min() for belief in found]
+        lefts = []
         for e, ((u, v), table) in enumerate(zip(self.compact.ends, self.compact.tables, strict=True)):
             left = (np.minimum(table, self.limit) - self.views[u][self._lines[u][e]][:, None]
                     - self.views[v][self._lines[v][e]])
             left -= left.min()
             found[u] += left.min(axis=1)
             found[v] += left.min(axis=0)
-        return found
+            lefts.append(left)
+        return found, lefts
+
+    def within(self, costs: Sequence[np.ndarray], room: float) -> Compact:
+        """The problem without the choices, and cells of tables, that put (priced) plans more than ``room`` above the
+        bound."""
+        regrets, lefts = self._regrets(costs)
+        tables = []
+        for (u, v), table, left in zip(self.compact.ends, self.compact.tables, lefts, strict=True):
+            rises = left + (regrets[u] - left.min(axis=1))[:, None] + (regrets[v] - left.min(axis=0))
+            tables.append(np.where(rises <= room, table, FORBIDDEN))
+        kept = tuple(np.where(regret <= room, array, FORBIDDEN)
+                     for regret, array in zip(regrets, self.compact.costs, strict=True))
+        return replace(self.compact, costs=kept, tables=tuple(tables))
 
 
 @dataclass
@@ -139,31 +165,32 @@ class Prices:
     steps: int = 0
 
 
-def raise_prices(messenger: Messenger, deadline: float, steps: int,
-                 on_plan: Callable[[list[int]], float]) -> Prices:
-    """Subgradient steps on the prices of memory, two sweeps of messages each.
+def raise_prices(messenger: Messenger, deadline: float, steps: int, on_plan: Callable[[list[int]], float] | None,
+                 first: np.ndarray | None = None, target: float = FORBIDDEN) -> Prices:
+    """Subgradient steps on the prices of memory from ``first`` on (none: 0), two sweeps of messages each.
 
-    Step length after Polyak, towards the best plan's cost or half as much again as the bound, whichever is nearer;
-    shorter when the bound does not grow. ``on_plan`` is shown a plan now and then, at prices above and below, and
-    returns the cost of the best plan so far.
+    What the messages' plan uses too much of gets dearer: the cheapest choices one by one say less, since equal ones are
+    many. Step length after Polyak, towards the best plan's cost (``target``: known so far) or half as much again as the
+    bound, whichever is nearer; shorter when the bound does not grow. ``on_plan`` is shown a plan now and then, at
+    prices above and below, and returns the cost of the best plan so far (None: no plans are made).
     """
     compact = messenger.compact
     room, scale = compact.room, 1.0 / max(float(compact.room.max(initial=0.0)), 1.0)
-    best = Prices(np.zeros(len(room)), -FORBIDDEN)
-    prices, pull, step, idle, target = best.values, np.zeros(len(room)), STEP, 0, FORBIDDEN
+    best = Prices(np.zeros(len(room)) if first is None else first, -FORBIDDEN)
+    prices, pull, step, idle = best.values, np.zeros(len(room)), STEP, 0
     for number in range(1, steps + 1):
         costs = messenger.costs(prices)
-        bound = messenger.settle(costs, 2) - float(prices @ room)
+        bound = messenger.settle(costs, SWEEPS) - float(prices @ room)
         best.steps = number
         idle = 0 if bound > best.bound + SLOW * abs(best.bound) else idle + 1
         if bound > best.bound:
             best.values, best.bound = prices, bound
-        if number % SHOW_EVERY == 0:
+        if number % SHOW_EVERY == 0 and on_plan is not None and number < steps:
             target = show_plans(messenger, best.values, on_plan)
         near = target < FORBIDDEN and target - best.bound <= 1e-9 * abs(target)
         if time.monotonic() >= deadline or step < SMALLEST_STEP or near:
             break
-        over = (compact.load(messenger.apart(costs)) - room) * scale
+        over = (compact.load(messenger.plan(costs)) - room) * scale
         pull = MOMENTUM * pull + (1 - MOMENTUM) * over
         if idle >= PATIENCE:
             prices, pull, step, idle = best.values, 0.0 * pull, step * SHRINK, 0
@@ -174,7 +201,8 @@ def raise_prices(messenger: Messenger, deadline: float, steps: int,
             break
         reach = min(max(target - bound, 0.0), 0.5 * abs(bound) + 1e-300)
         prices = np.maximum(0.0, prices + step * reach * scale / (length or 1.0) * way)
-    target = show_plans(messenger, best.values, on_plan)
+    if on_plan is not None:
+        show_plans(messenger, best.values, on_plan)
     return best
 
 

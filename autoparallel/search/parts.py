@@ -59,10 +59,12 @@ class Parts:
         self._kinds = [_Kind(self._by_elimination, size, 0.05 + size / 1500) for size in LARGE_PARTS]
         self._kinds += [_Kind(self._by_program, size, 0.2 + size / 20_000) for size in PROGRAM_CELLS]
 
-    def run(self, bound: float, gap: float) -> None:
-        """Until the deadline, the gap is reached, or many rounds brought nothing."""
+    def run(self, bound: float, gap: float, rounds: int | None = None) -> None:
+        """Until the deadline, the gap is reached, so many rounds are made, or many of them brought nothing."""
         idle = number = 0
-        while time.monotonic() < self.deadline and self.cost - bound > gap * abs(self.cost) and idle < IDLE_ROUNDS:
+        while time.monotonic() < self.deadline and self.cost - bound > gap * abs(self.cost):
+            if idle >= IDLE_ROUNDS or number == rounds:
+                return
             if number % WEIGHTS_EVERY == 0:
                 self._weights = self._dearness()
             kind, before = self._kind(), self.cost

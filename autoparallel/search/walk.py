@@ -117,7 +117,7 @@ class Walk:
                 return True
             if time.monotonic() >= deadline or not self._relieve(excess):
                 return False
-        return False
+        return not (self.over > 0).any()
 
     def _relieve(self, excess: np.ndarray) -> bool:
         """A few moves that lower the sum of squares of the excess; whether one was found."""

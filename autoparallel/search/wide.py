@@ -1,32 +1,30 @@
 """Search where elimination is too wide: merge, price memory with messages, prove by a program or improve part by part.
 
     compact form, shrunk -> messages and prices of memory    bound, plans that are made to fit
-                         -> what can still be part of a better plan, as an integer program, if that is small
+                         -> where that is not too large: some large-neighbourhood search, then branch and bound
                          -> else large-neighbourhood search until time is up
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import numpy as np
-
+from autoparallel.search.branch import Branching, allowed_cells
 from autoparallel.search.compact import Compact, compact_of
 from autoparallel.search.exact import TARGET_GAP, Outcome
 from autoparallel.search.merge import shrink
-from autoparallel.search.messages import Messenger, Prices, raise_prices
+from autoparallel.search.messages import Messenger, raise_prices
 from autoparallel.search.parts import Parts
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
-from autoparallel.search.program import Program, cells
 from autoparallel.search.walk import Walk, finite_limit
 
-PROGRAM_CELLS = 60_000
-PROGRAM_STEPS = 60
+SMALL_CELLS = 60_000
+BRANCH_CELLS = 600_000
+FIRST_ROUNDS = 40
 QUICK_STEPS = 20
-STEPS = 2000
+STEPS = 60
 PRICE_SHARE = 0.35
-PROGRAM_SHARE = 0.9
 REPAIR_SHARE = 0.1
 TELL_S = 2.0
 FIRST_PLAN_SHARE = 0.04  # so much over time is better than no plan
@@ -90,21 +88,25 @@ class WideSearch:
     def _run(self) -> None:
         compact = self.shrunk.compact
         messenger = Messenger(compact, finite_limit(compact))
-        small = cells(compact) <= PROGRAM_CELLS
+
+        def offer(plan: Sequence[int]) -> float:
+            return self._offer(plan, messenger.limit)
+
         if self._known is not None:
-            self._offer(list(self.shrunk.forward(self._known)), messenger.limit)
-        prices = raise_prices(messenger, self._left(PRICE_SHARE), PROGRAM_STEPS if small else STEPS,
-                              lambda plan: self._offer(plan, messenger.limit))
+            offer(self.shrunk.forward(self._known))
+        prices = raise_prices(messenger, self._left(PRICE_SHARE), STEPS, offer)
         self._bound(prices.bound)
         self._lap("prices")
-        if self._closed() or self._prove(messenger, prices):
-            return
-        if self._best is not None:
+        cells = allowed_cells(compact)
+        if self._best is not None and not self._closed() and cells > SMALL_CELLS:
             parts = Parts(compact, self._best, messenger, prices.values, self.deadline, self._take)
-            parts.run(self.outcome.lower_bound, TARGET_GAP)
+            parts.run(self.outcome.lower_bound, TARGET_GAP, FIRST_ROUNDS if cells <= BRANCH_CELLS else None)
             self._lap("parts")
-            if not self._closed():
-                self._prove(messenger, prices)
+        if cells <= BRANCH_CELLS and not self._closed():
+            self._bound(Branching(compact, self._cost, prices.values, self.deadline, offer).run())
+            if self._best is None and self.outcome.lower_bound == FORBIDDEN:
+                raise MemoryLimitError(self.problem.name, self.problem.limit, self.problem.limit)
+            self._lap("branches")
         self._finish()
 
     def _finish(self) -> None:
@@ -117,7 +119,7 @@ class WideSearch:
     def _bound(self, bound: float) -> None:
         self.outcome.lower_bound = min(max(self.outcome.lower_bound, bound), self._cost)
 
-    def _offer(self, plan: list[int], limit: float) -> float:
+    def _offer(self, plan: Sequence[int], limit: float) -> float:
         """Make a plan fit and better, and keep it if it is the best; returns the best cost so far."""
         walk = Walk(self.shrunk.compact, plan, limit)
         if walk.repair(self._left(REPAIR_SHARE) if self._best else self.deadline + self._grace):
@@ -141,33 +143,3 @@ class WideSearch:
             if judged.feasible and judged.objective < self.outcome.objective:
                 self.outcome.choice, self.outcome.objective = choice, judged.objective
                 self._on_better(Outcome(choice, judged.objective, self.outcome.lower_bound, "better"))
-
-    def _prove(self, messenger: Messenger, prices: Prices) -> bool:
-        """Solve a program of the choices that can still be part of a better plan; False where it is too large."""
-        compact = self.shrunk.compact
-        if time.monotonic() >= self.deadline:
-            return False
-        costs = messenger.costs(prices.values)
-        bound = messenger.settle(costs) - float(prices.values @ compact.room)
-        self._bound(bound)
-        kept = None
-        if self._best is not None:
-            room = (self._cost - bound) * (1 + 1e-6) + 1e-9 * abs(self._cost)
-            kept = [np.flatnonzero(regret <= room) for regret in messenger.regrets(costs)]
-            kept = [np.union1d(rows, [pick]) for rows, pick in zip(kept, self._best, strict=True)]
-        left = shrink(compact, kept)
-        if not left.allowed or cells(left.compact) > PROGRAM_CELLS:
-            return False
-        self._lap("program")
-        picks, answer = Program(left.compact).solve(self._left(PROGRAM_SHARE), self._cost)
-        if answer.reason == "infeasible":
-            if self._best is None:
-                raise MemoryLimitError(self.problem.name, self.problem.limit, self.problem.limit)
-            self._bound(self._cost)
-        else:
-            self._bound(answer.bound)
-        if picks is not None:
-            self._offer(list(left.restore(picks)), messenger.limit)
-        self._finish()
-        self._lap("program")
-        return self._closed()

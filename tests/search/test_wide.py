@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from autoparallel.errors import InfeasibleError
-from autoparallel.search import MemoryLimitError, Problem, evaluate, least, solve
+from autoparallel.search import MemoryLimitError, Problem, branch, evaluate, least, solve
 from autoparallel.search.compact import Compact, compact_of, part_of
 from autoparallel.search.highs import LinearModel, run_highs
 from autoparallel.search.merge import shrink
@@ -50,8 +52,9 @@ def test_merging_keeps_an_optimum(seed: int) -> None:
     costs = [math.inf]
     for plan in compact_plans(shrunk.compact) if shrunk.allowed else []:
         judged = evaluate(problem, shrunk.restore(plan))
-        assert judged.objective == shrunk.compact.cost(plan)
-        assert judged.feasible == (shrunk.compact.fits(plan) and judged.objective < math.inf)
+        cost = shrunk.compact.cost(plan)
+        assert cost == judged.objective or (cost == math.inf and not judged.feasible)
+        assert judged.feasible == (shrunk.compact.fits(plan) and cost < math.inf)
         if judged.feasible:
             costs.append(judged.objective)
             assert shrunk.compact.cost(shrunk.forward(shrunk.restore(plan))) == judged.objective
@@ -132,6 +135,65 @@ def test_wide_search_is_right_about_small_problems(seed: int) -> None:
     if search.outcome.choice is not None:
         judged = evaluate(problem, search.outcome.choice)
         assert judged.feasible and judged.objective == search.outcome.objective >= best
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds, st.booleans())
+def test_branching_proves_the_optimum(seed: int, by_program: bool) -> None:
+    problem = random_problem(seed, limited=bool(seed % 4), max_nodes=7)
+    compact, best = compact_or_none(problem), best_of(problem)
+    if compact is None or not shrink(compact).allowed:
+        assert best == math.inf
+        return
+    found = [math.inf]
+
+    def offer(plan: Sequence[int]) -> float:
+        if compact.fits(plan):
+            found[0] = min(found[0], compact.cost(plan))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not by_program:
+            patch.setattr(branch, "PROGRAM_CELLS", -1)
+        bound = branch.Branching(compact, math.inf, np.zeros(0), math.inf, offer).run()
+    assert bound == found[0] == pytest.approx(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_nothing_that_better_plans_need_is_dropped(seed: int) -> None:
+    problem = random_problem(seed, limited=True)
+    compact, best = compact_or_none(problem), best_of(problem)
+    if compact is None or best == math.inf:
+        return
+    messenger = Messenger(compact, finite_limit(compact))
+    found = raise_prices(messenger, math.inf, 10, None)
+    costs = messenger.costs(found.values)
+    bound = messenger.settle(costs) - float(found.values @ compact.room)
+    for room in (best - bound + 1e-6, best - bound + 3.0):
+        left = messenger.within(costs, room)
+        for plan, judged in all_plans(problem):
+            if judged.feasible and judged.objective <= bound + room - 1e-6:
+                assert left.cost(plan) == pytest.approx(judged.objective)
+
+
+def test_messages_start_from_those_of_a_larger_problem() -> None:
+    """A node goes and one loses a choice; what the messages say of the rest stays, so that the bound does at once."""
+    free = solve(block_chain(6), "exact")
+    outer = shrink(compact_of(block_chain(6, limit=0.7 * free.peak_bytes)))
+    count = len(outer.compact.costs)
+    messenger = Messenger(outer.compact, finite_limit(outer.compact))
+    costs = messenger.costs(np.zeros(len(outer.compact.room)))
+    bound = messenger.settle(costs, 50)
+    pick = int(messenger.regrets(costs)[1].argmax())
+    without = [np.where((np.arange(len(array)) == pick) & (v == 1), math.inf, array)
+               for v, array in enumerate(outer.compact.costs)]
+    inner = shrink(replace(outer.compact, costs=tuple(without)), outer=outer)
+    assert sum(inner.compact.sizes) < sum(outer.compact.sizes) and count > 3
+    again, anew = (Messenger(inner.compact, messenger.limit) for _ in range(2))
+    again.start_from(messenger, inner.origin(outer))
+    inner_costs = again.costs(np.zeros(len(inner.compact.room)))
+    assert again.settle(inner_costs, 1) >= bound - 1e-9 * abs(bound) > anew.settle(inner_costs, 1)
 
 
 def test_wide_search_on_blocks() -> None:

@@ -1,0 +1,208 @@
+"""Branch and bound where messages and prices of memory leave a gap.
+
+    open problem -> prices, messages: a bound, and what no better plan can contain goes -> merge what is left
+                 -> HiGHS, where little is left
+                 -> else branch on how much memory one node uses; groups of choices that a few sweeps rule out go first
+
+Memory is what tears the gap open: once it is settled who uses most of a tight row, messages nearly close it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoparallel.search.compact import Compact, profiles
+from autoparallel.search.merge import Shrunk, shrink
+from autoparallel.search.messages import Messenger, raise_prices
+from autoparallel.search.problem import FORBIDDEN
+from autoparallel.search.program import Program
+from autoparallel.search.walk import finite_limit
+
+PROGRAM_CELLS = 25_000
+PROGRAM_BRANCHES = 2_000
+STEPS = 80
+WARM_STEPS = 20
+WORTH = 0.8  # another round of prices where this share or less of the cells is left
+PROBED = 8
+PROBED_OTHERS = 4
+PROBE_SWEEPS = 3
+HALVES = 4
+HARDNESS = 4.0  # a child with all of the gap left is taken to be 10^this times the work of one with none
+EXACT = 1e-9
+DEAREST = 1e3
+
+
+@dataclass(frozen=True, eq=False)
+class _Open:
+    """A problem that may have a better plan, none of which costs less than ``bound``; messages and prices so far."""
+
+    shrunk: Shrunk
+    bound: float
+    prices: np.ndarray
+    messenger: Messenger | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Bounded:
+    """An open problem with its messages; ``left`` is without what no better plan contains (same nodes)."""
+
+    shrunk: Shrunk
+    messenger: Messenger
+    prices: np.ndarray
+    costs: list[np.ndarray]
+    bound: float
+    left: Compact
+
+
+def allowed_cells(compact: Compact) -> int:
+    """Cells of tables that are not forbidden."""
+    return sum(int(np.count_nonzero(table < FORBIDDEN)) for table in compact.tables)
+
+
+def memory_groups(compact: Compact) -> dict[int, list[np.ndarray]]:
+    """The choices of each node that uses memory, those that use the same together; who uses most of a row first."""
+    found: dict[int, list[np.ndarray]] = {}
+    tops: dict[int, float] = {}
+    for owner, rows, usage in profiles(compact.events, compact.firsts):
+        if owner < len(compact.costs):
+            _, group = np.unique(usage, axis=0, return_inverse=True)
+            found[owner] = [np.flatnonzero(group.ravel() == number) for number in range(int(group.max()) + 1)]
+            tops[owner] = float((usage.max(axis=0) / np.maximum(compact.room[rows], 1.0)).max())
+    return {owner: found[owner] for owner in sorted(found, key=lambda owner: -tops[owner]) if len(found[owner]) > 1}
+
+
+class Branching:
+    """Depth first, what looks best first. ``offer`` is shown plans and returns the best cost so far."""
+
+    def __init__(self, compact: Compact, cost: float, prices: np.ndarray, deadline: float,
+                 offer: Callable[[Sequence[int]], float]) -> None:
+        self.cost, self.deadline = cost, deadline
+        self._offer_root = offer
+        root = shrink(compact)
+        same = len(prices) == len(root.compact.room)
+        start = _Open(root, -FORBIDDEN, prices if same else np.zeros(len(root.compact.room)))
+        self._open = [start] if root.allowed else []
+
+    def run(self) -> float:
+        """Until proof or deadline; a bound for every plan (the best cost where it is proven to be the least)."""
+        while self._open and time.monotonic() < self.deadline:
+            if self._closes(self._open[-1].bound):
+                self._open.pop()
+                continue
+            children = self._work(self._open[-1])
+            if time.monotonic() < self.deadline:
+                self._open.pop()
+                self._open += sorted(children, key=lambda child: -child.bound)
+        return min((node.bound for node in self._open), default=self.cost)
+
+    def _closes(self, bound: float) -> bool:
+        return bound >= self.cost - EXACT * abs(self.cost) if self.cost < FORBIDDEN else bound == FORBIDDEN
+
+    def _offer(self, shrunk: Shrunk, plan: Sequence[int]) -> float:
+        self.cost = min(self.cost, self._offer_root(shrunk.restore(plan)))
+        return self.cost
+
+    def _work(self, node: _Open) -> list[_Open]:
+        """What is left open of a problem: nothing where no better plan is in it."""
+        found = self._bounded(node)
+        if found is None or time.monotonic() >= self.deadline:
+            return []
+        if allowed_cells(found.left) <= PROGRAM_CELLS:
+            shrunk = shrink(found.left, outer=found.shrunk)
+            if not shrunk.allowed or self._program(shrunk):
+                return []
+        return self._children(found)
+
+    def _bounded(self, node: _Open) -> _Bounded | None:
+        """Bound, drop and merge, as long as that makes the problem much smaller. None where nothing is left."""
+        shrunk, prices, known = node.shrunk, node.prices, node.bound
+        messenger = node.messenger or self._messenger(shrunk.compact)
+        steps = STEPS if node.messenger is None else WARM_STEPS
+        while True:
+            if not shrunk.compact.costs:
+                self._offer(shrunk, ())
+                return None
+            raised = raise_prices(messenger, self.deadline, steps, None, prices, self.cost)
+            costs = messenger.costs(raised.values)
+            bound = messenger.settle(costs) - float(raised.values @ shrunk.compact.room)
+            known = max(known, bound, raised.bound)
+            self._offer(shrunk, messenger.plan(costs))
+            if self._closes(known):
+                return None
+            left = messenger.within(costs, self._slack(bound))
+            cells = allowed_cells(left)
+            if cells <= PROGRAM_CELLS or cells > WORTH * allowed_cells(shrunk.compact):
+                return _Bounded(shrunk, messenger, raised.values, costs, known, left)
+            smaller = shrink(left, outer=shrunk)
+            if not smaller.allowed:
+                return None
+            before, messenger = messenger, self._messenger(smaller.compact)
+            messenger.start_from(before, smaller.origin(shrunk))
+            rows = len(smaller.compact.room)
+            shrunk, prices = smaller, raised.values if rows == len(prices) else np.zeros(rows)
+            steps = WARM_STEPS if rows == len(raised.values) else STEPS
+
+    def _messenger(self, compact: Compact) -> Messenger:
+        return Messenger(compact, min(finite_limit(compact), DEAREST * abs(self.cost) or FORBIDDEN))
+
+    def _slack(self, bound: float) -> float:
+        """By how much better plans may exceed a bound."""
+        return FORBIDDEN if self.cost == FORBIDDEN else self.cost - bound + EXACT * abs(self.cost)
+
+    def _program(self, shrunk: Shrunk) -> bool:
+        """Solve it as an integer program; whether that settled it."""
+        picks, answer = Program(shrunk.compact).solve(self.deadline, self.cost, PROGRAM_BRANCHES)
+        if picks is not None:
+            self._offer(shrunk, picks)
+        return answer.reason in ("optimal", "infeasible") or self._closes(answer.bound)
+
+    def _groups(self, found: _Bounded) -> dict[int, list[np.ndarray]]:
+        """Ways to branch: the uses of memory of the nodes that use most; else the choices of those with most to say."""
+        allowed = [np.flatnonzero(costs < FORBIDDEN) for costs in found.left.costs]
+        groups = {v: [group[np.isin(group, allowed[v])] for group in parts]
+                  for v, parts in memory_groups(found.left).items()}
+        groups = {v: [group for group in parts if len(group)] for v, parts in groups.items()}
+        chosen = dict([(v, parts) for v, parts in groups.items() if len(parts) > 1][:PROBED])
+        weight = [len(around) * np.log(len(picks)) for around, picks in zip(found.left.around, allowed, strict=True)]
+        for v in sorted(range(len(allowed)), key=lambda v: -weight[v])[:PROBED_OTHERS]:
+            if len(allowed[v]) > 1:
+                chosen.setdefault(v, np.array_split(allowed[v], min(HALVES, len(allowed[v]))))
+        return chosen
+
+    def _children(self, found: _Bounded) -> list[_Open]:
+        """The problem split by one node's groups of choices, without those that a few sweeps rule out."""
+        messenger, paid = found.messenger, float(found.prices @ found.left.room)
+        costs, left = list(found.costs), list(found.left.costs)
+        start = messenger.into.copy()
+        gap = self._slack(found.bound) if self.cost < FORBIDDEN else abs(found.bound) + 1.0
+        best: tuple[float, int, list[tuple[float, np.ndarray]]] = (FORBIDDEN, -1, [])
+        for v, groups in self._groups(found).items():
+            open_groups = []
+            for group in groups:
+                trial = list(costs)
+                trial[v] = np.full(len(costs[v]), messenger.limit)
+                trial[v][group] = costs[v][group]
+                messenger.into[:] = start
+                bound = max(found.bound, messenger.settle(trial, PROBE_SWEEPS) - paid)
+                if self._closes(bound):
+                    costs[v], left[v] = costs[v].copy(), left[v].copy()
+                    costs[v][group], left[v][group] = messenger.limit, FORBIDDEN
+                else:
+                    open_groups.append((bound, group))
+            if not open_groups:
+                return []
+            work = sum(10.0 ** (HARDNESS * (1.0 - (bound - found.bound) / gap)) for bound, _ in open_groups)
+            best = min(best, (work, v, open_groups), key=lambda way: way[:2])
+        _, v, open_groups = best
+        messenger.into[:] = start
+        children = []
+        for bound, group in open_groups:
+            only = np.full(len(left[v]), FORBIDDEN)
+            only[group] = left[v][group]
+            inner = messenger.on([*left[:v], only, *left[v + 1:]])
+            children.append(_Open(replace(found.shrunk, compact=inner.compact), bound, found.prices, inner))
+        return children
