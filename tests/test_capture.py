@@ -270,6 +270,15 @@ def packed(q: torch.Tensor) -> torch.Tensor:
     return (column <= row) & same
 
 
+def packed_by_sample(q: torch.Tensor) -> torch.Tensor:
+    """The same, looked up sample by sample."""
+    counted = torch.arange(q.shape[-2])[None].expand(q.shape[0], -1)
+    sample = (counted.diff(dim=-1, prepend=counted[:, :1] - 1) != 1).cumsum(-1)
+    batch, (row, column) = torch.arange(q.shape[0])[:, None, None, None], positions(q)
+    same = sample[batch, row[None, None]] == sample[batch, column[None, None]]
+    return torch.where((column <= row) & same, 0.0, -torch.inf)
+
+
 def test_masks_that_say_nothing_are_dropped() -> None:
     assert attention_inputs_under(lambda q: positions(q)[1] <= positions(q)[0]) == (3, True)
     assert attention_inputs_under(packed) == (3, True)
@@ -316,6 +325,8 @@ def test_large_masks_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(masks, "BLOCK_CELLS", 12)
     assert attention_inputs_under(packed) == (3, True)
+    assert attention_inputs_under(packed_by_sample, 10) == (3, True)
+    assert attention_inputs_under(lambda q: packed_by_sample(q).roll(1, -1), 10) == (4, False)
     assert attention_inputs_under(lambda q: (positions(q)[1] <= positions(q)[0]) | (positions(q)[1] == 5)) == (4, False)
     monkeypatch.setattr(masks, "MOST_CELLS", 35)
     assert attention_inputs_under(packed) == (4, False)

@@ -8,6 +8,7 @@ queries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ POINTWISE = frozenset({
     aten.to.dtype,
 })
 ONE_NUMBER = frozenset({aten.full.default, aten.zeros.default, aten.ones.default})
+#: Ops along one dim, and the place of its number among their arguments.
+ALONG = {aten.slice.Tensor: 1, aten.diff.default: 2, aten.cumsum.default: 1}
 TRIANGLES = frozenset({aten.triu.default, aten.tril.default})
 
 
@@ -106,7 +109,7 @@ class _UnknownError(Exception):
 class _Values:
     """Values of constant nodes: small ones whole, large ones in blocks of rows (dim -2).
 
-    A leading dim along which all is equal has length 1, so that samples alike cost no more than one.
+    A dim along which all is equal has length 1, so that samples alike cost no more than one.
     """
 
     def __init__(self) -> None:
@@ -114,30 +117,23 @@ class _Values:
 
     def rows(self, node: Node, start: int, stop: int) -> Any:
         value = node.meta["val"]
-        if value.numel() <= BLOCK_CELLS:
-            whole = self.whole(node)
-            return whole[..., start:stop, :] if whole.dim() > 1 and whole.shape[-2] > 1 else whole
-        if node.target is aten.expand.default:
+        large = value.numel() > BLOCK_CELLS
+        if large and node.target is aten.expand.default:
             return self.rows(node.args[0], start, stop)
-        if node.target in ONE_NUMBER:
-            kwargs = on_device(node.kwargs, torch.device("cpu"))
-            return node.target((1,) * value.dim(), *node.args[1:], **kwargs)
-        if node.target in TRIANGLES:
+        if large and node.target in TRIANGLES:
             above, diagonal = self.rows(node.args[0], start, stop), node.args[1] if len(node.args) > 1 else 0
             cells = above.expand(*above.shape[:-2], min(stop, value.shape[-2]) - start, value.shape[-1])
             return node.target(cells, diagonal + start)
-        if node.target not in POINTWISE:
-            raise _UnknownError
-        return self._run(node, lambda n: self.rows(n, start, stop))
+        if large and node.target in POINTWISE:
+            return self._run(node, lambda n: self.rows(n, start, stop))
+        whole = self.whole(node)
+        return whole[..., start:stop, :] if whole.dim() > 1 and whole.shape[-2] > 1 else whole
 
     def whole(self, node: Node) -> Any:
-        """Of a small node, and so of all that it is made of."""
+        """Of a node that is small where it is not alike, as all must be that it is made of."""
         for each in self._in_order(node):
-            if any(n.meta["val"].numel() > BLOCK_CELLS for n in each.all_input_nodes):
-                raise _UnknownError
-            self.small[each] = self._run(each, lambda n: self.small[n].expand(n.meta["val"].shape))
-            if isinstance(self.small[each], torch.Tensor):
-                self.small[each] = _alike(self.small[each])
+            made = self._made(each)
+            self.small[each] = _alike(made) if isinstance(made, torch.Tensor) else made
         return self.small[node]
 
     def _in_order(self, node: Node) -> Iterator[Node]:
@@ -149,13 +145,51 @@ class _Values:
             elif (top := stack.pop()) not in self.small:
                 yield top
 
+    def _made(self, node: Node) -> Any:
+        if node.target in ONE_NUMBER:
+            kwargs = on_device(node.kwargs, torch.device("cpu"))
+            return node.target((1,) * node.meta["val"].dim(), *node.args[1:], **kwargs)
+        if node.target is aten.expand.default:
+            value = self.small[node.args[0]]
+            return value.reshape((1,) * (node.meta["val"].dim() - value.dim()) + value.shape)
+        if node.target is aten.index.Tensor:
+            return self._indexed(node)
+        if node.target not in POINTWISE:
+            return self._run(node, lambda n: self._spread(n, node))
+        if math.prod(torch.broadcast_shapes(*(self.small[n].shape for n in node.all_input_nodes))) > BLOCK_CELLS:
+            raise _UnknownError
+        return self._run(node, self.small.__getitem__)
+
+    def _spread(self, node: Node, reader: Node) -> torch.Tensor:
+        """A value as long as its reader needs it: along the reader's one dim, and as what else it reads; or whole."""
+        value, full, dim = self.small[node], node.meta["val"].shape, _along(reader)
+        if dim is not None:
+            others = [self.small[n].shape for n in reader.all_input_nodes]
+            full = [n if d == dim % len(full) else max(shape[d] for shape in others) for d, n in enumerate(full)]
+        if math.prod(full) > BLOCK_CELLS:
+            raise _UnknownError
+        return value.expand(full)
+
+    def _indexed(self, node: Node) -> Any:
+        """Where all is alike along a dim, every place in it is the first."""
+        value, whole = self.small[node.args[0]], node.args[0].meta["val"].shape
+        places = [None if n is None else self.small[n] if value.shape[d] == whole[d] else
+                  torch.zeros((1,) * n.meta["val"].dim(), dtype=torch.int64) for d, n in enumerate(node.args[1])]
+        return aten.index.Tensor(value, places)
+
     def _run(self, node: Node, value_of: Any) -> Any:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
         return node.target(*args, **on_device(kwargs, torch.device("cpu")))
 
 
+def _along(node: Node) -> int | None:
+    """The only dim along which an op looks at more than one element, if that is known."""
+    position = ALONG.get(node.target, len(node.args))
+    return node.args[position] if position < len(node.args) else None
+
+
 def _alike(value: torch.Tensor) -> torch.Tensor:
-    for dim in range(value.dim() - 2):
+    for dim in range(value.dim()):
         first = value.narrow(dim, 0, min(1, value.shape[dim]))
         if bool((value == first).all()):
             value = first
