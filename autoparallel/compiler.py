@@ -307,7 +307,7 @@ def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, option
     faults = _faults(space, options)
     limit = options.limit_bytes(cluster)
     if hybrid.stages > 1 and not hybrid.cuts:
-        hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid.stages))
+        hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid.stages, hybrid.pipeline_ranks))
     stages = stages_of(space, micro.loss, hybrid)
     turns = Turns(space, hybrid, stages.of_sites(len(space)))
     pricer = SpacePricer(prices, limit, allowed, faults, turns)

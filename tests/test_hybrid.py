@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 
 import autoparallel
 from autoparallel.capture import OpGraph, capture
+from autoparallel.cli import load_model
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.hybrid import fewest_recomputed, split_batch
 from autoparallel.hybrid.joint import Fixed, JointSearch
@@ -39,6 +42,7 @@ from tests.reference import (
 )
 
 STEPS = 5
+CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
 Options = Mapping[str, Any]
 
 
@@ -202,7 +206,32 @@ def test_more_stages_than_ops() -> None:
     micro = split_batch(graph_of("mlp"), 1)
     space = StrategySpace(micro.body, (2,))
     with pytest.raises(InfeasibleError, match="cannot be cut into 50 pipeline stages: take at most"):
-        cut_evenly(flow_of(space, 0), np.ones(len(space)), 50)
+        cut_evenly(flow_of(space, 0), np.ones(len(space)), 50, 50)
+
+
+@pytest.mark.parametrize(("blocks", "width"), [(21, 8), (3, 64)])
+def test_cuts_send_little_where_stages_stay_even(blocks: int, width: int) -> None:
+    """Between blocks where an uneven stage costs less than 5 %, else where the stages are even."""
+    layers = [part for _ in range(blocks) for part in (torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))]
+    graph = capture(torch.nn.Sequential(*layers), (torch.zeros(4, 8),))
+    flow = flow_of(space := StrategySpace(graph, (1,)), 0)
+    (cut,) = cut_evenly(flow, np.array([float(site.kind == "op") for site in space.sites]), 2, 2)
+    assert space.links_into[cut][0].meta.shape == (4, width)
+
+
+def test_a_mixture_of_experts_in_turns() -> None:
+    """Its products are priced in the dtype of its tokens, though its results are in that of their weights; what is one
+    number everywhere is made by each turn for itself."""
+    config = json.loads((CONFIGS / "deepseek-v3.json").read_text()) | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    model, args, kwargs = load_model(config, 16, 1024, "bfloat16")
+    micro = split_batch(capture(model, args, kwargs), 2)
+    assert not [node for node in micro.body.of_kind("input") if "full" in node.name]
+    space, cluster = StrategySpace(micro.body, (1,)), Cluster.load("h100-sxm", num_devices=1)
+    (site,) = [site for site in space.sites if site.kind == "op" and "routed_experts" in site.name]
+    experts = space.strategies[site.index]
+    assert [experts.input_metas[0].dtype, experts.output_metas[0].dtype] == [torch.bfloat16, torch.float32]
+    seconds = float(Prices(space, cluster).op(experts).forward_s[0])
+    assert experts.rule is not None and experts.rule.flops / seconds > cluster.device.peak_flops_per_s["float32"]
 
 
 def clipped(case_name: str, mesh_shape: tuple[int, ...], options: Options, norm_type: float) -> tuple[float, Any]:

@@ -21,6 +21,10 @@ from autoparallel.pricing import Prices
 from autoparallel.rules.space import Label, StrategySpace
 
 
+#: How much longer the slowest rank of a pipeline may take so that less is sent between stages.
+UNEVEN = 0.05
+
+
 @dataclass(frozen=True)
 class Stages:
     """``parts`` in order; ``shared`` are parameters (sites) of several stages, whose gradients must be added up."""
@@ -92,14 +96,15 @@ def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
     return needed
 
 
-def place_cuts(prices: Prices, loss: int | None, count: int) -> tuple[str, ...]:
-    """Names of the sites at which stages 1 .. count - 1 begin, so that their seconds at the ops' best are even."""
+def place_cuts(prices: Prices, loss: int | None, count: int, ranks: int | None = None) -> tuple[str, ...]:
+    """Names of the sites at which stages 1 .. count - 1 begin, so that the ``ranks`` of the pipeline (as many as stages
+    unless given) take about equally long at the ops' best, and little is sent."""
     space = prices.space
     seconds = np.zeros(len(space))
     for site, s in zip(space.sites, space.strategies, strict=True):
         if site.kind == "op":
             seconds[site.index] = prices.op(s).total_s.min()
-    cuts = cut_evenly(flow_of(space, _loss(loss)), seconds, count)
+    cuts = cut_evenly(flow_of(space, _loss(loss)), seconds, count, ranks or count)
     return tuple(space.sites[index].name for index in cuts)
 
 
@@ -127,21 +132,56 @@ def _loss(loss: int | None) -> int:
     return loss
 
 
-def cut_evenly(flow: Flow, seconds: np.ndarray, count: int) -> tuple[int, ...]:
-    """Sites at which stages 1 .. count - 1 begin, with seconds (by site) as even as a cut between ops allows.
+def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, ranks: int) -> tuple[int, ...]:
+    """Sites at which stages 1 .. count - 1 begin: of the cuts that send least those that make the stages' seconds (by
+    site) most even, as long as the slowest rank takes at most `UNEVEN` longer than with cuts between any ops.
 
     Raises InfeasibleError when there are fewer ops than stages.
     """
     ops = [i for i in flow.main if flow.space.sites[i].kind == "op"]
     if len(ops) < count:
         raise InfeasibleError(f"{len(ops)} ops cannot be cut into {count} pipeline stages: take at most {len(ops)}")
-    before = np.concatenate([[0.0], np.cumsum(seconds[ops])])
+    before, sent = np.concatenate([[0.0], np.cumsum(seconds[ops])]), _sent_bytes(flow, ops)
+
+    def slowest(cuts: np.ndarray) -> float:
+        stages = np.diff(before[[0, *cuts, len(ops)]])
+        return max(float(stages[rank::ranks].sum()) for rank in range(ranks))
+
+    best = _nearest(before, np.arange(1, len(ops)), count)
+    most = (1 + UNEVEN) * slowest(best)
+    for limit in np.unique(sent[1:]):
+        places = 1 + np.flatnonzero(sent[1:] <= limit)
+        if len(places) >= count - 1 and slowest(found := _nearest(before, places, count)) <= most:
+            best = found
+            break
+    return tuple(ops[c] for c in best)
+
+
+def _nearest(before: np.ndarray, places: np.ndarray, count: int) -> np.ndarray:
+    """Of the places (in order) count - 1 that are nearest to even parts of what is before them."""
     cuts: list[int] = []
     for stage in range(1, count):
-        low, high = (cuts[-1] + 1 if cuts else 1), len(ops) - (count - stage)
-        want = before[-1] * stage / count
-        cuts.append(int(np.clip(np.argmin(np.abs(before - want)), low, high)))
-    return tuple(ops[c] for c in cuts)
+        low, high = (cuts[-1] + 1 if cuts else 0), len(places) - (count - stage)
+        nearest = int(np.argmin(np.abs(before[places] - before[-1] * stage / count)))
+        cuts.append(min(max(nearest, low), high))
+    return places[cuts]
+
+
+def _sent_bytes(flow: Flow, ops: Sequence[int]) -> np.ndarray:
+    """Bytes that a cut before each of the ops sends."""
+    space, main = flow.space, frozenset(flow.main)
+    last: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], int] = {}
+    for link in space.links:
+        if {link.source, link.target} <= main and space.sites[link.target].kind != "hub":  # a hub lies with its value
+            value = (link.source, link.output)
+            last[value] = max(last.get(value, 0), link.target)
+            sizes[value] = link.meta.num_bytes
+    change = np.zeros(len(ops) + 1)
+    for value, end in last.items():
+        change[bisect_right(ops, value[0])] += sizes[value]
+        change[bisect_right(ops, end)] -= sizes[value]
+    return np.cumsum(change[:-1])
 
 
 def cut(flow: Flow, cuts: Sequence[int], loss: int) -> Stages:

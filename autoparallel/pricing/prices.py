@@ -195,7 +195,7 @@ class Prices:
         inputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.input_metas, s.inputs, strict=True)]
         outputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.output_metas, s.outputs, strict=True)]
         inside = self._inside_s(s)
-        device, dtype = self.cluster.device, dtype_name(s.output_metas[0] if s.output_metas else s.input_metas[0])
+        device, dtype = self.cluster.device, dtype_name(_worked_in(s))
         forward = compute.op_time_s(rule.op_class, flops, sum(inputs, zeros) + sum(outputs, zeros), dtype, device)
         if not self.training or not any(m.requires_grad for m in s.output_metas):
             return OpPrice(forward + inside[0], zeros)
@@ -268,6 +268,13 @@ def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
         case "neighbours":
             return np.asarray(collectives.send_recv_s(num_bytes * group.size, group))
     raise ValueError(f"unknown exchange {action!r}")
+
+
+def _worked_in(s: StrategySet) -> TensorMeta:
+    """The value in whose dtype the op works: a product's first operand (a mixture's results are in that of its
+    weights by token), else what is made."""
+    product = s.rule is not None and s.rule.op_class in ("matmul", "attention", "conv")
+    return s.input_metas[0] if product or not s.output_metas else s.output_metas[0]
 
 
 def _factor_size(s: StrategySet, row_number: int) -> int:

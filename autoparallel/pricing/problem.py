@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -165,18 +166,20 @@ class SpacePricer:
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:
-    """Ops that read no input and need no gradient, with at most `SIDE_SHARE` of all ops' bytes: only repeated."""
+    """Ops that read no input and need no gradient, with at most `SIDE_SHARE` of what all ops make on a rank: only
+    repeated."""
     from_input = {site.index for site in space.sites if site.kind == "input"}
     for link in space.links:  # in the order of their targets
         if link.source in from_input:
             from_input.add(link.target)
     ops = [site for site in space.sites if site.kind == "op"]
     sizes = {s.index: sum(m.num_bytes for m in space.strategies[s.index].output_metas) for s in ops}
-    most = SIDE_SHARE * sum(sizes.values())
+    most = SIDE_SHARE * sum(sizes.values()) / math.prod(space.mesh_shape)
     found = {}
     for index, size in sizes.items():
         s = space.strategies[index]
         grad = any(m.requires_grad for m in (*s.input_metas, *s.output_metas))
-        if index not in from_input and size <= most and not grad:
+        filled = s.rule is not None and not s.input_metas and not s.rule.fixed  # made in pieces for nothing
+        if index not in from_input and size <= most and not grad and not filled:
             found[index] = np.flatnonzero((s.array == 0).all(axis=1))
     return found
