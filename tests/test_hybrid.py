@@ -222,7 +222,8 @@ def test_cuts_send_little_where_stages_stay_even(blocks: int, width: int) -> Non
 def test_a_mixture_of_experts_in_turns() -> None:
     """Its products are priced in the dtype of its tokens, though its results are in that of their weights; what is one
     number everywhere is made by each turn for itself."""
-    config = json.loads((CONFIGS / "deepseek-v3.json").read_text()) | {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    config = json.loads((CONFIGS / "deepseek-v3.json").read_text())
+    config |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     model, args, kwargs = load_model(config, 16, 1024, "bfloat16")
     micro = split_batch(capture(model, args, kwargs), 2)
     assert not [node for node in micro.body.of_kind("input") if "full" in node.name]

@@ -20,7 +20,6 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices
 from autoparallel.rules.space import Label, StrategySpace
 
-
 #: How much longer the slowest rank of a pipeline may take so that less is sent between stages.
 UNEVEN = 0.05
 
