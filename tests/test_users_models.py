@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +20,7 @@ from autoparallel.capture.functions import user_function
 from autoparallel.errors import CaptureError, InfeasibleError, RuleError
 from autoparallel.rules.space import StrategySpace
 from cost_models import Cluster
+from tests.models import CASES as MODELS
 from tests.ranks import mesh_of
 from tests.reference import differences, gathered, gradients_of, largest_entry
 
@@ -411,3 +413,38 @@ def test_a_function_may_have_a_rule() -> None:
         autoparallel.register_rule(Scaled, "x[b, k] -> y[b, k]", arguments={"scale": 2.0}, example=(x(),))
     autoparallel.register_rule(Scaled, "x[b, .] -> y[b, .]", linear=("x",), arguments={"scale": 2.0}, example=(x(),))
     assert site()[1] == {"repeat", "part", "linear(0)", "b"}
+
+
+def with_caches(name: str) -> tuple[list[str], list[str]]:
+    """What differs from one process of loss and gradients, and of the cache, when a model returns its cache."""
+    case = MODELS[name]
+    args, kwargs = case.inputs(8)
+    one, many = case.build(), case.build()
+    one.config.use_cache = many.config.use_cache = True
+    parallel = autoparallel.compile(many, mesh_of(2, 2))
+    expected, actual = one(*args, **kwargs), parallel(*args, **kwargs)
+    expected.loss.backward()
+    actual.loss.backward()
+    found = differences({"loss": actual.loss.detach(), **gradients_of(parallel)},
+                        {"loss": expected.loss.detach(), **gradients_of(one)})
+    assert type(actual.past_key_values) is type(expected.past_key_values)
+    caches = [gathered((str(i), t) for i, t in enumerate(pytree.tree_leaves(out.past_key_values)))
+              for out in (actual, expected)]
+    assert caches[0]
+    found += differences(*caches)
+    return [str(d) for d in found if d.error > 1e-5], list(caches[0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_models_that_return_their_caches(ranks: Any, name: str) -> None:
+    """As Hugging Face's do unless they are told not to."""
+    for wrong_ones, cached in ranks(4).run(with_caches, name, timeout_s=100):
+        assert not wrong_ones
+        assert len(cached) == 4
+
+
+def test_inputs_of_a_meta_model_may_be_anywhere() -> None:
+    args, kwargs = MODELS["gpt2"].inputs(8)
+    with torch.device("meta"):
+        model = MODELS["gpt2"].build()
+    assert len(capture(model, args, kwargs)) == len(capture(MODELS["gpt2"].build(), args, kwargs))

@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
+from autoparallel.capture.caches import register_caches
 from autoparallel.capture.functions import functions_as_ops
 from autoparallel.errors import CaptureError
 
@@ -21,6 +22,9 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     Raises CaptureError when the model branches on the data, naming the line of the user's source.
     """
     args, kwargs = _distinct(args, kwargs)
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+    register_caches()
     export_log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = export_log.level
     export_log.setLevel(logging.CRITICAL)  # its dump of the half-traced graph is replaced by our message

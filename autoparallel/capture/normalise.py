@@ -22,6 +22,7 @@ from autoparallel.capture.experts import gather_experts
 from autoparallel.capture.functionalise import functionalise
 from autoparallel.capture.masks import drop_masks
 from autoparallel.capture.precision import explicit_casts, refuse_elsewhere
+from autoparallel.capture.sections import gather_sections
 from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
@@ -568,6 +569,9 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     drop_masks,
     gather_experts,
     share_masks,
+    _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
+    drop_dead,  # what passes left behind reads what nobody uses
+    gather_sections,
     _each({aten.reshape.default: lambda graph, node: _collapse_reshape(graph, node)}),
 ]
 

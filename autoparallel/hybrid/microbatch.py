@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch.utils._pytree as pytree
@@ -59,7 +60,7 @@ class MicroBatches:
 
 def loss_output(graph: OpGraph) -> int | None:
     """Which output is the loss: the only one if it is a scalar, else the one named ``loss``, else a leading scalar."""
-    numbers = pytree.tree_unflatten(list(range(len(graph.outputs))), graph.out_spec)
+    numbers = _numbered(graph.out_spec)
     found = numbers if isinstance(numbers, int) else getattr(numbers, "loss", None)
     if found is None and isinstance(numbers, Mapping):
         found = numbers.get("loss")
@@ -68,6 +69,19 @@ def loss_output(graph: OpGraph) -> int | None:
     if not isinstance(found, int) or not isinstance(value := graph.outputs[found], Ref):
         return None
     return found if graph.meta(value).shape == () else None
+
+
+def _numbered(spec: pytree.TreeSpec) -> Any:
+    """A call's result with numbers for its tensors, and None for what is nested (caches cannot hold numbers)."""
+    if spec.is_leaf():
+        return 0
+    values: list[int | None] = []
+    start = 0
+    for child in spec.children():
+        values.append(start if child.is_leaf() else None)
+        start += child.num_leaves
+    assert spec.type is not None
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(values, spec.context)
 
 
 def batch_size(graph: OpGraph) -> int:

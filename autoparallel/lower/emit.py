@@ -192,6 +192,7 @@ class _Emitter:
         if len(node.outputs) == 1 and not _returns_tuple(node):
             results = [made]
         else:
+            made.meta.update(site=site.index, block=block_path(node.module_path))
             results = [self.graph.call_function(item, (made, o)) for o in range(len(node.outputs))]
         for output, (result, meta, layout) in enumerate(zip(results, node.outputs, layouts, strict=True)):
             self._describe(result, site, meta, layout)

@@ -18,6 +18,7 @@ from autoparallel.lower.collectives import all_reduce_tensor, redistribute
 from autoparallel.lower.dispatch import dispatched_experts
 from autoparallel.lower.halo import on_windows
 from autoparallel.lower.ring import ring_attention
+from autoparallel.lower.sections import cut_sections
 from autoparallel.runtime import groups
 
 
@@ -74,7 +75,7 @@ class Variant:
     """``start``: the (position, dim) of the operand the beginning of whose piece the function asks for; ``cuts``: it
     asks for the op, and for the dim cut on each axis, with its lengths in the whole first operand and result."""
 
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., Any]
     start: tuple[int, int] | None = None
     cuts: bool = False
 
@@ -86,4 +87,5 @@ VARIANTS = {
     "ring": Variant(ring_attention),
     "dispatch": Variant(dispatched_experts),
     "windows": Variant(on_windows, cuts=True),
+    "sections": Variant(cut_sections),
 }

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from autoparallel.layout import REPLICATE, shard
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Rule, einsum_rule
+from autoparallel.rules.rule import Exchange, Row, Rule, einsum_rule
 
 aten = torch.ops.aten
 
@@ -18,6 +19,21 @@ def linear(op: OpView) -> Rule:
     return einsum_rule("x[*b, k], w[n, k], bias[n] -> y[*b, n]", op.shapes, [op.out.shape], reduce="k",
                        additive="bias", linear=("x bias", "w bias"), flops_per_point=2.0, op_class="matmul",
                        saves=frozenset({0, 1}))
+
+
+@rule_for("autoparallel::linear_sections")
+def linear_sections(op: OpView) -> Rule:
+    """``n`` cuts every section, by a variant, as a plain piece of the weight has no piece of every section."""
+    last, width = len(op.shapes[0]) - 1, sum(op.arg("sizes"))
+    results = ", ".join(f"y{i}[*b, .]" for i in range(len(op.outputs)))
+    rule = einsum_rule(f"x[*b, k], w[., k], bias[.] -> {results}", op.shapes, [m.shape for m in op.outputs],
+                       reduce="k", additive="bias", linear=("x bias", "w bias"), flops_per_point=2.0 * width,
+                       op_class="matmul", saves=frozenset({0, 1}))
+    exchanged = range(1, len(op.inputs))
+    inside = tuple(Exchange("all_to_all", i, op.inputs[i].dtype.itemsize, forward=1, backward=1) for i in exchanged)
+    cut = Row("n", (REPLICATE, *(shard(0) for _ in exchanged)), (shard(last),) * len(op.outputs), "n",
+              variant="sections", inside=inside, apart=frozenset({"n"}))
+    return replace(rule, variants=(cut,))
 
 
 @rule_for(aten.mm.default, aten.matmul.default, aten.bmm.default, aten.mv.default, aten.dot.default)
