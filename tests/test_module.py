@@ -238,3 +238,43 @@ def whole_with_gradient(value: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("baseline", [None, "ddp", "fsdp", "tensor_parallel", "sequence_parallel"])
 def test_gradients_of_gradients(ranks: Any, baseline: str | None) -> None:
     assert max(ranks(4).run(penalised, {"baseline": baseline})) < 1e-5
+
+
+class WithMethods(nn.Linear):
+    """A method that calls the model, and a property of its parameters."""
+
+    def training_loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (self(x) - 1).square().mean()
+
+    @property
+    def size(self) -> float:
+        return float(sum(full(p).detach().square().sum() for p in self.parameters()))
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def trained_by_methods() -> list[tuple[float, float, float]]:
+    """Losses and size of the parameters after each step, of one process and of four."""
+    found = []
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        one = WithMethods(16, 16)
+        torch.manual_seed(0)
+        many = autoparallel.compile(WithMethods(16, 16), mesh_of(4), baseline="fsdp", example_inputs=(GIVEN[:, :16],))
+    for model in (one, many):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model.training_loss(GIVEN[:, :16])
+            loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+            loss.backward()
+            optimizer.step()
+        found.append((float(loss.detach()), model.size, model.in_features))
+    return found
+
+
+def test_methods_of_the_original_use_the_trained_parameters(ranks: Any) -> None:
+    for one, many in ranks(4).run(trained_by_methods):
+        assert many == pytest.approx(one, rel=1e-5)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -354,7 +356,18 @@ class ParallelModule(nn.Module):
             state = self.__dict__.get("_state")
             if state is None or name.startswith("__"):
                 raise
-            return getattr(state.model, name)
+            return self._as_own(state.model, name)
+
+    def _as_own(self, model: nn.Module, name: str) -> Any:
+        """An attribute of the original. Its methods and properties become this module's: they call this module and read
+        its parameters, as the original's are not trained."""
+        described = inspect.getattr_static(type(model), name, None)
+        if isinstance(described, property) and described.fget is not None:
+            return described.fget(self)
+        value = getattr(model, name)
+        if isinstance(value, MethodType) and value.__self__ is model:
+            return MethodType(value.__func__, self)
+        return value
 
     # --- placing and converting ---------------------------------------------------------------------------------
 
