@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 
 from autoparallel.layout import COLLECTIVES
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
+from autoparallel.pricing.prices import Inside
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.turns import Turns
 from autoparallel.rules.space import Label, Link
 from autoparallel.search.problem import Problem
 from cost_models import collectives
 from cost_models.pipeline import pipeline_s
+
+#: (kind of collective, axis, direction) -> [count, bytes, seconds].
+Found = dict[tuple[str, str, str], list[float]]
 
 
 @dataclass
@@ -44,8 +48,9 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
     """
     hybrid = pricer.turns.hybrid
     stages = [_Parts() for _ in range(hybrid.stages)]
-    _add_sites(pricer, labels, stages)
-    uses = _add_links(pricer, labels, stages)
+    found: dict[tuple[str, str, str], list[float]] = {}
+    _add_sites(pricer, labels, stages, found)
+    _add_links(pricer, labels, stages, found)
     _add_live_bytes(pricer, problem, labels, stages)
     ranks = hybrid.pipeline_ranks
     fullest = max((_together(stages[r::ranks]) for r in range(ranks)), key=lambda s: s.live_bytes)
@@ -60,7 +65,8 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
         state_bytes=fullest.state_bytes,
         activation_bytes=max(0.0, fullest.live_bytes - fullest.state_bytes),
         peak_bytes=peak_bytes,
-        collectives=tuple(u for u in uses if u.kind in COLLECTIVES),
+        collectives=tuple(CollectiveUse(k, a, d, int(n), b, s) for (k, a, d), (n, b, s) in sorted(found.items())
+                          if k in COLLECTIVES or " in " in k),
         repeated_ops=tuple(mean.repeated),
         waiting_s=max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0,
     )
@@ -69,8 +75,8 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
 def estimate(pricer: SpacePricer, labels: Sequence[Label]) -> float:
     """Seconds of a step whose stages are taken to be equal: for a sketch, which has no cuts."""
     hybrid, stage = pricer.turns.hybrid, _Parts()
-    _add_sites(pricer, labels, [stage])
-    _add_links(pricer, labels, [stage])
+    _add_sites(pricer, labels, [stage], {})
+    _add_links(pricer, labels, [stage], {})
     return equal_stages_s(hybrid, stage.total - stage.once) + stage.once / hybrid.pipeline_ranks
 
 
@@ -105,7 +111,7 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[
     return float(pipeline_s(by_rank, count, virtual)) + once
 
 
-def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
+def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:
     space, prices, turns = pricer.space, pricer.prices, pricer.turns
     for site, strategies, label in zip(space.sites, space.strategies, labels, strict=True):
         number = strategies.position[label]
@@ -114,6 +120,8 @@ def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_P
                 price, times = prices.op(strategies), turns.op_times(site.index)
                 stage.forward += times[0] * float(price.forward_s[number])
                 stage.backward += times[1] * float(price.backward_s[number])
+                for exchanged in price.inside:
+                    _add_inside(pricer, exchanged, number, times, stage, found)
                 if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
                     stage.repeated.append(str(space.graph.nodes[site.node]))
             elif site.kind == "parameter":
@@ -121,6 +129,28 @@ def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_P
                 stage.optimizer += seconds
                 stage.once += seconds
                 stage.state_bytes += float(prices.parameter_bytes(strategies)[number])
+
+
+def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[int, int], stage: _Parts,
+                found: Found) -> None:
+    """Tell what a variant exchanges apart from what it computes."""
+    seconds, exchange = float(inside.seconds[number]), inside.exchange
+    if not seconds:
+        return
+    counts = (times[0] * exchange.forward, times[1] * exchange.backward if pricer.prices.training else 0)
+    for direction, n in zip(("forward", "backward"), counts, strict=True):
+        if n:
+            key = (f"{exchange.action} in {inside.variant}", pricer.space.axis_names[inside.axis], direction)
+            _count_use(found, key, n, float(inside.num_bytes[number]), seconds)
+            setattr(stage, direction, getattr(stage, direction) - n * seconds)
+            name = f"{direction}_communication"
+            setattr(stage, name, getattr(stage, name) + n * seconds)
+
+
+def _count_use(found: Found, key: tuple[str, str, str], times: int, num_bytes: float, seconds: float) -> None:
+    entry = found.setdefault(key, [0, 0.0, 0.0])
+    for place, value in enumerate((1, num_bytes, seconds)):
+        entry[place] += times * value
 
 
 def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
@@ -142,16 +172,14 @@ def _count(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], inter
             stages[holder].live_bytes += num_bytes
 
 
-def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> list[CollectiveUse]:
-    found: dict[tuple[str, str, str], list[float]] = {}
+def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:
     for link in pricer.space.links:
         for stage in pricer.turns.stages_of[link.target]:
             _add_link(pricer, labels, link, stages[stage], found)
-    return [CollectiveUse(k, a, d, int(n), b, s) for (k, a, d), (n, b, s) in sorted(found.items())]
 
 
 def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _Parts,
-              found: dict[tuple[str, str, str], list[float]]) -> None:
+              found: Found) -> None:
     space, prices = pricer.space, pricer.prices
     source = space.strategies[link.source].output_layout(labels[link.source], link.output)
     target = space.strategies[link.target].input_layout(labels[link.target], link.position)
@@ -170,10 +198,7 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _
         for direction, kind, s, n in actions:
             if kind == "none" or (direction == "backward" and not (link.meta.requires_grad and prices.training)):
                 continue
-            entry = found.setdefault((kind, axis, direction), [0, 0.0, 0.0])
-            entry[0] += n
-            entry[1] += n * float(elements) * link.meta.dtype.itemsize
-            entry[2] += n * s
+            _count_use(found, (kind, axis, direction), n, float(elements) * link.meta.dtype.itemsize, s)
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
             setattr(stage, name, getattr(stage, name) + n * s)
             if once and n == pricer.turns.counts[link.target]:

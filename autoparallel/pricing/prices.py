@@ -6,7 +6,7 @@ share the arrays, so the price of a model hardly grows with its depth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower.fuse import BUCKET_BYTES
+from autoparallel.rules.rule import Exchange
 from autoparallel.rules.space import Link, StrategySet, StrategySpace
 from cost_models import Cluster, Group, collectives, compute, memory
 
@@ -27,11 +28,23 @@ MOST_TABLES = 256
 
 
 @dataclass(frozen=True)
+class Inside:
+    """What a variant exchanges along an axis, per strategy: bytes, and seconds each time (0 where it is not taken)."""
+
+    variant: str
+    axis: int
+    exchange: Exchange
+    num_bytes: np.ndarray
+    seconds: np.ndarray
+
+
+@dataclass(frozen=True)
 class OpPrice:
-    """Per strategy of one kind of op: seconds forward, seconds backward, communication inside the op included."""
+    """Per strategy of one kind of op: seconds forward and backward; what it exchanges ``inside`` is part of them."""
 
     forward_s: np.ndarray
     backward_s: np.ndarray
+    inside: tuple[Inside, ...] = ()
 
     @property
     def total_s(self) -> np.ndarray:
@@ -194,18 +207,19 @@ class Prices:
         flops = rule.flops * self.share_of_work(s) / self.spread
         inputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.input_metas, s.inputs, strict=True)]
         outputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.output_metas, s.outputs, strict=True)]
-        inside = self._inside_s(s)
+        inside = tuple(self._inside(s))
         device, dtype = self.cluster.device, dtype_name(_worked_in(s))
         forward = compute.op_time_s(rule.op_class, flops, sum(inputs, zeros) + sum(outputs, zeros), dtype, device)
         if not self.training or not any(m.requires_grad for m in s.output_metas):
-            return OpPrice(forward + inside[0], zeros)
+            return OpPrice(sum((i.exchange.forward * i.seconds for i in inside), forward), zeros, inside)
         wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
         operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
         share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias takes no product
         traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
         traffic = traffic + sum((inputs[i] for i in wanted), zeros)
         backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)
-        return OpPrice(forward + inside[0], backward + inside[1])
+        return OpPrice(sum((i.exchange.forward * i.seconds for i in inside), forward),
+                       sum((i.exchange.backward * i.seconds for i in inside), backward), inside)
 
     def share_of_work(self, s: StrategySet) -> np.ndarray:
         """Largest rank's part of the op's work, by strategy: ceil(size / pieces) / size over the cut factors."""
@@ -223,9 +237,7 @@ class Prices:
         pieces = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
         return np.where(pieces > 1, 2 - 1 / pieces, 1.0) * share
 
-    def _inside_s(self, s: StrategySet) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of communication inside variants, forward and backward."""
-        forward, backward = np.zeros(len(s.labels)), np.zeros(len(s.labels))
+    def _inside(self, s: StrategySet) -> Iterator[Inside]:
         for number, row in enumerate(s.rows):
             for exchange in row.inside:
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
@@ -234,9 +246,7 @@ class Prices:
                     uses = s.array[:, axis] == number
                     if uses.any():
                         seconds = np.where(uses, _exchange_s(exchange.action, num_bytes, group), 0.0)
-                        forward += exchange.forward * seconds
-                        backward += exchange.backward * seconds
-        return forward, backward
+                        yield Inside(row.variant, axis, exchange, num_bytes, seconds)
 
     # --- parameters ---------------------------------------------------------------------------------------------
 
