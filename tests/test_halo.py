@@ -169,9 +169,9 @@ def test_prices_of_borders() -> None:
     def exchange(size: int) -> tuple[float, float]:
         space = layer(size)
         s = space.strategies[space.site_named["conv2d"]]
-        inside = Prices(space, machine)._inside_s(s)
         at = s.position[s.row_named("halo s0"), s.row_named("repeat")]
-        return float(inside[0][at]), float(inside[1][at])
+        exchanged = [(i.exchange, float(i.seconds[at])) for i in Prices(space, machine).op(s).inside]
+        return sum(e.forward * t for e, t in exchanged), sum(e.backward * t for e, t in exchanged)
 
     (forward, backward), high = exchange(64), exchange(4096)
     assert forward == backward > 0 and high == pytest.approx((forward, backward))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -140,3 +141,7 @@ def test_tensor_parallel_attention_moves_no_fused_projection() -> None:
     (name,) = (n for n in plan.strategies if n.startswith("linear_sections") and ":" not in n)
     (attention,) = (n for n in plan.strategies if n.startswith("scaled_dot_product_attention") and ":" not in n)
     assert (plan.strategies[name], plan.strategies[attention]) == (("n",), ("h",))
+    exchanged = [use for use in plan.prediction.collectives if use.kind == "all_to_all in sections"]
+    assert [(use.direction, use.count) for use in exchanged] == [("backward", 2), ("forward", 2)]  # weight and bias
+    assert exchanged[1].seconds < plan.prediction.forward_communication_s
+    assert re.search(r"all_to_all in sections\s+.\s+axis0\s+.\s+forward\s+.\s+2\b", plan.report())
