@@ -210,7 +210,8 @@ def compile(
     inputs those that the search finds best, or one. Traced at the first call, or now when example inputs are given.
     ``plan`` runs a ready plan instead of searching; what else the options say is for
     calls of another form (evaluation, other shapes). ``cluster`` prices the search (by default the machine that the
-    mesh's device type suggests). Further keywords are those of `Options`.
+    mesh's device type suggests). Further keywords are those of `Options`. The original keeps its own parameters, which
+    are not trained: save, load and evaluate what is returned.
 
     Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
     decide what the plan has decided.

@@ -247,6 +247,18 @@ def written_in_place() -> Case:
 
 
 @case
+def transformer_with_masks() -> Case:
+    """As in torch's tutorials: masks are given, and torch looks whether they are causal."""
+    def forward(m: Any, source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+        padding = torch.zeros(source.shape[:2], dtype=torch.bool).index_fill(1, torch.tensor([5]), True)
+        y = m.net(source, target, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+        return (y * target).sin().mean()
+
+    net = nn.Transformer(WIDTH, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+    return Case(Model(forward, net=net), (x(4, 6, WIDTH), x(4, 8, WIDTH), net.generate_square_subsequent_mask(8)))
+
+
+@case
 def nothing_divides() -> Case:
     def forward(m: Any, x: Tensor) -> Tensor:
         q = m.q(x)
