@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoparallel.search.compact import Compact, profiles
+from autoparallel.search.compact import Compact, moved_prices, profiles
 from autoparallel.search.merge import Shrunk, shrink
 from autoparallel.search.messages import Messenger, raise_prices
 from autoparallel.search.problem import FORBIDDEN
@@ -24,8 +24,8 @@ from autoparallel.search.walk import finite_limit
 
 PROGRAM_CELLS = 25_000
 PROGRAM_BRANCHES = 2_000
-STEPS = 80
-WARM_STEPS = 20
+STEPS = 150
+WARM_STEPS = 30
 WORTH = 0.8  # another round of prices where this share or less of the cells is left
 PROBED = 8
 PROBED_OTHERS = 4
@@ -83,9 +83,7 @@ class Branching:
         self.cost, self.deadline = cost, deadline
         self._offer_root = offer
         root = shrink(compact)
-        same = len(prices) == len(root.compact.room)
-        start = _Open(root, -FORBIDDEN, prices if same else np.zeros(len(root.compact.room)))
-        self._open = [start] if root.allowed else []
+        self._open = [_Open(root, -FORBIDDEN, moved_prices(prices, compact, root.compact))] if root.allowed else []
 
     def run(self) -> float:
         """Until proof or deadline; a bound for every plan (the best cost where it is proven to be the least)."""
@@ -142,9 +140,8 @@ class Branching:
                 return None
             before, messenger = messenger, self._messenger(smaller.compact)
             messenger.start_from(before, smaller.origin(shrunk))
-            rows = len(smaller.compact.room)
-            shrunk, prices = smaller, raised.values if rows == len(prices) else np.zeros(rows)
-            steps = WARM_STEPS if rows == len(raised.values) else STEPS
+            prices = moved_prices(raised.values, shrunk.compact, smaller.compact)
+            shrunk, steps = smaller, WARM_STEPS
 
     def _messenger(self, compact: Compact) -> Messenger:
         return Messenger(compact, min(finite_limit(compact), DEAREST * abs(self.cost) or FORBIDDEN))

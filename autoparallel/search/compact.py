@@ -38,6 +38,7 @@ class Compact:
 
     ``firsts[o]`` is the first slot of owner o: the nodes, then the edges (an edge without memory has no slots).
     The objective is ``constant`` plus the costs and cells that a plan takes. ``room`` may be negative: nothing fits.
+    ``names`` (ascending) are what rows were called at birth, when there were more of them.
     """
 
     costs: tuple[np.ndarray, ...]
@@ -46,6 +47,7 @@ class Compact:
     firsts: np.ndarray
     events: Events
     room: np.ndarray
+    names: np.ndarray
     constant: float = 0.0
 
     @cached_property
@@ -144,7 +146,7 @@ def compact_of(problem: Problem) -> Compact:
     if (events.values != np.rint(events.values)).any():  # sums may be rounded otherwise here than by `evaluate`
         room -= ROUNDING * problem.limit
     return Compact(tuple(node.costs for node in problem.nodes), ends, tuple(edge.costs for edge in problem.edges),
-                   firsts, events, room)
+                   firsts, events, room, np.arange(len(room)))
 
 
 def _events_of(memory: Memory, firsts: np.ndarray) -> Events:
@@ -181,8 +183,8 @@ def profiles(events: Events, firsts: np.ndarray) -> Iterator[tuple[int, np.ndarr
         yield owner, rows, np.cumsum(usage, axis=1, out=usage)
 
 
-def normalised(events: Events, firsts: np.ndarray, room: np.ndarray) -> tuple[Events, np.ndarray]:
-    """Usage above each owner's least, the room that is left, and only rows where the limit can bind."""
+def normalised(events: Events, firsts: np.ndarray, room: np.ndarray) -> tuple[Events, np.ndarray, np.ndarray]:
+    """Usage above each owner's least, the room that is left, and only rows where the limit can bind; also which."""
     nothing = (events.slots[:0], events.rows[:0], events.values[:0])
     parts, borders = [nothing], [(nothing[1], nothing[2], nothing[2])]
     for owner, rows, usage in profiles(events, firsts):
@@ -204,16 +206,26 @@ def _steps(levels: np.ndarray) -> np.ndarray:
     return found
 
 
-def _fewer_rows(events: Events, firsts: np.ndarray, room: np.ndarray, kept: np.ndarray) -> tuple[Events, np.ndarray]:
+def _fewer_rows(events: Events, firsts: np.ndarray, room: np.ndarray, kept: np.ndarray
+                ) -> tuple[Events, np.ndarray, np.ndarray]:
     """Leave out rows that are not kept, and then those that the row before or after them implies."""
+    numbers = np.arange(len(room))
     for _ in range(ROW_ROUNDS):
         at = np.searchsorted(np.flatnonzero(kept), events.rows)
-        room = room[kept]
+        room, numbers = room[kept], numbers[kept]
         events = merged(events.slots, at, events.values, len(room))
         kept = ~_implied(events, firsts, room)
         if kept.all():
             break
-    return events, room
+    return events, room, numbers
+
+
+def moved_prices(prices: np.ndarray, old: Compact, new: Compact) -> np.ndarray:
+    """Prices of the rows of ``old`` for ``new``, which has fewer: a row that is gone leaves its price to the next."""
+    found = np.zeros(len(new.room))
+    if len(found):
+        np.add.at(found, np.minimum(np.searchsorted(new.names, old.names), len(found) - 1), prices)
+    return found
 
 
 def _implied(events: Events, firsts: np.ndarray, room: np.ndarray) -> np.ndarray:
@@ -262,7 +274,8 @@ def part_of(compact: Compact, plan: Sequence[int], nodes: Sequence[int]) -> Comp
             old.append(grid[:, plan[v]] if u in place else grid[plan[u]])
             new.append(np.arange(firsts[inside], firsts[inside + 1]))
     part = Compact(tuple(costs), tuple(ends), tuple(tables), firsts,
-                   moved(compact, np.concatenate(old), np.concatenate(new)), compact.room, compact.cost(plan) - fixed)
+                   moved(compact, np.concatenate(old), np.concatenate(new)), compact.room, compact.names,
+                   compact.cost(plan) - fixed)
     room = compact.room - compact.load(plan) + part.load([plan[v] for v in nodes])
     return replace(part, room=room)
 

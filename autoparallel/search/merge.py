@@ -341,9 +341,10 @@ def _what_is_left(compact: Compact, merger: Merger, roots: list[int]) -> Compact
         old.append((cells if u < v else cells.T).ravel())
         new.append(first_of[min(u, v), max(u, v)] + np.arange(cells.size))
     events = moved(compact, np.concatenate(old), np.concatenate(new))
-    events, room = normalised(events, firsts, compact.room)
+    events, room, kept = normalised(events, firsts, compact.room)
     return Compact(tuple(merger.costs[v] for v in roots), tuple((place[u], place[v]) for u, v in pairs),
-                   tuple(np.ascontiguousarray(table) for table in tables), firsts, events, room, merger.constant)
+                   tuple(np.ascontiguousarray(table) for table in tables), firsts, events, room, compact.names[kept],
+                   merger.constant)
 
 
 def _needed(compact: Compact) -> list[np.ndarray]:

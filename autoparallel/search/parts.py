@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoparallel.search.compact import Compact, part_of
-from autoparallel.search.elimination import Eliminator
+from autoparallel.search.elimination import Eliminator, elimination_order
 from autoparallel.search.merge import shrink
 from autoparallel.search.messages import Messenger
 from autoparallel.search.problem import FORBIDDEN
@@ -29,6 +29,8 @@ LEARNING = 0.2
 CURIOSITY = 0.1
 TABLE_CELLS = 3e4
 MAX_FANOUT = 20
+FACTORS = (0.0, 0.5, 0.8, 1.0, 1.2, 1.5)
+PRICINGS = 2
 IDLE_ROUNDS = 400
 WEIGHTS_EVERY = 50
 WORST_FACTOR = 1e-12
@@ -56,8 +58,8 @@ class Parts:
         self._random = np.random.default_rng(0)
         self._walk = Walk(compact, self.plan, messenger.limit)
         self._weights = np.zeros(0)
-        self._kinds = [_Kind(self._by_elimination, size, 0.05 + size / 1500) for size in LARGE_PARTS]
-        self._kinds += [_Kind(self._by_program, size, 0.2 + size / 20_000) for size in PROGRAM_CELLS]
+        self._kinds = [_Kind(self._by_elimination, size, 0.03 + size / 8000) for size in LARGE_PARTS]
+        self._kinds += [_Kind(self._by_program, size, 0.1 + size / 30_000) for size in PROGRAM_CELLS]
 
     def run(self, bound: float, gap: float, rounds: int | None = None) -> None:
         """Until the deadline, the gap is reached, so many rounds are made, or many of them brought nothing."""
@@ -76,7 +78,7 @@ class Parts:
     def _kind(self) -> _Kind:
         """By chance, those more often that brought more for their effort."""
         values = np.array([kind.value for kind in self._kinds])
-        chances = values + CURIOSITY * values.max() + WORST_FACTOR
+        chances = (values + CURIOSITY * values.max() + WORST_FACTOR) ** 2
         return self._kinds[int(self._random.choice(len(values), p=chances / chances.sum()))]
 
     def _dearness(self) -> np.ndarray:
@@ -122,21 +124,28 @@ class Parts:
             self._try(part, shrunk.restore(picks))
 
     def _by_elimination(self, max_nodes: int) -> None:
-        part = self._grow(max_nodes, 10**9)
-        factor = float(self._random.choice([0.0, 0.5, 0.8, 1.0, 1.0, 1.2, 1.5]))
-        eliminator, inner = None, None
-        while eliminator is None or eliminator.order.max_cells > TABLE_CELLS:
-            if eliminator is not None:  # leave out who has most neighbours inside
-                inside = set(part)
-                degrees = [sum(w in inside for w in self._near[v]) for v in part]
-                drop = set(np.argsort(degrees)[-max(1, len(part) // 10):].tolist())
-                part = [v for i, v in enumerate(part) if i not in drop]
-            inner = part_of(self.compact, self.plan, part)
-            eliminator = Eliminator(inner.sizes, inner.ends)
-        assert inner is not None
-        value, picks = eliminator.solve(*inner.priced(factor * self.prices))
-        if value < FORBIDDEN:
-            self._try(part, picks)
+        """At a few multiples of the prices: dear memory leaves room for what local search then makes cheaper."""
+        part = self._narrow(self._grow(max_nodes, 10**9))
+        inner = part_of(self.compact, self.plan, part)
+        eliminator = Eliminator(inner.sizes, inner.ends)
+        for factor in self._random.choice(FACTORS, PRICINGS, replace=False).tolist():
+            if time.monotonic() >= self.deadline:
+                return
+            value, picks = eliminator.solve(*inner.priced(factor * self.prices))
+            if value < FORBIDDEN:
+                self._try(part, picks)
+
+    def _narrow(self, part: list[int]) -> list[int]:
+        """Without those that have most neighbours inside, until elimination is quick."""
+        while True:
+            place = {v: i for i, v in enumerate(part)}
+            pairs = [(i, place[w]) for i, v in enumerate(part) for w in self._near[v] if v < w and w in place]
+            order = elimination_order([self.compact.sizes[v] for v in part], pairs)
+            if order.max_cells <= TABLE_CELLS:
+                return part
+            degrees = [sum(w in place for w in self._near[v]) for v in part]
+            drop = set(np.argsort(degrees)[-max(1, len(part) // 10):].tolist())
+            part = [v for i, v in enumerate(part) if i not in drop]
 
     def _try(self, part: Sequence[int], picks: Sequence[int]) -> None:
         """Take over the part's choices if, after local search, the plan fits and costs less."""
@@ -149,7 +158,7 @@ class Parts:
             walk.move(v, pick)
         if (walk.over <= 0).all() or walk.repair(self.deadline):
             walk.descend(self.deadline)
-            cost = walk.cost()
+            cost = walk.cost() if walk.rough_cost() < self.cost * (1 + 1e-9) else FORBIDDEN
             if cost < self.cost * (1 - 1e-12) and self.compact.fits(walk.plan):
                 self.plan, self.cost = list(walk.plan), cost
                 self._on_better(self.plan, cost)

@@ -45,6 +45,7 @@ class Walk:
                 total = total + np.minimum(table[:, plan[w]], limit)
             parts.append(total)
         self.local = np.concatenate([np.zeros(0), *parts])
+        self._own = np.minimum(np.concatenate([np.zeros(0), *compact.costs]), limit)
         self._heavy: list[list[tuple[int, int, bool]]] = [[] for _ in compact.costs]
         for e in compact.heavy_edges:
             u, v = compact.ends[e]
@@ -101,6 +102,11 @@ class Walk:
 
     def cost(self) -> float:
         return self.compact.cost(self.plan)
+
+    def rough_cost(self) -> float:
+        """The cost from what is kept of moves, rounded by them: `local` counts edges twice, nodes once."""
+        taken = self.taken
+        return self.compact.constant + float(self.local[taken].sum() + self._own[taken].sum()) / 2
 
     def state(self) -> tuple[list[int], np.ndarray, np.ndarray]:
         return list(self.plan), self.local.copy(), self.over.copy()

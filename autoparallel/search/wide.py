@@ -26,7 +26,7 @@ QUICK_STEPS = 20
 STEPS = 60
 PRICE_SHARE = 0.35
 REPAIR_SHARE = 0.1
-TELL_S = 2.0
+TELL_S = 10.0
 FIRST_PLAN_SHARE = 0.04  # so much over time is better than no plan
 
 

@@ -155,7 +155,7 @@ def test_branching_proves_the_optimum(seed: int, by_program: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not by_program:
             patch.setattr(branch, "PROGRAM_CELLS", -1)
-        bound = branch.Branching(compact, math.inf, np.zeros(0), math.inf, offer).run()
+        bound = branch.Branching(compact, math.inf, np.zeros(len(compact.room)), math.inf, offer).run()
     assert bound == found[0] == pytest.approx(best)
 
 
