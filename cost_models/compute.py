@@ -59,14 +59,22 @@ def matmul_time_s(m: float, n: float, k: float, dtype: str, device: Device, coun
     if n % lines or k % lines:
         share *= cut.misaligned
     unit = peak_flops_per_s("matmul", dtype, device) * share / cut.units
+    best = _tiled_flops(m, n, k, count, cut.units, cut.ramp) / unit
+    memory = nbytes / (device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency)
+    return max(best, memory) + device.launch_s
+
+
+@lru_cache(maxsize=1 << 16)
+def _tiled_flops(m: float, n: float, k: float, count: float, units: int, ramp: float) -> float:
+    """What one unit computes, padding, starts and ends of tiles included, by the best tiles and splits; at the speed
+    of the largest tile."""
     best = math.inf
     for tm, tn, speed in _TILES:
         tiles = math.ceil(m / tm) * math.ceil(n / tn) * count
         for splits in _SPLITS:
-            waves = math.ceil(tiles * splits / cut.units)
-            best = min(best, waves * 2.0 * tm * tn * (k / splits + cut.ramp) / (unit * speed))
-    memory = nbytes / (device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency)
-    return max(best, memory) + device.launch_s
+            waves = math.ceil(tiles * splits / units)
+            best = min(best, waves * 2.0 * tm * tn * (k / splits + ramp) / speed)
+    return best
 
 
 def peak_flops_per_s(op_class: str, dtype: str, device: Device) -> float:

@@ -62,6 +62,7 @@ PRECISIONS = {
     "bfloat16": Precision.plain("bfloat16"),
     "float16-master": Precision("float16", "float16", "float32", "float32"),    # ZeRO paper: 2 + 2 + 12 bytes with Adam
     "bfloat16-master": Precision("bfloat16", "bfloat16", "float32", "float32"),
+    "bfloat16-moments": Precision("bfloat16", "bfloat16", "bfloat16", "float32"),    # Megatron's precision-aware Adam
     "megatron-bfloat16": Precision("bfloat16", "float32", "float32", "float32"),    # main gradients in fp32: 18 bytes
 }
 

@@ -99,9 +99,9 @@ def samples(rows: list[Row]) -> list[fit.Sample]:
 
 def refit(rows: list[Row]) -> None:
     known = samples(rows)
-    table = fit.fit(known, fit.warm(load()), rounds=12, say=print)
+    table = fit.fit(known, load(), rounds=12, say=print)
     head = (f"Fitted on {date.today()} to {len(known)} published runs by `python -m benchmarks.published_runs --fit`;\n"
-            "what is not in fit.FREE is as in priors.toml. Meaning and units: constants.py.")
+            "what neither fit.FREE nor a parent moves is as in priors.toml. Meaning and units: constants.py.")
     FILE.write_text(dump(table, head), "utf-8")
 
 

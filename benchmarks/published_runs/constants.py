@@ -13,6 +13,10 @@ from cost_models import Device, Tiles
 #: Values by table ("devices", "stacks", "networks"), entry and name.
 Table = dict[str, dict[str, dict[str, float]]]
 
+#: Families beyond what a name says (a100-sxm-40 is an a100-sxm is an a100): generations of devices, kinds of software.
+PARENTS = {"h100": "hopper", "h200": "hopper", "b200": "blackwell", "b300": "blackwell", "gb200": "blackwell",
+           "gb300": "blackwell", "megatron-core": "core", "nemo": "core", "composer": "torch"}
+
 FILE = Path(__file__).with_name("constants.toml")
 
 
@@ -25,12 +29,14 @@ class Constants:
       ramp, misaligned        see `cost_models.Tiles`
       memory                  share of the bandwidth
       attention               share of the peak in the best flash attention forward (backward: 0.8 of that)
+      cache_bytes             of the cache in front of the memory
       legacy                  what is left of that to kernels that do not use what is new in the device
 
     Of the generation of software:
       library                 matrix products' speed over that of the newest libraries
       flash, native, attend   1 if scores never go to memory; 1 if attention uses what is new in the device; its speed
                               over the best
+      ring                    attention's time over several context ranks, merging of parts included, over that on one
       passes                  element-wise traffic over that counted here
       eager                   element-wise traffic without torch.compile over that with it
       quantise, loss_bytes    bytes moved for an element that a product of less than two bytes reads; for a logit
@@ -38,6 +44,7 @@ class Constants:
       host_experts            for a layer with experts, in those; host_call_s: for a collective
       micro_s, step_s         fixed time of a micro-batch on a stage; of a step
       sync_s                  what each other rank adds to a tensor-parallel collective by being late
+      update_bytes            moved for an element beside the optimizer's own: norm, scaling and copies of gradients
       hide_tensor, hide_experts, hide_data, hide_pipe    shares of communication that can run beside compute
       interference            how much of hidden communication compute is slowed by
 
@@ -55,10 +62,12 @@ class Constants:
     memory: float
     attention: float
     legacy: float
+    cache_bytes: float
     library: float
     flash: float
     native: float
     attend: float
+    ring: float
     passes: float
     eager: float
     quantise: float
@@ -70,6 +79,7 @@ class Constants:
     micro_s: float
     step_s: float
     sync_s: float
+    update_bytes: float
     hide_tensor: float
     hide_experts: float
     hide_data: float
@@ -97,13 +107,16 @@ class Constants:
         return replace(device, tiles=tiles, memory_bandwidth_efficiency=self.memory, launch_s=0.0)
 
 
-def lineage(name: str) -> tuple[str, str, str]:
+def lineage(name: str) -> tuple[str, ...]:
     """From the general to the particular.
 
-    >>> lineage("a100-sxm-40")
-    ('default', 'a100', 'a100-sxm-40')
+    >>> lineage("a100-sxm-40"), lineage("gb200")
+    (('default', 'a100', 'a100-sxm', 'a100-sxm-40'), ('default', 'blackwell', 'gb200'))
     """
-    return "default", name.split("-")[0], name
+    path = [name]
+    while path[0] != "default":
+        path.insert(0, PARENTS.get(path[0]) or (path[0].rpartition("-")[0] or "default"))
+    return tuple(path)
 
 
 def load(path: Path = FILE) -> Table:

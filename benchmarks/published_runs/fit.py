@@ -1,8 +1,9 @@
-"""Fitting the constants: Levenberg-Marquardt on log(predicted/measured), drawn back to the priors.
+"""Fitting the constants: Levenberg-Marquardt on log(predicted/measured), each constant held near its parent's.
 
-A constant belongs to a device, a generation of software or a network, never to a row or a source. So that 611 rows of
-small models do not outvote the rest, a source's n rows count as sqrt(n); errors beyond 8 % count linearly (Huber).
-Shares are fitted as their logits, times as their logarithms.
+A constant belongs to a device, a generation of software or a network, never to a row or a source. What is fitted is how
+far it is from its prior, beyond how far its parent is from its own (`constants.lineage`): what all devices show moves
+those that nobody measured too. `SPREAD` says how far is far. So that 611 rows of small models do not outvote the rest,
+a source's n rows count as sqrt(n). Shares are fitted as their logits, times as their logarithms.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +25,43 @@ from benchmarks.published_runs.rows import Run
 PRIORS = Path(__file__).with_name("priors.toml")
 SHARES = frozenset({"share", "share8", "share4", "misaligned", "memory", "attention", "legacy", "library", "attend",
                     "hide_tensor", "hide_experts", "hide_data", "hide_pipe", "network"})
-HUBER = 0.08
-#: A constant one unit (of its logit or logarithm) off its prior weighs as much as a source of one row 4 % off.
-PULL = 0.04
+#: From here on an error counts less and less (Cauchy): whoever is far off lacks a fact, not a constant.
+FAR = 0.1
+#: A source's rows are off by this much, whatever the constants: what one standard deviation of a constant weighs.
+NOISE = 0.055
+#: One standard deviation of a constant about its parent, in its logit or logarithm.
+SPREAD = {
+    "share": 0.25, "share8": 0.25, "share4": 0.25, "ramp": 0.4, "misaligned": 0.5, "memory": 0.3, "attention": 0.25,
+    "legacy": 0.3, "library": 0.5, "attend": 0.5, "passes": 0.35, "eager": 0.4, "quantise": 0.4, "loss_bytes": 0.3,
+    "host_s": 0.4, "host_backward": 0.2, "host_experts": 0.5, "host_call_s": 0.5, "micro_s": 0.7, "step_s": 0.7,
+    "sync_s": 0.7, "update_bytes": 0.5, "hide_tensor": 0.7, "hide_experts": 0.7, "hide_data": 0.7, "hide_pipe": 0.7, "interference": 0.5,
+    "network": 0.5,
+}
 
-_DEEPSPEED = ("library", "passes", "sync_s", "host_s", "host_backward", "host_call_s", "micro_s", "step_s")
-_BLACKWELL = ("b200", "b300", "gb200", "gb300")
+Free = tuple[str, str, str]
 
-#: (table, entry, name) of what is fitted; all else stays at its prior.
-FREE: tuple[tuple[str, str, str], ...] = (
-    *(("devices", entry, "share") for entry in ("default", "v100", "a100", "a100-sxm-40", "h100", "h100-hbm2e")),
-    *(("devices", entry, "share8") for entry in ("h100", "h100-hbm2e", *_BLACKWELL)),
-    *(("devices", entry, "share4") for entry in ("gb200", "gb300")),
-    *(("devices", entry, "ramp") for entry in ("default", "a100")),
-    *(("devices", entry, "attention") for entry in ("default", "a100", "h100", "h100-hbm2e")),
-    ("devices", "h100", "legacy"), ("devices", "default", "memory"), ("devices", "default", "misaligned"),
-    *(("stacks", "megatron-2021", name) for name in ("library", "passes")),
-    *(("stacks", "megatron-2022", name) for name in ("library", "passes", "hide_tensor")),
-    *(("stacks", "megatron-deepspeed", name) for name in _DEEPSPEED),
-    *(("stacks", "composer", name) for name in ("library", "attend", "passes", "loss_bytes", "interference", "step_s")),
-    *(("stacks", "torch-fsdp", name) for name in ("passes", "quantise", "interference")),
-    *(("stacks", "megatron-core", name) for name in ("passes", "hide_tensor")),
-    ("stacks", "nemo", "hide_tensor"), ("stacks", "nemo", "hide_pipe"), ("stacks", "nemo", "quantise"),
-    ("stacks", "nemo", "step_s"),
-    *(("stacks", f"nemo-{release}", name) for release in ("25.09", "25.11", "26.02", "26.06")
-      for name in ("passes", "hide_experts", "host_experts")),
-    *(("networks", entry, "network") for entry in ("default", "omni-path", "roce", "infiniband")),
+#: (table, entry, name) of what is fitted; all else stays at its prior, but for what its parents do.
+FREE: tuple[Free, ...] = tuple(
+    (kind, entry, name)
+    for kind, entries, names in (
+        ("devices", "default", "share share8 share4 ramp misaligned memory attention legacy"),
+        ("devices", "v100 a100 a100-sxm-40 hopper h100-hbm2e blackwell gb200 gb300 b200 b300", "share attention"),
+        ("devices", "hopper h100-hbm2e blackwell gb200 gb300 b200 b300", "share8"),
+        ("devices", "gb200 gb300", "share4"),
+        ("devices", "a100 hopper blackwell", "ramp memory"),
+        ("stacks", "default", "passes eager quantise loss_bytes host_s host_backward host_experts host_call_s micro_s "
+                              "step_s sync_s update_bytes interference"),
+        ("stacks", "megatron", "loss_bytes"),
+        ("stacks", "megatron megatron-2021 megatron-2022 megatron-deepspeed", "library passes hide_tensor"),
+        ("stacks", "megatron-deepspeed", "host_s host_backward host_call_s micro_s step_s sync_s update_bytes"),
+        ("stacks", "composer", "attend passes loss_bytes interference step_s"),
+        ("stacks", "torch torch-fsdp", "passes quantise interference"),
+        ("stacks", "core", "passes quantise hide_tensor hide_pipe"),
+        ("stacks", "nemo", "passes quantise hide_tensor hide_pipe hide_experts host_experts step_s"),
+        ("stacks", "nemo-25.09 nemo-25.11 nemo-26.02 nemo-26.06", "passes hide_experts host_experts"),
+        ("networks", "default omni-path roce infiniband", "network"),
+    )
+    for entry in entries.split() for name in names.split()
 )
 
 
@@ -67,93 +79,93 @@ def log_errors(table: Table, samples: Iterable[Sample]) -> np.ndarray:
     return np.array([math.log(Pricer(s.run, Constants.of(s.run, table)).step().step_s / s.measured_s) for s in samples])
 
 
-def fit(samples: Sequence[Sample], start: Table | None = None, rounds: int = 8,
+def fit(samples: Sequence[Sample], start: Table | None = None, rounds: int = 12,
         say: Callable[[str], None] = lambda line: None) -> Table:
-    """The constants that the samples suggest, starting at ``start`` or the priors."""
-    return _Fit(samples, start or load(PRIORS), say).go(rounds)
-
-
-def warm(fitted: Table) -> Table:
-    """The priors with what is fitted taken from earlier constants: a start nearer to the end."""
-    table = load(PRIORS)
-    for kind, entry, name in FREE:
-        if name in fitted[kind].get(entry, {}):
-            table[kind].setdefault(entry, {})[name] = fitted[kind][entry][name]
-    return table
+    """The constants that the samples suggest; ``start`` only says where the search begins, else at the priors."""
+    task = _Fit(samples)
+    return task.table(task.descend(task.shifts(start or task.priors), task.slopes, rounds, say=say))
 
 
 def leave_one_out(samples: Sequence[Sample], fitted: Table) -> Iterator[tuple[str, Table]]:
-    """For each source the constants that the fit would give without its rows.
+    """For each source the constants that a fit without its rows gives, from ``fitted`` on.
 
-    By linear response: log errors are taken as linear in the (transformed) constants around the full fit, and the same
-    cost is minimised without the source's rows. A constant that only those rows determine goes back to its prior.
+    The slopes are taken once, at ``fitted``; errors and cost are priced anew at each step.
     """
-    task = _Fit(samples, fitted, lambda line: None)
-    x = task.current()
-    e = log_errors(task.table(x), samples)
-    slopes = task.slopes(e, x)
+    task = _Fit(samples)
+    x = task.shifts(fitted)
+    slopes = task.slopes(log_errors(fitted, samples), x)
     for source in dict.fromkeys(sample.source for sample in samples):
         kept = np.array([sample.source != source for sample in samples], dtype=float)
-        step = np.zeros_like(x)
-        for _ in range(30):
-            curvature, slope = task.normal(e + slopes @ step, slopes, x + step, kept)
-            step = step - np.linalg.solve(curvature, slope)
-        yield source, task.table(x + step)
+        yield source, task.table(task.descend(x, lambda e, x: slopes, 12, kept))
 
 
 class _Fit:
-    def __init__(self, samples: Sequence[Sample], start: Table, say: Callable[[str], None]) -> None:
-        self.samples, self.start, self.say = samples, start, say
+    """``x``: by how many standard deviations each constant is off its prior, its parents' part taken out."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self.samples = samples
         count = Counter(sample.source for sample in samples)
         self.weight = np.array([count[sample.source] ** -0.5 for sample in samples])
-        priors = load(PRIORS)
-        self.rows = [[n for n, sample in enumerate(samples) if concerns(free, sample.run, priors)] for free in FREE]
-        self.free = [n for n, rows in enumerate(self.rows) if rows]
-        self.prior = np.array([inward(FREE[n][2], lookup(priors, FREE[n])) for n in self.free])
+        self.priors = load(PRIORS)
+        self.rows = {free: [n for n, s in enumerate(samples) if free[1] in lineage(names(s.run)[free[0]])]
+                     for free in FREE}
+        self.free = [free for free in FREE if self.rows[free]]
+
+    @cached_property
+    def given(self) -> list[tuple[Free, float, list[int]]]:
+        """Every value of the table: its prior on the scale without limits, and which shifts move it."""
+        found = {(kind, entry, name) for kind, entries in self.priors.items() for entry, values in entries.items()
+                 for name in values} | set(FREE)
+        place = {free: n for n, free in enumerate(self.free)}
+        return [((kind, entry, name), inward(name, lookup(self.priors, (kind, entry, name))),
+                 [place[kind, at, name] for at in lineage(entry) if (kind, at, name) in place])
+                for kind, entry, name in sorted(found, key=lambda at: (at[0], len(lineage(at[1])), at[1]))]
 
     def table(self, x: np.ndarray) -> Table:
-        table = deepcopy(self.start)
-        for n, value in zip(self.free, x, strict=True):
-            kind, entry, name = FREE[n]
-            table[kind].setdefault(entry, {})[name] = outward(name, float(value))
+        table: Table = {kind: {} for kind in self.priors}
+        for (kind, entry, name), prior, movers in self.given:
+            value = lookup(self.priors, (kind, entry, name))
+            if movers:
+                value = outward(name, prior + SPREAD[name] * float(x[movers].sum()))
+            table[kind].setdefault(entry, {})[name] = value
         return table
 
-    def cost(self, e: np.ndarray, x: np.ndarray) -> float:
-        size = np.abs(e)
-        huber = np.where(size < HUBER, e**2, 2 * HUBER * size - HUBER**2)
-        return float(self.weight @ huber + PULL**2 * ((x - self.prior) ** 2).sum())
+    def shifts(self, table: Table) -> np.ndarray:
+        """The inverse of `table`."""
+        off = {free: (inward(free[2], lookup(table, free)) - inward(free[2], lookup(self.priors, free)))
+               / SPREAD[free[2]] for free in self.free}
+        x = []
+        for kind, entry, name in self.free:
+            above = [at for at in lineage(entry)[:-1] if (kind, at, name) in off]
+            x.append(off[kind, entry, name] - (off[kind, above[-1], name] if above else 0.0))
+        return np.array(x)
+
+    def cost(self, e: np.ndarray, x: np.ndarray, kept: Any = 1.0) -> float:
+        return float((kept * self.weight) @ (FAR**2 * np.log1p((e / FAR) ** 2)) + NOISE**2 * (x @ x))
 
     def slopes(self, e: np.ndarray, x: np.ndarray) -> np.ndarray:
         """d e/d x by differences, each over the rows that the constant concerns."""
         slopes = np.zeros((len(e), len(x)))
-        for column, n in enumerate(self.free):
-            moved = x.copy()
-            moved[column] += 0.02
-            rows = self.rows[n]
-            slopes[rows, column] = (log_errors(self.table(moved), [self.samples[r] for r in rows]) - e[rows]) / 0.02
+        for column, free in enumerate(self.free):
+            moved, rows = x.copy(), self.rows[free]
+            moved[column] += 0.05
+            slopes[rows, column] = (log_errors(self.table(moved), [self.samples[r] for r in rows]) - e[rows]) / 0.05
         return slopes
 
-    def current(self) -> np.ndarray:
-        return np.array([inward(FREE[n][2], lookup(self.start, FREE[n])) for n in self.free])
-
-    def normal(
-        self, e: np.ndarray, slopes: np.ndarray, x: np.ndarray, kept: Any = 1.0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Curvature and slope of half the cost, with Huber's weights, over the rows ``kept``."""
-        weight = kept * self.weight * np.minimum(1, HUBER / np.maximum(np.abs(e), 1e-9))
-        curvature = slopes.T @ (weight[:, None] * slopes) + PULL**2 * np.eye(len(x))
-        return curvature, slopes.T @ (weight * e) + PULL**2 * (x - self.prior)
-
-    def go(self, rounds: int) -> Table:
-        x = self.current()
+    def descend(self, x: np.ndarray, slopes: Callable[[np.ndarray, np.ndarray], np.ndarray], rounds: int,
+                kept: Any = 1.0, say: Callable[[str], None] = lambda line: None) -> np.ndarray:
+        """Damped steps until one gains less than a thousandth."""
         e, damping = log_errors(self.table(x), self.samples), 1e-2
-        cost = self.cost(e, x)
+        cost = self.cost(e, x, kept)
         for number in range(rounds):
-            curvature, slope = self.normal(e, self.slopes(e, x), x)
+            gradients = slopes(e, x)
+            weight = kept * self.weight / (1 + (e / FAR) ** 2)
+            curvature = gradients.T @ (weight[:, None] * gradients) + NOISE**2 * np.eye(len(x))
+            slope = gradients.T @ (weight * e) + NOISE**2 * x
             for _ in range(6):
-                step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -slope).clip(-0.7, 0.7)
+                step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -slope).clip(-2.0, 2.0)
                 tried = log_errors(self.table(x + step), self.samples)
-                lower = self.cost(tried, x + step)
+                lower = self.cost(tried, x + step, kept)
                 if lower < cost:
                     break
                 damping *= 5
@@ -161,21 +173,18 @@ class _Fit:
                 break
             gained, x, e, cost, damping = cost - lower, x + step, tried, lower, max(damping / 5, 1e-4)
             size = np.abs(np.expm1(e))
-            self.say(f"round {number + 1}: cost {cost:.4f}, median error {np.median(size):.4f}, mean {size.mean():.4f}")
+            say(f"round {number + 1}: cost {cost:.4f}, median error {np.median(size):.4f}, mean {size.mean():.4f}")
             if gained < 1e-3 * cost:
                 break
-        return self.table(x)
+        return x
 
 
-def concerns(free: tuple[str, str, str], run: Run, table: Table) -> bool:
-    """Whether a run takes that constant, rather than one of a narrower entry."""
-    kind, entry, name = free
-    path = lineage({"devices": run.machine, "stacks": run.stack, "networks": run.network}[kind])
-    given = [at for at in path if name in table[kind].get(at, {}) or (kind, at, name) in FREE]
-    return given[-1] == entry
+def names(run: Run) -> dict[str, str]:
+    """What a run's constants are looked up by."""
+    return {"devices": run.machine, "stacks": run.stack, "networks": run.network}
 
 
-def lookup(table: Table, free: tuple[str, str, str]) -> float:
+def lookup(table: Table, free: Free) -> float:
     """The value of a constant, inherited if its entry has none of its own."""
     kind, entry, name = free
     found = [table[kind][at][name] for at in lineage(entry) if name in table[kind].get(at, {})]

@@ -32,6 +32,8 @@ def state_bytes(pricer: Pricer, stage: int) -> float:
         kind = "float32" if run.master_in_float32 else "bfloat16"
         return float(memory.training_state(dense + experts, kind, "adamw", zero_stage=3, num_shards=ranks).total)
     kind = "megatron-bfloat16" if run.stack == "megatron-core" or run.gradient_bytes == 4 else "float16-master"
+    if run.model.latent and run.stack.startswith("nemo"):
+        kind = "bfloat16-moments"    # Megatron-Bridge's recipes of DeepSeek's kind of model
     own = max(1, ranks * p.tensor // p.expert)
     state = sum(float(memory.training_state(part, kind, "adamw", zero_stage=p.zero_stage, num_shards=shards).total)
                 for part, shards in ((dense, ranks), (experts, own)) if part)

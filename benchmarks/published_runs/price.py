@@ -8,6 +8,7 @@ optimizer steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,10 +32,11 @@ class Pass:
     experts_s: float
     host_s: float
 
-    def seconds(self, c: Constants) -> float:
-        """Device and host work side by side, the slower one counts; what collectives cannot hide adds up."""
-        hidden = c.hide_tensor * min(self.tensor_s, self.compute_s) + c.hide_experts * min(
-            self.experts_s, self.compute_s)
+    def seconds(self, c: Constants, overlap: bool | None = None) -> float:
+        """Device and host work side by side, the slower one counts; what collectives cannot hide adds up. ``overlap``:
+        whether expert dispatch is hidden, where that is known."""
+        share = c.hide_experts if overlap is None else 0.9 * overlap
+        hidden = c.hide_tensor * min(self.tensor_s, self.compute_s) + share * min(self.experts_s, self.compute_s)
         device = self.compute_s + self.tensor_s + self.experts_s - hidden
         return larger(device, self.host_s)
 
@@ -73,12 +75,19 @@ class Pricer:
         self.tokens = self.p.micro_batch * self.m.seq_len / self.p.context
         eager = run.stack == "torch-fsdp" and not run.compiled
         self.passes = c.passes * (c.eager if eager else 1.0)
+        self._passes: dict[bool, tuple[float, float]] = {}
         self.compute_dtype = _DTYPES[self.p.precision]
 
     # --- groups ---------------------------------------------------------------------------------------------------
 
     def group(self, kind: str) -> Group:
         """Ranks are laid out as Megatron does: tensor innermost, then context, data, pipeline."""
+        known, key = self.run.groups, (kind, self.c.network)
+        if key not in known:
+            known[key] = self._group(kind)
+        return known[key]
+
+    def _group(self, kind: str) -> Group:
         p = self.p
         shape = (p.pipeline, p.data, p.context, p.tensor)
         if kind in ("expert", "expert data"):
@@ -99,8 +108,10 @@ class Pricer:
         return sum(matmul_time_s(m, n, k, dtype or self.compute_dtype, self.device, count)
                    for m, n, k, count in products if min(m, n, k, count) > 0)
 
-    def traffic_s(self, nbytes: float) -> float:
-        return nbytes * self.passes / (self.device.memory_bandwidth_bytes_per_s * self.c.memory)
+    def traffic_s(self, nbytes: float, tensor: float = math.inf) -> float:
+        """Of tensors of ``tensor`` bytes each: what one kernel leaves in the cache, the next need not read."""
+        found = 0.5 / (1 + (2 * tensor / self.c.cache_bytes) ** 2)
+        return nbytes * (1 - found) * self.passes / (self.device.memory_bandwidth_bytes_per_s * self.c.memory)
 
     def linears(self, mixed: bool) -> list[Product]:
         """Forward products of a layer's projections, on one rank."""
@@ -139,14 +150,15 @@ class Pricer:
         if c.flash:
             peak = self.device.peak_flops_per_s["float16"]
             share = c.attention * c.attend * (1.0 if c.native else c.legacy) * min(1.0, d_v / 128) ** 0.3
-            forward = 0.5 * flops / (peak * share)    # half is masked and skipped
+            forward = 0.5 * flops / (peak * share) * (c.ring if p.context > 1 else 1.0)    # half is masked and skipped
             ring = self._ring_s(heads, d_qk + d_v) if p.context > 1 else 0.0
             return larger(forward, ring), larger(2.5 * forward / 0.8, 2 * ring)
         scores = heads * s * s
         products = [(s, s, d_qk, heads), (s, d_v, s, heads)]
         fused = self.fused_softmax
-        forward = self.product_s(products, "float16") + self.traffic_s(scores * (9.0 if fused else 31.0))
-        backward = 2 * self.product_s(products, "float16") + self.traffic_s(scores * (11.0 if fused else 33.0))
+        forward, backward = (self.traffic_s(scores * (way if fused else way + 22.0), 2.0 * scores) for way in (9.0, 11.0))
+        forward += self.product_s(products, "float16")
+        backward += 2 * self.product_s(products, "float16")
         return forward, backward
 
     @property
@@ -187,17 +199,18 @@ class Pricer:
         inputs = [(m, k, n, count) for m, n, k, count in products]
         weights = [(n, k, m, count) for m, n, k, count in products]
         attend, attend_back = self.attention_s()
-        traffic = self.traffic_s(self.elementwise(mixed))
+        traffic = self.traffic_s(self.elementwise(mixed), 2.0 * self.tokens * self.m.hidden)
         quantise = self.quantise_s(products)
         grow = self.traffic_s(6.0 * sum(n * k * count for _, n, k, count in products)) if p.micro_batches > 1 else 0.0
         tensor, calls = self.tensor_s(mixed), 2 * (p.tensor > 1)
         experts = self.experts_s() if mixed else 0.0
         kernels = (c.host_experts if mixed else 1) + (0 if c.flash or self.fused_softmax else 0.4)
-        host = c.host_s * kernels + calls * c.host_call_s
+        late = calls * (c.host_call_s + c.sync_s * (p.tensor - 1))
+        host = c.host_s * kernels + late
         forward = Pass(self.product_s(products) + attend + traffic + quantise, tensor, experts, host)
         backward = Pass(self.product_s(inputs + weights) + attend_back + 1.6 * traffic + 1.5 * quantise + grow,
                         tensor * (1.5 if p.sequence_parallel else 1), experts,
-                        c.host_s * c.host_backward * kernels + calls * c.host_call_s)
+                        c.host_s * c.host_backward * kernels + late)
         return forward, backward
 
     def tensor_s(self, mixed: bool) -> float:
@@ -220,7 +233,9 @@ class Pricer:
         rows = self.tokens / (p.tensor if p.sequence_parallel else 1)
         group = self.group("expert")
         inside = group.levels[0][0]
-        if inside < group.size:    # a token crosses once to each host that has an expert of its, and spreads there
+        if p.dispatcher == "alltoall":
+            nbytes = rows * self.m.hidden * 2 * e.top_k
+        elif inside < group.size:    # a token crosses once to each host that has an expert of its, and spreads there
             hosts = group.size / inside
             crossing = places(hosts, e.top_k) * (hosts - 1) / hosts
             nbytes = rows * self.m.hidden * 2 * crossing * group.size / (group.size - inside)
@@ -232,10 +247,17 @@ class Pricer:
 
     def micro_batch_s(self, mixed: bool) -> tuple[float, float]:
         """A layer's forward, and its backward with what is recomputed; FSDP's collectives beside them."""
+        if mixed not in self._passes:
+            self._passes[mixed] = self._micro_batch_s(mixed)
+        return self._passes[mixed]
+
+    def _micro_batch_s(self, mixed: bool) -> tuple[float, float]:
         c, p = self.c, self.p
         forward, backward = self.layer(mixed)
-        seconds, back = forward.seconds(c), backward.seconds(c)
-        if p.recompute == "full":
+        seconds, back = (way.seconds(c, p.expert_overlap) for way in (forward, backward))
+        if p.modules:
+            back += self.again_s(mixed, seconds)
+        elif p.recompute == "full":
             back += seconds
         elif p.recompute == "selective" and self.run.stack == "torch-fsdp":
             back += 0.5 * max(0.0, seconds - self.attention_s()[0])    # torch keeps every other product's output
@@ -246,6 +268,25 @@ class Pricer:
             again = gather if p.zero_stage >= 3 or not p.zero_stage else 0.0
             seconds, back = self.beside(seconds, gather), self.beside(back, again + reduce)
         return seconds, back
+
+    def again_s(self, mixed: bool, forward_s: float) -> float:
+        """The modules of a layer that Megatron-Core runs again when named, by its own names; at least their share of
+        the host's time, a tenth of a layer each."""
+        m, t, tp = self.m, self.tokens, self.p.tensor
+        rows = t / (tp if self.p.sequence_parallel else 1)
+        linears, z, e = self.linears(mixed), self.m.latent, self.m.experts
+        inner = rows * e.top_k * e.ffn if mixed and e else t * m.ffn / tp
+        seconds = {
+            "core_attn": self.attention_s()[0],
+            "layernorm": self.traffic_s(8.0 * rows * m.hidden),
+            "mla_up_proj": self.product_s(linears[:4]) if z else 0.0,
+            "mlp": 0.0 if mixed else self.product_s(linears[-2:]),
+            "moe_act": self.traffic_s(6.0 * inner),
+            "shared_experts": self.product_s(linears[-2:]) if mixed and e and e.shared_ffn else 0.0,
+            "moe": 0.6 * forward_s if mixed else 0.0,
+        }
+        host = 0.1 * self.c.host_s
+        return sum(larger(seconds.get(name, 0.0), host) for name in sorted(self.p.modules))
 
     def beside(self, compute_s: float, network_s: float) -> float:
         """FSDP fetches ahead: the slower of collectives and compute counts, and compute suffers."""
@@ -378,7 +419,7 @@ class Pricer:
         mine = elements / ranks if p.zero_stage or p.fsdp else elements
         precision = "float16-master" if self.run.master_in_float32 else "bfloat16"
         update = float(memory.optimizer_step_s(mine, precision, "adamw", self.device))
-        return update + mine * 20.0 / (self.device.memory_bandwidth_bytes_per_s * self.c.memory)
+        return update + mine * self.c.update_bytes / (self.device.memory_bandwidth_bytes_per_s * self.c.memory)
 
     def step(self) -> Breakdown:
         stages, p = self.stages_s(), self.p

@@ -9,29 +9,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cost_models import Cluster, Link
+from cost_models import Cluster, Group, Link
 
 Row = Mapping[str, Any]
 
-#: GPU names of the rows to machines of cost_models.
-MACHINES = {
-    "V100-16GB": "v100-sxm-16",
-    "V100-32GB": "v100-sxm-32",
-    "A100": "a100-sxm-40",
-    "A100-40GB": "a100-sxm-40",
-    "A100-80GB": "a100-sxm",
-    "H100-80GB": "h100-sxm",
-    "H100-80GB-700W": "h100-sxm",
-    "H100-96GB-HBM2e-500W": "h100-hbm2e",
-    "H200-141GB": "h200",
-    "B200": "b200",
-    "B300": "b300",
-    "GB200": "gb200-nvl72",
-    "GB300": "gb300-nvl72",
-}
+#: Machines of cost_models by what a GPU's name contains; of several that fit the first.
+MACHINES = (
+    (r"V100.*16 ?GB", "v100-sxm-16"), (r"V100", "v100-sxm-32"),
+    (r"A[18]00.*PCI", "a100-pcie"), (r"A[18]00.*40 ?GB", "a100-sxm-40"), (r"A[18]00", "a100-sxm"),
+    (r"H100.*(HBM2E|500 ?W|96 ?GB)", "h100-hbm2e"), (r"H[18]00(?!.*(PCI|NVL))", "h100-sxm"), (r"H200", "h200"),
+    (r"B200", "b200"), (r"B300", "b300"), (r"GB200", "gb200-nvl72"), (r"GB300", "gb300-nvl72"),
+    (r"MI300X", "mi300x"), (r"L4(?!\d)", "l4"),
+)
+
+#: What no row can mean: more ranks than anybody has, and larger numbers than any model's sizes.
+MOST_DEVICES = 2**18
+LARGEST = 2**32
 
 #: NVIDIA's releases from which on its software counts as a generation of its own: 25.11 dropped no tokens any more,
 #: 26.02 came with new expert dispatch, 26.06 with graphs over layers with experts (on Blackwell: on H100 the same jobs
@@ -40,11 +36,12 @@ RELEASES = ("25.09", "25.11", "26.02", "26.06")
 
 #: Generations of software, by words of a source's title. What they do differently: `constants.toml`.
 STACKS = (
+    ("torch-fsdp", ("torchtitan", "fms-fsdp")),
     ("megatron-deepspeed", ("bigscience", "bloom", "vtrain", "mt-nlg", "deepspeed")),
     ("nemo-26.02", ("megatron-bridge skills",)),
     ("megatron-core", ("megatron-bridge", "nemo", "examples/llama", "llama 3", "megatron-core", "mlperf")),
     ("composer", ("mosaicml", "llm-foundry", "composer")),
-    ("torch-fsdp", ("torchtitan", "fms-fsdp", "fsdp")),
+    ("torch-fsdp", ("fsdp",)),
     ("alpa", ("alpa",)),
     ("megatron-2022", ("korthikanti",)),
     ("megatron-2021", ("megatron", "sc21")),
@@ -166,12 +163,17 @@ class Plan:
     recompute: str
     precision: str
     gpipe: bool = False
+    modules: frozenset[str] = frozenset()    # what "selective" runs again, where the row names it
+    dispatcher: str = ""    # of tokens to experts: "alltoall" sends a copy to each expert, others one to each host
+    expert_overlap: bool | None = None    # whether dispatch runs beside other micro-batches' compute, where stated
 
     def __post_init__(self) -> None:
         if min(self.data, self.tensor, self.pipeline, self.context, self.expert, self.virtual) < 1:
             raise AbstainError(f"degrees must be at least 1: {self}")
         if min(self.micro_batch, self.micro_batches) < 1:
             raise AbstainError(f"micro-batches must be at least 1: {self}")
+        if self.devices > MOST_DEVICES:
+            raise AbstainError(f"{self.devices} devices are more than there are: {self}")
 
     @property
     def devices(self) -> int:
@@ -191,6 +193,7 @@ class Run:
     master_in_float32: bool = True
     gradient_bytes: int = 2
     compiled: bool = False
+    groups: dict[tuple[str, float], Group] = field(default_factory=dict, compare=False, repr=False)
 
 
 def read(row: Row) -> Run:
@@ -230,20 +233,34 @@ def _whole(row: Row, *path: str, default: int | None = None) -> int:
         return default
     if not isinstance(value, int | float) or not math.isfinite(value) or value != int(value):
         raise AbstainError(f"{'.'.join(path)} = {value!r} is not a whole number")
+    if abs(value) > LARGEST:
+        raise AbstainError(f"{'.'.join(path)} = {value:g} is beyond any model or machine")
     return int(value)
 
 
 def _stack(row: Row) -> str:
+    """By its source's words; else by what the job does that older software could not."""
     title = f"{_get(row, 'source', 'title') or ''} {_get(row, 'source', 'url') or ''}".lower()
-    for stack, words in STACKS:
-        if any(word in title for word in words):
-            if stack == "nemo-26.02" and _get(row, "plan", "overlap", "cuda_graph"):
-                return "nemo-26.06"
-            return _release(row) if stack == "megatron-core" else stack
-    if _get(row, "plan", "fsdp") and "none" not in str(_get(row, "plan", "fsdp")):
+    stack = next((stack for stack, words in STACKS if any(word in title for word in words)), "")
+    if stack == "nemo-26.02" and _get(row, "plan", "overlap", "cuda_graph"):
+        return "nemo-26.06"
+    if stack == "megatron-core":
+        return _release(row)
+    if stack and stack not in ("megatron-2021", "megatron-2022"):
+        return stack
+    if not stack and "none" not in str(_get(row, "plan", "fsdp") or "none").lower():
         return "torch-fsdp"
-    old = str(_get(row, "hardware", "gpu")).startswith(("V100", "A100"))
-    return "megatron-2021" if old else "megatron-core"
+    if _is_modern(row):
+        return "megatron-core"
+    newer = _get(row, "plan", "sequence_parallel") or str(_get(row, "plan", "recompute")).lower().startswith("selective")
+    return stack or ("megatron-2022" if newer else "megatron-2021")
+
+
+def _is_modern(row: Row) -> bool:
+    """Flash attention was in use by the time of these devices and models (2023)."""
+    heads, groups = _get(row, "model", "heads"), _get(row, "model", "kv_heads")
+    old = re.search(r"V100|A[18]00", str(_get(row, "hardware", "gpu")).upper())
+    return not old or bool(_get(row, "model", "gated_mlp")) or bool(groups and groups != heads)
 
 
 def _release(row: Row) -> str:
@@ -258,12 +275,12 @@ def _release(row: Row) -> str:
 
 def _machine(row: Row) -> str:
     gpu = str(_get(row, "hardware", "gpu") or "")
-    if gpu in MACHINES:
-        return MACHINES[gpu]
-    known = [name for name in MACHINES if gpu and gpu.startswith(name.split("-")[0])]
-    if not known:
-        raise AbstainError(f"no description of GPU {gpu!r}")
-    return MACHINES[known[-1]]
+    memory = _number(row, "hardware", "gpu_mem_gb")
+    name = gpu.upper() if re.search(r"\d ?GB", gpu.upper()) else f"{gpu.upper()} {memory:.0f}GB"
+    for words, machine in MACHINES:
+        if re.search(rf"(?<![A-Z0-9]){words}", name):
+            return machine
+    raise AbstainError(f"no description of GPU {gpu!r}")
 
 
 #: Published configurations of models whose rows leave them out (config.json on huggingface.co).
@@ -319,7 +336,9 @@ def _plan(row: Row, model: Model, stack: str) -> Plan:
     virtual = _whole(row, "plan", "virtual_stages", default=2 if "interleaved" in schedule else 1)
     micro, micro_batches = _micro_batches(row, data, pipeline * virtual, stack)
     fsdp = str(_get(row, "plan", "fsdp") or "none").lower()
-    zero = _get(row, "plan", "zero")
+    zero = _zero_stage(row, is_core(stack))
+    if _get(row, "plan", "offload"):
+        raise AbstainError("offloading is not modelled")
     if "bf16 optimizer" in str(_get(row, "plan", "precision")).lower():
         zero = 1    # DeepSpeed's BF16_Optimizer shards its state over data ranks whatever the stage
     core = is_core(stack)
@@ -327,13 +346,16 @@ def _plan(row: Row, model: Model, stack: str) -> Plan:
     parallel = _get(row, "plan", "sequence_parallel")
     return Plan(
         data, tensor, pipeline, context, _whole(row, "plan", "ep", default=1), virtual, micro, micro_batches,
-        zero_stage=zero if isinstance(zero, int) else 2 if zero else 1 if core else 0,
+        zero_stage=zero,
         fsdp="none" not in fsdp or zero == 3,
         hybrid="hsdp" in fsdp,
         sequence_parallel=tensor > 1 and (core or stack == "torch-fsdp" if parallel is None else bool(parallel)),
         recompute=_recompute(row, stack),
         precision="fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16",
         gpipe="gpipe" in schedule,
+        modules=frozenset(re.findall(r"[a-z_]+", str(_get(row, "plan", "recompute")).lower().partition(":")[2])),
+        dispatcher=str(_get(row, "plan", "overlap", "dispatcher") or "").lower(),
+        expert_overlap=_stated_overlap(row),
     )
 
 
@@ -364,8 +386,22 @@ def _micro_batches(row: Row, data: int, stages: int, stack: str) -> tuple[int, i
 def _number(row: Row, *path: str) -> float:
     """A positive number, or 0 where none is stated."""
     value = _get(row, *path)
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST
     return float(value) if good else 0.0
+
+
+def _zero_stage(row: Row, core: bool) -> int:
+    """As stated, by number or in words ("ZeRO-3"; other words are Alpa's, for stage 2); else what the software does."""
+    stated = _get(row, "plan", "zero")
+    if stated is None:
+        return 1 if core else 0
+    number = re.search(r"[0-3](?!\d)", str(stated))
+    return int(number[0]) if number and not isinstance(stated, bool) else 2 if stated else 0
+
+
+def _stated_overlap(row: Row) -> bool | None:
+    stated = re.search(r"overlap (on|off)", str(_get(row, "plan", "overlap", "ep") or "").lower())
+    return stated[1] == "on" if stated else None
 
 
 def _recompute(row: Row, stack: str) -> str:
@@ -387,9 +423,12 @@ def _cluster(row: Row, machine: str, devices: int) -> Cluster:
     if inner.num_devices <= 16 and per_host != inner.num_devices:
         inner = replace(inner, num_devices=per_host)
         outer = replace(outer, nics_per_host=min(outer.nics_per_host or per_host, per_host))
-    stated = re.match(r"([\d.]+) GB/s", inside)
-    if stated:
+    stated = re.match(r"(\d+\.?\d*) GB/s", inside)
+    if stated and float(stated[1]) > 0:
         inner = replace(inner, bandwidth_bytes_per_s=float(stated[1]) * 1e9)
+    elif re.search("[AH]800", str(_get(row, "hardware", "gpu")).upper()):    # 400 GB/s of NVLink, not 600 or 900
+        left = 2 / 3 if machine.startswith("a100") else 4 / 9
+        inner = replace(inner, bandwidth_bytes_per_s=left * inner.bandwidth_bytes_per_s)
     if inner.num_devices == 72 and devices > 64:
         inner = replace(inner, num_devices=64)    # of a rack's 72, large jobs use 64: groups of 64 fit, of 72 do not
     if "NVLink 4 inter-gpu" in inside and per_host == 8:
