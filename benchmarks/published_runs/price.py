@@ -155,8 +155,8 @@ class Pricer:
             return larger(forward, ring), larger(2.5 * forward / 0.8, 2 * ring)
         scores = heads * s * s
         products = [(s, s, d_qk, heads), (s, d_v, s, heads)]
-        fused = self.fused_softmax
-        forward, backward = (self.traffic_s(scores * (way if fused else way + 22.0), 2.0 * scores) for way in (9.0, 11.0))
+        more = 0.0 if self.fused_softmax else 22.0
+        forward, backward = (self.traffic_s(scores * (way + more), 2.0 * scores) for way in (9.0, 11.0))
         forward += self.product_s(products, "float16")
         backward += 2 * self.product_s(products, "float16")
         return forward, backward

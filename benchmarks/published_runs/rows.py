@@ -252,7 +252,7 @@ def _stack(row: Row) -> str:
         return "torch-fsdp"
     if _is_modern(row):
         return "megatron-core"
-    newer = _get(row, "plan", "sequence_parallel") or str(_get(row, "plan", "recompute")).lower().startswith("selective")
+    newer = _get(row, "plan", "sequence_parallel") or "selective" in str(_get(row, "plan", "recompute")).lower()
     return stack or ("megatron-2022" if newer else "megatron-2021")
 
 
