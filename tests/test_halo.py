@@ -22,7 +22,7 @@ from tests.test_rule_truth import case_of
 
 aten = torch.ops.aten
 
-#: Op and arguments (a tuple is a tensor's shape) -> which rows of space there are.
+#: Op and arguments (a tuple is a tensor's shape), and which rows of space, or with an exchange of borders, there are.
 CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
     "padded": ((aten.conv2d.default, (2, 4, 12, 9), (6, 4, 3, 3), (6,), [1, 1], [1, 1]), {"halo s0", "halo s1"}),
     "of ResNet's stem": ((aten.conv2d.default, (1, 3, 17, 12), (4, 3, 7, 7), None, [2, 2], [3, 3]),
@@ -59,6 +59,13 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
                         {"halo s0", "halo s1"}),
     "means in a volume": ((aten.avg_pool3d.default, (1, 2, 6, 8, 4), [2, 3, 2], [1, 2, 2], [0, 1, 0]),
                           {"halo s0", "halo s1", "halo s2", "s2"}),
+    "a slice": ((aten.slice.Tensor, (2, 9, 3), 1, 1, 9), {"halo d1"}),
+    "a slice of the middle": ((aten.slice.Tensor, (2, 13, 3), 1, 3, 11), {"halo d1"}),
+    "a slice of half": ((aten.slice.Tensor, (2, 12), 1, 6, 12), set()),
+    "a slice in steps": ((aten.slice.Tensor, (2, 12), 1, 0, 12, 2), set()),
+    "filled up": ((aten.constant_pad_nd.default, (2, 9, 8), [1, 2, 3, 0], 0.5), {"halo d1", "halo d2"}),
+    "filled up and cut off": ((aten.pad.default, (2, 9, 8), [-1, 2, 0, 0]), {"halo d2"}),
+    "mirrored": ((aten.pad.default, (2, 9, 8), [1, 2], "reflect"), set()),
     "means of a sequence": ((aten.avg_pool1d.default, (2, 3, 11), [2], [1]), {"halo s0"}),
 }
 
@@ -71,7 +78,7 @@ def test_windows_on_pieces(name: str) -> None:
     for num_ranks in (2, 3, 4):
         found, known = claims(case, num_ranks)
         assert known and not [claim for claim in found if claim.wrong]
-        tried |= {claim.row for claim in found if "s0" in claim.row or "s1" in claim.row or "s2" in claim.row}
+        tried |= {claim.row for claim in found if "halo" in claim.row or claim.row in ("s0", "s1", "s2")}
     assert tried == rows
 
 

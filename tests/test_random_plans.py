@@ -6,20 +6,23 @@ process (`benchmarks.in_process`) and run the emitted programs as they are, in f
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from autoparallel.capture import capture
 from autoparallel.rules.space import StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from cost_models import Cluster
-from tests.programs import Program, programs
+from tests.programs import Program, named, programs
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
 #: Class-parallel cross-entropy computes in float32, everything else in float64.
@@ -36,7 +39,12 @@ def error_of(program: Program, mesh: tuple[int, ...], plan: int) -> tuple[float,
     model, inputs = program.model(), program.values()
     inputs["x"].requires_grad_(False)
     expected, graph = truth(model, inputs), capture(model, (), inputs)
-    space, draw = StrategySpace(graph, mesh), random.Random(plan)
+    return error_under(model, inputs, expected, StrategySpace(graph, mesh), plan)
+
+
+def error_under(model: torch.nn.Module, inputs: dict[str, torch.Tensor], expected: Any, space: StrategySpace, plan: int
+                ) -> tuple[float, str]:
+    draw, mesh = random.Random(plan), space.mesh_shape
     labels = tuple(draw.choice(strategies.labels) for strategies in space.strategies)
     model.zero_grad()
     return worst_error(expected, Ranks(Candidate(space, labels), cluster(math.prod(mesh))).step(model, inputs))
@@ -59,6 +67,51 @@ def run_cases(number: int, count: int) -> None:
 
 def test_random_models_under_random_plans() -> None:
     run_cases(0, 50)
+
+
+STATISTICS = {"p0": (4,), "p1": (4,), "p2": (4,)}
+NAMED = {
+    "weighed targets": named("loss = F.cross_entropy(x * p0, i0, weight=p1.detach().exp(), ignore_index=2, "
+                             "label_smoothing=0.1) + F.cross_entropy(x, i0, weight=p1.detach().exp())",
+                             (8, 4, 6), {"p0": (6,), "p1": (4,)}, {"i0": ((8, 6), 4)}),
+    "groups of channels": named("""x = F.group_norm(x * p0, 4, p1, p2)
+                                   loss = x.square().sum() + (x * p0).sin().sum()""",
+                                (6, 8, 5), {"p0": (5,), "p1": (8,), "p2": (8,)}),
+    "instances by running statistics": named(
+        """x = F.instance_norm(x, p1.detach(), p2.detach().exp(), p0, use_input_stats=False)
+           loss = x.square().sum()""", (6, 4, 5), STATISTICS),
+    "tokens and the next": named("""x = torch.tanh(x * p0)
+                                    x = F.pad(x[:, 1:] - x[:, :-1], [0, 0, 0, 1], value=0.5)
+                                    loss = x.square().mean()""", (2, 9, 4), {"p0": (4,)}),
+}
+
+
+@pytest.mark.parametrize("name", list(NAMED))
+def test_named_models_under_random_plans(name: str) -> None:
+    for mesh, plan in itertools.product(MESHES, range(8)):
+        error, worst = error_of(NAMED[name], mesh, plan)
+        assert error <= TOLERANCE, f"{worst} on {mesh}, plan {plan}"
+
+
+def test_instance_norm_updates_its_statistics() -> None:
+    """They are means over the batch, wherever that is cut."""
+    norm = torch.nn.InstanceNorm1d(4, affine=True, track_running_stats=True).double()
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.weight = norm, torch.nn.Parameter(torch.ones(4, 1, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> SequenceClassifierOutput:
+            made = self.norm(x * self.weight)
+            return SequenceClassifierOutput(loss=made.pow(3).sum(), logits=made)
+
+    model, inputs = Model(), {"x": torch.randn(6, 4, 5, dtype=torch.float64)}
+    expected, graph = truth(model, inputs), capture(model, (), inputs)
+    assert {"norm.running_mean", "norm.running_var"} <= set(graph.mutations)
+    for mesh, plan in itertools.product(MESHES, range(8)):
+        error, worst = error_under(model, inputs, expected, StrategySpace(graph, mesh), plan)
+        assert error <= TOLERANCE, f"{worst} on {mesh}, plan {plan}"
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from autoparallel.capture.graph import Node
 from autoparallel.errors import RuleError
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, layout_fits, local_shape, pieces
 from autoparallel.lower import collectives, variants
-from autoparallel.lower.emit import GROUPS_ARGUMENT, SIZE_ARGUMENT
+from autoparallel.lower.emit import fitted
 from autoparallel.rules import Row, Rule, einsum_rule, find_rule
 from autoparallel.rules.space import StrategySpace
 from autoparallel.rules.views import reshape_groups
@@ -54,10 +54,8 @@ class OpCall:
         args, kwargs = pytree.tree_map(
             lambda leaf: next(remaining) if isinstance(leaf, Tensor) else leaf, (self.args, self.kwargs)
         )
-        if sizes is not None and self.op in SIZE_ARGUMENT:
-            args = [*args[: SIZE_ARGUMENT[self.op]], list(sizes), *args[SIZE_ARGUMENT[self.op] + 1 :]]
-        if len(args) > GROUPS_ARGUMENT.get(self.op, len(args)):
-            args = [*args[: GROUPS_ARGUMENT[self.op]], args[0].shape[1] // args[1].shape[1]]
+        if sizes is not None:
+            args = fitted(self.op, args, tuple(sizes), tuple(self.run(self.inputs)[0].shape))
         result = self.op(*args, **kwargs)
         return list(result) if isinstance(result, (tuple, list)) else [result]
 

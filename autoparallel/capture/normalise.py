@@ -400,22 +400,29 @@ def _cross_entropy(graph: Graph, node: Node) -> Node | None:
     target = argument(node, "target")
     if target.meta["val"].is_floating_point():
         return _loss_mean(graph, node)
-    if argument(node, "weight") is not None or argument(node, "reduction") != 1:
+    if argument(node, "reduction") != 1:
         return None
-    total = _reduced(graph, node, 2)
+    total, weight = _reduced(graph, node, 2), argument(node, "weight")
     counts = emit(graph, node, aten.ne.Scalar, target, argument(node, "ignore_index"))
-    counts = emit(graph, node, aten.to.dtype, counts, torch.float32)
+    if weight is None:
+        counts = emit(graph, node, aten.to.dtype, counts, torch.float32)
+    else:  # a target counts as much as its class weighs
+        place = emit(graph, node, aten.where.ScalarOther, counts, target, 0)
+        weighed = emit(graph, node, aten.index.Tensor, emit(graph, node, aten.detach.default, weight), [place])
+        counts = emit(graph, node, aten.where.ScalarOther, counts, weighed, 0.0)
     counts = emit(graph, node, aten.sum.dim_IntList, counts, list(range(target.meta["val"].dim())), False)
     return emit(graph, node, aten.div.Tensor, total, counts)
 
 
 def batch_norm(graph: Graph, mutations: dict[str, Node]) -> None:
     """Batch norm into sums and element-wise ops: a batch cut over ranks then gives synchronised statistics by itself.
+    And so instance norm, where it has running statistics.
 
-    The running statistics, which the op updates behind its schema's back, become buffer updates like any other.
+    These, which the op updates behind its schema's back, become buffer updates like any other.
     """
     for node in list(graph.nodes):
-        if node.target is aten.batch_norm.default:
+        instances = node.target is aten.instance_norm.default and argument(node, "running_mean") is not None
+        if node.target is aten.batch_norm.default or instances:
             with graph.inserting_before(node):
                 new = _batch_norm(graph, node, mutations)
             replace(node, new, mutations)
@@ -424,9 +431,10 @@ def batch_norm(graph: Graph, mutations: dict[str, Node]) -> None:
 def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
     x, weight, bias, running_mean, running_var, training, momentum, eps = node.args[:8]
     value = x.meta["val"]
-    dims = [d for d in range(value.dim()) if d != 1]
-    channels = value.shape[1]
-    count = value.numel() // channels
+    channels, one_each = value.shape[1], node.target is aten.instance_norm.default
+    instances = value.shape[0] if one_each else 1
+    dims = [d for d in range(value.dim()) if d != 1 and not (one_each and d == 0)]
+    count = value.numel() // channels // instances
 
     def e(target: Any, *args: Any) -> Node:
         return emit(graph, node, target, *args)
@@ -442,7 +450,10 @@ def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
         if running_mean is not None:
             unbiased = 1.0 / max(1, count - 1)
             for buffer, statistic, scale in ((running_mean, mean, 1.0), (running_var, squares, unbiased)):
-                batch = e(aten.reshape.default, e(aten.detach.default, statistic), [channels])
+                batch = e(aten.detach.default, statistic)
+                if one_each:
+                    batch = e(aten.mul.Tensor, e(aten.sum.dim_IntList, batch, [0], True), 1.0 / instances)
+                batch = e(aten.reshape.default, batch, [channels])
                 kept = e(aten.mul.Tensor, mutations.get(buffer.name, buffer), 1.0 - momentum)
                 mutations[buffer.name] = e(aten.add.Tensor, kept, e(aten.mul.Tensor, batch, scale * momentum))
     else:

@@ -34,8 +34,8 @@ aten = torch.ops.aten
 #: Position of the argument that gives the result's sizes.
 SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1, aten.full.default: 0, aten.zeros.default: 0,
                  aten.ones.default: 0}
-#: Convolutions whose channels are cut with their groups: position of the number of groups, from the pieces' channels.
-GROUPS_ARGUMENT = {aten.conv1d.default: 6, aten.conv2d.default: 6, aten.conv3d.default: 6}
+#: Ops whose channels, dim 1 of the result, are cut with their groups: position of the number of groups.
+GROUPS_ARGUMENT = {aten.conv1d.default: 6, aten.conv2d.default: 6, aten.conv3d.default: 6, aten.group_norm.default: 1}
 #: A value: output number ``[1]`` of site ``[0]``.
 Value = tuple[int, int]
 #: The cheapest steps between two layouts of a tensor.
@@ -98,13 +98,14 @@ def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], co
     return found[0], found[1]
 
 
-def fitted(target: Any, args: Sequence[Any], shape_of: Callable[[Any], Shape], made: Shape) -> list[Any]:
-    """The op's arguments on pieces: the sizes of a result of shape ``made``, as many groups as there are channels."""
+def fitted(target: Any, args: Sequence[Any], made: Shape, whole: Shape) -> list[Any]:
+    """The op's arguments on pieces, which make a result of shape ``made`` and not ``whole``: its sizes, and groups."""
     local = list(args)
     if target in SIZE_ARGUMENT:
         local[SIZE_ARGUMENT[target]] = list(made)
-    if len(local) > GROUPS_ARGUMENT.get(target, len(local)):
-        local[GROUPS_ARGUMENT[target]] = shape_of(local[0])[1] // shape_of(local[1])[1]
+    position = GROUPS_ARGUMENT.get(target, len(local))
+    if position < len(local) and local[position] > 1:
+        local[position] = local[position] * made[1] // whole[1]
     return local
 
 
@@ -202,7 +203,7 @@ class _Emitter:
 
     def _call(self, site: Site, node: Node, args: list[Any], kwargs: dict[str, Any], layouts: list[Layout]) -> FxNode:
         shape = local_shape(node.outputs[0].shape, layouts[0], self.space.mesh_shape, self.coordinate)
-        args = fitted(node.target, args, lambda operand: tuple(operand.meta["val"].shape), shape)
+        args = fitted(node.target, args, shape, node.outputs[0].shape)
         if node.target is routed_experts:
             args = [*args[:5], self._offsets(args[4][0])[0]]
         rows = [self.space.strategies[site.index].rows[r] for r in self.labels[site.index]]

@@ -1,4 +1,5 @@
-"""Halo exchange: convolution and pooling of a piece of space, for which the ranks send one another border rows.
+"""Halo exchange: convolution and pooling of a piece of space, for which the ranks send one another border rows; and
+slices and paddings of a piece of the dim that they shorten or lengthen a little.
 
 Each rank makes the output places of its piece. The input places that these read it takes from whoever holds them; what
 lies outside is filled up; and the op runs on that without padding. Backward sends the gradients of the rows back.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from autoparallel.layout.shapes import piece_of
 from autoparallel.lower.collectives import exchanged_rows
-from autoparallel.rules.windows import arguments, windows_of
+from autoparallel.rules.windows import Window, arguments, window_of_rows, windows_of
 from autoparallel.runtime import groups
 from autoparallel.runtime.groups import Axis
 
@@ -101,31 +102,47 @@ def on_windows(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...]
     """The op, a convolution or a pooling, on pieces of space: dim ``dims[i]`` of input and output is cut over axis
     ``axes[i]``; ``sizes[i]`` are its lengths in the whole input and output."""
     given = arguments(op, args, kwargs)
-    x_name, windows = next(iter(given)), windows_of(op, given)
-    x = given[x_name]
-    first = x.dim() - len(windows)
-    named = isinstance(given["padding"], str)
-    filled = [[w.before, w.after] if named else [0, 0] for w in windows]
-    padding = [0 if named else w.before for w in windows]
-    for name, dim, (size, made) in zip(axes, dims, sizes, strict=True):
-        axis, window = groups.current(name), windows[dim - first]
+    name, windows = next(iter(given)), windows_of(op, given)
+    first = given[name].dim() - len(windows)
+    x, outside = _read(given[name], axes, dims, sizes, [windows[dim - first] for dim in dims])
+    if isinstance(given["padding"], str):
+        outside = {first + d: (w.before, w.after) for d, w in enumerate(windows)} | outside
+    padding = [0 if first + d in outside else w.before for d, w in enumerate(windows)]
+    given |= {name: _filled(x, outside, -math.inf if "max_pool" in op._schema.name else 0.0), "padding": padding}
+    return IN_NUMBERS.get(op, op)(*given.values())
+
+
+def on_rows(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...], sizes: tuple[Span, ...], **kwargs: Any
+            ) -> Tensor:
+    """The op, a slice or a padding by a constant, on pieces of the dims ``dims`` that it shortens or lengthens."""
+    given = arguments(op, args, kwargs)
+    x: Tensor = next(iter(given.values()))
+    moved = [window_of_rows(op, given, dim, x.dim()) for dim in range(x.dim())]
+    made, outside = _read(x, axes, dims, sizes, [moved[dim] for dim in dims])
+    outside = {dim: (window.before, window.after) for dim, window in enumerate(moved)} | outside
+    return _filled(made, outside, given.get("value") or 0.0)
+
+
+def _read(x: Tensor, axes: Sequence[str], dims: Sequence[int], sizes: Sequence[Span], windows: Sequence[Window]
+          ) -> tuple[Tensor, dict[int, Span]]:
+    """What this rank's piece of the output reads, and of each dim how much of that lies outside, before and after."""
+    outside: dict[int, Span] = {}
+    for name, dim, (size, made), window in zip(axes, dims, sizes, windows, strict=True):
+        axis = groups.current(name)
         read = [window.reads(start, start + length) for start, length in _pieces(made, axis)]
         needed = [(min(max(a, 0), size), min(max(b, 0), size)) for a, b in read]
         held = [(start, start + length) for start, length in _pieces(size, axis)]
         x = exchanged_borders(x, axis, dim, held, needed)
         (begin, end), (a, b) = read[axis.rank], needed[axis.rank]
         before = min(max(a - begin, 0), end - begin)
-        filled[dim - first], padding[dim - first] = [before, end - begin - (b - a) - before], 0
-    if any(itertools.chain(*filled)):
-        x = F.pad(x, [n for ends in reversed(filled) for n in ends], value=_filling(op))
-    op = IN_NUMBERS.get(op, op)
-    given |= {x_name: x, "padding": padding}
-    return op(*given.values())
+        outside[dim] = before, end - begin - (b - a) - before
+    return x, outside
+
+
+def _filled(x: Tensor, outside: Mapping[int, Span], value: float) -> Tensor:
+    ends = [n for dim in reversed(range(x.dim())) for n in outside.get(dim, (0, 0))]
+    return F.pad(x, ends, value=value) if any(ends) else x
 
 
 def _pieces(size: int, axis: Axis) -> list[Span]:
     return [piece_of(size, axis.size, rank) for rank in range(axis.size)]
-
-
-def _filling(op: Any) -> float:
-    return -math.inf if "max_pool" in op._schema.name else 0.0

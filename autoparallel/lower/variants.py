@@ -16,7 +16,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from autoparallel.lower.collectives import all_reduce_tensor, redistribute
 from autoparallel.lower.dispatch import dispatched_experts
-from autoparallel.lower.halo import on_windows
+from autoparallel.lower.halo import on_rows, on_windows
 from autoparallel.lower.ring import ring_attention
 from autoparallel.lower.sections import cut_sections
 from autoparallel.runtime import groups
@@ -88,4 +88,5 @@ VARIANTS = {
     "dispatch": Variant(dispatched_experts),
     "windows": Variant(on_windows, cuts=True),
     "sections": Variant(cut_sections),
+    "rows": Variant(on_rows, cuts=True),
 }

@@ -17,7 +17,7 @@ from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower.fuse import BUCKET_BYTES
-from autoparallel.rules.rule import Exchange
+from autoparallel.rules.rule import Exchange, Rule
 from autoparallel.rules.space import Link, StrategySet, StrategySpace
 from cost_models import Cluster, Group, collectives, compute, memory
 
@@ -202,24 +202,34 @@ class Prices:
     def _price_op(self, s: StrategySet) -> OpPrice:
         rule, count = s.rule, len(s.labels)
         zeros = np.zeros(count)
-        if rule is None or rule.fixed or rule.alias:
+        if rule is None or rule.fixed:
             return OpPrice(zeros, zeros)
+        inside = tuple(self._inside(s))
+        forward, backward = zeros, zeros
+        if not rule.alias:
+            forward, backward = self._work_s(rule, s)
+        forward = sum((i.exchange.forward * i.seconds for i in inside), forward)
+        if self.training and any(m.requires_grad for m in s.output_metas):
+            backward = sum((i.exchange.backward * i.seconds for i in inside), backward)
+        return OpPrice(forward, backward, inside)
+
+    def _work_s(self, rule: Rule, s: StrategySet) -> tuple[np.ndarray, np.ndarray]:
+        """What the op itself takes, forward and backward."""
+        zeros = np.zeros(len(s.labels))
         flops = rule.flops * self.share_of_work(s) / self.spread
         inputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.input_metas, s.inputs, strict=True)]
         outputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.output_metas, s.outputs, strict=True)]
-        inside = tuple(self._inside(s))
         device, dtype = self.cluster.device, dtype_name(_worked_in(s))
         forward = compute.op_time_s(rule.op_class, flops, sum(inputs, zeros) + sum(outputs, zeros), dtype, device)
         if not self.training or not any(m.requires_grad for m in s.output_metas):
-            return OpPrice(sum((i.exchange.forward * i.seconds for i in inside), forward), zeros, inside)
+            return forward, zeros
         wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
         operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
         share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias takes no product
         traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
         traffic = traffic + sum((inputs[i] for i in wanted), zeros)
         backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)
-        return OpPrice(sum((i.exchange.forward * i.seconds for i in inside), forward),
-                       sum((i.exchange.backward * i.seconds for i in inside), backward), inside)
+        return forward, backward
 
     def share_of_work(self, s: StrategySet) -> np.ndarray:
         """Largest rank's part of the op's work, by strategy: ceil(size / pieces) / size over the cut factors."""
@@ -241,8 +251,9 @@ class Prices:
         for number, row in enumerate(s.rows):
             for exchange in row.inside:
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
-                num_bytes = elements * exchange.bytes_per_element
                 for axis, group in enumerate(self.groups):
+                    pieces = group.size if exchange.action == "neighbours" else 1
+                    num_bytes = elements * pieces * exchange.bytes_per_element
                     uses = s.array[:, axis] == number
                     if uses.any():
                         seconds = np.where(uses, _exchange_s(exchange.action, num_bytes, group), 0.0)
@@ -276,7 +287,7 @@ def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
         case "ring":
             return (group.size - 1) * np.asarray(collectives.send_recv_s(num_bytes, group))
         case "neighbours":
-            return np.asarray(collectives.send_recv_s(num_bytes * group.size, group))
+            return np.asarray(collectives.send_recv_s(num_bytes, group))
     raise ValueError(f"unknown exchange {action!r}")
 
 

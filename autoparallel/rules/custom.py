@@ -136,14 +136,22 @@ def prove(run: Callable[..., list[Tensor]], op: str, row: Row, pieces: int, tens
 
 
 def _cut(row: Row, tensors: Sequence[Tensor], pieces: int) -> Iterator[list[Tensor]]:
-    """Each rank's inputs; a summand is a random part of the value."""
-    drawn = torch.rand(pieces, generator=torch.Generator().manual_seed(pieces))
-    shares = (drawn / drawn.sum()).tolist()
+    """Each rank's inputs."""
+    generator = torch.Generator().manual_seed(pieces)
+    summed = [_summands(t, pieces, generator) if p.kind == "P" else []
+              for t, p in zip(tensors, row.inputs, strict=True)]
     for rank in range(pieces):
         yield [
-            t.chunk(pieces, p.dim)[rank] if p.is_shard else t * shares[rank] if p.kind == "P" else t
-            for t, p in zip(tensors, row.inputs, strict=True)
+            t.chunk(pieces, p.dim)[rank] if p.is_shard else parts[rank] if parts else t
+            for t, p, parts in zip(tensors, row.inputs, summed, strict=True)
         ]
+
+
+def _summands(t: Tensor, pieces: int, generator: torch.Generator) -> list[Tensor]:
+    """Parts that differ in every element, also in sign: shares alone would pass for summands of a norm."""
+    scale = float(t.detach().abs().max()) if t.numel() else 0.0
+    apart = [scale * torch.randn(t.shape, generator=generator).to(t) for _ in range(pieces - 1)]
+    return [t / pieces + one for one in (*apart, -sum(apart, torch.zeros_like(t)))]
 
 
 def _joined(placement: Any, values: Sequence[Tensor]) -> Tensor:

@@ -40,11 +40,13 @@ def instance_norm(op: OpView) -> Rule | None:
 
 @rule_for(aten.group_norm.default)
 def group_norm(op: OpView) -> Rule:
-    rank = len(op.out.shape)
-    names = ("b" if op.out.shape[0] != 1 else None,) + (None,) * (rank - 1)
-    sizes = {"b": op.out.shape[0]} if op.out.shape[0] != 1 else {}
-    rest = tuple((None,) * len(shape) for shape in op.shapes[1:])
-    return Rule((names, *rest), (names,), sizes, linear=_scales(op), flops=8.0 * op.out.num_elements,
+    """Channels are cut with their groups; lowering tells each rank how many groups its piece has."""
+    batch, channels = op.out.shape[:2]
+    sizes = {f: n for f, n in (("b", batch), ("g", op.arg("num_groups"))) if n != 1}
+    b, g = (f if f in sizes else None for f in ("b", "g"))
+    names = (b, g, *(None,) * (len(op.out.shape) - 2))
+    return Rule((names, *((g,) for _ in op.shapes[1:])), (names,), sizes, linear=_scales(op),
+                even={"g": (sizes["g"], channels)} if g else {}, flops=8.0 * op.out.num_elements,
                 op_class="reduction", saves=frozenset({0}))
 
 

@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import torch
 
+from autoparallel.layout import shard
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Rule
+from autoparallel.rules.rule import Exchange, Row, Rule
+from autoparallel.rules.windows import window_of_rows
 
 aten = torch.ops.aten
 
@@ -90,7 +92,24 @@ def whole_dims(op: OpView, whole: set[int], **rest: object) -> Rule:
 
 @rule_for(aten.slice.Tensor)
 def slice_(op: OpView) -> Rule:
-    return whole_dims(op, {op.arg("dim")}, linear=(frozenset({0}),), alias=True)
+    rule = whole_dims(op, {op.arg("dim")}, linear=(frozenset({0}),), alias=True)
+    return _with_borders(rule, op) if op.arg("step") == 1 and (op.arg("start") or 0) >= 0 else rule
+
+
+def _with_borders(rule: Rule, op: OpView) -> Rule:
+    """A dim of which less than half is cut off, or that is filled up by less, is cut too: neighbours send one another
+    what their pieces are shifted by."""
+    shape, rows = op.shapes[0], []
+    for dim, (size, made) in enumerate(zip(shape, op.out.shape, strict=True)):
+        window = window_of_rows(op.target, op.arguments, dim, len(shape))
+        most = max(abs(window.before), abs(made - size - window.before))
+        if 0 < 2 * most < size:
+            border = Exchange("neighbours", 0, op.inputs[0].dtype.itemsize * most / size, 1,
+                              int(op.inputs[0].requires_grad))
+            name = f"halo d{dim}"
+            rows.append(Row(name, (shard(dim),), (shard(dim),), f"d{dim}", variant="rows", inside=(border,),
+                            apart=frozenset({name})))
+    return replace(rule, variants=tuple(rows))
 
 
 @rule_for(aten.select.int)
@@ -140,7 +159,8 @@ def pad(op: OpView) -> Rule:
     rank, amounts = len(op.out.shape), op.arg("pad")
     padded = {rank - 1 - i // 2 for i, n in enumerate(amounts) if n}
     value = op.arg("value")
-    return whole_dims(op, padded, linear=(frozenset({0}),) if not value else ())
+    rule = whole_dims(op, padded, linear=(frozenset({0}),) if not value else ())
+    return _with_borders(rule, op) if op.arguments.get("mode", "constant") == "constant" else rule
 
 
 @rule_for(aten.flip.default, aten.roll.default)

@@ -1,4 +1,4 @@
-"""Windows that move over the dims in space (convolution, pooling): which places of its input an output place reads."""
+"""Windows that move over dims (convolution, pooling; a slice, a padding): which input places an output place reads."""
 
 from __future__ import annotations
 
@@ -52,6 +52,14 @@ def windows_of(op: Any, given: Mapping[str, Any]) -> tuple[Window, ...]:
     else:
         filled = [(n, n) for n in _of_each(0 if given["padding"] == "valid" else given["padding"], rank)]
     return tuple(Window(k, s, d, *ends) for k, s, d, ends in zip(kernel, stride, dilation, filled, strict=True))
+
+
+def window_of_rows(op: Any, given: Mapping[str, Any], dim: int, rank: int) -> Window:
+    """Of a slice or a padding, whose output places read one place each: how a dim is shortened or lengthened."""
+    if "pad" in given:
+        before, after = [*given["pad"], *[0] * (2 * rank)][2 * (rank - 1 - dim) :][:2]
+        return Window(1, before=before, after=after)
+    return Window(1, before=-(given["start"] or 0)) if given["dim"] % rank == dim else Window(1)
 
 
 def _of_each(value: int | Sequence[int], rank: int) -> Sequence[int]:

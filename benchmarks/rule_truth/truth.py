@@ -17,7 +17,7 @@ from torch import Tensor
 from autoparallel.capture import Ref
 from autoparallel.capture.graph import TensorMeta, is_floating
 from autoparallel.layout import PARTIAL, REPLICATE, Placement, layout_fits, local_box, local_shape, shard
-from autoparallel.lower.emit import SIZE_ARGUMENT, fitted
+from autoparallel.lower.emit import GROUPS_ARGUMENT, SIZE_ARGUMENT, fitted
 from benchmarks.rule_truth.cases import Case
 
 Placed = tuple[Placement, ...]
@@ -112,7 +112,7 @@ class Pieces:
 
     def outputs(self, inputs: Placed, asked: Sequence[set[Placement]]) -> list[set[Placement]]:
         """Of the placements asked about, those in which the outputs lie when the inputs lie so."""
-        if self.case.node.target in SIZE_ARGUMENT:
+        if self.case.node.target in SIZE_ARGUMENT or self.case.node.target in GROUPS_ARGUMENT:
             (choices,) = asked
             return [{p for p in choices if self._outputs(inputs, [{p}])[0]}]
         return self._outputs(inputs, asked)
@@ -140,7 +140,7 @@ class Pieces:
             lambda leaf: next(operands) if isinstance(leaf, Ref) else leaf, (node.args, dict(node.kwargs))
         )
         shape = local_shape(node.outputs[0].shape, (made,), (self.num_ranks,), (rank,))
-        results = node.target(*fitted(node.target, args, lambda operand: tuple(operand.shape), shape), **kwargs)
+        results = node.target(*fitted(node.target, args, shape, node.outputs[0].shape), **kwargs)
         return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
     def _of_that_shape(self, output: int, asked: set[Placement], found: Tensor, rank: int) -> set[Placement]:
