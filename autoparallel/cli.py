@@ -38,7 +38,7 @@ def plan(
     micro_batches: Annotated[int | None, typer.Option(help="turns over the batch")] = None,
     schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved or zero_bubble")] = None,
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3")] = None,
-    recompute: Annotated[str | None, typer.Option(help="none, selective, full or auto")] = None,
+    recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto")] = None,
     explain: Annotated[str | None, typer.Option(help="an op, parameter or input: what its strategies cost")] = None,
     time_limit: Annotated[float, typer.Option(help="seconds for the search")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,

@@ -30,7 +30,7 @@ from autoparallel.hybrid import (
 )
 from autoparallel.hybrid.joint import Candidate, Fixed, search_jointly
 from autoparallel.layout import Layout
-from autoparallel.plans import Evidence, Hybrid, Plan, apply_pins, pin_strings
+from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
 from autoparallel.report import block_layouts
 from autoparallel.report.study import Study
@@ -65,9 +65,9 @@ class Options:
     with the best plan so far. ``progress``: called as `search.solve` says.
 
     A step in turns (see `plans.Hybrid`): ``micro_batches``, ``pipeline_stages`` (over the mesh's first axis, of which
-    they are a multiple), ``schedule``, ``recompute`` (none, selective, full; or auto: whole blocks, as few as memory
-    allows). ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3
-    store each in as many pieces as it can be cut into; None leaves that to the search.
+    they are a multiple), ``schedule``, ``recompute`` (none, selective, full, offload; or auto: whole blocks in full, as
+    few as memory allows). ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3 store each in as many pieces
+    as it can be cut into; None leaves that to the search.
     """
 
     search: str = "auto"
@@ -378,6 +378,8 @@ def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: 
     strategies = {
         site.name: s.names(label) for site, s, label in zip(space.sites, space.strategies, labels, strict=True)
     }
+    prediction = predict(pricer, problem, labels, judged.peak_bytes, stages.sent_bytes(space, labels))
+    _check_host(prediction, pricer.prices.cluster)
     return Plan(
         fingerprint=space.graph.fingerprint,
         mesh_shape=space.mesh_shape,
@@ -385,12 +387,21 @@ def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: 
         strategies=strategies,
         cluster=pricer.prices.cluster.name,
         evidence=evidence,
-        prediction=predict(pricer, problem, labels, judged.peak_bytes, stages.sent_bytes(space, labels)),
+        prediction=prediction,
         blocks=block_layouts(space, labels),
         pins=pin_strings(space, options.pins or {}),
         direct=pricer.prices.direct,
         hybrid=pricer.turns.hybrid,
     )
+
+
+def _check_host(prediction: Prediction, cluster: Cluster) -> None:
+    """Raises InfeasibleError when a device's share of its host's memory cannot hold what is offloaded."""
+    share = cluster.host.memory_bytes / min(cluster.links[0].num_devices, cluster.num_devices)
+    if share and prediction.host_bytes > share:
+        raise InfeasibleError(f"recompute='offload' needs {prediction.host_bytes:.3g} bytes of the host's memory for "
+                              f"each device, and {cluster.name} has {share:.3g}: take more micro-batches or "
+                              "recompute='full'")
 
 
 def _placed_choices(space: StrategySpace, placed: Mapping[str, Layout]) -> dict[int, np.ndarray]:

@@ -111,6 +111,8 @@ def test_pipelines(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], opti
     ("gpt2", {"recompute": "selective", "micro_batches": 2}),
     ("bert", {"recompute": "full", "micro_batches": 4, "zero_stage": 3}),
     ("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
+    ("gpt2", {"recompute": "offload", "micro_batches": 2}),
+    ("llama", {"recompute": "offload", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
 ])
 def test_recompute(ranks: Any, case_name: str, options: Options) -> None:
     assert_one_process(ranks, case_name, (2, 2), options)
@@ -126,7 +128,7 @@ def called(case_name: str, options: Options) -> tuple[float, Any]:
     return scalar(loss), gradients_of(parallel)
 
 
-@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"},
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"}, {"recompute": "offload"},
                                      {"zero_stage": 3, "baseline": "fsdp"}, {"zero_stage": 3, "recompute": "full"}])
 def test_a_call_recomputes_and_gathers_again_too(ranks: Any, options: Options) -> None:
     reference = train_reference(CASES["gpt2"], "sgd", num_steps=STEPS)
@@ -168,6 +170,7 @@ def test_recompute_of_some_blocks(ranks: Any, turns: int, stages: int) -> None:
     ({"recompute": "some"}, ("unknown recompute 'some'", "selective")),
     ({"recompute_blocks": ("a",)}, ("of the blocks ['a']", "'full'")),
     ({"recompute": "full", "recompute_blocks": ()}, ("name some",)),
+    ({"recompute": "offload", "zero_stage": 3}, ("zero_stage=3", "zero_stage=2 or recompute='full'")),
     ({"zero_stage": 4}, ("unknown zero_stage 4",)),
     ({"stages": 3, "pipeline_ranks": 2}, ("3 pipeline stages on 2 ranks", "a multiple of 2")),
     ({"stages": 4, "pipeline_ranks": 2, "micro_batches": 4}, ("one stage per rank", "interleaved")),

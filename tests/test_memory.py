@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.errors import InfeasibleError
+from autoparallel.lower import recompute
 from autoparallel.runtime.step import TurnModule
 from cost_models import Cluster
 from tests.models import CASES
@@ -54,7 +56,14 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
                                     **options)
     states = [local(p) for p in parallel.parameters()]
     stored = {storage(x) for x in states}
-    live, most = LiveBytes(), 0
+    live, most, on_host = LiveBytes(), 0, list[torch.Tensor]()
+    copy = recompute.host_copy
+
+    def recorded(value: torch.Tensor) -> torch.Tensor:
+        on_host.append(copy(value))
+        return on_host[-1]
+
+    recompute.host_copy = recorded
     modules: set[TurnModule] = set()
     forward = TurnModule.forward
 
@@ -63,7 +72,7 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
         result = forward(module, *received, turn=turn)
         modules.add(module)
         own = [leaf.grad for m in modules for leaf, v in zip(m.leaves, m.values, strict=True) if storage(v) in stored]
-        most = max(most, live.total(without=[*own, *states, *(local(p.grad) for p in parallel.parameters())]))
+        most = max(most, live.total(without=[*own, *states, *on_host, *(local(p.grad) for p in parallel.parameters())]))
         return result
 
     with live:
@@ -75,8 +84,9 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
                 TurnModule.forward = forward  # type: ignore[method-assign]
         else:
             loss = case.loss(parallel(*args, **kwargs))  # and not the other outputs, which the caller may keep
-            most = live.total(without=states)
+            most = live.total(without=[*states, *on_host])
             del loss
+    recompute.host_copy = copy
     state = sum(ADAMW_TENSORS * local(p).numel() * p.element_size() for p in parallel.parameters())
     predicted = parallel.plan.prediction
     return predicted.state_bytes, predicted.activation_bytes, float(state), float(most)
@@ -97,6 +107,8 @@ PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
     ("bert", (4,), {"baseline": "tensor_parallel"}, 0.05),
     ("llama", (4,), {"micro_batches": 2, "recompute": "full"}, 0.05),
     ("llama", (2, 2), {"recompute": "full"}, 0.05),  # by a call, not by `step`
+    ("llama", (2, 2), {"recompute": "offload"}, 0.05),
+    ("bert", (4,), {"micro_batches": 2, "recompute": "offload"}, 0.05),
     ("bert", (4,), {"zero_stage": 3, "baseline": "fsdp"}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "zero_stage": 1}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "zero_stage": 3, "baseline": "fsdp"}, 0.05),
@@ -150,3 +162,23 @@ def test_bytes_are_as_predicted(ranks: Any, case_name: str, mesh_shape: tuple[in
     predicted_state, predicted_activations, _, _ = found[0]
     assert predicted_state == pytest.approx(max(state for _, _, state, _ in found), rel=0.05)
     assert predicted_activations == pytest.approx(max(live for _, _, _, live in found), rel=tolerance)
+
+
+def test_offload_trades_memory_for_copies() -> None:
+    """Priced by the rates of the host, which must have room for what waits there."""
+    case, machine = CASES["llama"], Cluster.load("h100-sxm", num_devices=4)
+    args, kwargs = case.inputs(8)
+
+    def planned(cluster: Cluster = machine, **options: Any) -> autoparallel.Plan:
+        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(4,),
+                                 **options)
+
+    kept, away = planned().prediction, planned(recompute="offload")
+    found = away.prediction
+    assert found.activation_bytes < kept.activation_bytes and found.step_s > kept.step_s
+    assert found.step_s == pytest.approx(away.evidence.objective_s)
+    assert found.host_bytes > 0 == kept.host_bytes
+    assert "in the host's memory" in " ".join(away.report().split())
+    small = dataclasses.replace(machine, host=dataclasses.replace(machine.host, memory_bytes=1e3))
+    with pytest.raises(InfeasibleError, match="recompute='offload' needs"):
+        planned(small, recompute="offload")

@@ -192,7 +192,7 @@ class JointSearch:
         """A bound below the estimate: each op cut evenly over all devices of its stage, without communication."""
         h = candidate.hybrid
         forward, backward = self._least_compute(h.micro_batches, math.prod(candidate.mesh_shape))
-        again = {"none": 1.0, "selective": 1.0, "full": 2.0}[h.recompute]
+        again = 2.0 if h.recompute == "full" else 1.0
         return equal_stages_s(h, h.micro_batches * (again * forward + backward))
 
     def _least_compute(self, turns: int, devices: int) -> tuple[float, float]:

@@ -2,14 +2,16 @@
 
 A block is everything under one index of a module list (`capture.blocks`), as far as it is one piece of the program.
 "full" computes all of it again, collectives too; "selective" keeps the results of matrix products, attention and
-collectives and computes the rest again.
+collectives and computes the rest again. "offload" computes nothing again: what backward needs waits in the host's
+memory.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,13 +30,17 @@ _KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled
 
 
 class Recomputed(nn.Module):
-    """A block that is computed again in backward, under the same random numbers and axes."""
+    """A block that is computed again in backward, under the same random numbers and axes; or, with ``mode`` offload,
+    whose values are brought back then."""
 
     def __init__(self, body: GraphModule, mode: str) -> None:
         super().__init__()
         self.body, self.mode = body, mode
 
     def forward(self, *values: torch.Tensor) -> Any:
+        if self.mode == "offload":
+            with on_host(values):
+                return self.body(*values)
         axes, seed = groups.bound(), rng.call_seed()
 
         def run(*again: torch.Tensor) -> Any:
@@ -47,13 +53,42 @@ class Recomputed(nn.Module):
         return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
+def host_copy(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value, non_blocking=True)
+
+
+@contextmanager
+def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What autograd saves inside is moved to the host (pinned, for a GPU) and back at its use, each value once; but not
+    ``own``, which others keep anyway."""
+    kept = {value.untyped_storage().data_ptr() for value in own}
+    moved: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # with the value itself, so that its place stays its own
+
+    def pack(value: torch.Tensor) -> Any:
+        place = value.untyped_storage().data_ptr()
+        if place in kept or not value.numel():
+            return value
+        key = place, value.storage_offset(), value.shape, value.stride(), value.dtype
+        if key not in moved:
+            moved[key] = value, host_copy(value)
+        return value.device, moved[key][1]
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else packed[1].to(packed[0], non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+    moved.clear()
+
+
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     kept = isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(_KEPT)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], str | None]) -> GraphModule:
-    """The same program with each run of nodes of one block as a module that is recomputed (full or selective)."""
+    """The same program with each run of nodes of one block as a module that is recomputed (full, selective) or
+    offloaded."""
     graph = Graph()
     made: dict[FxNode, FxNode] = {}
     blocks: dict[str, nn.Module] = {}

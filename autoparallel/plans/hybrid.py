@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from autoparallel.errors import PlanError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full", "offload")
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Hybrid:
         3      gathered for each use in each turn, forward and again backward; gradients reduced after each turn
 
     (whether a parameter is stored in pieces at all is its layout's business). ``recompute``: what backward computes
-    again instead of keeping: nothing, all but products, attention and collectives ("selective"), or whole blocks; of
-    the blocks at the paths ``recompute_blocks`` only, unless that is None.
+    again instead of keeping: nothing, all but products, attention and collectives ("selective"), or whole blocks; with
+    "offload" nothing either, but what blocks keep waits for backward in the host's memory. Of the blocks at the paths
+    ``recompute_blocks`` only, unless that is None.
     """
 
     micro_batches: int = 1
@@ -46,6 +47,9 @@ class Hybrid:
                             "say how ('selective' or 'full')")
         if self.zero_stage not in (0, 1, 2, 3):
             raise PlanError(f"unknown zero_stage {self.zero_stage!r}; there are 0, 1, 2 and 3")
+        if self.zero_stage == 3 and self.recompute == "offload":
+            raise PlanError("zero_stage=3 gathers parameters again for backward, and recompute='offload' would move "
+                            "them to the host: take zero_stage=2 or recompute='full'")
         if self.stages % self.pipeline_ranks:
             raise PlanError(f"{self.stages} pipeline stages on {self.pipeline_ranks} ranks: each rank must have the "
                             f"same number; take a multiple of {self.pipeline_ranks}")
@@ -72,7 +76,8 @@ class Hybrid:
         return self.micro_batches == 1 and self.stages == 1
 
     def recomputed(self, block: str | None) -> bool:
-        """Whether backward computes the block at this path again."""
+        """Whether the block at this path keeps no more than its inputs on the device: backward computes the rest again,
+        or gets it back from the host."""
         known = self.recompute_blocks is None or block in self.recompute_blocks
         return self.recompute != "none" and block is not None and known
 

@@ -48,6 +48,7 @@ class Prediction:
     """Predicted seconds of one step by part, and bytes on the fullest rank by part.
 
     In a pipeline the parts are means over its ranks, and ``waiting_s`` is filling, draining, sending and unevenness.
+    ``host_bytes`` wait in the host's memory for backward (recompute="offload").
     """
 
     forward_s: float
@@ -61,6 +62,7 @@ class Prediction:
     collectives: tuple[CollectiveUse, ...] = ()
     repeated_ops: tuple[str, ...] = ()
     waiting_s: float = 0.0
+    host_bytes: float = 0.0
 
     @property
     def step_s(self) -> float:

@@ -31,6 +31,7 @@ class _Parts:
     once: float = 0.0
     state_bytes: float = 0.0
     live_bytes: float = 0.0
+    host_bytes: float = 0.0
     repeated: list[str] = field(default_factory=list)
 
     @property
@@ -52,6 +53,7 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
     _add_sites(pricer, labels, stages, found)
     _add_links(pricer, labels, stages, found)
     _add_live_bytes(pricer, problem, labels, stages)
+    _add_host_bytes(pricer, labels, stages)
     ranks = hybrid.pipeline_ranks
     fullest = max((_together(stages[r::ranks]) for r in range(ranks)), key=lambda s: s.live_bytes)
     mean = _together(stages)
@@ -68,6 +70,7 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
         collectives=tuple(CollectiveUse(k, a, d, int(n), b, s) for (k, a, d), (n, b, s) in sorted(found.items())
                           if k in COLLECTIVES or " in " in k),
         repeated_ops=tuple(mean.repeated),
+        host_bytes=max(_together(stages[r::ranks]).host_bytes for r in range(ranks)),
         waiting_s=max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0,
     )
 
@@ -90,7 +93,7 @@ def equal_stages_s(hybrid: Hybrid, turns_s: float) -> float:
 def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[name for s in stages for name in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
-                 "state_bytes", "live_bytes"):
+                 "state_bytes", "live_bytes", "host_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     return made
 
@@ -120,6 +123,9 @@ def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_P
                 price, times = prices.op(strategies), turns.op_times(site.index)
                 stage.forward += times[0] * float(price.forward_s[number])
                 stage.backward += times[1] * float(price.backward_s[number])
+                there, back = pricer.offload_s(site.index)
+                stage.forward += float(there[number])
+                stage.backward += float(back[number])
                 for exchanged in price.inside:
                     _add_inside(pricer, exchanged, number, times, stage, found)
                 if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
@@ -164,6 +170,25 @@ def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Labe
             _count(turns, stages, turns.stages_with_copy(link), edge.interval, num_bytes)
 
 
+def _add_host_bytes(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
+    """Bytes that wait in the host's memory for backward."""
+    space, turns = pricer.space, pricer.turns
+    numbers = [s.position[label] for s, label in zip(space.strategies, labels, strict=True)]
+    for site in space.sites:
+        if turns.offloads(site.index):
+            num_bytes = float(pricer.site_bytes(site.index)[numbers[site.index]])
+            _hold(turns, stages, turns.stages_of[site.index], num_bytes * turns.held[site.index])
+    for link in space.links:
+        if turns.offloads_copy(link):
+            num_bytes = float(pricer.prices.link_copies(link)[numbers[link.source], numbers[link.target]])
+            _hold(turns, stages, turns.stages_of[link.target], num_bytes * turns.held[link.target])
+
+
+def _hold(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], num_bytes: float) -> None:
+    for holder in holders:
+        stages[holder].host_bytes += num_bytes * turns.in_flight(holder)
+
+
 def _count(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], interval: tuple[int, int],
            num_bytes: float) -> None:
     moments = [turns.turn_of(holder) for holder in holders]
@@ -186,6 +211,11 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _
     if pricer.turns.sums(link):
         numbers = [space.strategies[i].position[labels[i]] for i in (link.source, link.target)]
         stage.backward += float(pricer.sums_s(link)[numbers[0], numbers[1]])
+    if pricer.turns.offloads_copy(link):
+        pair = tuple(space.strategies[i].position[labels[i]] for i in (link.source, link.target))
+        there, back = pricer.offload_copy_s(link)
+        stage.forward += float(there[pair])
+        stage.backward += float(back[pair])
     if source == target:
         return
     layouts, times = space.spaces(link.meta), pricer.turns.link_times(link)

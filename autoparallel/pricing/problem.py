@@ -13,6 +13,7 @@ from autoparallel.pricing.prices import Prices
 from autoparallel.pricing.turns import Turns
 from autoparallel.rules.space import Label, Link, StrategySpace
 from autoparallel.search.problem import Edge, Node, Problem
+from cost_models import collectives
 
 Allowed = Mapping[int, np.ndarray]
 #: Seconds that one fault counts for: more than any step takes.
@@ -104,8 +105,9 @@ class SpacePricer:
         life = self.turns.site_life(index, range(len(s.output_metas)))
         times = self.turns.op_times(index)
         key = (id(s), site.kind, numbers.tobytes())
-        costs = self._memo(("cost", *key, times), lambda: self._site_s(index, times)[numbers])
-        usages = self._memo(("usage", *key, life.copies), lambda: self._site_bytes(index)[numbers] * life.copies)
+        costs = self._memo(("cost", *key, times, self.turns.offloads(index)),
+                           lambda: self._site_s(index, times)[numbers])
+        usages = self._memo(("usage", *key, life.copies), lambda: self.site_bytes(index)[numbers] * life.copies)
         if self.faults is not None:
             costs = costs + FAULT_S * self.faults.site_faults(index)[numbers]
         labels = s.labels if len(numbers) == len(s.labels) else tuple(s.labels[n] for n in numbers)
@@ -114,12 +116,29 @@ class SpacePricer:
     def _site_s(self, index: int, times: tuple[int, int]) -> np.ndarray:
         s, kind = self.space.strategies[index], self.space.sites[index].kind
         if kind == "op":
-            price = self.prices.op(s)
-            return times[0] * price.forward_s + times[1] * price.backward_s
+            price, moved = self.prices.op(s), self.offload_s(index)
+            return times[0] * price.forward_s + times[1] * price.backward_s + moved[0] + moved[1]
         seconds = self.prices.parameter_s(s) if kind == "parameter" else np.zeros(len(s.labels))
         return self.turns.counts[index] * seconds
 
-    def _site_bytes(self, index: int) -> np.ndarray:
+    def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds in a step of moving what an op makes to the host, and back for backward, by strategy."""
+        if not (times := self.turns.offloads(index)):
+            return (np.zeros(len(self.space.strategies[index].labels)),) * 2
+        return self._moved_s(times, self.site_bytes(index))
+
+    def offload_copy_s(self, link: Link) -> tuple[np.ndarray, np.ndarray]:
+        """The same of a redistributed copy, by (strategy of the link's source, of its target)."""
+        times = self.turns.offloads_copy(link)
+        return self._moved_s(times, self.prices.link_copies(link))
+
+    def _moved_s(self, times: int, num_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cluster = self.prices.cluster
+        seconds = [times * collectives.host_copy_s(num_bytes, cluster, to_device) for to_device in (False, True)]
+        return np.where(num_bytes > 0, seconds[0], 0.0), np.where(num_bytes > 0, seconds[1], 0.0)
+
+    def site_bytes(self, index: int) -> np.ndarray:
+        """Bytes that a site holds, once, by strategy."""
         s, kind = self.space.strategies[index], self.space.sites[index].kind
         if kind == "parameter":
             return self.prices.parameter_bytes(s)
@@ -142,9 +161,10 @@ class SpacePricer:
         life, times = self.turns.copy_life(link), self.turns.link_times(link)
         key = (id(s), link.output, id(t), link.position, rows.tobytes(), columns.tobytes())
         pick = np.ix_(rows, columns)
-        sums, in_buckets = self.turns.sums(link), self.turns.in_buckets(link)
-        costs = self._memo(("link", *key, times, sums, in_buckets), lambda: (
-            self.prices.link_s(link, times, in_buckets) + (self.sums_s(link) if sums else 0.0))[pick])
+        sums, in_buckets, moves = self.turns.sums(link), self.turns.in_buckets(link), self.turns.offloads_copy(link)
+        costs = self._memo(("link", *key, times, sums, in_buckets, moves), lambda: (
+            self.prices.link_s(link, times, in_buckets) + (self.sums_s(link) if sums else 0.0)
+            + (sum(self.offload_copy_s(link)) if moves else 0.0))[pick])
         usages = self._memo(("copy", *key, life.copies), lambda: self.prices.link_copies(link)[pick] * life.copies)
         if buffers := self.turns.buffers(link):
             usages = usages + buffers * self.prices.local_bytes(link.meta, s.outputs[link.output])[rows][:, None]

@@ -119,6 +119,8 @@ class Turns:
 
     def _results_kept(self) -> frozenset[object]:
         """What recompute="selective" keeps whether backward needs it or not, so that it need not be made again."""
+        if self.hybrid.recompute != "selective":
+            return frozenset()
         inside = (i for i, block in enumerate(self.block_of) if block is not None and not self.again(i))
         return frozenset((i, 0) for i in inside if self.space.strategies[i].output_metas[0].requires_grad)
 
@@ -132,10 +134,25 @@ class Turns:
 
     def again(self, index: int) -> bool:
         """Whether the site runs again in backward."""
-        if self.block_of[index] is None:
+        if self.block_of[index] is None or self.hybrid.recompute == "offload":
             return False
         rule = self.space.strategies[index].rule
         return self.hybrid.recompute == "full" or rule is None or rule.op_class not in KEPT_CLASSES
+
+    def _away(self, index: int) -> bool:
+        """Whether what the site makes is not on the device between forward and backward."""
+        return self.again(index) or (self.hybrid.recompute == "offload" and self.block_of[index] is not None)
+
+    def offloads(self, index: int) -> int:
+        """How often in a step what the op makes is moved to the host and back."""
+        kept = any((index, o) in self.kept for o in range(len(self.space.strategies[index].output_metas)))
+        moved = self.hybrid.recompute == "offload" and kept and self._inside(index)
+        return self.hybrid.micro_batches * self.counts[index] if moved else 0
+
+    def offloads_copy(self, link: Link) -> int:
+        """How often in a step a redistributed copy is."""
+        moved = self.hybrid.recompute == "offload" and self._copy_away(link) and not self.of_parameter[link.source]
+        return self.hybrid.micro_batches * self.counts[link.target] if moved else 0
 
     def op_times(self, index: int) -> tuple[int, int]:
         """How often the op runs (forward, backward) in a step."""
@@ -199,12 +216,21 @@ class Turns:
             return self._always(index)
         late = self._late(index) if index in self.by_parameter else 0
         if any((index, o) in self.kept for o in outputs):
-            inside = self.again(index) and not any((index, o) in self.checkpoints for o in outputs)
-            return self._kept_life(index, inside, late)
+            return self._kept_life(index, self._inside(index), late)
         start, turn = self._at(index)
         if late:
             return Life((start + index, start + turn + 1 - index), self.held[index] * late)
         return Life((start + index, start + max(index, self.last_use.get(index, index)) + 1))
+
+    def _inside(self, index: int) -> bool:
+        """Whether what the site makes is needed by its block only, and not on the device until that runs backward."""
+        outputs = range(len(self.space.strategies[index].output_metas))
+        return self._away(index) and not any((index, o) in self.checkpoints for o in outputs)
+
+    def _copy_away(self, link: Link) -> bool:
+        """Whether a copy that backward needs is made again, or brought back from the host."""
+        kept = ("copy", link.target, link.position) in self.kept and self.block_of[link.target] is not None
+        return kept and (self.hybrid.recompute == "full" or self._away(link.target))
 
     def _late(self, index: int) -> int:
         """Micro-batches whose gradients of weights a zero-bubble stage puts off, keeping all that they need."""
@@ -236,7 +262,7 @@ class Turns:
             return Life(always, self.held[link.source] * (2 if sums else 1))  # and the gradient of the whole
         transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3
         if ("copy", link.target, link.position) in self.kept and not transient:
-            return self._kept_life(link.target, self.hybrid.recompute == "full" or self.again(link.target))
+            return self._kept_life(link.target, self._copy_away(link))
         return Life((start + link.target, start + link.target + 1))
 
     def _kept_values(self) -> frozenset[object]:

@@ -41,7 +41,8 @@ def print_report(plan: Plan, console: Console) -> None:
         table.add_row(part, seconds_str(seconds), f"{seconds / p.step_s:.1%}" if p.step_s else "-")
     console.print(table)
     console.print(f"memory per rank: {bytes_str(p.state_bytes)} parameters, gradients and optimizer state + "
-                  f"{bytes_str(p.activation_bytes)} activations; peak {bytes_str(p.peak_bytes)}")
+                  f"{bytes_str(p.activation_bytes)} activations; peak {bytes_str(p.peak_bytes)}"
+                  + (f"; {bytes_str(p.host_bytes)} in the host's memory" if p.host_bytes else ""))
     console.print(_collectives(plan))
     console.print("strategies and layouts have a part for each mesh axis: S(d) a piece of dim d, R and I the whole "
                   "(I: nobody changes it), P a summand", highlight=False, markup=False)
