@@ -27,12 +27,13 @@ PROGRAM_BRANCHES = 2_000
 STEPS = 150
 WARM_STEPS = 30
 WORTH = 0.8  # another round of prices where this share or less of the cells is left
-PROBED = 8
+PROBED = 10
 PROBED_OTHERS = 4
-PROBE_SWEEPS = 3
+PROBE_SWEEPS = 2
 HALVES = 4
 HARDNESS = 4.0  # a child with all of the gap left is taken to be 10^this times the work of one with none
 EXACT = 1e-9
+RESTART = 0.01
 DEAREST = 1e3
 
 
@@ -87,7 +88,11 @@ class Branching:
 
     def run(self) -> float:
         """Until proof or deadline; a bound for every plan (the best cost where it is proven to be the least)."""
+        start = self.cost
+        anew = [replace(root, prices=np.zeros(len(root.prices))) for root in self._open]
         while self._open and time.monotonic() < self.deadline:
+            if self.cost < start * (1 - RESTART):  # rules out most at the root
+                self._open, start = list(anew), self.cost
             if self._closes(self._open[-1].bound):
                 self._open.pop()
                 continue

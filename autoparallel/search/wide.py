@@ -21,7 +21,7 @@ from autoparallel.search.walk import Walk, finite_limit
 
 SMALL_CELLS = 60_000
 BRANCH_CELLS = 600_000
-FIRST_ROUNDS = 40
+FIRST_ROUNDS = 15
 QUICK_STEPS = 20
 STEPS = 60
 PRICE_SHARE = 0.35
