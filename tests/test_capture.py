@@ -236,6 +236,19 @@ def test_batch_norm_updates_its_buffers() -> None:
     assert "aten.batch_norm.default" not in {node.op_name for node in graph}
 
 
+@pytest.mark.parametrize("norm", [
+    lambda x, m, v: nn.functional.batch_norm(x, m, v, training=True),
+    lambda x, m, v: nn.functional.instance_norm(x, m, v),
+])
+def test_statistics_that_are_inputs_are_refused(norm: Any) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+            return norm(x, mean, variance)
+
+    with pytest.raises(CaptureError, match=r"running statistics that are the model's inputs .*mean"):
+        capture(Model(), (torch.randn(2, 3, 4), torch.zeros(3), torch.ones(3)))
+
+
 def attention_inputs_under(mask_of: Any, length: int = 6) -> tuple[int, bool]:
     """How many tensors attention reads, and whether it is causal, for a mask computed in the model."""
 

@@ -40,6 +40,9 @@ def normalise(gm: GraphModule, buffer_names: dict[str, str], autocast: torch.dty
     mutations = functionalise(graph, buffer_names)
     for one_pass in PASSES:
         one_pass(graph, mutations)
+    if inputs := [name for name in mutations if name not in buffer_names]:
+        raise CaptureError(f"a norm updates running statistics that are the model's inputs {inputs}\n"
+                           "  Hold them as buffers (register_buffer), or norm by them (training=False).")
     drop_dead(graph, mutations)
     return mutations
 
