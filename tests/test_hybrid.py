@@ -328,6 +328,26 @@ def test_bounds_lie_below_estimates() -> None:
     estimated = [c for c in search.run().candidates if c.estimate_s < float("inf")]
     assert len({c.mesh_shape for c in estimated}) > 2 and len({c.hybrid for c in estimated}) > 2
     assert all(search.floor(c) <= c.estimate_s for c in estimated)
+    for candidate in estimated[::7]:
+        h = candidate.hybrid
+        prices = search._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
+        small = search.sketch
+        turns = Turns(prices.space, h, counts=small.counts(prices.space), held=small.held(prices.space, h))
+        problem = SpacePricer(prices, turns=turns).full()
+        peak = evaluate(problem, solve(problem, "exact").choice).peak_bytes
+        assert 0 < search.least_bytes(candidate) <= peak
+
+
+def test_what_promises_most_is_estimated_first() -> None:
+    """What lies near a dear estimate comes last, unless nothing else is left and there is patience."""
+    from autoparallel.hybrid.joint import Candidate, _Promise
+
+    near, far = (Candidate(Hybrid(m), (8,)) for m in (2, 64))
+    order = _Promise([near, far], lambda c: 1.0 + 0.01 * c.hybrid.micro_batches, lambda c: 0.0)
+    order.learn(Candidate(Hybrid(1), (8,), 3.0), 1.0)
+    assert order.next(2.0, 1.0) is far
+    assert order.next(2.0, 1.0) is None
+    assert order.next(2.0, float("inf")) is near and order.next(2.0, float("inf")) is None
 
 
 def test_turns_of_a_batch_that_is_no_power_of_two() -> None:

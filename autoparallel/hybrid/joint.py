@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -19,8 +20,10 @@ from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError, S
 from autoparallel.hybrid.microbatch import MicroBatches, batch_size, split_batch
 from autoparallel.hybrid.sketch import Sketch, sketch
 from autoparallel.plans import Hybrid, Plan
+from autoparallel.plans.hybrid import RECOMPUTE
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.breakdown import equal_stages_s, estimate
+from autoparallel.pricing.turns import in_flight
 from autoparallel.rules.space import StrategySpace
 from autoparallel.search import plan_within
 from autoparallel.search.problem import Problem
@@ -28,6 +31,8 @@ from cost_models import Cluster
 
 SOLVE_S, SOLVE_GAP, LEAST_FULL_S = 3.0, 0.02, 10.0
 SHARE_OF_ESTIMATES, SHARE_OF_FIRST = 0.7, 0.7
+#: How much of the logarithm of estimate / bound another candidate need not share, for each step between the two.
+SPREAD, UNFIT = 0.25, 4.0
 MOST_FULL, MOST_FAILED, FAILED_RATIO = 12, 8, 1.5
 MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
 
@@ -55,8 +60,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Survey:
-    """Candidates that were estimated, the best first; how many more have a bound above the best estimate, and for how
-    many there was no time."""
+    """Candidates that were estimated, the best first; how many more cannot fit or have a bound above the best estimate,
+    and for how many there was no time."""
 
     candidates: tuple[Candidate, ...]
     pruned: int
@@ -93,8 +98,8 @@ class JointSearch:
         self.batch = batch_size(graph)
         self._split: dict[int, MicroBatches] = {}
         self._prices: dict[object, Prices] = {}
-        self._alone: dict[int, StrategySpace] = {}
-        self._least: dict[tuple[int, int], tuple[float, float]] = {}
+        self._live: dict[str, Mapping[tuple[str, bool], float]] = {}
+        self._least: dict[int, tuple[float, float]] = {}
 
     # --- what there is ----------------------------------------------------------------------------------------------
 
@@ -188,27 +193,72 @@ class JointSearch:
             return candidate
         return replace(candidate, estimate_s=estimate(pricer, pricer.labels_of(choice)))
 
-    def floor(self, candidate: Candidate) -> float:
-        """A bound below the estimate: each op cut evenly over all devices of its stage, without communication."""
+    def least_bytes(self, candidate: Candidate) -> float:
+        """A bound below the peak: parameters, and what lives from forward to backward, cut evenly over all devices."""
         h = candidate.hybrid
-        forward, backward = self._least_compute(h.micro_batches, math.prod(candidate.mesh_shape))
+        kept = self._kept(h.recompute)
+        chunks = range(0, h.stages, h.pipeline_ranks)
+        copies = sum(in_flight(h, stage) for stage in chunks) / len(chunks)
+        always = kept["state", True] / h.pipeline_ranks + kept["state", False]
+        copies = 0.0 if h.recompute == "offload" else copies  # which lie on the host
+        turns = (kept["turn", True] * copies / h.pipeline_ranks + kept["turn", False]) / h.micro_batches
+        return (always + turns) / math.prod(candidate.mesh_shape)
+
+    def _kept(self, recompute: str) -> Mapping[tuple[str, bool], float]:
+        """Bytes of the whole program that are there between forward and backward: of the state or of a turn, and inside
+        the blocks or not."""
+        if recompute not in self._live:
+            space = self._whole
+            inside = self.sketch.inside(space)
+            pricer = SpacePricer(self._whole_prices(1), turns=Turns(
+                space, Hybrid(recompute=recompute), counts=self.sketch.counts(space)))
+            found = dict.fromkeys(itertools.product(("state", "turn"), (True, False)), 0.0)
+            for site, node in zip(space.sites, pricer.full().nodes, strict=True):
+                if node.interval[0] <= len(space) < node.interval[1]:
+                    state = site.kind in ("parameter", "buffer")
+                    count = pricer.turns.counts[site.index]
+                    found["state" if state else "turn", inside[site.index]] += count * float(node.usages.min())
+            self._live[recompute] = found
+        return self._live[recompute]
+
+    @cached_property
+    def _whole(self) -> StrategySpace:
+        """The program of the whole batch on one device."""
+        return StrategySpace(self.sketch.graph, (1,))
+
+    def _whole_prices(self, spread: int) -> Prices:
+        return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)
+
+    def oddity(self, candidate: Candidate) -> float:
+        """Factors of two by which a candidate is not what people would try: its inner axis is not a host, a turn has
+        fewer samples than pieces to make of them, and (four times, for what does not fit is of no use) what its bound
+        leaves of memory is less than half. An order to begin with, and no more."""
+        shape, host = candidate.mesh_shape, self.cluster.links[0].num_devices
+        inner, samples = shape[-1] if len(shape) > 1 else 1, self.batch / candidate.hybrid.micro_batches
+        pieces = math.prod(shape) / inner
+        factors = (2 * self.least_bytes(candidate) / self.limit, pieces / samples)
+        full, few = (math.log2(max(1.0, factor)) for factor in factors)
+        return abs(math.log2(inner / min(host, math.prod(shape)))) + few + 4 * full
+
+    def floor(self, candidate: Candidate) -> float:
+        """A bound below the estimate: each op of the whole batch cut evenly over all devices of its stage, and no
+        communication."""
+        h = candidate.hybrid
+        forward, backward = self._least_compute(h.micro_batches * math.prod(candidate.mesh_shape))
         again = 2.0 if h.recompute == "full" else 1.0
         return equal_stages_s(h, h.micro_batches * (again * forward + backward))
 
-    def _least_compute(self, turns: int, devices: int) -> tuple[float, float]:
-        """Seconds (forward, backward) of one turn's ops on so many devices."""
-        if turns not in self._alone:
-            self._alone[turns] = StrategySpace(self._micro(turns).body, (1,))
-        if (turns, devices) not in self._least:
-            space, found = self._alone[turns], [0.0, 0.0]
-            prices = Prices(space, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=devices)
+    def _least_compute(self, pieces: int) -> tuple[float, float]:
+        """Seconds (forward, backward) of one of so many even pieces of the program's ops."""
+        if pieces not in self._least:
+            space, found, prices = self._whole, [0.0, 0.0], self._whole_prices(pieces)
             for site, s in zip(space.sites, space.strategies, strict=True):
                 if site.kind == "op":
                     count, price = self.sketch.stands_for.get(site.name, 1), prices.op(s)
                     found[0] += count * float(price.forward_s.min())
                     found[1] += count * float(price.backward_s.min())
-            self._least[turns, devices] = (found[0], found[1])
-        return self._least[turns, devices]
+            self._least[pieces] = (found[0], found[1])
+        return self._least[pieces]
 
     def run(self) -> Survey:
         """All candidates worth an estimate, best first."""
@@ -217,44 +267,75 @@ class JointSearch:
             for ranks, shape in self.shapes() for turns in self.turns(ranks) for hybrid in self.hybrids(ranks, turns)
         ]
         known: dict[object, Candidate] = {}
-        pruned, left = self._estimate_all(first, known, SHARE_OF_FIRST)
-        for candidate in sorted(known.values(), key=lambda c: c.estimate_s)[:3]:
-            second = [Candidate(hybrid, candidate.mesh_shape) for hybrid in self.around(candidate)]
-            more, late = self._estimate_all(second, known, 1.0)
-            pruned, left = pruned + more, left + late
-        return Survey(tuple(sorted(known.values(), key=lambda c: c.estimate_s)), pruned, left)
+        tried = list(first)
+        for patience in (1.0, math.inf):  # what promises to be better, then whatever may be
+            self._estimate_all(first, known, SHARE_OF_FIRST, patience)
+            for candidate in sorted(known.values(), key=lambda c: c.estimate_s)[:3]:
+                second = [Candidate(hybrid, candidate.mesh_shape) for hybrid in self.around(candidate)]
+                self._estimate_all(second, known, 1.0, patience)
+                tried += second
+        best = min((c.estimate_s for c in known.values()), default=math.inf)
+        rest = {(c.hybrid, c.mesh_shape): c for c in tried if (c.hybrid, c.mesh_shape) not in known}.values()
+        left = sum(self.least_bytes(c) <= self.limit and self.floor(c) < best for c in rest)
+        return Survey(tuple(sorted(known.values(), key=lambda c: c.estimate_s)), len(rest) - left, left)
 
-    def _estimate_all(self, candidates: Sequence[Candidate], known: dict[object, Candidate], share: float
-                      ) -> tuple[int, int]:
-        """Estimate those whose bound is below the best estimate, for a share of the time left.
-
-        First the lowest bound of each pipeline length and mesh, then the second lowest of each, and so on. Returns how
-        many have a bound above the best estimate, and how many there was no time for.
-        """
-        pruned = left = 0
+    def _estimate_all(self, candidates: Sequence[Candidate], known: dict[object, Candidate], share: float,
+                      patience: float) -> None:
+        """Estimate those whose bound is below the best estimate and that may fit, the most promising first, as long as
+        they promise less than ``patience`` times the best, for a share of the time left."""
         now = time.monotonic()
         deadline = now + share * (self.deadline - now)
         best = min((c.estimate_s for c in known.values()), default=math.inf)
-        for floor, candidate in self._in_turn(candidates):
-            key = (candidate.hybrid, candidate.mesh_shape)
-            if key in known:
-                continue
-            if floor >= best:
-                pruned += 1
-            elif time.monotonic() > deadline:
-                left += 1
-            else:
-                known[key] = self.estimate(candidate)
-                best = min(best, known[key].estimate_s)
-        return pruned, left
+        new = [c for c in candidates if (c.hybrid, c.mesh_shape) not in known and self.least_bytes(c) <= self.limit]
+        order = _Promise(new, self.floor, self.oddity)
+        for candidate in known.values():
+            order.learn(candidate, self.floor(candidate))
+        while (candidate := order.next(best, patience)) is not None and time.monotonic() < deadline:
+            made = known[candidate.hybrid, candidate.mesh_shape] = self.estimate(candidate)
+            order.learn(made, self.floor(made))
+            best = min(best, made.estimate_s)
 
-    def _in_turn(self, candidates: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
-        groups: dict[object, list[tuple[float, int]]] = {}
-        for number, candidate in enumerate(candidates):
-            key = (candidate.hybrid.pipeline_ranks, candidate.mesh_shape)
-            groups.setdefault(key, []).append((self.floor(candidate), number))
-        ranked = [(place, *entry) for group in groups.values() for place, entry in enumerate(sorted(group))]
-        return [(floor, candidates[number]) for _, floor, number in sorted(ranked)]
+
+class _Promise:
+    """Which candidate to estimate next: the one with the least expected seconds.
+
+    Estimates exceed bounds by what is sent and what does not divide, alike for candidates that are alike: each factor
+    of two in ranks, axes or micro-batches, and each other difference, is a step, and the excess (as a logarithm) is
+    expected to fall by at most `SPREAD` a step. What is odd (`JointSearch.oddity`) is expected to be dear at first.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], floor: Callable[[Candidate], float],
+                 oddity: Callable[[Candidate], float]) -> None:
+        self.candidates = list(candidates)
+        self.floors = np.array([floor(c) for c in self.candidates])
+        self.places = np.array([_place(c) for c in self.candidates]).reshape(len(self.candidates), -1)
+        self.excess = SPREAD * np.array([oddity(c) for c in self.candidates])
+        self.open = np.ones(len(self.candidates), bool)
+
+    def next(self, best_s: float, patience: float) -> Candidate | None:
+        """None where all have a bound above the best estimate, or promise more than ``patience`` times it."""
+        expected = np.where(self.open & (self.floors < best_s), self.floors * np.exp(self.excess), math.inf)
+        if not len(expected) or expected.min() == math.inf or expected.min() >= patience * best_s:
+            return None
+        number = int(expected.argmin())
+        self.open[number] = False
+        return self.candidates[number]
+
+    def learn(self, candidate: Candidate, floor_s: float) -> None:
+        """Take an estimate into account; what does not fit counts as `UNFIT` times its bound."""
+        if len(self.candidates):
+            steps = np.abs(self.places - np.array(_place(candidate))).sum(axis=1)
+            excess = math.log(min(candidate.estimate_s / floor_s, UNFIT))
+            self.excess = np.maximum(self.excess, excess - SPREAD * steps)
+
+
+def _place(candidate: Candidate) -> tuple[float, ...]:
+    """Coordinates in which a step is one difference."""
+    h, shape = candidate.hybrid, candidate.mesh_shape
+    inner = shape[-1] if len(shape) > 1 else 1
+    sizes = (h.pipeline_ranks, h.stages / h.pipeline_ranks, h.micro_batches, inner)
+    return (*(math.log2(n) for n in sizes), float(h.zero_stage == 3), float(RECOMPUTE.index(h.recompute)),
+            float(h.schedule == "zero_bubble"))
 
 
 def _valid(*arguments: object) -> Iterator[Hybrid]:

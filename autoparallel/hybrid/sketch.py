@@ -32,6 +32,10 @@ class Sketch:
         """For how many sites of the model each site counts."""
         return [self.stands_for.get(_node_name(site), 1) for site in space.sites]
 
+    def inside(self, space: StrategySpace) -> list[bool]:
+        """Whether each site is in a block, or is what only one reads."""
+        return [_node_name(site) in self.stands_for for site in space.sites]
+
     def held(self, space: StrategySpace, hybrid: Hybrid) -> list[float]:
         """How much of each site's values the fullest rank of a pipeline holds, in those of one site that has as many
         micro-batches in flight as the first stage has.
@@ -43,7 +47,7 @@ class Sketch:
         chunks = range(0, hybrid.stages, hybrid.pipeline_ranks)
         share = sum(in_flight(hybrid, stage) for stage in chunks) / len(chunks) / first
         last = in_flight(hybrid, hybrid.stages - 1) / first
-        inside = [_node_name(site) in self.stands_for for site in space.sites]
+        inside = self.inside(space)
         end = max((i for i, held in enumerate(inside) if held), default=len(inside))
         found = []
         for site, count in zip(space.sites, self.counts(space), strict=True):

@@ -85,12 +85,12 @@ def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WOR
 
 
 def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Callable[[Outcome], None],
-                gap: float = TARGET_GAP) -> Outcome:
+                gap: float = TARGET_GAP, least_pricings: int = LEAST_PRICINGS) -> Outcome:
     """Optimal where the best plan without a limit fits; else the best prices' bound and the best repaired plan, until
     they are within ``gap`` (a share of the plan's cost).
 
     ``relax`` solves priced problems by elimination. The first answer tells how long each takes; without the time for
-    `LEAST_PRICINGS` of them its bound is all that comes back, and no choice. ``tell`` hears of the first bound and of
+    ``least_pricings`` of them its bound is all that comes back, and no choice. ``tell`` hears of the first bound and of
     each better plan.
 
     Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
@@ -100,7 +100,7 @@ def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Call
     spent = time.monotonic() - start
     if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
         return Outcome(plan, judged.objective, min(value, judged.objective), "optimal", {"exact": spent})
-    if LEAST_PRICINGS * spent > deadline - time.monotonic():
+    if least_pricings * spent > deadline - time.monotonic():
         return Outcome(None, FORBIDDEN, value, "time limit", {"exact": spent})
     if value < FORBIDDEN:
         tell(Outcome(None, FORBIDDEN, value, "bound"))

@@ -159,7 +159,7 @@ class LowestPeak:
 
 
 def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: int, enough: float = 0.0) -> LowestPeak:
-    """The plan with the least memory, whatever it costs, until one needs at most ``enough`` bytes.
+    """The plan with the least memory, whatever it costs, until one needs at most ``enough`` bytes, or all need more.
 
     The same cutting planes: weights on times that sum to 1; the least weighted memory bounds the least peak. Times
     without weight use what they like, so at the end, of plans that are equal there the one with fewest bytes is tried.
@@ -183,6 +183,8 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
             best, peak = plan, judged
         if peak <= max(enough, bound * (1 + 1e-9)) or time.monotonic() >= deadline or not memory.binds:
             break
+        if 0.0 < enough < bound:
+            return LowestPeak(min(bound, peak), peak, best)
         over = memory.load(bare, plan) - memory.room + floor
         cuts.append((0.0, over))
         active += [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES] if p not in active]

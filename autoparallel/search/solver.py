@@ -12,6 +12,7 @@ from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.search.compact import compact_of, num_events
 from autoparallel.search.elimination import HOPELESS_CELLS, Eliminator
 from autoparallel.search.exact import (
+    LEAST_PRICINGS,
     MAX_ROUNDS,
     TARGET_GAP,
     WORK_CELLS,
@@ -94,10 +95,7 @@ class Run:
     def exact(self) -> None:
         """Elimination, with prices for memory; where it is too wide, axes one at a time, then `wide`."""
         if self.can_eliminate:
-            found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve,
-                                lambda better: self.note(better, self.reduced), self.gap)
-            self._prices = found.prices
-            self.note(found, self.reduced)
+            self.eliminate()
             if self._prices is not None or self.best.choice is not None:
                 return
         if any(node.labels for node in self.problem.nodes):
@@ -107,6 +105,12 @@ class Run:
         search = WideSearch(self.problem, self.deadline, self.best.choice, self.note)
         search.run()
         self.note(search.outcome)
+
+    def eliminate(self, least_pricings: int = LEAST_PRICINGS) -> None:
+        found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve,
+                            lambda better: self.note(better, self.reduced), self.gap, least_pricings)
+        self._prices = found.prices
+        self.note(found, self.reduced)
 
     def recursive(self) -> None:
         adapted = LabelledPricer(self.problem, self.pricer)
@@ -244,10 +248,13 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
 def plan_within(problem: Problem, gap: float, time_limit_s: float, pricer: Pricer | None = None
                 ) -> tuple[int, ...] | None:
     """A plan whose cost is within ``gap`` (a share) of the least, or the best that was found in time; None where none
-    fits, or none was found. Without proof or explanation: for problems of which there are many."""
+    fits, or none was found. Without proof, explanation or a second search: for problems of which there are many."""
     run = Run(problem, time.monotonic() + time_limit_s, pricer, None, gap)
     try:
-        run.exact()
+        if run.can_eliminate:
+            run.eliminate(least_pricings=1)
+        else:
+            run.exact()
     except InfeasibleError:
         return None
     return run.best.choice
