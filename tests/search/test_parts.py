@@ -130,6 +130,9 @@ def test_priced_bounds_hold(seed: int) -> None:
     least = lowest_peak(problem, relax, math.inf, 20)
     peaks = [judged.peak_bytes for judged in plans if judged.objective < math.inf]
     assert least.bound <= min(peaks, default=math.inf) * (1 + 1e-9) <= least.peak * (1 + 1e-9)
+    if 0.0 < least.bound < math.inf:  # with less than all need the search for the least ends early, with a bound
+        early = lowest_peak(problem, relax, math.inf, 20, least.bound * 0.9)
+        assert least.bound * 0.9 < early.bound <= min(peaks) * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
