@@ -288,8 +288,8 @@ class JointSearch:
         best = min((c.estimate_s for c in known.values()), default=math.inf)
         new = [c for c in candidates if (c.hybrid, c.mesh_shape) not in known and self.least_bytes(c) <= self.limit]
         order = _Promise(new, self.floor, self.oddity)
-        for candidate in known.values():
-            order.learn(candidate, self.floor(candidate))
+        for estimated in known.values():
+            order.learn(estimated, self.floor(estimated))
         while (candidate := order.next(best, patience)) is not None and time.monotonic() < deadline:
             made = known[candidate.hybrid, candidate.mesh_shape] = self.estimate(candidate)
             order.learn(made, self.floor(made))
@@ -308,14 +308,14 @@ class _Promise:
                  oddity: Callable[[Candidate], float]) -> None:
         self.candidates = list(candidates)
         self.floors = np.array([floor(c) for c in self.candidates])
-        self.places = np.array([_place(c) for c in self.candidates]).reshape(len(self.candidates), -1)
+        self.places = np.array([_place(c) for c in self.candidates])
         self.excess = SPREAD * np.array([oddity(c) for c in self.candidates])
         self.open = np.ones(len(self.candidates), bool)
 
     def next(self, best_s: float, patience: float) -> Candidate | None:
         """None where all have a bound above the best estimate, or promise more than ``patience`` times it."""
         expected = np.where(self.open & (self.floors < best_s), self.floors * np.exp(self.excess), math.inf)
-        if not len(expected) or expected.min() == math.inf or expected.min() >= patience * best_s:
+        if min(expected, default=math.inf) >= patience * best_s:
             return None
         number = int(expected.argmin())
         self.open[number] = False
