@@ -316,7 +316,8 @@ def programs(draw: Callable[[Any], Any], most_lines: int = 5) -> Program:
     last, rows = w.shape[-1], w.x.numel() // w.shape[-1]
     like = w.parameter(*w.shape) if "{like}" in loss else ""
     labels = w.ids(last, rows) if "{labels}" in loss else ""
-    w.lines.append("loss = " + loss.format(like=like, last=last, labels=labels))
+    scale = " + p0.square().sum()"  # a norm may forget p0: of a gradient that is all rounding no error can be told
+    w.lines.append("loss = " + loss.format(like=like, last=last, labels=labels) + scale)
     return w.program()
 
 

@@ -80,6 +80,9 @@ NAMED = {
     "instances by running statistics": named(
         """x = F.instance_norm(x, p1.detach(), p2.detach().exp(), p0, use_input_stats=False)
            loss = x.square().sum()""", (6, 4, 5), STATISTICS),
+    "a scale that a norm forgets": named("""x = F.normalize(x * p0, dim=0)
+                                            x = torch.softmax(x, dim=0)
+                                            loss = x.square().mean() + p0.square().sum()""", (4, 4, 4), {"p0": (4,)}),
     "tokens and the next": named("""x = torch.tanh(x * p0)
                                     x = F.pad(x[:, 1:] - x[:, :-1], [0, 0, 0, 1], value=0.5)
                                     loss = x.square().mean()""", (2, 9, 4), {"p0": (4,)}),
