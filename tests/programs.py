@@ -240,7 +240,7 @@ def views(w: Writer) -> None:
     rank, d = len(w.shape), w.dim()
     order = w.draw(st.permutations(range(rank)))
     kinds = [f"x.permute({order})", f"x.unsqueeze({d})", "x.flatten()",
-             f"x.unsqueeze({d}).expand({[*w.shape[:d], 2, *w.shape[d:]]})", f"x.unfold({d}, 2, 1)"]
+             f"x.unsqueeze({d}).expand({[*w.shape[:d], 2, *w.shape[d:]]})"]
     if rank > 1:
         at = w.pick(range(rank - 1))
         kinds += [f"x.flatten({at}, {at + 1})"] * 3
@@ -248,7 +248,7 @@ def views(w: Writer) -> None:
         if w.shape[d] % factor == 0:
             kinds += [f"x.unflatten({d}, ({factor}, -1))", f"x.unflatten({d}, (-1, {factor}))"]
     if w.shape[d] > 1:
-        kinds += [f"x.narrow({d}, 1, {w.shape[d] - 1})", f"x.select({d}, 1)"]
+        kinds += [f"x.narrow({d}, 1, {w.shape[d] - 1})", f"x.select({d}, 1)", f"x.unfold({d}, 2, 1)"]
     w.line(w.pick(kinds))
 
 
