@@ -193,6 +193,8 @@ def _move_pair(state: LocalState, number: int) -> bool:
     at_u, at_v = state.choice[u], state.choice[v]
     if not state.alone[number] or edge.costs.size == 1 or edge.costs.size > PAIR_CELLS:
         return False
+    if not edge.costs[at_u, at_v] < FORBIDDEN:
+        return False
     now = state.local_costs(u)[at_u] + state.local_costs(v)[at_v] - edge.costs[at_u, at_v]
     left, right = edge.costs[:, at_v], edge.costs[at_u]
     if not (now < FORBIDDEN and left.max() < FORBIDDEN and right.max() < FORBIDDEN):
