@@ -75,11 +75,11 @@ def check(ranks: Any, case_name: str, mesh_shape: Sequence[int], ways: Sequence[
 
 @pytest.mark.parametrize("case_name", MODELS)
 def test_chosen_plan_baselines_and_random_plans(ranks: Any, case_name: str) -> None:
-    ways = [("search", "auto"), *(("baseline", b) for b in BASELINES), *(("random", seed) for seed in range(3))]
+    ways = [("search", "auto"), *(("baseline", b) for b in BASELINES), ("random", 0)]
     check(ranks, case_name, (2, 2), ways, "sgd")
 
 
-@pytest.mark.parametrize("case_name", MODELS)
+@pytest.mark.parametrize("case_name", [name for name in MODELS if name != "resnet"])  # which takes longest
 def test_searches_on_one_axis_with_adamw(ranks: Any, case_name: str) -> None:
     check(ranks, case_name, (4,), [("search", s) for s in SEARCHES] + [("random", 3)], "adamw")
 

@@ -33,7 +33,7 @@ SOLVE_S, SOLVE_GAP, LEAST_FULL_S = 3.0, 0.02, 10.0
 SHARE_OF_ESTIMATES, SHARE_OF_FIRST = 0.7, 0.7
 #: How much of the logarithm of estimate / bound another candidate need not share, for each step between the two.
 SPREAD, UNFIT = 0.25, 4.0
-MOST_FULL, MOST_FAILED, FAILED_RATIO = 12, 8, 1.5
+MOST_FULL, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS = 12, 8, 1.5, 1.15
 MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
 
 
@@ -392,9 +392,8 @@ def _needed_bytes(error: AutoparallelError) -> float:
 
 class _Order:
     """Which candidate to plan in full next: the best by its estimate, times what plans of its kind of pipeline turned
-    out to be over theirs. (Stages are never quite equal, and the more of them the less.) The best without a pipeline is
-    first, as nothing is left out of its estimate; of a kind not tried yet the least that others turned out to be over
-    theirs is expected."""
+    out to be over theirs. (Stages are never quite equal, and the more of them the less.) Of a kind of pipeline not
+    tried yet the least that others turned out to be over theirs is expected, and at first `PIPELINE_EXCESS`."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.left = [c for c in candidates if c.estimate_s < math.inf] or list(candidates[:MOST_FAILED])
@@ -408,12 +407,11 @@ class _Order:
 
     def expected_s(self, candidate: Candidate) -> float:
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
-        typical = min(pipelined, default=1.0) if candidate.hybrid.stages > 1 else 1.0
+        typical = min(pipelined, default=PIPELINE_EXCESS) if candidate.hybrid.stages > 1 else 1.0
         return candidate.estimate_s * self.ratios.get(self._kind(candidate), typical)
 
     def next(self) -> Candidate | None:
-        whole = [c for c in self.left if c.hybrid.stages == 1 and c.estimate_s < math.inf]
-        return min(whole if whole and not self.planned else self.left, key=self.expected_s, default=None)
+        return min(self.left, key=self.expected_s, default=None)
 
     def done(self, candidate: Candidate, step_s: float) -> None:
         self.left.remove(candidate)
