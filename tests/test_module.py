@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -246,9 +247,13 @@ class WithMethods(nn.Linear):
     def training_loss(self, x: torch.Tensor) -> torch.Tensor:
         return (self(x) - 1).square().mean()
 
-    @property
+    @cached_property
     def size(self) -> float:
         return float(sum(full(p).detach().square().sum() for p in self.parameters()))
+
+    @property
+    def norm(self) -> float:
+        return self.size**0.5
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
@@ -272,6 +277,7 @@ def trained_by_methods() -> list[tuple[float, float, float]]:
             loss.backward()
             optimizer.step()
         found.append((float(loss.detach()), model.size, model.in_features))
+    assert many.norm == pytest.approx(many.size**0.5)
     return found
 
 

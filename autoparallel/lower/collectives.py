@@ -92,12 +92,25 @@ def shifted(values: Sequence[torch.Tensor], axis: Axis) -> tuple[torch.Tensor, .
     return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
 
 
+class _Exchange(torch.autograd.Function):
+    """Rows to other ranks; their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        ctx.way_back = axis, sent, received
+        width = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
+        counts = [[n * width for n in numbers] for numbers in (received, sent)]
+        made = _wait(_c10d.all_to_all_single(x.reshape(-1), *counts, axis.group_name))
+        return made.view(sum(received), *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return exchanged_rows(gradient, *ctx.way_back), None, None, None
+
+
 def exchanged_rows(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
     """The first ``sent[0]`` rows of x go to the first rank, and so on; ``received[r]`` rows come from rank r."""
-    width = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
-    counts = [[n * width for n in numbers] for numbers in (received, sent)]
-    made = _wait(_c10d.all_to_all_single(x.reshape(-1), *counts, axis.group_name))
-    return made.view(sum(received), *x.shape[1:])
+    return _Exchange.apply(x, axis, received, sent)
 
 
 def slice_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:

@@ -6,8 +6,6 @@ How many rows go where depends on the data, so the ranks tell one another first 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -15,20 +13,6 @@ from autoparallel.capture.experts import body_of, routed_experts
 from autoparallel.layout import pieces
 from autoparallel.lower.collectives import exchanged_rows
 from autoparallel.runtime import groups
-from autoparallel.runtime.groups import Axis
-
-
-class _Exchange(torch.autograd.Function):
-    """Rows to other ranks; their gradients come back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
-        ctx.way_back = axis, sent, received
-        return exchanged_rows(x, axis, received, sent)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _Exchange.apply(gradient.contiguous(), *ctx.way_back), None, None, None
 
 
 def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_row: list[torch.Tensor],
@@ -42,9 +26,9 @@ def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_ro
     counts = torch.bincount(owner, minlength=axis.size)
     each = [1] * axis.size
     sent, received = counts.tolist(), exchanged_rows(counts, axis, each, each).tolist()
-    rows = _Exchange.apply(tokens[order // (ids.shape[0] // tokens.shape[0])], axis, received, sent)
+    rows = exchanged_rows(tokens[order // (ids.shape[0] // tokens.shape[0])], axis, received, sent)
     theirs = exchanged_rows(ids[order], axis, received, sent)
-    beside = [_Exchange.apply(value[order], axis, received, sent) for value in by_row]
+    beside = [exchanged_rows(value[order], axis, received, sent) for value in by_row]
     made = routed_experts(body, rows, theirs, beside, weights, first)
-    back = _Exchange.apply(made, axis, sent, received)
+    back = exchanged_rows(made, axis, sent, received)
     return torch.zeros_like(back).index_copy(0, order, back)

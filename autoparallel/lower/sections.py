@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -34,31 +34,17 @@ def _stretches(sizes: Sizes, num_ranks: int, owner: int, user: int) -> tuple[tup
     return tuple(found)
 
 
-def _counts(sizes: Sizes, axis: Axis) -> tuple[list[int], list[int]]:
-    """Rows that this rank sends to each rank to use, and rows that it uses of each."""
-    def rows(owner: int, user: int) -> int:
-        return sum(end - start for start, end in _stretches(sizes, axis.size, owner, user))
+def _used(x: torch.Tensor, axis: Axis, sizes: Sizes) -> torch.Tensor:
+    """Of plain pieces of rows, x, the rows of this rank's pieces of all sections, in the order of the whole."""
+    sent = [_stretches(sizes, axis.size, axis.rank, user) for user in range(axis.size)]
+    received = [_stretches(sizes, axis.size, owner, axis.rank) for owner in range(axis.size)]
+    order = [row for stretches in sent for start, end in stretches for row in range(start, end)]
+    rows = x.index_select(0, torch.tensor(order, device=x.device))
+    return exchanged_rows(rows, axis, [_length(s) for s in received], [_length(s) for s in sent])
 
-    return [rows(axis.rank, r) for r in range(axis.size)], [rows(r, axis.rank) for r in range(axis.size)]
 
-
-class _ToSections(torch.autograd.Function):
-    """Plain pieces of rows to pieces of each section; with ``back`` the other way; one is the other's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, sizes: Sizes, back: bool) -> torch.Tensor:
-        ctx.call = axis, sizes, back
-        owned, used = _counts(sizes, axis)
-        stretches = [s for user in range(axis.size) for s in _stretches(sizes, axis.size, axis.rank, user)]
-        if not back:  # both ways a rank's rows are in the order of the whole tensor's
-            return exchanged_rows(torch.cat([x[start:end] for start, end in stretches]), axis, used, owned)
-        rows = exchanged_rows(x.contiguous(), axis, owned, used).split([end - start for start, end in stretches])
-        return torch.cat([part for _, part in sorted(zip(stretches, rows, strict=True), key=lambda pair: pair[0])])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        axis, sizes, back = ctx.call
-        return _ToSections.apply(gradient, axis, sizes, not back), None, None, None
+def _length(stretches: Sequence[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in stretches)
 
 
 def cut_sections(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: list[int], *,
@@ -66,6 +52,6 @@ def cut_sections(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     """`capture.sections.linear_sections` for a piece of each section: ``weight`` [piece of n, k], cut over one axis."""
     (name,) = axes
     axis = groups.current(name)
-    weight = _ToSections.apply(weight, axis, tuple(sizes), False)
-    bias = _ToSections.apply(bias, axis, tuple(sizes), False) if bias is not None else None
-    return linear_sections(x, weight, bias, [piece_of(size, axis.size, axis.rank)[1] for size in sizes])
+    own = [piece_of(size, axis.size, axis.rank)[1] for size in sizes]
+    own_bias = _used(bias, axis, tuple(sizes)) if bias is not None else None
+    return linear_sections(x, _used(weight, axis, tuple(sizes)), own_bias, own)

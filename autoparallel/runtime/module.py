@@ -364,6 +364,8 @@ class ParallelModule(nn.Module):
         described = inspect.getattr_static(type(model), name, None)
         if isinstance(described, property) and described.fget is not None:
             return described.fget(self)
+        if isinstance(described, cached_property):
+            return described.func(self)
         value = getattr(model, name)
         if isinstance(value, MethodType) and value.__self__ is model:
             return MethodType(value.__func__, self)
