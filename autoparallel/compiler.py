@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from autoparallel.hybrid import (
     stages_of,
     stored_in_pieces,
 )
-from autoparallel.hybrid.joint import Candidate, Fixed, search_jointly
+from autoparallel.hybrid.joint import Candidate, First, Fixed, search_jointly
 from autoparallel.layout import Layout
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
@@ -170,9 +170,12 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     fixed = Fixed(options.micro_batches, options.pipeline_stages, options.schedule, options.recompute,
                   options.zero_stage, tuple(mesh_shape) if mesh_shape is not None else None)
 
-    def in_full(candidate: Candidate, seconds: float) -> Plan:
-        micro, within = split_batch(graph, candidate.hybrid.micro_batches), replace(options, time_limit_s=seconds)
-        return _plan_on(micro, cluster, candidate.mesh_shape, None, within, candidate.hybrid)
+    split = cache(partial(split_batch, graph))
+
+    def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
+        micro = split(candidate.hybrid.micro_batches)
+        within = replace(options, time_limit_s=seconds, search=search)
+        return _plan_on(micro, cluster, candidate.mesh_shape, None, within, candidate.hybrid, candidate.first)
 
     def with_blocks(whole: Plan, again: tuple[str, ...]) -> Plan:
         hybrid = replace(whole.hybrid, recompute_blocks=again)
@@ -182,7 +185,7 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
                            options.time_limit_s, in_full)
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
-        micro = split_batch(graph, best.hybrid.micro_batches)
+        micro = split(best.hybrid.micro_batches)
         space = StrategySpace(micro.body, best.mesh_shape)
         blocks = blocks_by_stage(space, stages_of(space, micro.loss, best.hybrid))
         best = fewest_recomputed(best, blocks, partial(with_blocks, best), started + options.time_limit_s)
@@ -286,16 +289,19 @@ def _plan_on(
     axis_names: Sequence[str] | None,
     options: Options,
     hybrid: Hybrid,
+    first: First | None = None,
 ) -> Plan:
     """Space, prices, problem, solution, plan; with the CPU seconds of each."""
     clock = _Clock()
     space = StrategySpace(micro.body, mesh_shape, axis_names)
     clock.lap("strategies")
-    return _plan_in(space, micro, cluster, options, {}, hybrid, clock)
+    return _plan_in(space, micro, cluster, options, {}, hybrid, clock, first)
 
 
 def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
-             placed: Mapping[str, Layout], hybrid: Hybrid, clock: _Clock | None = None) -> Plan:
+             placed: Mapping[str, Layout], hybrid: Hybrid, clock: _Clock | None = None,
+             first: First | None = None) -> Plan:
+    """The plan that a search finds; ``first`` gives labels for it to begin with, where pins allow them."""
     if options.recompute == "auto":
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
     clock = clock or _Clock()
@@ -315,7 +321,8 @@ def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, option
     problem = pricer.full()
     clock.lap("pricing")
     try:
-        solution = solve(problem, options.search, options.time_limit_s, pricer, options.progress)
+        begin = pricer.choice_near(first(space)) if first is not None else None
+        solution = solve(problem, options.search, options.time_limit_s, pricer, options.progress, begin)
     except InfeasibleError as error:
         raise _naming_pins(error, pricer, options) from None
     clock.lap("search")

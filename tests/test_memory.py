@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,12 +38,13 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):  # which has its local one's bytes
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return made
 
     def total(self, without: Iterable[torch.Tensor | None] = ()) -> int:
+        gc.collect()  # what is left over in cycles is there by chance
         self.storages = {k: v for k, v in self.storages.items() if not v[0].expired()}
         skipped = {storage(tensor) for tensor in without if tensor is not None}
         return sum(size for key, (_, size) in self.storages.items() if key not in skipped)
@@ -105,6 +107,7 @@ PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
     ("llama", (4,), {"baseline": "ddp"}, 0.05),
     ("bert", (4,), {"baseline": "fsdp"}, 0.05),
     ("bert", (4,), {"baseline": "tensor_parallel"}, 0.05),
+    ("gpt2", (4,), {"baseline": "tensor_parallel"}, 0.05),  # whose fused projections exchange rows of the weight
     ("llama", (4,), {"micro_batches": 2, "recompute": "full"}, 0.05),
     ("llama", (2, 2), {"recompute": "full"}, 0.05),  # by a call, not by `step`
     ("llama", (2, 2), {"recompute": "offload"}, 0.05),
@@ -116,6 +119,7 @@ PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
     ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe"}, 0.05),
     ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe", "recompute": "full"}, 0.05),
     ("bert", (4,), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "1f1b"}, 0.05),
+    ("bert", (4,), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "zero_bubble"}, 0.05),
     ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble"}, 0.05),
     # Gradients that are still being sent when the next forward begins are not predicted.
     ("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "interleaved"}, 0.12),
@@ -159,9 +163,9 @@ def test_bytes_are_as_predicted(ranks: Any, case_name: str, mesh_shape: tuple[in
                                 tolerance: float) -> None:
     """Of the fullest rank."""
     found = ranks(4).run(measure, case_name, mesh_shape, dict(options), timeout_s=100)
-    predicted_state, predicted_activations, _, _ = found[0]
-    assert predicted_state == pytest.approx(max(state for _, _, state, _ in found), rel=0.05)
-    assert predicted_activations == pytest.approx(max(live for _, _, _, live in found), rel=tolerance)
+    predicted_state, predicted_activations, state, live = max(found, key=lambda rank: sum(rank[2:]))
+    assert predicted_state == pytest.approx(state, rel=0.05)
+    assert predicted_activations == pytest.approx(live, rel=tolerance)
 
 
 def test_offload_trades_memory_for_copies() -> None:

@@ -20,7 +20,9 @@ from autoparallel.capture.compositions import COMPOSITIONS, Rewrite
 from autoparallel.capture.editing import Node, argument, emit, replace, source_line
 from autoparallel.capture.experts import gather_experts
 from autoparallel.capture.functionalise import functionalise
+from autoparallel.capture.losses import AVERAGED_LOSSES
 from autoparallel.capture.masks import drop_masks
+from autoparallel.capture.norms import batch_norm, refuse_given_statistics
 from autoparallel.capture.precision import explicit_casts, refuse_elsewhere
 from autoparallel.capture.sections import gather_sections
 from autoparallel.errors import CaptureError
@@ -40,9 +42,7 @@ def normalise(gm: GraphModule, buffer_names: dict[str, str], autocast: torch.dty
     mutations = functionalise(graph, buffer_names)
     for one_pass in PASSES:
         one_pass(graph, mutations)
-    if inputs := [name for name in mutations if name not in buffer_names]:
-        raise CaptureError(f"a norm updates running statistics that are the model's inputs {inputs}\n"
-                           "  Hold them as buffers (register_buffer), or norm by them (training=False).")
+    refuse_given_statistics(mutations, buffer_names)
     drop_dead(graph, mutations)
     return mutations
 
@@ -381,93 +381,6 @@ def _filled(graph: Graph, node: Node) -> Node | None:
     return emit(graph, node, aten.full.default, list(value.shape), fill, dtype=value.dtype, device=value.device)
 
 
-def _reduced(graph: Graph, node: Node, reduction: int) -> Node:
-    """The same loss, not reduced (0) or summed (2)."""
-    names = [declared.name for declared in node.target._schema.arguments]
-    positional = names[: max(len(node.args), names.index("reduction") + 1)]
-    values = {name: reduction if name == "reduction" else argument(node, name) for name in positional}
-    rest = {name: value for name, value in node.kwargs.items() if name not in values}
-    return emit(graph, node, node.target, *values.values(), **rest)
-
-
-def _loss_mean(graph: Graph, node: Node) -> Node | None:
-    """loss(x, y, mean) -> loss(x, y, sum) / number of elements of the loss that is not reduced."""
-    if argument(node, "reduction") != 1:
-        return None
-    count = _reduced(graph, node, 0).meta["val"].numel()
-    return emit(graph, node, aten.mul.Tensor, _reduced(graph, node, 2), 1.0 / count)
-
-
-def _cross_entropy(graph: Graph, node: Node) -> Node | None:
-    """Mean over the targets that count -> sum / count, both of which may be summed over ranks."""
-    target = argument(node, "target")
-    if target.meta["val"].is_floating_point():
-        return _loss_mean(graph, node)
-    if argument(node, "reduction") != 1:
-        return None
-    total, weight = _reduced(graph, node, 2), argument(node, "weight")
-    counts = emit(graph, node, aten.ne.Scalar, target, argument(node, "ignore_index"))
-    if weight is None:
-        counts = emit(graph, node, aten.to.dtype, counts, torch.float32)
-    else:  # a target counts as much as its class weighs
-        place = emit(graph, node, aten.where.ScalarOther, counts, target, 0)
-        weighed = emit(graph, node, aten.index.Tensor, emit(graph, node, aten.detach.default, weight), [place])
-        counts = emit(graph, node, aten.where.ScalarOther, counts, weighed, 0.0)
-    counts = emit(graph, node, aten.sum.dim_IntList, counts, list(range(target.meta["val"].dim())), False)
-    return emit(graph, node, aten.div.Tensor, total, counts)
-
-
-def batch_norm(graph: Graph, mutations: dict[str, Node]) -> None:
-    """Batch norm into sums and element-wise ops: a batch cut over ranks then gives synchronised statistics by itself.
-    And so instance norm, where it has running statistics.
-
-    These, which the op updates behind its schema's back, become buffer updates like any other.
-    """
-    for node in list(graph.nodes):
-        instances = node.target is aten.instance_norm.default and argument(node, "running_mean") is not None
-        if node.target is aten.batch_norm.default or instances:
-            with graph.inserting_before(node):
-                new = _batch_norm(graph, node, mutations)
-            replace(node, new, mutations)
-
-
-def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
-    x, weight, bias, running_mean, running_var, training, momentum, eps = node.args[:8]
-    value = x.meta["val"]
-    channels, one_each = value.shape[1], node.target is aten.instance_norm.default
-    instances = value.shape[0] if one_each else 1
-    dims = [d for d in range(value.dim()) if d != 1 and not (one_each and d == 0)]
-    count = value.numel() // channels // instances
-
-    def e(target: Any, *args: Any) -> Node:
-        return emit(graph, node, target, *args)
-
-    def wide(vector: Node) -> Node:
-        return e(aten.reshape.default, vector, [1, channels] + [1] * (value.dim() - 2))
-
-    if training:
-        mean = e(aten.mul.Tensor, e(aten.sum.dim_IntList, x, dims, True), 1.0 / count)
-        centred = e(aten.sub.Tensor, x, mean)
-        squares = e(aten.sum.dim_IntList, e(aten.mul.Tensor, centred, centred), dims, True)
-        variance = e(aten.mul.Tensor, squares, 1.0 / count)
-        if running_mean is not None:
-            unbiased = 1.0 / max(1, count - 1)
-            for buffer, statistic, scale in ((running_mean, mean, 1.0), (running_var, squares, unbiased)):
-                batch = e(aten.detach.default, statistic)
-                if one_each:
-                    batch = e(aten.mul.Tensor, e(aten.sum.dim_IntList, batch, [0], True), 1.0 / instances)
-                batch = e(aten.reshape.default, batch, [channels])
-                kept = e(aten.mul.Tensor, mutations.get(buffer.name, buffer), 1.0 - momentum)
-                mutations[buffer.name] = e(aten.add.Tensor, kept, e(aten.mul.Tensor, batch, scale * momentum))
-    else:
-        mean, variance = wide(running_mean), wide(running_var)
-        centred = e(aten.sub.Tensor, x, mean)
-    out = e(aten.mul.Tensor, centred, e(aten.rsqrt.default, e(aten.add.Tensor, variance, eps)))
-    if weight is not None:
-        out = e(aten.mul.Tensor, out, wide(weight))
-    return e(aten.add.Tensor, out, wide(bias)) if bias is not None else out
-
-
 def share_masks(graph: Graph, mutations: dict[str, Node]) -> None:
     """A mask of several attentions as the numbers that they add, made once: torch makes (and keeps for backward) its
     own of a boolean mask in each."""
@@ -537,11 +450,6 @@ IDENTITIES = (aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.
 FILLED = (aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.zeros_like.default,
           aten.ones_like.default, aten.full_like.default, aten.empty_like.default, aten.new_empty.default,
           aten.empty.memory_format, aten.zero.default)
-LOSSES = (aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-          aten.kl_div.default, aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
-          aten.soft_margin_loss.default, aten.poisson_nll_loss.default, aten.hinge_embedding_loss.default,
-          aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default, aten.margin_ranking_loss.default,
-          aten.multi_margin_loss.default, aten.multilabel_margin_loss.default)
 #: Other names of the same ops.
 SYNONYMS = {
     aten.multiply.Tensor: aten.mul.Tensor, aten.multiply.Scalar: aten.mul.Scalar, aten.divide.Tensor: aten.div.Tensor,
@@ -578,8 +486,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     _each({aten.mean.default: _mean, aten.mean.dim: _mean, aten.sum.default: _sum_all}),
     _each(dict.fromkeys(AVERAGES, _adaptive)),
     _each({aten.dropout.default: _dropout}),
-    _each({aten.cross_entropy_loss.default: _cross_entropy, aten.nll_loss_nd.default: _cross_entropy}),
-    _each(dict.fromkeys(LOSSES, _loss_mean)),
+    _each(AVERAGED_LOSSES),
     drop_masks,
     gather_experts,
     share_masks,

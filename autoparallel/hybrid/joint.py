@@ -1,7 +1,7 @@
 """The joint search: pipeline, mesh, micro-batches, ZeRO, recompute and sharding together.
 
-Every combination is priced on a sketch of the model (a fraction of a second each); the best of them are then planned
-in full, best estimate first, until no estimate left is better than the best plan.
+Every combination is priced on a sketch of the model (a fraction of a second each). Of the best, what the sketches do is
+done in the whole model (a draft), until no estimate left is better than the best draft; the search goes on from that.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Protocol
 
 import numpy as np
 
@@ -24,16 +25,18 @@ from autoparallel.plans.hybrid import RECOMPUTE
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.breakdown import equal_stages_s, estimate
 from autoparallel.pricing.turns import in_flight
-from autoparallel.rules.space import StrategySpace
+from autoparallel.rules.space import Label, StrategySpace
 from autoparallel.search import plan_within
 from autoparallel.search.problem import Problem
 from cost_models import Cluster
 
 SOLVE_S, SOLVE_GAP, LEAST_FULL_S = 3.0, 0.02, 10.0
-SHARE_OF_ESTIMATES, SHARE_OF_FIRST = 0.7, 0.7
+SHARE_OF_ESTIMATES, SHARE_OF_DRAFTS, SHARE_OF_FIRST = 0.55, 0.8, 0.7
 #: How much of the logarithm of estimate / bound another candidate need not share, for each step between the two.
 SPREAD, UNFIT = 0.25, 4.0
-MOST_FULL, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS = 12, 8, 1.5, 1.15
+MOST_DRAFTS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, DRAFT_S = 40, 8, 1.5, 1.15, 2.0
+#: A candidate that is expected to take so many times as long as the best plan is not searched on.
+SEARCH_ON = 1.02
 MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
 
 
@@ -49,13 +52,18 @@ class Fixed:
     mesh_shape: tuple[int, ...] | None = None
 
 
+#: Labels for the sites of a space of the whole model.
+First = Callable[[StrategySpace], Sequence[Label]]
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One combination, with its estimated seconds (inf: does not fit)."""
+    """One combination, with its estimated seconds (inf: does not fit) and the plan of a sketch that they are of."""
 
     hybrid: Hybrid
     mesh_shape: tuple[int, ...]
     estimate_s: float = math.inf
+    first: First | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -191,7 +199,9 @@ class JointSearch:
         choice = plan_within(problem, SOLVE_GAP, SOLVE_S, pricer)
         if choice is None:
             return candidate
-        return replace(candidate, estimate_s=estimate(pricer, pricer.labels_of(choice)))
+        labels = pricer.labels_of(choice)
+        first = partial(self.sketch.labels, small=prices.space, labels=labels)
+        return replace(candidate, estimate_s=estimate(pricer, labels), first=first)
 
     def least_bytes(self, candidate: Candidate) -> float:
         """A bound below the peak: parameters, and what lives from forward to backward, cut evenly over all devices."""
@@ -350,55 +360,61 @@ def least_live_bytes(problem: Problem, turn: int) -> float:
     return float(sum(np.min(n.usages) for n in problem.nodes if n.interval[0] <= turn < n.interval[1]))
 
 
+class InFull(Protocol):
+    """Plans a candidate for the whole model, from what its sketch found on: by a search named, or the user's."""
+
+    def __call__(self, candidate: Candidate, seconds: float, search: str = ...) -> Plan: ...
+
+
 def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
-    plan_in_full: Callable[[Candidate, float], Plan],
+    in_full: InFull,
 ) -> JointResult:
-    """Estimate all combinations, then plan the best in full until no estimate left beats the best plan.
+    """Estimate all combinations, make drafts of the best until no estimate left beats the best draft, and search on
+    from that.
 
-    ``plan_in_full(candidate, seconds)`` searches for at most so long.
-
-    Raises InfeasibleError when nothing fits.
+    A draft does in each block what the sketch's did, made to fit. Raises InfeasibleError when nothing fits.
     """
     started = time.monotonic()
-    deadline = started + SHARE_OF_ESTIMATES * time_limit_s
-    search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes, deadline)
+    search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes, started + SHARE_OF_ESTIMATES * time_limit_s)
     survey = search.run()
-    best: Plan | None = None
-    failure: AutoparallelError | None = None
-    order = _Order(survey.candidates)
-    while (candidate := order.next()) is not None:
-        late = order.planned >= (MOST_FULL if best is not None else MOST_FAILED)
-        late |= time.monotonic() - started > time_limit_s and best is not None
-        if late or (best is not None and order.expected_s(candidate) >= best.prediction.step_s):
+    drafts = _Drafts(survey.candidates, in_full)
+    drafts.run(started + SHARE_OF_DRAFTS * time_limit_s)
+    for candidate in drafts.in_order():
+        left = started + time_limit_s - time.monotonic()
+        if drafts.best is not None and (left <= 0 or drafts.expected_s(candidate) > SEARCH_ON * drafts.best_s):
             break
-        try:
-            made = plan_in_full(candidate, max(LEAST_FULL_S, started + time_limit_s - time.monotonic()))
-        except (InfeasibleError, SearchError) as error:
-            failure = min(failure or error, error, key=_needed_bytes)
-            order.done(candidate, math.inf)
-            continue
-        order.done(candidate, made.prediction.step_s)
-        if best is None or made.prediction.step_s < best.prediction.step_s:
-            best = made
-    if best is None:
-        raise failure or InfeasibleError("no combination of pipeline, mesh and micro-batches is possible")
-    return JointResult(best, survey, order.planned, time.monotonic() - started)
+        drafts.take(candidate, max(LEAST_FULL_S, left))
+    if drafts.best is None:
+        raise drafts.failure or InfeasibleError("no combination of pipeline, mesh and micro-batches is possible")
+    return JointResult(drafts.best, survey, drafts.planned, time.monotonic() - started)
 
 
 def _needed_bytes(error: AutoparallelError) -> float:
     return float(getattr(error, "needed_bytes", math.inf))
 
 
-class _Order:
-    """Which candidate to plan in full next: the best by its estimate, times what plans of its kind of pipeline turned
-    out to be over theirs. (Stages are never quite equal, and the more of them the less.) Of a kind of pipeline not
-    tried yet the least that others turned out to be over theirs is expected, and at first `PIPELINE_EXCESS`."""
+class _Drafts:
+    """Plans of the whole model, those first that are expected to be best: by their estimate, times what plans of their
+    kind of pipeline turned out to be over theirs. (Stages are never quite equal, and the more of them the less.) Of a
+    kind of pipeline not tried yet the least that others turned out to be over theirs is expected, and at first
+    `PIPELINE_EXCESS`."""
 
-    def __init__(self, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, candidates: Sequence[Candidate], in_full: InFull) -> None:
         self.left = [c for c in candidates if c.estimate_s < math.inf] or list(candidates[:MOST_FAILED])
+        self.in_full = in_full
+        self.best: Plan | None = None
+        self.failure: AutoparallelError | None = None
+        self.drafted: dict[Candidate, float] = {}
         self.ratios: dict[tuple[int, int, str], float] = {}
-        self.planned = 0
+
+    @property
+    def planned(self) -> int:
+        return len(self.drafted)
+
+    @property
+    def best_s(self) -> float:
+        return math.inf if self.best is None else self.best.prediction.step_s
 
     @staticmethod
     def _kind(candidate: Candidate) -> tuple[int, int, str]:
@@ -406,17 +422,39 @@ class _Order:
         return h.stages, h.pipeline_ranks, h.schedule
 
     def expected_s(self, candidate: Candidate) -> float:
+        """Seconds of the plan of a candidate: of its draft, where there is one that fits."""
+        drafted = self.drafted.get(candidate, math.inf)
+        if drafted < math.inf:
+            return drafted
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
         typical = min(pipelined, default=PIPELINE_EXCESS) if candidate.hybrid.stages > 1 else 1.0
         return candidate.estimate_s * self.ratios.get(self._kind(candidate), typical)
 
-    def next(self) -> Candidate | None:
-        return min(self.left, key=self.expected_s, default=None)
+    def in_order(self) -> Iterator[Candidate]:
+        """What was drafted, the best first; what did not come to fit last."""
+        yield from sorted(self.drafted, key=lambda c: (self.drafted[c], c.estimate_s))
 
-    def done(self, candidate: Candidate, step_s: float) -> None:
-        self.left.remove(candidate)
-        self.planned += 1
-        if step_s == math.inf:  # its kind needs more than sketches say
-            self.ratios[self._kind(candidate)] = FAILED_RATIO * self.ratios.get(self._kind(candidate), 1.0)
-        if math.isfinite(step_s) and math.isfinite(candidate.estimate_s):
-            self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
+    def run(self, deadline: float) -> None:
+        """Drafts, until none is expected to beat the best."""
+        while self.left and time.monotonic() < deadline and self.planned < MOST_DRAFTS:
+            candidate = min(self.left, key=self.expected_s)
+            if self.expected_s(candidate) >= self.best_s:
+                break
+            self.left.remove(candidate)
+            step_s = self.take(candidate, DRAFT_S, "local") if candidate.first is not None else math.inf
+            self.drafted[candidate] = step_s
+            if step_s == math.inf:  # its kind needs more than sketches say
+                self.ratios[self._kind(candidate)] = FAILED_RATIO * self.ratios.get(self._kind(candidate), 1.0)
+            elif math.isfinite(candidate.estimate_s):
+                self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
+
+    def take(self, candidate: Candidate, seconds: float, *search: str) -> float:
+        """Plan it; returns its seconds (inf: none that fits was found)."""
+        try:
+            made = self.in_full(candidate, seconds, *search)
+        except (InfeasibleError, SearchError) as error:
+            self.failure = min(self.failure or error, error, key=_needed_bytes)
+            return math.inf
+        if made.prediction.step_s < self.best_s:
+            self.best = made
+        return made.prediction.step_s

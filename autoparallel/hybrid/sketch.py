@@ -6,7 +6,7 @@ with depth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.utils._pytree as pytree
@@ -16,17 +16,19 @@ from autoparallel.capture.blocks import Block, find_blocks
 from autoparallel.capture.graph import Node
 from autoparallel.plans import Hybrid
 from autoparallel.pricing.turns import in_flight
-from autoparallel.rules.space import Site, StrategySpace
+from autoparallel.rules.space import Label, Site, StrategySpace
 
 
 @dataclass(frozen=True)
 class Sketch:
     """``graph`` has fewer nodes than the model; ``stands_for`` says by node name how many nodes of the model each is,
-    for the nodes of equal blocks and what only they read (others are one)."""
+    for the nodes of equal blocks and what only they read (others are one). ``twins``: the node that stands for each
+    that the sketch lacks."""
 
     graph: OpGraph
     stands_for: Mapping[str, int]
     num_blocks: int
+    twins: Mapping[str, str]
 
     def counts(self, space: StrategySpace) -> list[int]:
         """For how many sites of the model each site counts."""
@@ -35,6 +37,15 @@ class Sketch:
     def inside(self, space: StrategySpace) -> list[bool]:
         """Whether each site is in a block, or is what only one reads."""
         return [_node_name(site) in self.stands_for for site in space.sites]
+
+    def labels(self, space: StrategySpace, small: StrategySpace, labels: Sequence[Label]) -> list[Label]:
+        """Labels of the model's sites, from those of a sketch's: what a node stands for does as it does."""
+        known = {site.name: label for site, label in zip(small.sites, labels, strict=True)}
+        found = []
+        for site, s in zip(space.sites, space.strategies, strict=True):
+            name, *rest = site.name.split(":")
+            found.append(known.get(":".join([self.twins.get(name, name), *rest]), s.labels[0]))
+        return found
 
     def held(self, space: StrategySpace, hybrid: Hybrid) -> list[float]:
         """How much of each site's values the fullest rank of a pipeline holds, in those of one site that has as many
@@ -76,7 +87,8 @@ def sketch(graph: OpGraph) -> Sketch:
             stands_for.update({graph.nodes[i].name: 1 for i in (*block.nodes, *_parameters(graph, block))})
         if len(alike) > 3:
             _fold(graph, alike, twin, stands_for)
-    return Sketch(_without(graph, twin) if twin else graph, stands_for, len(blocks))
+    twins = {graph.nodes[index].name: graph.nodes[other].name for index, other in twin.items()}
+    return Sketch(_without(graph, twin) if twin else graph, stands_for, len(blocks), twins)
 
 
 def _fold(graph: OpGraph, alike: list[Block], twin: dict[int, int], stands_for: dict[str, int]) -> None:

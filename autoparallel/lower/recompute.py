@@ -60,7 +60,7 @@ def host_copy(value: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
     """What autograd saves inside is moved to the host (pinned, for a GPU) and back at its use, each value once; but not
-    ``own``, which others keep anyway."""
+    ``own``, which others keep anyway. (torch's `save_on_cpu` moves all that is saved, as often as it is.)"""
     kept = {value.untyped_storage().data_ptr() for value in own}
     moved: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # with the value itself, so that its place stays its own
 

@@ -259,6 +259,15 @@ class Prices:
                         seconds = np.where(uses, _exchange_s(exchange.action, num_bytes, group), 0.0)
                         yield Inside(row.variant, axis, exchange, num_bytes, seconds)
 
+    def exchanged_bytes(self, s: StrategySet) -> np.ndarray:
+        """Bytes of the exchanged copies of its inputs that an op holds, by strategy."""
+        total = np.zeros(len(s.labels))
+        for number, row in enumerate(s.rows):
+            for exchange in (e for e in row.inside if e.kept):
+                copies = self.local_bytes(s.input_metas[exchange.input], s.inputs[exchange.input])
+                total = total + np.where((s.array == number).any(axis=1), copies, 0.0)
+        return total
+
     # --- parameters ---------------------------------------------------------------------------------------------
 
     def parameter_bytes(self, strategies: StrategySet) -> np.ndarray:

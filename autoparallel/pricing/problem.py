@@ -86,6 +86,14 @@ class SpacePricer:
             found.append(int(np.searchsorted(self.choices(site), number)))
         return tuple(found)
 
+    def choice_near(self, labels: Sequence[Label]) -> tuple[int, ...]:
+        """The same for labels that pins may forbid: of such a site the first choice."""
+        found = []
+        for site, label in enumerate(labels):
+            places = np.flatnonzero(self.choices(site) == self.space.strategies[site].position[label])
+            found.append(int(places[0]) if len(places) else 0)
+        return tuple(found)
+
     def labels_of(self, choice: Sequence[int]) -> list[Label]:
         """The inverse of `choice_of`."""
         return [self.space.strategies[s].labels[int(self.choices(s)[c])] for s, c in enumerate(choice)]
@@ -142,7 +150,7 @@ class SpacePricer:
         s, kind = self.space.strategies[index], self.space.sites[index].kind
         if kind == "parameter":
             return self.prices.parameter_bytes(s)
-        total = np.zeros(len(s.labels))
+        total = self.prices.exchanged_bytes(s)
         if kind in ("hub", "output", "update") or (s.rule is not None and s.rule.alias):
             return total
         for meta, numbers in zip(s.output_metas, s.outputs, strict=True):

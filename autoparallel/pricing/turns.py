@@ -87,13 +87,16 @@ class Turns:
     def buffers(self, link: Link) -> int:
         """How many times the value that is sent over the link lies on each stage that sends or gets it.
 
-        torch keeps a buffer for each micro-batch to receive it (on the sender, its gradient), and there is a copy of
-        those in flight; a stage that passes it on has both.
+        There is one for each micro-batch in flight, and a gradient on its way (between two neighbours, two); while
+        gradients of weights are put off, what was received, or what was sent and its gradient. A stage that passes it
+        on has it twice.
         """
         through = self.sent_through.get((link.target, link.position))
         if through is None:
             return 0
-        once = self.hybrid.micro_batches + self.in_flight(through[0])
+        ends = (0, self.hybrid.stages - 1)
+        once = max(self.in_flight(s) + put_off * self._late_of(s) + (1 if s in ends else 2)
+                   for s, put_off in zip(through, (2, 1), strict=True))
         return once if through[1] == through[0] + 1 else 2 * once
 
     def _block(self, index: int) -> tuple[int, str] | None:
@@ -234,8 +237,11 @@ class Turns:
 
     def _late(self, index: int) -> int:
         """Micro-batches whose gradients of weights a zero-bubble stage puts off, keeping all that they need."""
+        return self._late_of(self.stages_of[index][0])
+
+    def _late_of(self, stage: int) -> int:
         h = self.hybrid
-        return min(self.stages_of[index][0] % h.pipeline_ranks, h.micro_batches) if h.schedule == "zero_bubble" else 0
+        return min(stage % h.pipeline_ranks, h.micro_batches) if h.schedule == "zero_bubble" else 0
 
     def _kept_life(self, index: int, inside: bool, gradients: int = 0) -> Life:
         """Of what backward needs, and of so many gradients of it."""

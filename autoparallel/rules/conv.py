@@ -58,7 +58,7 @@ def _halo(op: OpView, window: Window, dim: int, name: str) -> Row:
     """Neighbours exchange the places that both reach. Not over two axes: a neighbour may be one of the other."""
     x, cut = op.inputs[0], shard(dim)
     rows = max(0, window.extent - window.stride)
-    border = Exchange("neighbours", 0, x.dtype.itemsize * rows / x.shape[dim], forward=1, backward=int(x.requires_grad))
+    border = Exchange("neighbours", 0, x.dtype.itemsize * rows / x.shape[dim], 1, int(x.requires_grad), kept=True)
     row = f"halo {name}"
     return Row(row, (cut, *(REPLICATE for _ in op.inputs[1:])), (cut,), name, variant="windows", inside=(border,),
                apart=frozenset({row, name}))

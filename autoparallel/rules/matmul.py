@@ -30,7 +30,7 @@ def linear_sections(op: OpView) -> Rule:
                        reduce="k", additive="bias", linear=("x bias", "w bias"), flops_per_point=2.0 * width,
                        op_class="matmul", saves=frozenset({0, 1}))
     exchanged = range(1, len(op.inputs))
-    inside = tuple(Exchange("all_to_all", i, op.inputs[i].dtype.itemsize, forward=1, backward=1) for i in exchanged)
+    inside = tuple(Exchange("all_to_all", i, op.inputs[i].dtype.itemsize, 1, 1, kept=True) for i in exchanged)
     cut = Row("n", (REPLICATE, *(shard(0) for _ in exchanged)), (shard(last),) * len(op.outputs), "n",
               variant="sections", inside=inside, apart=frozenset({"n"}))
     return replace(rule, variants=(cut,))

@@ -29,13 +29,15 @@ Dims = tuple[str | None, ...]
 class Exchange:
     """Communication inside a variant, along its axis: ``action`` (all_reduce, all_to_all, ring: a piece goes once
     around) on ``bytes_per_element`` for each element of the piece of input ``input``, so often forward and backward.
-    Of ``neighbours``, which send one another as much however short their pieces are, for each element of the whole."""
+    Of ``neighbours``, which send one another as much however short their pieces are, for each element of the whole.
+    ``kept``: the op works on an exchanged copy of its piece, which lives as long as what it makes."""
 
     action: str
     input: int
     bytes_per_element: float
     forward: int = 1
     backward: int = 0
+    kept: bool = False
 
 
 @dataclass(frozen=True)

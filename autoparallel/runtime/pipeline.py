@@ -1,16 +1,19 @@
 """Pipeline schedules of torch.distributed.pipelining over our stage modules. (The one file that touches them.)
 
 Metadata of what stages exchange is known from the plan, so torch infers nothing; micro-batches are cut by us, so its
-chunking is left out.
+chunking is left out. torch makes a buffer for each micro-batch that a stage will receive, before the first step; ours
+are there from receiving to backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import pipelining as torch_pp
 
 from autoparallel.plans import Hybrid
 
@@ -22,6 +25,49 @@ def _loss(output: Any, target: Any) -> torch.Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
+class _Stage(torch_pp.PipelineStage):
+    """A stage whose buffers are on the meta device, but for micro-batches that are being received or used."""
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        with self._on_meta():
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        with self._on_meta():
+            super()._setup_backward_recv_info(num_microbatches)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    @staticmethod
+    def _move(infos: Sequence[Any], device: torch.device | str) -> None:
+        for info in infos:
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=False)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._move(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._move(self.args_recv_info[fwd_chunk_id], "meta")  # backward has the buffer itself
+        return result
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._move(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
+
+
 class Pipeline:
     """One schedule over the stages of this rank.
 
@@ -30,15 +76,13 @@ class Pipeline:
 
     def __init__(self, hybrid: Hybrid, modules: Mapping[int, TurnModule], group: dist.ProcessGroup,
                  device: torch.device) -> None:
-        from torch.distributed import pipelining as torch_pp
-
         classes: dict[str, Any] = {
             "gpipe": torch_pp.ScheduleGPipe, "1f1b": torch_pp.Schedule1F1B,
             "interleaved": torch_pp.ScheduleInterleaved1F1B, "zero_bubble": torch_pp.ScheduleInterleavedZeroBubble,
         }
         self.group, self.micro_batches, self.device = group, hybrid.micro_batches, device
         self.stages = [
-            torch_pp.PipelineStage(module, index, hybrid.stages, device, input_args=_metas(module.received),
+            _Stage(module, index, hybrid.stages, device, input_args=_metas(module.received),
                                    output_args=_metas(module.results), group=group)
             for index, module in sorted(modules.items())
         ]

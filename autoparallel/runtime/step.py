@@ -22,7 +22,6 @@ from autoparallel.lower.recompute import with_recompute
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import groups, rng
 from autoparallel.runtime.groups import Axis
-from autoparallel.runtime.pipeline import Pipeline
 from autoparallel.runtime.regather import gather_again, regathering
 
 
@@ -92,10 +91,10 @@ class TurnModule(nn.Module):
         with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, turn)), \
                 regathering() if self.regathers else nullcontext():
             outputs, self.updates, sent = self.turn(*self.leaves, *self.inputs[turn],
-                                                    *(_Boundary.apply(x) for x in received))
+                                                    *(_Received.apply(x) for x in received))
         if self.loss is not None:
             return (outputs[self.loss],)
-        return tuple(_Boundary.apply(x) for x in sent)
+        return tuple(_Sent.apply(x) for x in sent)
 
     def finish(self) -> None:
         """Reduce what gradients are still to be reduced, into the parameters' own."""
@@ -105,9 +104,21 @@ class TurnModule(nn.Module):
         self.values, self.inputs, self.leaves = (), (), nn.ParameterList()
 
 
-class _Boundary(torch.autograd.Function):
-    """A value as stages exchange it: contiguous in both directions, and no view (torch's zero-bubble schedule detaches
-    what a stage returns in place)."""
+class _Received(torch.autograd.Function):
+    """A value of the stage before, whose gradient is sent there: contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+class _Sent(torch.autograd.Function):
+    """A value for the next stage: contiguous, and no view (torch's zero-bubble schedule detaches what a stage returns
+    in place)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +126,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
+        return gradient
 
 
 def _reduce_now(value: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -149,7 +160,11 @@ class StepRunner:
             index: TurnModule(program, loss if index == hybrid.stages - 1 else None, hybrid, axes)
             for index, program in programs.items()
         }
-        self.pipeline = Pipeline(hybrid, self.modules, pipeline_group, device) if pipeline_group is not None else None
+        self.pipeline = None
+        if pipeline_group is not None:
+            from autoparallel.runtime.pipeline import Pipeline  # torch's pipelining, which few need
+
+            self.pipeline = Pipeline(hybrid, self.modules, pipeline_group, device)
 
     def run(self, parameters: Callable[[Program], list[torch.Tensor]],
             inputs: Callable[[Program, int], list[torch.Tensor]], seed: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,19 +85,20 @@ def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WOR
 
 
 def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Callable[[Outcome], None],
-                gap: float = TARGET_GAP, least_pricings: int = LEAST_PRICINGS) -> Outcome:
+                gap: float = TARGET_GAP, least_pricings: int = LEAST_PRICINGS,
+                start: Sequence[int] | None = None) -> Outcome:
     """Optimal where the best plan without a limit fits; else the best prices' bound and the best repaired plan, until
     they are within ``gap`` (a share of the plan's cost).
 
     ``relax`` solves priced problems by elimination. The first answer tells how long each takes; without the time for
     ``least_pricings`` of them its bound is all that comes back, and no choice. ``tell`` hears of the first bound and of
-    each better plan.
+    each better plan. ``start``: a choice that may be good, and may not fit.
 
     Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
     """
-    start = time.monotonic()
+    began = time.monotonic()
     unpriced = value, plan = relax([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
-    spent = time.monotonic() - start
+    spent = time.monotonic() - began
     if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
         return Outcome(plan, judged.objective, min(value, judged.objective), "optimal", {"exact": spent})
     if least_pricings * spent > deadline - time.monotonic():
@@ -106,8 +107,10 @@ def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Call
         tell(Outcome(None, FORBIDDEN, value, "bound"))
     memory = memory_of(problem)
     incumbent = Incumbent(problem, memory, deadline, lambda plan, cost: tell(Outcome(plan, cost, value, "better")))
-    least = lowest_peak(problem, relax, min(deadline, start + LEAST_S), LEAST_ROUNDS, problem.limit)
-    _take_least(incumbent, least)
+    if start is not None:
+        incumbent.offer(tuple(start))
+    if incumbent.choice is None:
+        _take_least(incumbent, lowest_peak(problem, relax, min(deadline, began + LEAST_S), LEAST_ROUNDS, problem.limit))
     dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, gap, unpriced)
     for contrast, dear_last in MIXTURES if dual.bound < FORBIDDEN else ():
         if incumbent.objective - dual.bound <= max(MIXED_GAP, gap) * abs(dual.bound) or time.monotonic() >= deadline:
@@ -119,7 +122,7 @@ def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Call
     closed = incumbent.choice is not None and incumbent.objective - dual.bound <= TARGET_GAP * incumbent.objective
     reason = "optimal" if closed else "time limit" if time.monotonic() >= deadline else "gap"
     return Outcome(incumbent.choice, incumbent.objective, min(dual.bound, incumbent.objective), reason,
-                   {"exact": time.monotonic() - start}, dual.prices)
+                   {"exact": time.monotonic() - began}, dual.prices)
 
 
 def _take_least(incumbent: Incumbent, least: LowestPeak) -> None:

@@ -16,6 +16,7 @@ from autoparallel.search.exact import (
     MAX_ROUNDS,
     TARGET_GAP,
     WORK_CELLS,
+    Incumbent,
     Outcome,
     affordable,
     solve_exact,
@@ -58,8 +59,8 @@ class Run:
     """One call of `solve`: the problem, the clock, and the best plan and bound so far."""
 
     def __init__(self, problem: Problem, deadline: float, pricer: Pricer | None, progress: Progress | None,
-                 gap: float = TARGET_GAP) -> None:
-        self.problem, self.deadline, self.pricer, self.gap = problem, deadline, pricer, gap
+                 gap: float = TARGET_GAP, first: Sequence[int] | None = None) -> None:
+        self.problem, self.deadline, self.pricer, self.gap, self.first = problem, deadline, pricer, gap, first
         self._progress = progress
         self.best = Outcome(None, FORBIDDEN, trivial_bound(problem), "not started")
         self._prices: np.ndarray | None = None
@@ -102,13 +103,14 @@ class Run:
             self.recursive()
         if num_events(self.problem) > MAX_EVENTS:
             return
-        search = WideSearch(self.problem, self.deadline, self.best.choice, self.note)
+        search = WideSearch(self.problem, self.deadline, self.best.choice or self.first, self.note)
         search.run()
         self.note(search.outcome)
 
     def eliminate(self, least_pricings: int = LEAST_PRICINGS) -> None:
+        first = None if self.first is None else self.reduced.forward(self.first)
         found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve,
-                            lambda better: self.note(better, self.reduced), self.gap, least_pricings)
+                            lambda better: self.note(better, self.reduced), self.gap, least_pricings, first)
         self._prices = found.prices
         self.note(found, self.reduced)
 
@@ -202,30 +204,35 @@ def _auto(run: Run) -> None:
 
 
 _SEARCHES: dict[str, Callable[[Run], None]] = {"auto": _auto, "exact": Run.exact, "ilp": _ilp, "recursive": _recursive}
-SEARCHES = tuple(_SEARCHES)
+SEARCHES = (*_SEARCHES, "local")
 
 
 def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = None, pricer: Pricer | None = None,
-          progress: Progress | None = None) -> Solution:
+          progress: Progress | None = None, first: Sequence[int] | None = None) -> Solution:
     """The best plan that this search finds, with a lower bound that holds for every plan.
 
     ``progress(stop_reason, objective, lower_bound)`` is called after each phase. The same problem gives the same plan
-    unless the clock stops the search. Ctrl-C ends the search with the best plan so far.
+    unless the clock stops the search. Ctrl-C ends the search with the best plan so far. ``first``: a choice to begin
+    with, which need not fit; the search "local" repairs and improves it, and does no more.
 
     Raises:
         SearchError: unknown search, or no plan found in time though none is proven impossible.
         MemoryLimitError: no plan fits into the limit (says the least memory that plans need).
         InfeasibleError: every plan is forbidden.
     """
-    if search not in _SEARCHES:
-        raise SearchError(f"unknown search {search!r}; there are: {', '.join(SEARCHES)}")
+    if search not in SEARCHES or (search == "local" and first is None):
+        raise SearchError(f"unknown search {search!r}; there are: {', '.join(SEARCHES)} (local needs a choice to "
+                          "begin with)")
     if problem.more_limits:
         return _solve_classes(problem, search, time_limit_s, pricer, progress)
     start = time.monotonic()
     deadline = FORBIDDEN if time_limit_s is None else start + time_limit_s
     run = None
     try:
-        run = Run(problem, deadline, pricer, progress)
+        if search == "local":
+            assert first is not None
+            return _local(problem, first, deadline)
+        run = Run(problem, deadline, pricer, progress, first=first)
         _SEARCHES[search](run)
         if run.best.choice is None and search != "ilp":
             run.program()
@@ -258,6 +265,18 @@ def plan_within(problem: Problem, gap: float, time_limit_s: float, pricer: Price
     except InfeasibleError:
         return None
     return run.best.choice
+
+
+def _local(problem: Problem, first: Sequence[int], deadline: float) -> Solution:
+    """What repair and descent make of a choice: a plan in little time, and no more of a bound than is trivial."""
+    start = time.monotonic()
+    incumbent = Incumbent(problem, memory_of(problem), deadline)
+    incumbent.offer(tuple(first))
+    if incumbent.choice is None:
+        raise SearchError(f"{problem.name}: the choice given cannot be made to fit by moving a node or two at a time")
+    judged, seconds = evaluate(problem, incumbent.choice), time.monotonic() - start
+    return Solution(incumbent.choice, judged.objective, min(trivial_bound(problem), judged.objective),
+                    judged.peak_bytes, "made to fit", "local", {"total": seconds})
 
 
 def _solve_classes(problem: Problem, search: str, time_limit_s: float | None, pricer: Pricer | None,

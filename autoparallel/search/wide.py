@@ -53,7 +53,7 @@ def quick_plan(compact: Compact, deadline: float) -> list[int] | None:
 class WideSearch:
     """One search; ``outcome`` is what it knows at any time."""
 
-    def __init__(self, problem: Problem, deadline: float, known: tuple[int, ...] | None,
+    def __init__(self, problem: Problem, deadline: float, known: Sequence[int] | None,
                  on_better: Callable[[Outcome], None]) -> None:
         self.problem, self.deadline, self._on_better = problem, deadline, on_better
         self.outcome = Outcome(None, FORBIDDEN, -FORBIDDEN, "gap")
