@@ -204,7 +204,7 @@ def _auto(run: Run) -> None:
 
 
 _SEARCHES: dict[str, Callable[[Run], None]] = {"auto": _auto, "exact": Run.exact, "ilp": _ilp, "recursive": _recursive}
-SEARCHES = (*_SEARCHES, "local")
+SEARCHES = tuple(_SEARCHES)
 
 
 def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = None, pricer: Pricer | None = None,
@@ -220,9 +220,9 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
         MemoryLimitError: no plan fits into the limit (says the least memory that plans need).
         InfeasibleError: every plan is forbidden.
     """
-    if search not in SEARCHES or (search == "local" and first is None):
-        raise SearchError(f"unknown search {search!r}; there are: {', '.join(SEARCHES)} (local needs a choice to "
-                          "begin with)")
+    if search not in (SEARCHES if first is None else (*SEARCHES, "local")):
+        raise SearchError(f"unknown search {search!r}; there are: {', '.join(SEARCHES)} and local, from "
+                          "a choice to begin with")
     if problem.more_limits:
         return _solve_classes(problem, search, time_limit_s, pricer, progress)
     start = time.monotonic()
