@@ -22,38 +22,54 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """transformers' model type and Auto class, the config's fields, and which inputs the model takes."""
+    """transformers' model type and class (an Auto one or its own), the config's fields, and which inputs the model
+    takes; ``wrap``: what gives it a loss. Or ``make``, which makes another model."""
 
     model_type: str
     auto_class: str
     inputs: Callable[[], Inputs]
     config: Mapping[str, Any] = field(default_factory=dict)
+    wrap: Callable[[nn.Module], nn.Module] | None = None
+    make: Callable[[], nn.Module] | None = None
+
+    def model(self) -> nn.Module:
+        if self.make is not None:
+            return self.make()
+        import transformers
+
+        config = transformers.AutoConfig.for_model(self.model_type, **self.config)
+        of_class = getattr(transformers, self.auto_class)
+        made: nn.Module = of_class.from_config(config) if self.auto_class.startswith("Auto") else of_class(config)
+        return self.wrap(made) if self.wrap is not None else made
+
+
+def named(name: str) -> Architecture:
+    """One of the 46, or of the others."""
+    from benchmarks.other_architectures import OTHERS
+
+    return ARCHITECTURES.get(name) or OTHERS[name]
 
 
 def build(name: str) -> nn.Module:
     """The model in train mode, with the same random weights at every call."""
-    import transformers
-
-    made = ARCHITECTURES[name]
-    config = transformers.AutoConfig.for_model(made.model_type, **made.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(23)
-        return getattr(transformers, made.auto_class).from_config(config).train()
+        return named(name).model().train()
 
 
 def inputs_of(name: str) -> Inputs:
-    return ARCHITECTURES[name].inputs()
+    return named(name).inputs()
 
 
 # ------------------------------------------------------------------------------------------------------------ inputs
 
 
-def _generator() -> torch.Generator:
+def generator() -> torch.Generator:
     return torch.Generator().manual_seed(17)
 
 
 def _ids(length: int = SEQUENCE) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (BATCH, length), generator=_generator())
+    return torch.randint(3, VOCABULARY, (BATCH, length), generator=generator())
 
 
 def causal() -> Inputs:
@@ -68,7 +84,7 @@ def masked() -> Inputs:
     """Sequences of several lengths, a quarter of whose tokens are to be guessed."""
     ids = _ids()
     attended = torch.arange(SEQUENCE) < SEQUENCE - torch.arange(BATCH)[:, None] % 5
-    guessed = attended & (torch.rand(ids.shape, generator=_generator()) < 0.25)
+    guessed = attended & (torch.rand(ids.shape, generator=generator()) < 0.25)
     labels = torch.where(guessed, ids, IGNORED)
     return {"input_ids": ids.masked_fill(guessed, 1), "attention_mask": attended.long(), "labels": labels}
 
@@ -79,18 +95,18 @@ def translated() -> Inputs:
 
 def spoken() -> Inputs:
     """Log-mel features and the text that was said."""
-    features = torch.randn(BATCH, 16, 32, generator=_generator())
+    features = torch.randn(BATCH, 16, 32, generator=generator())
     return {"input_features": features, "labels": causal()["labels"]}
 
 
 def heard() -> Inputs:
     """Raw sound and its class."""
-    sound = torch.randn(BATCH, 800, generator=_generator())
+    sound = torch.randn(BATCH, 800, generator=generator())
     return {"input_values": sound, "labels": torch.arange(BATCH) % NUM_CLASSES}
 
 
 def seen(size: int = 32) -> Inputs:
-    pixels = torch.randn(BATCH, 3, size, size, generator=_generator())
+    pixels = torch.randn(BATCH, 3, size, size, generator=generator())
     return {"pixel_values": pixels, "labels": torch.arange(BATCH) % NUM_CLASSES}
 
 

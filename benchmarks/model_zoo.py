@@ -34,6 +34,7 @@ from autoparallel.rules.space import Label, Site, StrategySpace
 from autoparallel.search import solve
 from benchmarks.architectures import ARCHITECTURES, Inputs, build, inputs_of
 from benchmarks.in_process import Coordinate, coordinates, on_every_rank
+from benchmarks.other_architectures import OTHERS
 from cost_models import Cluster
 from tests.reference import ZERO_IN_FLOAT64, largest_entry
 
@@ -99,7 +100,8 @@ class Report:
 
 
 def truth(model: nn.Module, inputs: Inputs) -> Truth:
-    """The model's own step, and which gradients are zero but for rounding (known from a step in float64).
+    """The model's own step, and which gradients and buffers (means of what a norm has centred) are zero but for
+    rounding, known from a step in float64.
 
     Products of experts are not to be had in float64: those models are taken at their word.
     """
@@ -110,8 +112,13 @@ def truth(model: nn.Module, inputs: Inputs) -> Truth:
         if "got Double" not in str(error):
             raise
         return found
-    least = ZERO_IN_FLOAT64 * largest_entry(exact.gradients)
-    return replace(found, zero=frozenset(n for n, g in exact.gradients.items() if largest_entry({n: g}) <= least))
+    return replace(found, zero=_zero(exact.gradients) | _zero(exact.buffers))
+
+
+def _zero(tensors: Tensors) -> frozenset[str]:
+    """Those that are so small beside the largest that they are rounding."""
+    least = ZERO_IN_FLOAT64 * largest_entry(tensors)
+    return frozenset(name for name, value in tensors.items() if largest_entry({name: value}) <= least)
 
 
 def _step(model: nn.Module, inputs: Inputs) -> Truth:
@@ -365,7 +372,8 @@ def _why(error: Exception) -> str:
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="architectures; all 46 when none is given")] = None,
+    names: Annotated[list[str] | None, typer.Argument(
+        help="architectures; without, all 46; others: those of benchmarks/other_architectures.py")] = None,
     run: Annotated[bool, typer.Option(help="run the plans and compare; without, capture and plan only")] = True,
 ) -> None:
     """Every architecture under every plan, against one process."""
@@ -374,7 +382,7 @@ def main(
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     reports = []
-    for name in names or ARCHITECTURES:
+    for name in OTHERS if names == ["others"] else names or ARCHITECTURES:
         reports.append(examine(name, run))
         for line in reports[-1].lines():
             print(line, flush=True)

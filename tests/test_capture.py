@@ -83,6 +83,13 @@ def a_piece_of_a_split(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def places_of_complex_numbers(x: torch.Tensor) -> torch.Tensor:
+    """As a Fourier operator writes its lowest frequencies; torch has no derivative of a complex slice_scatter."""
+    y = torch.fft.rfft(x)
+    y[1:3, ::2], y[..., 1] = y[:2, ::2] * 2, y[:, 0]
+    return torch.fft.irfft(y)
+
+
 def a_copy_is_not_a_view(x: torch.Tensor) -> torch.Tensor:
     y = x + 1
     copied = y.t().reshape(-1)
@@ -91,7 +98,8 @@ def a_copy_is_not_a_view(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [through_a_slice, read_before_and_after, two_views_of_one_tensor,
-                                      a_piece_of_a_split, a_copy_is_not_a_view], ids=lambda f: f.__name__)
+                                      a_piece_of_a_split, places_of_complex_numbers,
+                                      a_copy_is_not_a_view], ids=lambda f: f.__name__)
 def test_writing_through_views(function: Any) -> None:
     """The functional program computes what the writing one does; in whisper's, BART's and T5's labels it is needed."""
 
@@ -147,6 +155,20 @@ def test_a_mask_that_is_written_to_chooses(accumulate: bool) -> None:
     assert "aten.where.self" in [node.op_name for node in graph.of_kind("op")]
     torch.testing.assert_close(outputs(graph, x, mask), _tuple(same(x, mask)))
     assert "aten.index_put.default" in traced(each, x, mask)
+
+
+def test_constants_are_new_at_every_call() -> None:
+    """``torch.tensor([...])`` in a model, also written to."""
+    def model(x: torch.Tensor) -> torch.Tensor:
+        scale, places = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), torch.tensor([2, 0])
+        scale[1:3].mul_(10)
+        return (x * scale)[places]
+
+    x = torch.randn(4, 6)
+    graph = captured(model, x)
+    assert not graph.mutations
+    for _ in range(2):
+        torch.testing.assert_close(outputs(graph, x), _tuple(model(x)))
 
 
 def _tuple(value: Any) -> tuple[torch.Tensor, ...]:

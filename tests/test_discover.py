@@ -59,6 +59,7 @@ ROUND = function(lambda x: x.round(), lambda x, g: g)
      {"S(0) R": "S(0)", "S(1) S(1)": "P", "R S(0)": "S(1)", "P R": "P", "R P": "P"}),
     (function(lambda x, y: (x * y, x + y)), [(6, 5), (6, 5)],
      {"S(0) S(0)": "S(0) S(0)", "S(1) S(1)": "S(1) S(1)"}),
+    (function(lambda x: x > 0), [(6, 5)], {"S(0)": "S(0)", "S(1)": "S(1)"}),
     (function(lambda x: x.abs()), [(6, 5)], {"S(0)": "S(0)", "S(1)": "S(1)"}),  # shares of it add up
     (function(lambda x: x / x.abs().max()), [(6, 5)], {}),  # which looks at everything
     (function(lambda x: x, lambda x, g: g / g.norm()), [(6, 5)], {"P": "P"}),  # and so does its backward

@@ -80,6 +80,20 @@ NAMED = {
     "instances by running statistics": named(
         """x = F.instance_norm(x, p1.detach(), p2.detach().exp(), p0, use_input_stats=False)
            loss = x.square().sum()""", (6, 4, 5), STATISTICS),
+    "bags of embeddings": named(
+        """x = x * p0 + F.embedding_bag(i0, p1, mode="sum", padding_idx=2) + F.embedding_bag(i0, p1, mode="mean")
+           x = x + F.embedding_bag(i0, p1, per_sample_weights=p2, mode="sum") + F.embedding_bag(i0, p1, mode="max")
+           flat, starts = i0.flatten(), torch.tensor([0, 2, 7, 9, 9, 20])
+           x = x + F.embedding_bag(flat, p1, starts, mode="mean", padding_idx=1)
+           x = x + F.embedding_bag(flat, p1, starts, mode="sum", per_sample_weights=p2.flatten(), padding_idx=1)
+           loss = x.square().sum()""",
+        (6, 8), {"p0": (8,), "p1": (9, 8), "p2": (6, 4)}, {"i0": ((6, 4), 9)}),
+    "frequencies written in place": named(
+        """s = torch.fft.rfft(x * p0, dim=1)
+           kept = torch.zeros_like(s)
+           kept[:, :2], kept[:, 3] = s[:, 1:3] * torch.view_as_complex(p1), s[:, 0]
+           x = torch.fft.irfft(kept, n=6, dim=1)
+           loss = x.square().sum()""", (4, 6, 4), {"p0": (4,), "p1": (4, 2)}),
     "a scale that a norm forgets": named("""x = F.normalize(x * p0, dim=0)
                                             x = torch.softmax(x, dim=0)
                                             loss = x.square().mean() + p0.square().sum()""", (4, 4, 4), {"p0": (4,)}),

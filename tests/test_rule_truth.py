@@ -26,7 +26,7 @@ Database = Callable[[Sequence[str]], list[Any]]
 @pytest.fixture(scope="module")
 def study() -> Iterator[Study]:
     with dtensor.meshes((2,)) as meshes:
-        yield Study((2,), 1, 0, lambda case, inputs, size: dtensor.claimed(case, inputs, meshes[size]),
+        yield Study((2,), 1, 0, lambda case, asked, size: dtensor.claimed(case, asked, meshes[size]),
                     lambda case, combination, size: dtensor.kept(case, combination, meshes[size]))
 
 

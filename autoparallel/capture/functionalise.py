@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch.fx import Graph
 
-from autoparallel.capture.editing import Node, emit, source_line
+from autoparallel.capture.editing import Node, argument, emit, source_line
 from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
@@ -137,8 +137,11 @@ def _written(node: Node) -> Node:
 
 
 def _shares_memory(node: Node, first: Node | None) -> bool:
-    """Whether a node's value lies in its first argument's memory. (One result of several is a view of their source.)"""
+    """Whether a node's value lies in its first argument's memory. (One result of several is a view of their source; a
+    constant is new memory at every call, whatever its trace says.)"""
     if not isinstance(first, torch.fx.Node) or node.op != "call_function":
+        return False
+    if node.target is aten.lift_fresh_copy.default:
         return False
     if node.target is operator.getitem:
         first = first.args[0] if first.args else None
@@ -187,11 +190,26 @@ def _same(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
 
 
 def _into_slice(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    if whole.meta["val"].is_complex():
+        dim, start, end, step = (argument(view, name) for name in ("dim", "start", "end", "step"))
+        return _at_places(graph, view, whole, dim, slice(start, end, step), new)
     return emit(graph, view, aten.slice_scatter.default, whole, new, *view.args[1:])
 
 
 def _into_place(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    if whole.meta["val"].is_complex():
+        dim, place = (argument(view, name) for name in ("dim", "index"))
+        row = emit(graph, view, aten.unsqueeze.default, new, dim % whole.meta["val"].dim())
+        place %= whole.meta["val"].shape[dim]
+        return _at_places(graph, view, whole, dim, slice(place, place + 1), row)
     return emit(graph, view, aten.select_scatter.default, whole, new, *view.args[1:])
+
+
+def _at_places(graph: Graph, view: Node, whole: Node, dim: int, places: slice, new: Node) -> Node:
+    """Of complex numbers, for which torch has no derivative of the scatters above."""
+    value = whole.meta["val"]
+    rows = emit(graph, view, aten.arange.start_step, *places.indices(value.shape[dim]), device=value.device)
+    return emit(graph, view, aten.index_copy.default, whole, dim, rows, new)
 
 
 def _reshaped(graph: Graph, view: Node, whole: Node, new: Node) -> Node:

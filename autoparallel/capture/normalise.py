@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
+from autoparallel.capture.bags import gather_bags
 from autoparallel.capture.compositions import COMPOSITIONS, Rewrite
 from autoparallel.capture.editing import Node, argument, emit, replace, source_line
 from autoparallel.capture.experts import gather_experts
@@ -467,6 +468,7 @@ WRITTEN = (aten.copy.default, aten.fill.Scalar, aten.fill.Tensor)
 PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     drop_asserts,
     batch_norm,
+    gather_bags,
     _each(COMPOSITIONS),
     _each(dict.fromkeys(SYNONYMS, _synonym)),
     _each(dict.fromkeys(IDENTITIES, _identity)),

@@ -35,7 +35,8 @@ aten = torch.ops.aten
 SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1, aten.full.default: 0, aten.zeros.default: 0,
                  aten.ones.default: 0}
 #: Ops whose channels, dim 1 of the result, are cut with their groups: position of the number of groups.
-GROUPS_ARGUMENT = {aten.conv1d.default: 6, aten.conv2d.default: 6, aten.conv3d.default: 6, aten.group_norm.default: 1}
+GROUPS_ARGUMENT = {aten.conv1d.default: 6, aten.conv2d.default: 6, aten.conv3d.default: 6, aten.group_norm.default: 1,
+                   aten.conv_transpose1d.default: 6, aten.conv_transpose2d.input: 6, aten.conv_transpose3d.input: 6}
 #: A value: output number ``[1]`` of site ``[0]``.
 Value = tuple[int, int]
 #: The cheapest steps between two layouts of a tensor.

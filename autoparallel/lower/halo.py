@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from autoparallel.layout.shapes import piece_of
 from autoparallel.lower.collectives import exchanged_rows
-from autoparallel.rules.windows import Window, arguments, window_of_rows, windows_of
+from autoparallel.rules.windows import Window, arguments, of_each, window_of_rows, windows_of
 from autoparallel.runtime import groups
 from autoparallel.runtime.groups import Axis
 
@@ -99,17 +99,34 @@ def exchanged_borders(x: Tensor, axis: Axis, dim: int, held: Sequence[Span], nee
 
 def on_windows(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...], sizes: tuple[Span, ...],
                **kwargs: Any) -> Tensor:
-    """The op, a convolution or a pooling, on pieces of space: dim ``dims[i]`` of input and output is cut over axis
-    ``axes[i]``; ``sizes[i]`` are its lengths in the whole input and output."""
+    """The op, a convolution (also a transposed one) or a pooling, on pieces of space: dim ``dims[i]`` of input and
+    output is cut over axis ``axes[i]``; ``sizes[i]`` are its lengths in the whole input and output."""
     given = arguments(op, args, kwargs)
     name, windows = next(iter(given)), windows_of(op, given)
     first = given[name].dim() - len(windows)
     x, outside = _read(given[name], axes, dims, sizes, [windows[dim - first] for dim in dims])
+    if "output_padding" in given:
+        return _spread(op, given, _filled(x, outside, 0.0), axes, dims, sizes, windows)
     if isinstance(given["padding"], str):
         outside = {first + d: (w.before, w.after) for d, w in enumerate(windows)} | outside
     padding = [0 if first + d in outside else w.before for d, w in enumerate(windows)]
     given |= {name: _filled(x, outside, -math.inf if "max_pool" in op._schema.name else 0.0), "padding": padding}
     return IN_NUMBERS.get(op, op)(*given.values())
+
+
+def _spread(op: Any, given: dict[str, Any], read: Tensor, axes: Sequence[str], dims: Sequence[int],
+            sizes: Sequence[Span], windows: Sequence[Window]) -> Tensor:
+    """A transposed convolution of what was read, of which the places of this rank's piece are kept."""
+    first = read.dim() - len(windows)
+    padding, more = ([0 if first + d in dims else of_each(given[name], len(windows))[d] for d in range(len(windows))]
+                     for name in ("padding", "output_padding"))
+    made = op(*(given | {"input": read, "padding": padding, "output_padding": more}).values())
+    for name, dim, (_, size) in zip(axes, dims, sizes, strict=True):
+        axis, window = groups.current(name), windows[dim - first]
+        start, length = piece_of(size, axis.size, axis.rank)
+        begin = window.reads(start, start + length)[0] * window.stride - window.before
+        made = made.narrow(dim, start - begin, length)
+    return made
 
 
 def on_rows(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...], sizes: tuple[Span, ...], **kwargs: Any

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
+from autoparallel.capture.bags import embedding_bag
 from autoparallel.lower.collectives import all_reduce_tensor, redistribute
 from autoparallel.lower.dispatch import dispatched_experts
 from autoparallel.lower.halo import on_rows, on_windows
+from autoparallel.lower.norms import norm_of_pieces
 from autoparallel.lower.ring import ring_attention
 from autoparallel.lower.sections import cut_sections
 from autoparallel.runtime import groups
@@ -34,6 +36,21 @@ def vocabulary_embedding(
     if padding_idx >= 0:  # that row gets no gradient
         rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
     return rows * own.unsqueeze(-1).to(rows.dtype)
+
+
+def vocabulary_bags(
+    weight: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, offsets: torch.Tensor | None, mode: int,
+    last: bool, padding_idx: int | None, *, start: int, axes: tuple[str, ...] = ()
+) -> torch.Tensor:
+    """Sums over the ids of each bag that lie in this rank's piece of the vocabulary: a summand of the whole sums.
+
+    ``weight``: [piece, hidden], whose first row is row ``start`` of the whole table.
+    """
+    own = (ids >= start) & (ids < start + weight.shape[0])
+    if padding_idx is not None:
+        own &= ids != padding_idx
+    counted = own.to(weight.dtype) if weights is None else weights * own.to(weight.dtype)
+    return embedding_bag(weight, (ids - start).masked_fill(~own, 0), counted, offsets, mode, last, None)
 
 
 def class_cross_entropy(
@@ -82,6 +99,7 @@ class Variant:
 
 VARIANTS = {
     "vocabulary": Variant(vocabulary_embedding, (0, 0)),
+    "vocabulary of bags": Variant(vocabulary_bags, (0, 0)),
     "classes": Variant(class_cross_entropy, (0, 1)),
     "queries": Variant(causal_queries, (0, 2)),
     "ring": Variant(ring_attention),
@@ -89,4 +107,5 @@ VARIANTS = {
     "windows": Variant(on_windows, cuts=True),
     "sections": Variant(cut_sections),
     "rows": Variant(on_rows, cuts=True),
+    "norms": Variant(norm_of_pieces, cuts=True),
 }

@@ -252,7 +252,7 @@ class Prices:
             for exchange in row.inside:
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
                 for axis, group in enumerate(self.groups):
-                    pieces = group.size if exchange.action == "neighbours" else 1
+                    pieces = group.size if exchange.whole else 1
                     num_bytes = elements * pieces * exchange.bytes_per_element
                     uses = s.array[:, axis] == number
                     if uses.any():

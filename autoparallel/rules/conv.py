@@ -42,8 +42,9 @@ def _in_space(rule: Rule, op: OpView) -> Rule:
             continue
         if window.tiles(size, made):
             x, out = (_named(dims, dim, name) for dims in (rule.inputs[0], rule.outputs[0]))
-            even = {name: (made,)} if window.stride > 1 else {}
-            rule = replace(rule, inputs=(x, *rule.inputs[1:]), outputs=(out,), sizes={**rule.sizes, name: made},
+            pieces = min(size, made)
+            even = {name: (pieces,)} if window.stride > 1 else {}
+            rule = replace(rule, inputs=(x, *rule.inputs[1:]), outputs=(out,), sizes={**rule.sizes, name: pieces},
                            even={**rule.even, **even})
         if (name not in rule.sizes or name in rule.even) and _filled_alike(op, window, size, made):
             rule = replace(rule, variants=(*rule.variants, _halo(op, window, dim, name)))
@@ -57,8 +58,8 @@ def _named(dims: Dims, dim: int, name: str) -> Dims:
 def _halo(op: OpView, window: Window, dim: int, name: str) -> Row:
     """Neighbours exchange the places that both reach. Not over two axes: a neighbour may be one of the other."""
     x, cut = op.inputs[0], shard(dim)
-    rows = max(0, window.extent - window.stride)
-    border = Exchange("neighbours", 0, x.dtype.itemsize * rows / x.shape[dim], 1, int(x.requires_grad), kept=True)
+    border = Exchange("neighbours", 0, x.dtype.itemsize * window.border / x.shape[dim], 1, int(x.requires_grad),
+                      kept=True, whole=True)
     row = f"halo {name}"
     return Row(row, (cut, *(REPLICATE for _ in op.inputs[1:])), (cut,), name, variant="windows", inside=(border,),
                apart=frozenset({row, name}))
@@ -78,7 +79,7 @@ def _grouped(op: OpView) -> Rule:
     x, w = op.shapes[:2]
     groups, space = op.arg("groups"), (None,) * (len(w) - 2)
     batch = "b" if x[0] != 1 else None
-    channels = "g" if op.target._overloadname == "default" else None
+    channels = "g" if op.target._overloadname != "padding" else None
     inputs = ((batch, channels, *space), (channels, None, *space), (channels,))[: len(op.shapes)]
     sizes = ({"b": x[0]} if batch else {}) | ({"g": groups} if channels else {})
     linear = tuple(frozenset({i, 2} & set(range(len(op.shapes))) | {i}) for i in (0, 1))
@@ -159,13 +160,14 @@ def fractional_pool(op: OpView) -> Rule | None:
 @rule_for(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 def transposed_convolution(op: OpView) -> Rule | None:
     x, w = op.shapes[:2]
+    flops = 2.0 * op.inputs[0].num_elements * math.prod(w[1:])
     if op.arg("groups") != 1:
-        return None
+        return _in_space(replace(_grouped(op), flops=flops), op) if len(x) == len(w) else None
     batch, dots = "b, " if len(x) == len(w) else "", ", ".join(["."] * (len(w) - 2))
     rule = einsum_rule(f"x[{batch}i, {dots}], w[i, o, {dots}], bias[o] -> y[{batch}o, {dots}]", op.shapes,
                        [op.out.shape], reduce="i", additive="bias", linear=("x bias", "w bias"), op_class="conv",
                        saves=frozenset({0, 1}))
-    return replace(rule, flops=2.0 * op.inputs[0].num_elements * math.prod(w[1:]))
+    return _in_space(replace(rule, flops=flops), op)
 
 
 @rule_for(aten.im2col.default)

@@ -149,7 +149,7 @@ def _cut(row: Row, tensors: Sequence[Tensor], pieces: int) -> Iterator[list[Tens
 
 def _summands(t: Tensor, pieces: int, generator: torch.Generator) -> list[Tensor]:
     """Parts that differ in every element, also in sign: shares alone would pass for summands of a norm."""
-    scale = float(t.detach().abs().max()) if t.numel() else 0.0
+    scale = _largest(t.detach())
     apart = [scale * torch.randn(t.shape, generator=generator).to(t) for _ in range(pieces - 1)]
     return [t / pieces + one for one in (*apart, -sum(apart, torch.zeros_like(t)))]
 
@@ -165,10 +165,14 @@ def _gradients(values: Sequence[Tensor], weights: Sequence[Tensor], wanted: Sequ
     return [torch.zeros_like(t) if g is None else g for g, t in zip(found, wanted, strict=True)]
 
 
+def _largest(t: Tensor) -> float:
+    return float(t.abs().max()) if t.numel() else 0.0
+
+
 def _compare(op: str, row: Row, pieces: int, what: str, expected: Tensor, found: Tensor) -> None:
     shape = expected.shape == found.shape
-    scale = float(expected.detach().abs().max()) or 1.0
-    error = float((expected - found).detach().abs().max()) / scale if shape else float("inf")
+    expected, found = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (expected, found))
+    error = _largest(expected - found) / (_largest(expected) or 1.0) if shape else float("inf")
     if not error <= 1e-4:
         layouts = f"{' '.join(map(str, row.inputs))} -> {' '.join(map(str, row.outputs))}"
         raise RuleError(

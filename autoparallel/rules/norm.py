@@ -1,16 +1,22 @@
-"""Layer, RMS and group norm: what is normalised over stays whole. (Batch norm is taken apart at capture.)"""
+"""Layer, RMS, group and instance norm: what is normalised over stays whole, or is cut by a variant that adds up the
+statistics. (Batch norm is taken apart at capture.)"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
 import torch
 
+from autoparallel.layout import REPLICATE, Placement, shard
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Rule, einsum_rule
+from autoparallel.rules.rule import Exchange, Row, Rule, einsum_rule
 
 aten = torch.ops.aten
 _OF_A_ROW = 8.0  # bytes: mean and deviation
+#: Norms that have a variant, and whether they take the mean away.
+_CENTRED = {aten.layer_norm.default: True, aten.rms_norm.default: False, aten.group_norm.default: True,
+            aten.instance_norm.default: True}
 
 
 @rule_for(aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default,
@@ -22,7 +28,8 @@ def layer_norm(op: OpView) -> Rule:
     rest = tuple((None,) * len(shape) for shape in op.shapes[1:])
     return Rule((names, *rest), (names,) * len(op.outputs), sizes, linear=_scales(op),
                 flops=8.0 * op.out.num_elements, op_class="reduction", saves=frozenset({0}),
-                extra_bytes={0: _OF_A_ROW / prod(op.arg("normalized_shape"))})
+                extra_bytes={0: _OF_A_ROW / prod(op.arg("normalized_shape"))},
+                variants=_along(op, range(kept, rank), kept) if op.target in _CENTRED else ())
 
 
 @rule_for(aten.instance_norm.default)
@@ -35,7 +42,8 @@ def instance_norm(op: OpView) -> Rule | None:
     b, c = (f if f in sizes else None for f in ("b", "c"))
     whole = (b, c, *(None,) * (len(op.out.shape) - 2))
     return Rule((whole, *((c,) for _ in op.shapes[1:])), (whole,), sizes, linear=_scales(op),
-                flops=8.0 * op.out.num_elements, op_class="reduction", saves=frozenset({0}))
+                flops=8.0 * op.out.num_elements, op_class="reduction", saves=frozenset({0}),
+                variants=_along(op, range(2, len(op.out.shape))))
 
 
 @rule_for(aten.group_norm.default)
@@ -47,7 +55,7 @@ def group_norm(op: OpView) -> Rule:
     names = (b, g, *(None,) * (len(op.out.shape) - 2))
     return Rule((names, *((g,) for _ in op.shapes[1:])), (names,), sizes, linear=_scales(op),
                 even={"g": (sizes["g"], channels)} if g else {}, flops=8.0 * op.out.num_elements,
-                op_class="reduction", saves=frozenset({0}))
+                op_class="reduction", saves=frozenset({0}), variants=_along(op, range(2, len(op.out.shape))))
 
 
 @rule_for(aten._native_batch_norm_legit.no_stats)
@@ -64,3 +72,26 @@ def batch_norm(op: OpView) -> Rule | None:
 def _scales(op: OpView) -> tuple[frozenset[int], ...]:
     """Linear in weight and bias together, where mean and deviation are no results."""
     return (frozenset(range(1, len(op.inputs))),) if len(op.inputs) > 1 and len(op.outputs) == 1 else ()
+
+
+def _along(op: OpView, dims: Iterable[int], first: int | None = None) -> tuple[Row, ...]:
+    """Each of ``dims``, which are normed along, may be cut where the ranks add up the statistics; with it weight and
+    bias, if they have those dims, which begin at ``first``."""
+    x, rows = op.inputs[0], []
+    if not x.dtype.is_floating_point:
+        return ()
+    for dim in dims:
+        if x.shape[dim] == 1:
+            continue
+        number = x.num_elements // prod(x.shape[first:]) if first is not None else _rows_of_groups(op)
+        sums, size = 2 if _CENTRED[op.target] else 1, 4.0 * number / x.num_elements
+        numbers = (Exchange("all_reduce", 0, size, sums, whole=True),
+                   Exchange("all_reduce", 0, sums * size, 0, int(x.requires_grad), whole=True))
+        rest: Placement = shard(dim - first) if first is not None else REPLICATE
+        rows.append(Row(f"norm d{dim}", (shard(dim), *(rest for _ in op.inputs[1:])), (shard(dim),), f"d{dim}",
+                        variant="norms", inside=numbers))
+    return tuple(rows)
+
+
+def _rows_of_groups(op: OpView) -> int:
+    return op.out.shape[0] * (op.arg("num_groups") if op.target is aten.group_norm.default else op.out.shape[1])

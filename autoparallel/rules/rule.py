@@ -29,8 +29,8 @@ Dims = tuple[str | None, ...]
 class Exchange:
     """Communication inside a variant, along its axis: ``action`` (all_reduce, all_to_all, ring: a piece goes once
     around) on ``bytes_per_element`` for each element of the piece of input ``input``, so often forward and backward.
-    Of ``neighbours``, which send one another as much however short their pieces are, for each element of the whole.
-    ``kept``: the op works on an exchanged copy of its piece, which lives as long as what it makes."""
+    ``kept``: the op works on an exchanged copy of its piece, which lives as long as what it makes. ``whole``: for each
+    element of what the axis cuts, as of neighbours, who send as much however short pieces are."""
 
     action: str
     input: int
@@ -38,6 +38,7 @@ class Exchange:
     forward: int = 1
     backward: int = 0
     kept: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)

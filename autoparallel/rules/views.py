@@ -105,7 +105,7 @@ def _with_borders(rule: Rule, op: OpView) -> Rule:
         most = max(abs(window.before), abs(made - size - window.before))
         if 0 < 2 * most < size:
             border = Exchange("neighbours", 0, op.inputs[0].dtype.itemsize * most / size, 1,
-                              int(op.inputs[0].requires_grad), kept=True)
+                              int(op.inputs[0].requires_grad), kept=True, whole=True)
             name = f"halo d{dim}"
             rows.append(Row(name, (shard(dim),), (shard(dim),), f"d{dim}", variant="rows", inside=(border,),
                             apart=frozenset({name})))

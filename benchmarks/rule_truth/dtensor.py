@@ -8,8 +8,9 @@ claim that pieces do not confirm is run as DTensor runs it, on all ranks at once
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -37,17 +38,19 @@ def meshes(sizes: tuple[int, ...]) -> Iterator[dict[int, DeviceMesh]]:
         dist.destroy_process_group()
 
 
-def claimed(case: Case, inputs: Placed, mesh: DeviceMesh) -> Placed | None:
-    """The outputs' placements, or None where DTensor has no rule or would move something first."""
+def claimed(case: Case, asked: Iterable[Placed], mesh: DeviceMesh) -> Iterator[Combination]:
+    """Those of the inputs' placements for which DTensor has a rule and moves nothing first, with the outputs'."""
     values = case.draws[0]
-    operands = [_placed(v, p, mesh, seed) for seed, (v, p) in enumerate(zip(values, inputs, strict=True))]
-    try:
-        with torch.no_grad(), ExplicitRedistributionContext(strict=True):
-            made = case.run(operands)
-    except Exception:
-        return None
-    found = [_read(value.placements[0]) if isinstance(value, DTensor) else None for value in made]
-    return tuple(p for p in found if p is not None) if None not in found else None
+    operand = cache(lambda position, p: _placed(values[position], p, mesh, position))
+    for inputs in asked:
+        try:
+            with torch.no_grad(), ExplicitRedistributionContext(strict=True):
+                made = case.run([operand(position, p) for position, p in enumerate(inputs)])
+        except Exception:
+            continue
+        found = [_read(value.placements[0]) if isinstance(value, DTensor) else None for value in made]
+        if None not in found:
+            yield inputs, tuple(p for p in found if p is not None)
 
 
 def kept(case: Case, combination: Combination, mesh: DeviceMesh) -> bool:

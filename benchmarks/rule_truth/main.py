@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 import time
 import warnings
 from collections import Counter
@@ -18,6 +19,7 @@ import typer
 from autoparallel.errors import AutoparallelError
 from benchmarks.measure import conditions
 from benchmarks.rule_truth import dtensor, report
+from benchmarks.rule_truth.kept import Kept
 from benchmarks.rule_truth.study import OpStudy, Study
 
 SEED = 0
@@ -34,21 +36,39 @@ def database(names: Sequence[str] = ()) -> list[Any]:
     return [info for info in op_db if not names or info.name in names]
 
 
-def studied(infos: Sequence[Any], sizes: tuple[int, ...], num_samples: int) -> Iterator[OpStudy]:
+def studied(infos: Sequence[Any], sizes: tuple[int, ...], num_samples: int, kept: Kept | None) -> Iterator[OpStudy]:
     """Each op, in a process of its own kind: pieces that do not fit each other make some of torch's kernels crash.
 
-    A crash may be of an op before it, so that an op is tried a second time; then only what is claimed is tried.
+    A crash may be of an op before it, so that an op is tried a second time; then only what is claimed is tried. What
+    was ``kept`` is not done again.
     """
     worker = _Worker(infos, sizes, num_samples)
     try:
         for number, info in enumerate(infos):
-            for search in (True, True, False):
-                study = worker.ask(number, search)
-                if study is not None:
-                    break
-            yield study or OpStudy(info.name, left_out=Counter({"torch crashes": 1}))
+            study = kept.read(info.formatted_name) if kept is not None else None
+            if study is None:
+                study = _made(worker, number, info.formatted_name)
+                if kept is not None:
+                    kept.write(study)
+            yield study
     finally:
         worker.stop()
+
+
+def _made(worker: _Worker, number: int, name: str) -> OpStudy:
+    for search in (True, True, False):
+        study = worker.ask(number, search)
+        if study is not None:
+            return study
+    return OpStudy(name, left_out=Counter({"torch crashes": 1}))
+
+
+def sliced(infos: Sequence[Any], part: str) -> list[Any]:
+    """``"2/4"``: every fourth, from the second on. Raises AutoparallelError for what is no such part."""
+    match = re.fullmatch(r"(\d+)/(\d+)", part)
+    if match is None or not 0 < int(match[1]) <= int(match[2]):
+        raise AutoparallelError(f"--slice {part} is no part of a whole: write 1/4, 2/4, 3/4 or 4/4, for example")
+    return list(infos[int(match[1]) - 1 :: int(match[2])])
 
 
 class _Worker:
@@ -85,7 +105,7 @@ def _work(pipe: Connection, infos: Sequence[Any], sizes: tuple[int, ...], num_sa
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with dtensor.meshes(sizes) as meshes:
-        study = Study(sizes, num_samples, SEED, lambda case, inputs, size: dtensor.claimed(case, inputs, meshes[size]),
+        study = Study(sizes, num_samples, SEED, lambda case, asked, size: dtensor.claimed(case, asked, meshes[size]),
                       lambda case, combination, size: dtensor.kept(case, combination, meshes[size]))
         while (question := pipe.recv()) is not None:
             number, study.search = question
@@ -110,7 +130,8 @@ def summary(studies: Sequence[OpStudy], of_models: set[str], seconds: float, num
     judged = report.distinct(studies)
     in_models = [j for j in judged if j.op in of_models]
     return {
-        "conditions": conditions(), "seconds": round(seconds), "seed": SEED, "samples": num_samples, "sizes": sizes,
+        "conditions": conditions(), "seconds": round(seconds), "cpu_seconds": round(sum(s.seconds for s in studies)),
+        "seed": SEED, "samples": num_samples, "sizes": sizes,
         "all": report.figures(judged).as_json(),
         "in_models": report.figures(in_models).as_json() if of_models else None,
         "families": {name: f.as_json() for name, f in report.grouped(judged, "family").items()},
@@ -126,14 +147,22 @@ def run(
     samples: Annotated[int, typer.Option(help="of each op and each kind of lengths, chosen by a fixed seed")] = 8,
     sizes: Annotated[str, typer.Option(help="of the axis")] = "2,3",
     output: Annotated[Path | None, typer.Option(help="write the JSON here as well")] = None,
+    part: Annotated[str, typer.Option("--slice", help="2/4: every fourth op, from the second on")] = "1/1",
+    keep: Annotated[Path | None, typer.Option(
+        help="a folder of studies: what it has is not done again, what is done goes there")] = None,
 ) -> None:
-    """Sharding rules held to the ops themselves on pieces, beside DTensor's rules and what would be possible."""
+    """Sharding rules held to the ops themselves on pieces, beside DTensor's rules and what would be possible.
+
+    Slices that share a folder may run at once; the same command without --slice then sums up.
+    """
     from rich.console import Console
 
     clock = time.perf_counter()
-    infos, axis_sizes = database(ops or ()), tuple(int(size) for size in sizes.split(","))
+    axis_sizes = tuple(int(size) for size in sizes.split(","))
+    infos = sliced(database(ops or ()), part)
+    kept = Kept(keep, {"samples": samples, "sizes": list(axis_sizes), "seed": SEED}) if keep is not None else None
     studies = []
-    for number, study in enumerate(studied(infos, axis_sizes, samples), 1):
+    for number, study in enumerate(studied(infos, axis_sizes, samples, kept), 1):
         studies.append(study)
         print(f"[{number}/{len(infos)}] {report.line(study)}", flush=True)
     of_models = set() if ops else ops_of_models()

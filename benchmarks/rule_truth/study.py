@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 #: Beyond so many combinations of inputs only those that somebody claims are tried.
 MOST_COMBINATIONS = 1500
 #: DTensor is asked about every combination up to so many, then only about the possible ones.
-MOST_QUESTIONS = 80
+MOST_QUESTIONS = 24
 #: Families of ops that no rule describes, by their names; the first that fits.
 OTHERS = (
     ("linalg", r"linalg|cholesky|lu_|qr|svd|triangular_solve|ormqr|geqrf|lstsq|pinverse|det|inverse"),
@@ -31,7 +32,7 @@ OTHERS = (
     ("loss", r"loss"), ("norm", r"norm"), ("reduce", r"sum|mean|cum|median|aminmax|count"),
     ("gather", r"scatter|index|gather|take|put|masked|embedding_bag|search|bincount"),
 )
-Asked = Callable[[Case, Placed, int], Placed | None]
+Asked = Callable[[Case, Iterable[Placed], int], Iterable[Combination]]
 Kept = Callable[[Case, Combination, int], bool]
 
 
@@ -69,12 +70,14 @@ class Judged:
 
 @dataclass
 class OpStudy:
-    """What became of one op of the database. ``left_out``: why samples or ops of them were not judged -> how often."""
+    """What became of one op of the database. ``left_out``: why samples or ops of them were not judged -> how often;
+    ``seconds`` of CPU that it took."""
 
     name: str
     num_samples: int = 0
     judged: list[Judged] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
 
     @property
     def counts(self) -> Counts:
@@ -92,7 +95,7 @@ class Study:
 
     def of(self, info: OpInfo) -> OpStudy:
         """All samples of one op."""
-        study = OpStudy(info.formatted_name)
+        study, clock = OpStudy(info.formatted_name), time.process_time()
         seen: set[object] = set()
         for calls in calls_of(info, self.num_samples, self.seed):
             study.num_samples += 1
@@ -106,6 +109,7 @@ class Study:
                 if key not in seen:
                     seen.add(key)
                     self._add(study, key, case)
+        study.seconds = time.process_time() - clock
         return study
 
     def _add(self, study: OpStudy, key: object, case: Case) -> None:
@@ -136,8 +140,7 @@ class Study:
         many = count_combinations(case, size)
         can = possible(case, size) if tells and many <= MOST_COMBINATIONS else set()
         asked = input_combinations(case, size) if can and many <= MOST_QUESTIONS else {i for i, _ in can | right}
-        theirs = {(inputs, made) for inputs in asked if (made := self.dtensor(case, inputs, size)) is not None
-                  and not _trivial((inputs, made))}
+        theirs = {combination for combination in self.dtensor(case, asked, size) if not _trivial(combination)}
         can |= right
         can |= {claim for claim in theirs - can if self.kept(case, claim, size)}
         here = f"{_describe(case)} on {size}: "
