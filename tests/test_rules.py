@@ -420,7 +420,7 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.conv1d.default, f(4, 12, 9), f(24, 2, 3), f(24), [1], [1], [1], 6),
         call(aten.conv2d.default, f(4, 12, 5, 5), f(12, 1, 3, 3), f(12), [1, 1], [1, 1], [1, 1], 12),
         call(aten.conv1d.padding, f(4, 6, 9), f(6, 1, 3), f(6), [1], "same", [1], 6),
-        call(aten.conv_transpose2d.input, f(4, 6, 5, 5), f(6, 8, 2, 2), f(8), [2, 2]),
+        call(aten.conv_transpose2d.input, f(4, 6, 6, 6), f(6, 8, 2, 2), f(8), [2, 2]),
         call(aten.max_pool2d_with_indices.default, f(4, 6, 8, 8), [2, 2]),
         call(aten.upsample_bilinear2d.vec, f(4, 6, 4, 4), [8, 8], False, None),
         call(aten.grid_sampler_2d.default, f(4, 6, 5, 5), f(4, 3, 8, 2), 0, 0, False),

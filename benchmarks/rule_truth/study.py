@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MOST_COMBINATIONS = 1500
 #: DTensor is asked about every combination up to so many, then only about the possible ones.
 MOST_QUESTIONS = 24
+#: Larger cases are left out: every comparison reads all of their numbers.
+MOST_ELEMENTS = 1 << 20
 #: Families of ops that no rule describes, by their names; the first that fits.
 OTHERS = (
     ("linalg", r"linalg|cholesky|lu_|qr|svd|triangular_solve|ormqr|geqrf|lstsq|pinverse|det|inverse"),
@@ -116,6 +118,9 @@ class Study:
         rule, known = find_rule(case.graph, case.node)
         if torch.Tag.nondeterministic_seeded in case.node.target.tags and (rule.random or not known):
             study.left_out["random"] += 1
+            return
+        if sum(meta.num_elements for meta in (*case.inputs, *case.node.outputs)) > MOST_ELEMENTS:
+            study.left_out["too large"] += 1
             return
         try:
             if key not in self._made:
