@@ -36,7 +36,8 @@ from benchmarks.architectures import (
 
 
 class Squared(nn.Module):
-    """A model without a loss of its own: the mean square of its first output is one."""
+    """A model without a loss of its own: the mean square of its first output, weighed as norms would make it 1, is one.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -44,7 +45,8 @@ class Squared(nn.Module):
 
     def forward(self, **inputs: Any) -> networks.Output:
         made = self.model(**inputs)[0]
-        return networks.Output(loss=made.float().square().mean(), logits=made)
+        weights = torch.linspace(0.5, 1.5, made.shape[-1], dtype=made.dtype, device=made.device)
+        return networks.Output(loss=(made * weights).square().mean(), logits=made)
 
 
 def _pixels(size: int = 32) -> Inputs:
@@ -276,7 +278,8 @@ TRANSFORMERS: dict[str, Architecture] = {
                 backbone=None),
     "yolos": _of("Model", _pixels, "yolos", Squared, **{**VISION, "image_size": [32, 32]}, num_detection_tokens=4,
                  use_mid_position_embeddings=False),
-    "vit_mae": _of("Model", _pixels, "vit_mae", Squared, **VISION, mask_ratio=0.0),
+    "vit_mae": _of("Model", lambda: {**_pixels(), "noise": torch.rand(BATCH, 16, generator=generator())}, "vit_mae",
+                   Squared, **VISION, mask_ratio=0.5),
     "videomae": _of("ModelForVideoClassification", _filmed, "videomae", **{**VISION, **LABELS}, num_frames=4,
                     tubelet_size=2),
     "vivit": _of("ModelForVideoClassification", _filmed, "vivit", **{**VISION, **LABELS}, num_frames=4,
@@ -284,7 +287,7 @@ TRANSFORMERS: dict[str, Architecture] = {
     "timesformer": _of("ModelForVideoClassification", _filmed, "timesformer", **{**VISION, **LABELS}, num_frames=4,
                        drop_path_rate=0),
     "sam_vision": _of("Model", _pixels, "sam_vision_model", Squared, **VISION_TOWER, output_channels=16,
-                      global_attn_indexes=[1], window_size=2, num_pos_feats=16, mlp_dim=128),
+                      global_attn_indexes=[1], window_size=2, num_pos_feats=16, mlp_dim=128, initializer_range=0.02),
     "perceiver": _of("ModelForMaskedLM", masked, "perceiver", vocab_size=VOCABULARY, d_model=64, d_latents=32,
                      num_latents=8, num_blocks=1, num_self_attends_per_block=1, num_self_attention_heads=4,
                      num_cross_attention_heads=4, max_position_embeddings=SEQUENCE, attention_probs_dropout_prob=0.0),

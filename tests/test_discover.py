@@ -59,6 +59,9 @@ ROUND = function(lambda x: x.round(), lambda x, g: g)
      {"S(0) R": "S(0)", "S(1) S(1)": "P", "R S(0)": "S(1)", "P R": "P", "R P": "P"}),
     (function(lambda x, y: (x * y, x + y)), [(6, 5), (6, 5)],
      {"S(0) S(0)": "S(0) S(0)", "S(1) S(1)": "S(1) S(1)"}),
+    (function(lambda x: x.nan_to_num()), [(6, 5)], {"S(0)": "S(0)", "S(1)": "S(1)"}),  # linear in numbers
+    (function(lambda x, y: x * 2, lambda x, y, g: (g + y, None)), [(6, 5), (6, 5)],  # whose backward reads y as well
+     {"S(0) S(0)": "S(0)", "S(1) S(1)": "S(1)", "P R": "P"}),
     (function(lambda x: x > 0), [(6, 5)], {"S(0)": "S(0)", "S(1)": "S(1)"}),
     (function(lambda x: x.abs()), [(6, 5)], {"S(0)": "S(0)", "S(1)": "S(1)"}),  # shares of it add up
     (function(lambda x: x / x.abs().max()), [(6, 5)], {}),  # which looks at everything

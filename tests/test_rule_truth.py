@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from autoparallel.rules.views import whole_dims
 from benchmarks.rule_truth import dtensor, report
 from benchmarks.rule_truth.cases import Case, alone
 from benchmarks.rule_truth.claims import claims
-from benchmarks.rule_truth.study import Study, show
+from benchmarks.rule_truth.kept import Kept
+from benchmarks.rule_truth.study import OpStudy, Study, show
 from benchmarks.rule_truth.truth import possible
 
 aten = torch.ops.aten
@@ -112,6 +114,34 @@ def test_the_vocabulary_variant_is_tried(study: Study, database: Database) -> No
     (embedding,) = database(["nn.functional.embedding"])
     judged = [j for j in study.of(embedding).judged if j.op == "aten.embedding.default"]
     assert judged and not any(j.wrong for j in judged) and all(j.counts.right for j in judged)
+
+
+def test_a_run_goes_on_where_it_ended(study: Study, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                      ) -> None:
+    """Slices share a folder; what is there under the same settings is not studied again."""
+    from benchmarks.rule_truth import main
+
+    class InThisProcess:
+        def __init__(self, infos: Sequence[Any], sizes: tuple[int, ...], num_samples: int) -> None:
+            self.infos = infos
+
+        def ask(self, number: int, search: bool) -> OpStudy:
+            asked.append(self.infos[number].name)
+            return study.of(self.infos[number])
+
+        def stop(self) -> None:
+            pass
+
+    asked: list[str] = []
+    monkeypatch.setattr(main, "_Worker", InThisProcess)
+    infos, kept = database(["abs", "permute", "cumsum"]), Kept(tmp_path, {"samples": 1})
+    made = {s.name: s for part in ("1/2", "2/2") for s in main.studied(main.sliced(infos, part), (2,), 1, kept)}
+    again = list(main.studied(infos, (2,), 1, kept))
+    assert sorted(asked) == ["abs", "cumsum", "permute"]
+    assert again == [made[s.name] for s in again] and all(s.judged and s.seconds for s in again)
+    assert kept.read("abs") and Kept(tmp_path, {"samples": 2}).read("abs") is None
+    with pytest.raises(AutoparallelError, match="--slice 3/2 is no part"):
+        main.sliced(infos, "3/2")
 
 
 def test_unknown_names_are_refused(database: Database) -> None:

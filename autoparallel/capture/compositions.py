@@ -162,6 +162,17 @@ def summed_to(graph: Graph, node: Node) -> Node:
     return emit(graph, node, aten.reshape.default, made, size)
 
 
+def mean_of_numbers(graph: Graph, node: Node) -> Node:
+    """nanmean: what is a number added up, over how many there are."""
+    x, dim, keepdim = (argument(node, name) for name in ("self", "dim", "keepdim"))
+    dims = [dim] if isinstance(dim, int) else list(dim or range(len(_shape(x))))
+    if (dtype := node.kwargs.get("dtype")) is not None:
+        x = emit(graph, node, aten.to.dtype, x, dtype)
+    total = emit(graph, node, aten.nansum.default, x, dims, keepdim)
+    counted = emit(graph, node, aten.logical_not.default, emit(graph, node, aten.isnan.default, x))
+    return emit(graph, node, aten.div.Tensor, total, emit(graph, node, aten.sum.dim_IntList, counted, dims, keepdim))
+
+
 def no_difference(graph: Graph, node: Node) -> Node | None:
     """diff of order zero is its input, whatever would be put before and after it."""
     return node.args[0] if argument(node, "n") == 0 else None
@@ -234,6 +245,7 @@ COMPOSITIONS: dict[Any, Rewrite] = {
     aten.rot90.default: rotated, aten.pixel_shuffle.default: pixels, aten.pixel_unshuffle.default: pixels,
     aten.channel_shuffle.default: pixels, aten.take_along_dim.default: along_dim, aten.msort.default: msort,
     aten.cartesian_prod.default: cartesian_product, aten.sum_to_size.default: summed_to,
+    aten.nanmean.default: mean_of_numbers,
     aten.diff.default: no_difference, aten.diag.default: diagonal, aten.diagflat.default: diagonal,
     aten.linalg_diagonal.default: diagonals_of_matrices, aten.index_put.default: put_where,
     **dict.fromkeys((aten.trapezoid.x, aten.trapezoid.dx, aten.trapz.x, aten.trapz.dx, aten.cumulative_trapezoid.x,

@@ -131,7 +131,12 @@ def prove(run: Callable[..., list[Tensor]], op: str, row: Row, pieces: int, tens
             right = _gradients([a for a, _ in pairs], weights, wanted)
         except RuntimeError:  # an op that has no derivative
             return
-        for value, found in zip(right, _gradients([b for _, b in pairs], weights, wanted), strict=True):
+        try:
+            made = _gradients([b for _, b in pairs], weights, wanted)
+        except RuntimeError as error:
+            raise RuleError(f"the rule of {op} is wrong: cutting {row.name!r} into {pieces} pieces, backward: {error}"
+                            ) from error
+        for value, found in zip(right, made, strict=True):
             _compare(op, row, pieces, "gradient", value, found)
 
 
@@ -148,10 +153,14 @@ def _cut(row: Row, tensors: Sequence[Tensor], pieces: int) -> Iterator[list[Tens
 
 
 def _summands(t: Tensor, pieces: int, generator: torch.Generator) -> list[Tensor]:
-    """Parts that differ in every element, also in sign: shares alone would pass for summands of a norm."""
-    scale = _largest(t.detach())
+    """Parts that differ in every element, also in sign: shares alone would pass for summands of a norm. What is no
+    number is so in the first part only."""
+    missing = t.isnan()
+    known = t.masked_fill(missing, 0.0)
+    scale = _largest(known.detach())
     apart = [scale * torch.randn(t.shape, generator=generator).to(t) for _ in range(pieces - 1)]
-    return [t / pieces + one for one in (*apart, -sum(apart, torch.zeros_like(t)))]
+    first, *rest = [known / pieces + one for one in (*apart, -sum(apart, torch.zeros_like(t)))]
+    return [torch.where(missing, t, first), *rest]
 
 
 def _joined(placement: Any, values: Sequence[Tensor]) -> Tensor:
@@ -172,6 +181,8 @@ def _largest(t: Tensor) -> float:
 def _compare(op: str, row: Row, pieces: int, what: str, expected: Tensor, found: Tensor) -> None:
     shape = expected.shape == found.shape
     expected, found = (t.detach().to(torch.complex128 if t.is_complex() else torch.float64) for t in (expected, found))
+    if shape and torch.equal(expected.isnan(), found.isnan()):
+        expected, found = (t.masked_fill(t.isnan(), 0.0) for t in (expected, found))
     error = _largest(expected - found) / (_largest(expected) or 1.0) if shape else float("inf")
     if not error <= 1e-4:
         layouts = f"{' '.join(map(str, row.inputs))} -> {' '.join(map(str, row.outputs))}"

@@ -82,6 +82,13 @@ class _Trial:
                 for meta, shape in zip(self.metas, self.shapes, strict=True)]
 
 
+def _with_a_hole(tensors: Sequence[Tensor]) -> list[Tensor]:
+    for t in tensors:
+        if t.is_floating_point() and t.numel():
+            t.view(-1)[0] = math.nan
+    return list(tensors)
+
+
 def _drawn(dtype: torch.dtype, shape: tuple[int, ...], magnitude: float, generator: torch.Generator) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return (magnitude * torch.randn(shape, generator=generator, device="cpu")).to(dtype)
@@ -194,6 +201,8 @@ def _holds(trial: _Trial, row: Row) -> bool:
                 prove(true.run, "op", row, pieces, true.tensors(1.0))
         for magnitude, pieces in itertools.product(MAGNITUDES, counts):
             prove(trial.run, "op", row, pieces, trial.tensors(magnitude))
+        if PARTIAL in row.inputs:  # an op that passes over what is no number
+            prove(trial.run, "op", row, counts[0], _with_a_hole(trial.tensors(1.0)))
     except RuleError:
         return False
     return True

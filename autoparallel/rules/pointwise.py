@@ -14,6 +14,7 @@ aten = torch.ops.aten
 
 #: Ops linear in these groups of tensor inputs (by position): a sum over ranks passes through them.
 LINEAR: dict[object, tuple[tuple[int, ...], ...]] = {
+    aten.detach.default: ((0,),),
     aten.neg.default: ((0,),),
     aten.mul.Tensor: ((0,), (1,)),
     aten.mul.Scalar: ((0,),),

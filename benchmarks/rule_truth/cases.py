@@ -71,12 +71,21 @@ class Call(nn.Module):
 
 def run(node: Node, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The node's op on these values of its tensor inputs."""
-    remaining = iter(values)
-    args, kwargs = pytree.tree_map(
-        lambda leaf: next(remaining) if isinstance(leaf, Ref) else leaf, (node.args, dict(node.kwargs))
-    )
+    args, kwargs = called_with(node, values)
     made = node.target(*args, **kwargs)
     return tuple(made) if isinstance(made, (tuple, list)) else (made,)
+
+
+def called_with(node: Node, values: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with these values of its tensor inputs. (By hand, as it is done most often of all.)"""
+    remaining = iter(values)
+
+    def filled(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return type(argument)([filled(each) for each in argument])
+        return next(remaining) if isinstance(argument, Ref) else argument
+
+    return filled(node.args), {name: filled(value) for name, value in node.kwargs.items()}
 
 
 def calls_of(info: OpInfo, num_samples: int, seed: int) -> Iterator[tuple[Call, ...]]:

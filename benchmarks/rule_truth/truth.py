@@ -11,14 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
-from autoparallel.capture import Ref
 from autoparallel.capture.graph import TensorMeta, is_floating
 from autoparallel.layout import PARTIAL, REPLICATE, Placement, layout_fits, local_box, local_shape, shard
 from autoparallel.lower.emit import GROUPS_ARGUMENT, SIZE_ARGUMENT, fitted
-from benchmarks.rule_truth.cases import Case
+from benchmarks.rule_truth.cases import Case, called_with
 
 Placed = tuple[Placement, ...]
 Combination = tuple[Placed, Placed]
@@ -135,10 +133,7 @@ class Pieces:
 
     def _rank(self, inputs: Placed, made: Placement, rank: int) -> tuple[Tensor, ...]:
         node = self.case.node
-        operands = iter([self.held(position, p)[rank] for position, p in enumerate(inputs)])
-        args, kwargs = pytree.tree_map(
-            lambda leaf: next(operands) if isinstance(leaf, Ref) else leaf, (node.args, dict(node.kwargs))
-        )
+        args, kwargs = called_with(node, [self.held(position, p)[rank] for position, p in enumerate(inputs)])
         shape = local_shape(node.outputs[0].shape, (made,), (self.num_ranks,), (rank,))
         results = node.target(*fitted(node.target, args, shape, node.outputs[0].shape), **kwargs)
         return tuple(results) if isinstance(results, (tuple, list)) else (results,)
