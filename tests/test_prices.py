@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns, predict
 from autoparallel.rules.space import StrategySpace
 from autoparallel.search import evaluate, solve
-from cost_models import collectives
+from cost_models import collectives, compute
 from tests.models import CASES
 
 
@@ -77,19 +78,43 @@ def test_adding_up_gradients_of_turns_takes_time() -> None:
     space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 4).body, (2,))
     prices = Prices(space, cluster)
     link = next(k for k in space.links if space.sites[k.source].kind == "parameter" and k.meta.requires_grad)
-    num_bytes, bandwidth = link.meta.num_bytes, cluster.device.memory_bandwidth_bytes_per_s
+    whole, piece = (float(compute.op_time_s("elementwise", 0.0, 3 * link.meta.num_bytes / n, "float32", cluster.device))
+                    for n in (1, 2))
 
     def seconds(**options: Any) -> np.ndarray:
         return SpacePricer(prices, turns=Turns(space, Hybrid(**options))).sums_s(link)
 
-    assert seconds(micro_batches=4, zero_stage=1).max() == pytest.approx(3 * 3 * num_bytes / bandwidth)
-    assert seconds(micro_batches=4, zero_stage=3).min() == pytest.approx(3 * 3 * num_bytes / 2 / bandwidth)
+    assert seconds(micro_batches=4, zero_stage=1).max() == pytest.approx(3 * whole)
+    assert seconds(micro_batches=4, zero_stage=3).min() == pytest.approx(3 * piece)
     assert not seconds(micro_batches=1).any()
     once, four = (SpacePricer(prices, turns=Turns(space, Hybrid(micro_batches=n))) for n in (1, 4))
     labels = once.labels_of(solve(once.full(), "exact").choice)
     costs = [evaluate(p.full(), p.choice_of(labels)).objective for p in (once, four)]
     parts = predict(four, four.full(), labels, 0.0)
     assert parts.step_s == pytest.approx(costs[1]) and costs[1] > costs[0]
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x + y) * x
+
+
+def test_backward_launches_what_it_runs() -> None:
+    """A sum hands its gradient on, a product makes one for each factor, and a value read twice adds up two."""
+    device = replace(Cluster.load("h100-sxm").device, launch_s=1.0)
+    cluster = replace(Cluster.load("h100-sxm", num_devices=1), device=device)
+    values = tuple(torch.zeros(8, 8, requires_grad=True) for _ in range(2))
+    space = StrategySpace(capture(Twice(), values, {}), (1,))
+    prices = Prices(space, cluster)
+    launches = {space.graph.nodes[s.node].target: round(float(prices.op(space.strategies[s.index]).backward_s[0]))
+                for s in space.sites if s.kind == "op"}
+    assert sorted(launches.values()) == [0, 2]
+    pricer = SpacePricer(prices)
+    assert [round(float(pricer.hub_s(s.index)[0])) for s in space.sites if s.kind == "hub"] == [1]
+    problem = pricer.full()
+    labels = pricer.labels_of(solve(problem, "exact").choice)
+    assert predict(pricer, problem, labels, 0.0).step_s == pytest.approx(
+        evaluate(problem, pricer.choice_of(labels)).objective)
 
 
 def test_small_gradients_share_a_bucket() -> None:

@@ -130,6 +130,8 @@ def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_P
                     _add_inside(pricer, exchanged, number, times, stage, found)
                 if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
                     stage.repeated.append(str(space.graph.nodes[site.node]))
+            elif site.kind == "hub":
+                stage.backward += turns.op_times(site.index)[1] * float(pricer.hub_s(site.index)[number])
             elif site.kind == "parameter":
                 seconds = turns.counts[site.index] * float(prices.parameter_s(strategies)[number])
                 stage.optimizer += seconds

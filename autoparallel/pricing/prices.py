@@ -224,12 +224,23 @@ class Prices:
         if not self.training or not any(m.requires_grad for m in s.output_metas):
             return forward, zeros
         wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
+        if len(wanted) > 1 and _passes_gradients_on(rule, s):
+            return forward, zeros
         operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
         share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias takes no product
         traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
         traffic = traffic + sum((inputs[i] for i in wanted), zeros)
         backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)
-        return forward, backward
+        calls = sum(i in wanted for i in operands) if operands else len(wanted) if rule.op_class == "elementwise" else 1
+        return forward, backward + max(0, calls - 1) * device.launch_s    # one for each gradient
+
+    def sum_s(self, strategies: StrategySet, readers: int) -> np.ndarray:
+        """Seconds in which the gradients from several readers of a value are added up, by strategy of the value."""
+        (meta,), (numbers,) = strategies.output_metas, strategies.outputs
+        if readers < 2 or not (meta.requires_grad and self.training):
+            return np.zeros(len(numbers))
+        nbytes = 3 * self.local_bytes(meta, numbers) / self.spread
+        return (readers - 1) * compute.op_time_s("elementwise", 0.0, nbytes, dtype_name(meta), self.cluster.device)
 
     def share_of_work(self, s: StrategySet) -> np.ndarray:
         """Largest rank's part of the op's work, by strategy: ceil(size / pieces) / size over the cut factors."""
@@ -298,6 +309,12 @@ def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
         case "neighbours":
             return np.asarray(collectives.send_recv_s(num_bytes, group))
     raise ValueError(f"unknown exchange {action!r}")
+
+
+def _passes_gradients_on(rule: Rule, s: StrategySet) -> bool:
+    """Whether each input's gradient is the output's, as a sum's is: nothing runs for it."""
+    simple = rule.op_class == "elementwise" and not rule.saves and not rule.saves_output and len(s.output_metas) == 1
+    return simple and all(m.shape == s.output_metas[0].shape for m in s.input_metas if m.requires_grad)
 
 
 def _worked_in(s: StrategySet) -> TensorMeta:

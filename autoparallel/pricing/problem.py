@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from autoparallel.layout import RedistributionTable
-from autoparallel.pricing.prices import Prices
+from autoparallel.pricing.prices import Prices, dtype_name
 from autoparallel.pricing.turns import Turns
 from autoparallel.rules.space import Label, Link, StrategySpace
 from autoparallel.search.problem import Edge, Node, Problem
-from cost_models import collectives
+from cost_models import collectives, compute
 
 Allowed = Mapping[int, np.ndarray]
 #: Seconds that one fault counts for: more than any step takes.
@@ -45,6 +46,7 @@ class SpacePricer:
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self._arrays: dict[object, np.ndarray] = {}
+        self._readers = Counter(k.source for k in self.space.links if self.space.sites[k.target].kind in ("op", "hub"))
 
     @property
     def num_nodes(self) -> int:
@@ -112,7 +114,7 @@ class SpacePricer:
         site, s = self.space.sites[index], self.space.strategies[index]
         life = self.turns.site_life(index, range(len(s.output_metas)))
         times = self.turns.op_times(index)
-        key = (id(s), site.kind, numbers.tobytes())
+        key = (id(s), site.kind, numbers.tobytes(), self._readers[index] if site.kind == "hub" else 0)
         costs = self._memo(("cost", *key, times, self.turns.offloads(index)),
                            lambda: self._site_s(index, times)[numbers])
         usages = self._memo(("usage", *key, life.copies), lambda: self.site_bytes(index)[numbers] * life.copies)
@@ -126,8 +128,14 @@ class SpacePricer:
         if kind == "op":
             price, moved = self.prices.op(s), self.offload_s(index)
             return times[0] * price.forward_s + times[1] * price.backward_s + moved[0] + moved[1]
+        if kind == "hub":
+            return times[1] * self.hub_s(index)
         seconds = self.prices.parameter_s(s) if kind == "parameter" else np.zeros(len(s.labels))
         return self.turns.counts[index] * seconds
+
+    def hub_s(self, index: int) -> np.ndarray:
+        """Seconds of adding up the gradients from a value's readers once, by strategy."""
+        return self.prices.sum_s(self.space.strategies[index], self._readers.get(index, 0))
 
     def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds in a step of moving what an op makes to the host, and back for backward, by strategy."""
@@ -190,7 +198,8 @@ class SpacePricer:
             held = np.broadcast_to(self.prices.local_bytes(link.meta, rows)[:, None], (len(rows), len(columns)))
         else:  # of what the ops read
             held = np.broadcast_to(self.prices.local_bytes(link.meta, columns)[None], (len(rows), len(columns)))
-        return 3 * self.turns.sums(link) * held / self.prices.cluster.device.memory_bandwidth_bytes_per_s
+        device = self.prices.cluster.device
+        return self.turns.sums(link) * compute.op_time_s("elementwise", 0.0, 3 * held, dtype_name(link.meta), device)
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:
