@@ -30,9 +30,13 @@ if TYPE_CHECKING:
 Call = Callable[[], object]
 #: Waits until all ranks are ready, and returns when (`time.monotonic`) the measured call began.
 Start = Callable[[], float]
-WARM_UP = 2
+WARM_UP = 1
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
-SIZES = tuple(2**k for k in (12, 18, 19, 20, 21, 22))
+SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 22, 24))
+#: Bytes up to which leaving at different times weighs most: more calls in a row.
+SHORT = 2**18
+#: Which of the repeats counts: what else a machine does only adds to them.
+QUIET = 0.25
 #: Sides of square products, and bytes read by an element-wise op.
 SIDES, TRAFFIC = (64, 128, 256, 512, 1024), tuple(2**k for k in (10, 14, 18, 20, 22, 24))
 
@@ -54,7 +58,7 @@ class Calibration:
         return statistics.mean(map(abs, self.residuals))
 
 
-def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, repeats: int = 5) -> Calibration:
+def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, repeats: int = 9) -> Calibration:
     """Measure the machines of this process group: ops on all its devices at once, collectives within and across hosts.
 
     All ranks call this, and get the same. ``nics_per_host``: as in `cost_models.Link`.
@@ -93,7 +97,7 @@ def memory_bytes(kind: str) -> float:
 
 
 def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
-    """Square products and element-wise sums in float32, on all ranks at once. Medians of the slowest rank's."""
+    """Square products and element-wise sums in float32, on all ranks at once. Lower quartiles of the slowest rank's."""
     found = []
     for side in SIDES:
         x = torch.ones(side, side, device=device)
@@ -122,10 +126,12 @@ def after_barrier() -> float:
 
 
 def time_collectives(mesh: DeviceMesh, axis: int, kinds: Sequence[str], sizes: Sequence[int], repeats: int = 5,
-                     start: Start = after_barrier) -> list[Measured]:
+                     start: Start = after_barrier, pause_s: float = 0.0, quantile: float = QUIET) -> list[Measured]:
     """Each collective of ``kinds`` along one axis, for each size in bytes (as `cost_models.collectives` counts them).
 
-    All ranks of the mesh call this. Seconds are medians over repeats of the slowest rank's.
+    All ranks of the mesh call this. A program's collectives follow one another, and a rank that leaves one late is late
+    for the next; so several are timed together, ``pause_s`` between them, in which devices would compute. Seconds are
+    the ``quantile`` over repeats of the slowest rank's, without the pauses.
     """
     device = _device_of(mesh)
     name = groups.axis_names(mesh)[axis]
@@ -133,9 +139,18 @@ def time_collectives(mesh: DeviceMesh, axis: int, kinds: Sequence[str], sizes: S
     for nbytes in sizes:
         calls = _calls(groups.bind(mesh)[name], mesh.get_group(axis), nbytes, device)
         for kind in kinds:
-            seconds = _slowest(_timed(calls[kind], repeats, start, device), device)
+            count = 4 if nbytes <= SHORT else 2
+            several = partial(_in_a_row, calls[kind], count, pause_s)
+            seconds = _slowest(_timed(several, repeats, start, device), device, quantile) / count - pause_s
             found.append(Measured(kind, tuple(mesh.shape), axis, float(nbytes), seconds))
     return found
+
+
+def _in_a_row(call: Call, count: int, pause_s: float) -> None:
+    for _ in range(count):
+        if pause_s:
+            time.sleep(pause_s)
+        call()
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -182,8 +197,8 @@ def _timed(call: Call, repeats: int, start: Start, device: torch.device) -> list
     return found[WARM_UP:]
 
 
-def _slowest(seconds: Sequence[float], device: torch.device) -> float:
-    """The median of what the slowest rank took."""
+def _slowest(seconds: Sequence[float], device: torch.device, quantile: float = QUIET) -> float:
+    """Of what the slowest rank took."""
     together = torch.tensor(seconds, device=device)
     dist.all_reduce(together, dist.ReduceOp.MAX)
-    return float(together.median())
+    return float(together.sort().values[int(quantile * len(seconds))])

@@ -100,7 +100,7 @@ def calibrate(
     output: Annotated[Path, typer.Option(help="write the cluster description (TOML) here")],
     ranks: Annotated[int, typer.Option(help="local processes, where torchrun did not start any")] = 2,
     nics_per_host: Annotated[int | None, typer.Option(help="network cards that devices of a host share")] = None,
-    repeats: Annotated[int, typer.Option(help="measurements of each call")] = 5,
+    repeats: Annotated[int, typer.Option(help="measurements of each call")] = 9,
 ) -> None:
     """Measure ops and collectives on the machines at hand, and write a description for --cluster.
 

@@ -2,14 +2,14 @@
 
 The measuring is in `autoparallel.calibration`, which needs torch.
 
-All fits minimise the relative error, because sizes span decades; all give back residuals, to be looked at.
+All fits minimise the mean relative error, because sizes span decades; all give back residuals, to be looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ _SECONDS: dict[str, Callable[[Any, Group], Any]] = {
 }
 
 
+#: How often a fit weighs its measurements.
+ROUNDS = 12
+#: Bursts that a fit tries on each link.
+BURSTS = (0.0, 2.0**15, 2.0**16, 1.5 * 2.0**16, 2.0**17)
 #: No collective is taken to be faster than the formula by more.
 LEAST_SLOWDOWN = 0.05
 
@@ -69,7 +73,7 @@ class Fit:
 
 
 def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float], messages: Sequence[float] | None = None) -> Fit:
-    """The alpha, beta >= 0 that minimise sum ((messages alpha + nbytes beta - seconds)/seconds)^2.
+    """The alpha, beta >= 0 that minimise sum |(messages alpha + nbytes beta - seconds)/seconds|.
 
     >>> fit = fit_alpha_beta([0.0, 1e6, 2e6], [1e-5, 1.1e-4, 2.1e-4])
     >>> f"{fit.alpha_s:.1e} {fit.beta_s_per_byte:.1e} {fit.mean_error:.3f}"
@@ -88,15 +92,28 @@ def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float], messages: 
 
 
 def _non_negative(columns: np.ndarray) -> np.ndarray:
-    """The x >= 0 that minimises |columns x - 1|: least squares of a few unknowns, by which of them are not 0."""
-    unknowns = columns.shape[1]
+    """The x >= 0 that minimises the sum of |columns x - 1|, so that a disturbed measurement does not bend the others'
+    fit: least squares, weighed anew by what is left (Weiszfeld 1937)."""
+    weights = np.ones(len(columns))
+    found = []
+    for _ in range(ROUNDS):
+        x = _least_squares(columns, weights)
+        left = np.abs(columns @ x - 1)
+        found.append((float(left.sum()), x))
+        weights = 1 / np.maximum(left, 1e-3)
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _least_squares(columns: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The x >= 0 that minimises the sum of weights (columns x - 1)^2: a few unknowns, by which of them are not 0."""
+    unknowns, roots = columns.shape[1], np.sqrt(weights)
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
     best = (np.inf, np.zeros(unknowns))
     for kept in ([i for i in range(unknowns) if case >> i & 1] for case in range(2**unknowns - 1, 0, -1)):
-        part, *_ = np.linalg.lstsq(columns[:, kept] / scale[kept], np.ones(len(columns)), rcond=None)
+        part, *_ = np.linalg.lstsq(columns[:, kept] / scale[kept] * roots[:, None], roots, rcond=None)
         x = np.zeros(unknowns)
         x[kept] = part / scale[kept]
-        error = float(((columns @ x - 1) ** 2).sum())
+        error = float((weights * (columns @ x - 1) ** 2).sum())
         if (x >= 0).all() and error < best[0]:
             best = (error, x)
     return best[1]
@@ -138,8 +155,21 @@ def _outermost(cluster: Cluster, measured: Measured) -> int:
 
 
 def _fit_all_reduce(blank: Cluster, measured: Sequence[Measured]) -> Cluster:
-    """Time of a call, alphas and bandwidths: what a ring takes is linear in them (with 1/bandwidth), and by how much
-    shows where all others are nothing."""
+    """Time of a call, alphas, bandwidths, and the bursts of `BURSTS` with which these fit best."""
+
+    def error(cluster: Cluster) -> float:
+        return float(sum(abs(predicted_s(cluster, m) / m.seconds - 1) for m in measured))
+
+    tried = []
+    for bursts in product(BURSTS, repeat=len(blank.links)):
+        links = (replace(link, burst_bytes=burst) for link, burst in zip(blank.links, bursts, strict=True))
+        tried.append(_fit_linear(replace(blank, links=tuple(links)), measured))
+    return min(tried, key=error)
+
+
+def _fit_linear(blank: Cluster, measured: Sequence[Measured]) -> Cluster:
+    """What a ring takes is linear in the time of a call, alphas and 1/bandwidths, and by how much shows where all
+    others are nothing."""
     nothing = tuple(replace(link, alpha_s=0.0, bandwidth_bytes_per_s=1e300) for link in blank.links)
     numbers = range(len(nothing))
 
@@ -247,6 +277,8 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
         reached: object = "unlimited" if link.num_devices == UNLIMITED else link.num_devices
         lines += ["", "[[links]]", f"name = {_toml(link.name)}", line(f"links.{i}.num_devices", reached)]
         lines += [line(f"links.{i}.{key}", getattr(link, key)) for key in ("alpha_s", "bandwidth_bytes_per_s")]
+        if link.burst_bytes:
+            lines.append(line(f"links.{i}.burst_bytes", link.burst_bytes))
         if link.nics_per_host is not None:
             lines.append(line(f"links.{i}.nics_per_host", link.nics_per_host))
         lines += table(f"links.{i}.slowdown", link.slowdown, "links.slowdown")

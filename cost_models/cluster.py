@@ -142,6 +142,8 @@ class Link:
     with four NICs get half each while all of them send. None: each device has its own.
 
     ``protocols`` are alternatives by name; a collective uses the cheapest that all links it crosses have.
+    ``burst_bytes``: of a collective's bytes so many take no time beyond its messages', as a link that is shaped by a
+    token bucket, or has large buffers, lets them pass at once.
     """
 
     name: str
@@ -151,11 +153,14 @@ class Link:
     slowdown: Mapping[str, float] = field(default_factory=dict)
     nics_per_host: int | None = None
     protocols: Mapping[str, Protocol] = field(default_factory=dict)
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_devices < 1 or not 0 <= self.alpha_s < math.inf or not 0 < self.bandwidth_bytes_per_s < math.inf:
             raise ClusterError(f"link {self.name}: needs num_devices >= 1, alpha_s >= 0, bandwidth_bytes_per_s > 0; "
                                f"has {self.num_devices}, {self.alpha_s}, {self.bandwidth_bytes_per_s}")
+        if not 0 <= self.burst_bytes < math.inf:
+            raise ClusterError(f"link {self.name}: burst_bytes must be at least 0, not {self.burst_bytes}")
         if self.nics_per_host is not None and self.nics_per_host < 1:
             raise ClusterError(f"link {self.name}: nics_per_host must be at least 1, not {self.nics_per_host}")
         for kind, factor in self.slowdown.items():
@@ -220,6 +225,11 @@ class Group:
         """(count, link, bytes/s of the group's members in one domain of that level) of the levels in use."""
         return tuple((count, link, link.bandwidth_bytes_per_s * lanes)
                      for (count, link), lanes in zip(self.levels, self.lanes, strict=True) if count > 1)
+
+    @property
+    def burst_bytes(self) -> float:
+        """Of the outermost link crossed."""
+        return self.crossed[-1][1].burst_bytes if self.crossed else 0.0
 
     def seen_by(self, collective: str) -> tuple[Group, ...]:
         """This group as a collective finds it: links slowed down, once as they are and once by each protocol that all

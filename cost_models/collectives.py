@@ -10,7 +10,8 @@ For b bytes, one direction:
 
 A ring over n ranks in H hosts takes n - 1 steps, H - 1 of them between hosts, and passes every host boundary once, so
 that all of a host's NICs carry it together. Reduce-scatter and all-gather are one ring; all-reduce is both. The
-cheapest valid algorithm by the cheapest protocol counts. Every call adds the cluster's time of a call (the protocol's;
+cheapest valid algorithm by the cheapest protocol counts. Of a collective's bytes those that the outermost link takes
+at once (`Link.burst_bytes`) are free. Every call adds the cluster's time of a call (the protocol's;
 the device's launch time where none is known); a group of one is free. Sources: Thakur, Rabenseifner, Gropp 2005 (ring;
 reduce-scatter plus all-gather); NCCL src/graph/tuning.cc (steps of rings and trees inside and between hosts; a tree is
 a chain inside a host; protocols); Cho et al. 2019, "BlueConnect" (level by level).
@@ -91,6 +92,7 @@ def _cheapest(nbytes: Bytes, group: Group, collective: str, cost: Callable[[Any,
     b = np.asarray(nbytes, dtype=float)
     if group.size == 1:
         return np.zeros_like(b)
+    b = np.maximum(b - group.burst_bytes, 0.0)
     return _least([variant.launch_s + cost(b, variant) for variant in group.seen_by(collective)])
 
 

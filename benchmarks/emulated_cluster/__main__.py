@@ -34,6 +34,7 @@ def main(
     intra: Annotated[str, typer.Option(help="rate of each host's loopback")] = "1gbit",
     models: Annotated[str, typer.Option(help="which, with commas between")] = ",".join(SUBJECTS),
     plans: Annotated[int | None, typer.Option(help="at most so many beside the two searches; all by default")] = None,
+    hybrid: Annotated[bool, typer.Option("--hybrid", help="hybrid plans and the joint search's only")] = False,
     launches: Annotated[int, typer.Option(help="fresh processes so often")] = 2,
     steps: Annotated[int, typer.Option(help="steps measured per plan and launch")] = 5,
     clusters: Annotated[Path | None, typer.Option(help="write the calibrated descriptions into this folder")] = None,
@@ -55,8 +56,8 @@ def main(
                 calibration = _calibrated(built, folder, console)
                 calibrations.append(calibration)
                 for name in models.split(","):
-                    rows += _measured(built, name, calibration, folder, specs(topology.num_ranks, plans), launches,
-                                      steps, console)
+                    rows += _measured(built, name, calibration, folder, specs(topology.num_ranks, plans, hybrid),
+                                      launches, steps, console)
                 if dropped := built.drops():
                     raise EmulationError(f"{dropped} packets were dropped: what was measured is worth nothing")
     for table in report.tables(rows):

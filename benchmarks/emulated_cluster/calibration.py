@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import datetime
 
-from autoparallel.calibration import KINDS, SIZES, Calibration, group_shapes, time_collectives
+from autoparallel.calibration import KINDS, Calibration, group_shapes, time_collectives
 from benchmarks.emulated_cluster.network import Topology, bytes_per_s
 from benchmarks.emulated_cluster.pool import Pool
 from cost_models import Cluster, Device, Link
 from cost_models.calibrate import Measured, fit_links
 from cost_models.cluster import UNLIMITED
 
+SIZES = tuple(2**k for k in (12, 16, 18, 20, 22))
+#: What devices compute between collectives while these are measured.
+PAUSE_S = 0.01
 #: The emulated device: what `DeviceClock` pads to, so no measurement. Eight of them need an eighth of two cores.
 DEVICE = Device("emulated", {"float32": 2e9}, 1e9, 1.0, 4e9, 5e-4)
 
@@ -29,7 +32,7 @@ def source(found: Calibration) -> str:
             f"mean error {found.mean_error:.1%}")
 
 
-def calibrate(ranks: Pool, topology: Topology, repeats: int = 5) -> Calibration:
+def calibrate(ranks: Pool, topology: Topology, repeats: int = 3) -> Calibration:
     """Measure every collective on every shape of group, and fit."""
     shapes = group_shapes(topology.hosts, topology.ranks_per_host)
     measured = [m for mesh, axis in shapes for m in ranks.run(measure, mesh, axis, repeats)[0]]
@@ -45,4 +48,4 @@ def measure(mesh_shape: tuple[int, ...], axis: int, repeats: int) -> list[Measur
 
     mesh = init_device_mesh("cpu", mesh_shape)
     with real_time():
-        return time_collectives(mesh, axis, KINDS, SIZES, repeats, start_together)
+        return time_collectives(mesh, axis, KINDS, SIZES, repeats, start_together, PAUSE_S, quantile=0.5)

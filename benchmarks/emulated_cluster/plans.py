@@ -11,7 +11,7 @@ import autoparallel
 from autoparallel import Cluster, Plan
 from autoparallel.compiler import mesh_shapes
 from autoparallel.errors import AutoparallelError
-from benchmarks.emulated_cluster.subjects import Subject
+from benchmarks.emulated_cluster.subjects import Subject, captured_once
 
 SEARCH, JOINT = "search", "joint search"
 
@@ -54,40 +54,62 @@ def plain(num_ranks: int) -> Iterator[Spec]:
 
 
 def hybrid(num_ranks: int) -> Iterator[Spec]:
-    """Pipelines, data and tensor parallelism in the usual mixtures."""
-    for pipeline in (p for p in (2, 4, 8) if num_ranks % p == 0):
-        rest = num_ranks // pipeline
-        for tensor in (t for t in (1, 2, 4) if rest % t == 0):
-            stage = (rest // tensor, tensor) if 1 < tensor < rest else (rest,)
-            name = "tensor_parallel" if tensor > 1 else "ddp"
-            for turns in (4, 8):
-                if turns >= pipeline:
-                    yield _piped(pipeline, stage, turns, name, "1f1b")
-            if pipeline < 8:
-                yield _piped(pipeline, stage, 4, name, "gpipe")
-    for turns, zero in ((2, 1), (2, 2), (2, 3)):
-        yield Spec(f"zero {zero} {num_ranks}, {turns} turns", "hybrid",
-                   {"mesh_shape": (num_ranks,), "micro_batches": turns, "zero_stage": zero, "baseline": "fsdp"})
-    yield _piped(2, (num_ranks // 2,), 4, "fsdp", "1f1b", zero_stage=1)
-    yield _piped(2, (num_ranks // 2,), 4, "ddp", "interleaved", pipeline_stages=4)
+    """Pipelines, data and tensor parallelism, ZeRO and recomputation in usual mixtures, the most different first."""
+    half, quarter = num_ranks // 2, num_ranks // 4
+    yield _piped(2, (half,), 4, "ddp", "1f1b")
+    yield _zero(num_ranks, 2, 2)
+    yield _piped(2, (half,), 4, "tensor_parallel", "1f1b")
+    if quarter > 1:
+        yield _piped(2, (quarter, 2), 4, "tensor_parallel", "1f1b")
+        yield _piped(4, (quarter,), 8, "ddp", "1f1b")
+        yield _piped(4, (quarter,), 4, "tensor_parallel", "1f1b")
+    yield _piped(2, (half,), 4, "fsdp", "1f1b", zero_stage=1)
+    yield _piped(2, (half,), 4, "ddp", "1f1b", recompute="full")
+    yield _zero(num_ranks, 4, 1, recompute="full")
+    yield _piped(2, (half,), 4, "ddp", "gpipe")
+    yield _piped(2, (half,), 4, "ddp", "interleaved", pipeline_stages=4)
+    yield _piped(2, (half,), 4, "tensor_parallel", "zero_bubble")
+    yield _piped(2, (half,), 8, "tensor_parallel", "1f1b")
+    yield _zero(num_ranks, 2, 3)
+    if quarter > 1:
+        yield _piped(4, (quarter,), 4, "ddp", "gpipe")
+        yield _piped(4, (quarter,), 8, "tensor_parallel", "1f1b")
+        yield _piped(4, (quarter,), 4, "fsdp", "1f1b", zero_stage=2)
+    yield _zero(num_ranks, 2, 1)
+    yield _piped(2, (half,), 4, "tensor_parallel", "gpipe", recompute="full")
+    yield _piped(num_ranks, (1,), 8, "ddp", "1f1b")
+
+
+def _zero(num_ranks: int, turns: int, stage: int, **more: Any) -> Spec:
+    options = {"mesh_shape": (num_ranks,), "micro_batches": turns, "zero_stage": stage, "baseline": "fsdp", **more}
+    return Spec(f"zero {stage} {num_ranks}, {turns} turns{_recomputed(more)}", "hybrid", options)
+
+
+def _recomputed(more: Mapping[str, Any]) -> str:
+    return ", recompute" if "recompute" in more else ""
 
 
 def _piped(pipeline: int, stage: tuple[int, ...], turns: int, name: str, schedule: str, **more: Any) -> Spec:
     options = {"mesh_shape": (pipeline, *stage), "pipeline_stages": pipeline, "micro_batches": turns,
                "schedule": schedule, "zero_stage": 0, "baseline": name, **more}
     extra = f" zero {more['zero_stage']}" if "zero_stage" in more else ""
-    return Spec(f"pipeline {pipeline} x {name} {_text(stage)}, {turns} turns, {schedule}{extra}", "hybrid", options)
+    return Spec(f"pipeline {pipeline} x {name} {_text(stage)}, {turns} turns, {schedule}{extra}{_recomputed(more)}",
+                "hybrid", options)
 
 
 def _text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def specs(num_ranks: int, most: int | None = None) -> list[Spec]:
-    """The searches, then plain and hybrid plans in turn, at most so many of these together."""
+def specs(num_ranks: int, most: int | None = None, only_hybrid: bool = False) -> list[Spec]:
+    """The searches, then plain and hybrid plans in turn, at most so many of these together. ``only_hybrid``: those
+    and the joint search."""
+    joint = Spec(JOINT, "joint", {"joint": True})
+    if only_hybrid:
+        return [joint, *list(hybrid(num_ranks))[:most]]
     sides = [list(plain(num_ranks)), list(hybrid(num_ranks))]
     mixed = [side[i] for i in range(max(map(len, sides))) for side in sides if i < len(side)]
-    return [Spec(SEARCH, "search"), Spec(JOINT, "joint", {"joint": True}), *mixed[:most]]
+    return [Spec(SEARCH, "search"), joint, *mixed[:most]]
 
 
 def make(subject: Subject, cluster: Cluster, wanted: list[Spec]) -> tuple[list[Made], list[str]]:
@@ -96,7 +118,8 @@ def make(subject: Subject, cluster: Cluster, wanted: list[Spec]) -> tuple[list[M
     refused = []
     for spec in wanted:
         try:
-            plan = autoparallel.plan(subject.build(), cluster, example_kwargs=dict(subject.batch()), **spec.options)
+            with captured_once(subject):
+                plan = autoparallel.plan(subject.build(), cluster, example_kwargs=dict(subject.batch()), **spec.options)
         except AutoparallelError as error:
             refused.append(f"{spec.name}: {error}")
             continue

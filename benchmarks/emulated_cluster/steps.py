@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.emulated_cluster.clock import DeviceClock, ticking
 from benchmarks.emulated_cluster.network import EmulationError
-from benchmarks.emulated_cluster.subjects import SUBJECTS, Batch, Subject
+from benchmarks.emulated_cluster.subjects import SUBJECTS, Batch, Subject, captured_once
 
 WARM_UP = 1
 #: How long before a common start its time is told.
@@ -42,7 +42,8 @@ def measure_steps(subject_name: str, plan_text: str, cluster_path: str, steps: i
     subject = SUBJECTS[subject_name]
     batch = subject.batch()
     mesh = mesh_of(plan)
-    parallel = autoparallel.compile(subject.build(), mesh, plan=plan, cluster=cluster, example_kwargs=dict(batch))
+    with captured_once(subject):
+        parallel = autoparallel.compile(subject.build(), mesh, plan=plan, cluster=cluster, example_kwargs=dict(batch))
     turn = _turn(parallel, plan.hybrid.is_plain, batch)
     parameters = list(parallel.parameters())  # a pipeline stage may have none
     optimizer = torch.optim.AdamW(parameters or [torch.zeros(1)], lr=1e-4, eps=1e-4, fused=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from autoparallel import compiler
 from benchmarks.subjects import gpt2, llama, row_batch, token_batch
 
 VOCABULARY = 2048
@@ -45,3 +48,22 @@ SUBJECTS = {
     "llama": Subject(lambda: llama(VOCABULARY, 384, 1024, 4, 8), lambda: token_batch(VOCABULARY, 16, 32)),
     "gpt2": Subject(lambda: gpt2(VOCABULARY, 384, 4, 64), lambda: token_batch(VOCABULARY, 16, 32)),
 }
+
+_GRAPHS: dict[Subject, Any] = {}
+
+
+@contextmanager
+def captured_once(subject: Subject) -> Iterator[None]:
+    """While this lasts, the subject is traced the first time only: plans differ in what becomes of its graph."""
+    real = compiler.capture
+
+    def known(*call: Any) -> Any:
+        if subject not in _GRAPHS:
+            _GRAPHS[subject] = real(*call)
+        return _GRAPHS[subject]
+
+    compiler.capture = known
+    try:
+        yield
+    finally:
+        compiler.capture = real

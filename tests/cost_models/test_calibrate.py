@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost_models import Cluster, ClusterError, Device, Link, calibrate, known_clusters
+from cost_models import Cluster, ClusterError, Device, Link, calibrate, collectives, known_clusters
 from cost_models.calibrate import Measured, fit_alpha_beta, fit_efficiency, fit_links, predicted_s
 
 SIZES = [2.0**k for k in range(10, 26)]
@@ -51,6 +51,19 @@ def cluster_of(*links: Link, call_s: dict[str, float] | None = None) -> Cluster:
 def measured_on(cluster: Cluster, kinds: list[str]) -> list[Measured]:
     blank = [Measured(kind, mesh, axis, b, 0.0) for kind in kinds for mesh, axis in GROUPS for b in SIZES]
     return [replace(m, seconds=predicted_s(cluster, m)) for m in blank]
+
+
+def test_what_passes_at_once_is_recovered() -> None:
+    """Links shaped by token buckets: flat up to the burst, then straight."""
+    true = cluster_of(Link("inside", 2, 2e-6, 5e9, burst_bytes=2.0**15),
+                      Link("card", 64, 9e-6, 1e9, nics_per_host=1, burst_bytes=2.0**16), call_s={"all_reduce": 3e-4})
+    measured = measured_on(true, ["all_reduce"])
+    fitted, residuals = fit_links(true, measured)
+    assert [link.burst_bytes for link in fitted.links] == [2.0**15, 2.0**16]
+    assert np.abs(residuals).max() < 1e-6
+    group = true.group((8,), 0)
+    flat, straight = (collectives.all_reduce_s([a, b], group) for a, b in ((0.0, 2.0**16), (2.0**17, 2.0**18)))
+    assert flat[0] == flat[1] < straight[0] < straight[1]
 
 
 def test_links_are_recovered_from_their_own_prices() -> None:
