@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,60 @@ def test_dispatch_as_stated() -> None:
     ways = [{}, {"dispatcher": "alltoall"}, {"ep": "EP overlap off"}, {"ep": "EP overlap on"}]
     plain, copies, off, on = (seconds(**bridge, plan__overlap=how) for how in ways)
     assert on < plain < off and plain < copies
+
+
+BRIDGE = {"source__title": "NVIDIA Megatron-Bridge performance summary", "source__locator": "26.04 NeMo Container",
+          "hardware__gpu": "GB200", "plan__tp": 1, "plan__pp": 1, "plan__virtual_stages": None, "plan__dp": 64,
+          "model__moe": EXPERTS, "plan__ep": 64, "plan__micro_batch": 4, "plan__global_batch": 1280,
+          "plan__recompute": None}
+
+
+def test_vectors_of_experts_are_added_apart() -> None:
+    """GPT-OSS's experts have biases, and half of its layers look back 128 tokens."""
+    oss, other = (Pricer(run, Constants.of(run, load())) for run in
+                  (read(row(**BRIDGE, model__name=name)) for name in ("GPT OSS 120B", "Other 120B")))
+    assert oss.m.window == 128 and other.m.window == 0
+    assert oss.attention_s()[0] < 0.6 * other.attention_s()[0]
+    more = oss.elementwise(True) - other.elementwise(True)
+    assert more == pytest.approx(oss.tokens * 8 * (1024 + 12288) * 28)
+    fused = read(row(**{**BRIDGE, "source__locator": "26.08 NeMo", "plan__precision": "MXFP8"},
+                     model__name="GPT OSS 120B"))
+    assert Pricer(fused, Constants.of(fused, load())).elementwise(True) == other.elementwise(True)
+
+
+@pytest.mark.parametrize(("locator", "gpu", "name", "precision", "graphs", "dispatcher"), [
+    ("26.04 NeMo", "GB200", "DeepSeekV3", "MXFP8", "parts", ""),
+    ("26.08 NeMo", "GB200", "DeepSeekV3", "MXFP8", "step", ""),
+    ("26.04 NeMo", "B200", "DeepSeekV3", "MXFP8", "none", ""),
+    ("26.04 NeMo", "H100-80GB", "Qwen3_235B_a22B", "FP8", "none", "alltoall"),
+    ("25.11 NeMo", "B200", "Qwen3_30B_a3B", "FP8-MX", "none", "alltoall"),
+    ("", "B200", "DeepSeekV3", "MXFP8", "none", ""),
+])
+def test_recipes_fill_in_what_tables_leave_out(locator: str, gpu: str, name: str, precision: str, graphs: str,
+                                               dispatcher: str) -> None:
+    plan = read(row(**{**BRIDGE, "source__locator": locator, "hardware__gpu": gpu}, model__name=name,
+                    plan__precision=precision)).plan
+    assert (plan.graphs, plan.dispatcher) == (graphs, dispatcher)
+
+
+def test_experts_are_launched_one_by_one_but_by_graphs() -> None:
+    run = read(row(**BRIDGE))
+
+    def kernels(**changes: Any) -> float:
+        return Pricer(replace(run, plan=replace(run.plan, **changes)), Constants.of(run, load())).expert_kernels()
+
+    times = [kernels(graphs=graphs) for graphs in ("none", "parts", "step")]
+    assert times[0] > times[1] > times[2]
+    assert kernels(expert=8) - kernels(expert=64) == pytest.approx(7 * load()["stacks"]["default"]["host_expert"])
+
+
+def test_layers_traced_alone_are_not_run_again() -> None:
+    """vTrain's rows say "full", but no A100 could be as fast if they were."""
+    traced = row(source__title="vTrain measured validation data", source__locator="data/ground_truth_single.csv",
+                 plan__recompute="full")
+    assert (read(traced).stack, read(traced).plan.recompute) == ("traced", "none")
+    others = row(source__title="vTrain measured validation data", plan__recompute="full")
+    assert (read(others).stack, read(others).plan.recompute) == ("megatron-deepspeed", "full")
 
 
 def test_small_tensors_are_found_in_the_cache() -> None:

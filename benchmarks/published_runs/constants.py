@@ -41,7 +41,9 @@ class Constants:
       eager                   element-wise traffic without torch.compile over that with it
       quantise, loss_bytes    bytes moved for an element that a product of less than two bytes reads; for a logit
       host_s, host_backward   seconds of the host for a layer forward; for a layer backward, in those
-      host_experts            for a layer with experts, in those; host_call_s: for a collective
+      host_experts            for a layer with experts, in those; host_expert: for each of a rank's experts beside
+      host_graphed            what CUDA graphs over parts of a layer leave of host_experts
+      host_call_s             for a collective
       micro_s, step_s         fixed time of a micro-batch on a stage; of a step
       sync_s                  what each other rank adds to a tensor-parallel collective by being late
       update_bytes            moved for an element beside the optimizer's own: norm, scaling and copies of gradients
@@ -75,6 +77,8 @@ class Constants:
     host_s: float
     host_backward: float
     host_experts: float
+    host_expert: float
+    host_graphed: float
     host_call_s: float
     micro_s: float
     step_s: float

@@ -147,6 +147,8 @@ class Pricer:
         d_qk, d_v = (m.latent.query_key, m.latent.value) if m.latent else (m.head_dim, m.head_dim)
         heads, s = p.micro_batch * m.heads / p.tensor, m.seq_len
         flops = 2.0 * heads * s * s / p.context * (d_qk + d_v)
+        if 0 < m.window < s:
+            flops *= 0.5 + m.window / s    # every other layer: window of the s/2 that a causal row has in the mean
         if c.flash:
             peak = self.device.peak_flops_per_s["float16"]
             share = c.attention * c.attend * (1.0 if c.native else c.legacy) * min(1.0, d_v / 128) ** 0.3
@@ -184,7 +186,18 @@ class Pricer:
             e = m.experts
             ffn = e.top_k * e.ffn / (p.tensor if p.sequence_parallel else 1) + e.shared_ffn / p.tensor
             nbytes += rows * e.top_k * m.hidden * 2 * 8    # permute, and back, with the sums over top_k
+            if e.biased and p.graphs != "step":
+                nbytes += self.biases(rows * e.top_k)
         return nbytes + t * ffn * 2 * (3 if m.gated else 2)
+
+    def biases(self, rows: float) -> float:
+        """Bytes of adding each expert's vector after both its products, where no kernel does so on the way: the vector
+        times the router's share in float32, a sum, one tensor of all experts' parts, and a cast (megatron/core/
+        transformer/moe/experts.py: TEGroupedMLP._apply_bias)."""
+        e = self.m.experts
+        assert e is not None
+        outputs = (2 if self.m.gated else 1) * e.ffn + self.m.hidden
+        return rows * outputs * ((4 + 2 + 4 + 4) + (4 + 4) + (4 + 2))
 
     def quantise_s(self, products: Sequence[Product]) -> float:
         """Inputs read in two bytes, written in one, twice (as they are and transposed), with their largest values."""
@@ -204,7 +217,7 @@ class Pricer:
         grow = self.traffic_s(6.0 * sum(n * k * count for _, n, k, count in products)) if p.micro_batches > 1 else 0.0
         tensor, calls = self.tensor_s(mixed), 2 * (p.tensor > 1)
         experts = self.experts_s() if mixed else 0.0
-        kernels = (c.host_experts if mixed else 1) + (0 if c.flash or self.fused_softmax else 0.4)
+        kernels = (self.expert_kernels() if mixed else 1) + (0 if c.flash or self.fused_softmax else 0.4)
         late = calls * (c.host_call_s + c.sync_s * (p.tensor - 1))
         host = c.host_s * kernels + late
         forward = Pass(self.product_s(products) + attend + traffic + quantise, tensor, experts, host)
@@ -212,6 +225,15 @@ class Pricer:
                         tensor * (1.5 if p.sequence_parallel else 1), experts,
                         c.host_s * c.host_backward * kernels + late)
         return forward, backward
+
+    def expert_kernels(self) -> float:
+        """The host's time for a layer with experts, in those for one without: products and casts are launched expert
+        by expert (transformer_engine's GroupedLinear), but for what CUDA graphs launch."""
+        e, c = self.m.experts, self.c
+        assert e is not None
+        each = c.host_expert * max(1.0, e.number / self.p.expert)
+        return {"none": c.host_experts + each, "parts": c.host_graphed * c.host_experts + each, "step": 0.1}[
+            self.p.graphs]
 
     def tensor_s(self, mixed: bool) -> float:
         """Forward collectives of tensor parallelism: after attention and after the MLP."""

@@ -34,6 +34,28 @@ LARGEST = 2**32
 #: take as long as before).
 RELEASES = ("25.09", "25.11", "26.02", "26.06")
 
+#: What Megatron-Bridge's recipes say where its tables do not (scripts/performance/configs/*/*workload_base_configs.py,
+#: 2025-10 to 2026-06): by release, by "model gpu precision"; of several that fit the first. How much of a layer with
+#: experts CUDA graphs launch (else nothing):
+GRAPHS = (
+    ("26.06", r"(deepseekv3|gptoss120b) gb\d+ mxfp8", "step"),
+    ("26", r"(deepseekv3|kimik2) (gb\d+|b300)", "parts"),
+    ("26", r"qwen3235b\w* gb\d+", "parts"),
+    ("26", r"qwen330b\w* g?b\d+", "parts"),
+    ("26", r"gptoss120b (gb300|b300)", "parts"),
+    ("25.09", r"qwen3(30b\w* g?b|235b\w* gb)\d+", "step"),
+)
+#: And the dispatcher of tokens (else one that sends a token once to each host):
+DISPATCHERS = (
+    ("26.06", r"gptoss120b gb\d+ mxfp8", ""),
+    ("", r"gptoss", "alltoall"),
+    ("25", r"qwen3", "alltoall"),
+    ("26", r"qwen3235b\w* (b\d+|h100)", "alltoall"),
+)
+
+#: vTrain's steps on one host are added up of traces of single layers, taken kernel by kernel (its src/predictor.py).
+TRACED = "traced"
+
 #: Generations of software, by words of a source's title. What they do differently: `constants.toml`.
 STACKS = (
     ("torch-fsdp", ("torchtitan", "fms-fsdp")),
@@ -54,13 +76,15 @@ class AbstainError(Exception):
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in ``layers`` of the model's layers; the others are dense."""
+    """A mixture of experts in ``layers`` of the model's layers; the others are dense. ``biased``: each expert adds a
+    vector of its own after its products."""
 
     number: int
     top_k: int
     ffn: int
     shared_ffn: int
     layers: int
+    biased: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.top_k <= self.number or self.ffn < 1 or self.shared_ffn < 0 or self.layers < 1:
@@ -80,7 +104,8 @@ class Latent:
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder-only transformer; ``query_groups`` are key-value heads."""
+    """A decoder-only transformer; ``query_groups`` are key-value heads; every other layer's attention looks back
+    ``window`` tokens only, where that is not 0."""
 
     layers: int
     hidden: int
@@ -94,6 +119,7 @@ class Model:
     tied: bool = True
     experts: Experts | None = None
     latent: Latent | None = None
+    window: int = 0
 
     def __post_init__(self) -> None:
         sizes = (self.layers, self.hidden, self.heads, self.query_groups, self.head_dim, self.vocab, self.seq_len)
@@ -146,7 +172,8 @@ class Model:
 @dataclass(frozen=True)
 class Plan:
     """Who does what. ``recompute`` names what is run again in backward: "none", "selective" (attention's core),
-    "full" (the layer). ``fsdp``: parameters are gathered layer by layer by torch's FSDP or one like it."""
+    "full" (the layer). ``graphs``: how much of a layer with experts CUDA graphs launch, "none", "parts" (all but
+    dispatch and experts) or "step". ``fsdp``: parameters are gathered layer by layer by torch's FSDP or one like it."""
 
     data: int
     tensor: int
@@ -166,6 +193,7 @@ class Plan:
     modules: frozenset[str] = frozenset()    # what "selective" runs again, where the row names it
     dispatcher: str = ""    # of tokens to experts: "alltoall" sends a copy to each expert, others one to each host
     expert_overlap: bool | None = None    # whether dispatch runs beside other micro-batches' compute, where stated
+    graphs: str = "none"
 
     def __post_init__(self) -> None:
         if min(self.data, self.tensor, self.pipeline, self.context, self.expert, self.virtual) < 1:
@@ -240,12 +268,12 @@ def _whole(row: Row, *path: str, default: int | None = None) -> int:
 
 def _stack(row: Row) -> str:
     """By its source's words; else by what the job does that older software could not."""
-    title = f"{_get(row, 'source', 'title') or ''} {_get(row, 'source', 'url') or ''}".lower()
+    title = _title(row)
     stack = next((stack for stack, words in STACKS if any(word in title for word in words)), "")
-    if stack == "nemo-26.02" and _get(row, "plan", "overlap", "cuda_graph"):
-        return "nemo-26.06"
     if stack == "megatron-core":
         return _release(row)
+    if stack == "megatron-deepspeed" and "ground_truth_single" in str(_get(row, "source", "locator")):
+        return TRACED
     if stack and stack not in ("megatron-2021", "megatron-2022"):
         return stack
     if not stack and "none" not in str(_get(row, "plan", "fsdp") or "none").lower():
@@ -254,6 +282,19 @@ def _stack(row: Row) -> str:
         return "megatron-core"
     newer = _get(row, "plan", "sequence_parallel") or "selective" in str(_get(row, "plan", "recompute")).lower()
     return stack or ("megatron-2022" if newer else "megatron-2021")
+
+
+def _title(row: Row) -> str:
+    return f"{_get(row, 'source', 'title') or ''} {_get(row, 'source', 'url') or ''}".lower()
+
+
+def _by_recipe(row: Row, stack: str, known: tuple[tuple[str, str, str], ...]) -> str:
+    """What NVIDIA's recipes of the time say of the job (`GRAPHS`, `DISPATCHERS`); "" where nothing."""
+    name = re.sub(r"[\W_]", "", str(_get(row, "model", "name") or ""))
+    gpu = str(_get(row, "hardware", "gpu") or "").partition("-")[0]
+    job = f"{name} {gpu} {_get(row, 'plan', 'precision') or ''}".lower()
+    return next((said for release, words, said in known
+                 if stack.startswith(f"nemo-{release}") and re.match(words, job)), "")
 
 
 def _is_modern(row: Row) -> bool:
@@ -289,6 +330,7 @@ _LATENT = {
     "kimi_k2": Latent(1536, 512, 64, 192, 128),
     "moonlight": Latent(0, 512, 64, 192, 128),
 }
+_WINDOWS = {"gptoss": 128}
 _MOONLIGHT = Model(27, 2048, 11264, 16, 16, 128, 163840, 4096, True, False, Experts(64, 6, 1408, 2816, 26),
                    _LATENT["moonlight"])
 
@@ -307,7 +349,7 @@ def _model(row: Row) -> Model:
     if isinstance(moe, Mapping):
         number, top_k, ffn = (_whole(row, "model", "moe", key) for key in ("experts", "topk", "expert_ffn"))
         experts = Experts(number, top_k, ffn, _whole(row, "model", "moe", "shared_ffn", default=0),
-                          _whole(row, "model", "moe", "moe_layers", default=layers))
+                          _whole(row, "model", "moe", "moe_layers", default=layers), name.startswith("gptoss"))
     gated = _get(row, "model", "gated_mlp")
     tied = _get(row, "model", "tied_embeddings")
     dense = experts is None or experts.layers < layers
@@ -321,6 +363,7 @@ def _model(row: Row) -> Model:
         _whole(row, "model", "seq_len"),
         bool(gated), True if tied is None else bool(tied), experts,
         next((latent for key, latent in _LATENT.items() if name.startswith(key)), None),
+        next((window for key, window in _WINDOWS.items() if name.startswith(key)), 0),
     )
 
 
@@ -354,8 +397,9 @@ def _plan(row: Row, model: Model, stack: str) -> Plan:
         precision="fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16",
         gpipe="gpipe" in schedule,
         modules=frozenset(re.findall(r"[a-z_]+", str(_get(row, "plan", "recompute")).lower().partition(":")[2])),
-        dispatcher=str(_get(row, "plan", "overlap", "dispatcher") or "").lower(),
+        dispatcher=str(_get(row, "plan", "overlap", "dispatcher") or _by_recipe(row, stack, DISPATCHERS)).lower(),
         expert_overlap=_stated_overlap(row),
+        graphs="parts" if _get(row, "plan", "overlap", "cuda_graph") else _by_recipe(row, stack, GRAPHS) or "none",
     )
 
 
@@ -406,6 +450,8 @@ def _stated_overlap(row: Row) -> bool | None:
 
 def _recompute(row: Row, stack: str) -> str:
     stated = _get(row, "plan", "recompute")
+    if stack == TRACED:
+        return "none"    # whatever is stated: no A100 is as fast as these rows if it were so (benchmarks/README.md)
     if stated is None:
         always = stack.startswith("megatron-2") or stack == "megatron-deepspeed"
         return "full" if always else "selective" if stack == "torch-fsdp" else "none"
