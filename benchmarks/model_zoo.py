@@ -117,8 +117,9 @@ def truth(model: nn.Module, inputs: Inputs) -> Truth:
 
 def _zero(tensors: Tensors) -> frozenset[str]:
     """Those that are so small beside the largest that they are rounding."""
-    least = ZERO_IN_FLOAT64 * largest_entry(tensors)
-    return frozenset(name for name, value in tensors.items() if largest_entry({name: value}) <= least)
+    real = {name: value for name, value in tensors.items() if value.is_floating_point()}
+    least = ZERO_IN_FLOAT64 * largest_entry(real)
+    return frozenset(name for name, value in real.items() if largest_entry({name: value}) <= least)
 
 
 def _step(model: nn.Module, inputs: Inputs) -> Truth:

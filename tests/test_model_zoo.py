@@ -150,3 +150,11 @@ def test_ranks_that_disagree_do_not_hang() -> None:
 
     with pytest.raises(RuntimeError, match="different collectives"):
         on_every_rank((2,), ("x",), work)
+
+
+def test_buffers_that_are_rounding_are_known() -> None:
+    """The running mean of what a norm has centred is zero but for rounding; masks of bools are no numbers."""
+    from benchmarks.model_zoo import _zero
+
+    buffers = {"mean": torch.full((3,), 1e-18), "deviation": torch.ones(3), "mask": torch.ones(3, dtype=torch.bool)}
+    assert _zero(buffers) == {"mean"}
