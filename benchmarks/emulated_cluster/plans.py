@@ -65,7 +65,7 @@ def hybrid(num_ranks: int) -> Iterator[Spec]:
         yield _piped(4, (quarter,), 4, "tensor_parallel", "1f1b")
     yield _piped(2, (half,), 4, "fsdp", "1f1b", zero_stage=1)
     yield _piped(2, (half,), 4, "ddp", "1f1b", recompute="full")
-    yield _zero(num_ranks, 4, 1, recompute="full")
+    yield _zero(num_ranks, 2, 1, recompute="full")
     yield _piped(2, (half,), 4, "ddp", "gpipe")
     yield _piped(2, (half,), 4, "ddp", "interleaved", pipeline_stages=4)
     yield _piped(2, (half,), 4, "tensor_parallel", "zero_bubble")
