@@ -35,7 +35,7 @@ from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
 from autoparallel.report import block_layouts
 from autoparallel.report.study import Study
 from autoparallel.rules.space import Label, StrategySpace
-from autoparallel.search import Progress, solve
+from autoparallel.search import Progress, plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.problem import Problem, Solution, evaluate
 from cost_models import Cluster
@@ -53,6 +53,8 @@ DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_st
 
 #: Into how many searches recompute="auto" divides its time.
 RECOMPUTE_TRIES = 4
+#: The plan by which stages are cut: as good as that, or as good as can be found in so many seconds.
+ROUGH_GAP, ROUGH_S = 0.02, 3.0
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,7 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     """The best of pipelines, meshes, micro-batches, ZeRO and recompute; what options fix stays. With time left, the
     best recomputes fewer blocks, if it may."""
     started, open_ = time.monotonic(), options.recompute in (None, "auto")
+    deadline = started + options.time_limit_s
     options = replace(options, recompute=None if open_ else options.recompute)
     fixed = Fixed(options.micro_batches, options.pipeline_stages, options.schedule, options.recompute,
                   options.zero_stage, tuple(mesh_shape) if mesh_shape is not None else None)
@@ -178,8 +181,8 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
         return _plan_on(micro, cluster, candidate.mesh_shape, None, within, candidate.hybrid, candidate.first)
 
     def with_blocks(whole: Plan, again: tuple[str, ...]) -> Plan:
-        hybrid = replace(whole.hybrid, recompute_blocks=again)
-        return in_full(Candidate(hybrid, whole.mesh_shape), options.time_limit_s / RECOMPUTE_TRIES)
+        candidate = Candidate(replace(whole.hybrid, recompute_blocks=again), whole.mesh_shape, first=whole.labels)
+        return in_full(candidate, min(options.time_limit_s / RECOMPUTE_TRIES, deadline - time.monotonic()))
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full)
@@ -188,7 +191,7 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
         micro = split(best.hybrid.micro_batches)
         space = StrategySpace(micro.body, best.mesh_shape)
         blocks = blocks_by_stage(space, stages_of(space, micro.loss, best.hybrid))
-        best = fewest_recomputed(best, blocks, partial(with_blocks, best), started + options.time_limit_s)
+        best = fewest_recomputed(best, blocks, partial(with_blocks, best), deadline)
     evidence, seen = best.evidence, found.survey
     reason = (f"{evidence.stop_reason} on the best of {len(seen.candidates)} combinations, for {seen.without_plan} of "
               f"which none that fits was found; {seen.pruned} more bounded away, {seen.left} left for lack of time; "
@@ -312,29 +315,41 @@ def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, option
         allowed = {**stored_in_pieces(space), **allowed}
     allowed.update(_placed_choices(space, placed))
     faults = _faults(space, options)
-    limit = options.limit_bytes(cluster)
+    limit, begin = options.limit_bytes(cluster), first(space) if first is not None else None
+
+    def priced(hybrid: Hybrid) -> tuple[Stages, SpacePricer]:
+        stages = stages_of(space, micro.loss, hybrid)
+        turns = Turns(space, hybrid, stages.of_sites(len(space)))
+        return stages, SpacePricer(prices, limit, allowed, faults, turns)
+
     if hybrid.stages > 1 and not hybrid.cuts:
-        hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid.stages, hybrid.pipeline_ranks))
-    stages = stages_of(space, micro.loss, hybrid)
-    turns = Turns(space, hybrid, stages.of_sites(len(space)))
-    pricer = SpacePricer(prices, limit, allowed, faults, turns)
+        if begin is None:
+            begin = _rough_labels(priced(replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid)))[1])
+        hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid, begin))
+    stages, pricer = priced(hybrid)
     problem = pricer.full()
     clock.lap("pricing")
     try:
-        begin = pricer.choice_near(first(space)) if first is not None else None
-        solution = solve(problem, options.search, options.time_limit_s, pricer, options.progress, begin)
+        solution = solve(problem, options.search, options.time_limit_s, pricer, options.progress,
+                         pricer.choice_near(begin) if begin is not None else None)
     except InfeasibleError as error:
         raise _naming_pins(error, pricer, options) from None
     clock.lap("search")
     labels = pricer.labels_of(solution.choice)
     if faults is not None:  # told apart from the price of the plan that they led to
-        pricer = SpacePricer(prices, limit, allowed, turns=turns)
+        pricer = SpacePricer(prices, limit, allowed, turns=pricer.turns)
         problem = pricer.full()
     made = _plan_of(pricer, problem, solution, labels, options, clock, stages)
     if faults is not None:
         return made
     other = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
     return replace(made, study=Study(pricer, problem, solution, lambda labels, found: other(found, labels)))
+
+
+def _rough_labels(pricer: SpacePricer) -> list[Label] | None:
+    """Labels of about the plan that will be found, by which to cut stages evenly."""
+    found = plan_within(pricer.full(), ROUGH_GAP, ROUGH_S, pricer)
+    return pricer.labels_of(found.choice) if found is not None and found.choice is not None else None
 
 
 def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,

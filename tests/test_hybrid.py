@@ -209,16 +209,17 @@ def test_more_stages_than_ops() -> None:
     micro = split_batch(graph_of("mlp"), 1)
     space = StrategySpace(micro.body, (2,))
     with pytest.raises(InfeasibleError, match="cannot be cut into 50 pipeline stages: take at most"):
-        cut_evenly(flow_of(space, 0), np.ones(len(space)), 50, 50)
+        cut_evenly(flow_of(space, 0), np.ones(len(space)), 50, 50, lambda link: 1.0, np.zeros_like)
 
 
-@pytest.mark.parametrize(("blocks", "width"), [(21, 8), (3, 64)])
-def test_cuts_send_little_where_stages_stay_even(blocks: int, width: int) -> None:
-    """Between blocks where an uneven stage costs less than 5 %, else where the stages are even."""
-    layers = [part for _ in range(blocks) for part in (torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))]
+@pytest.mark.parametrize(("seconds_per_byte", "width"), [(1 / 512, 8), (1 / 2048, 64)])
+def test_cuts_send_little_where_that_is_faster(seconds_per_byte: float, width: int) -> None:
+    """Between blocks where an uneven stage costs less than what is sent between even ones."""
+    layers = [part for _ in range(3) for part in (torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))]
     graph = capture(torch.nn.Sequential(*layers), (torch.zeros(4, 8),))
     flow = flow_of(space := StrategySpace(graph, (1,)), 0)
-    (cut,) = cut_evenly(flow, np.array([float(site.kind == "op") for site in space.sites]), 2, 2)
+    seconds = np.array([float(site.kind == "op") for site in space.sites])
+    (cut,) = cut_evenly(flow, seconds, 2, 2, lambda link: link.meta.num_bytes, lambda sent: sent * seconds_per_byte)
     assert space.links_into[cut][0].meta.shape == (4, width)
 
 

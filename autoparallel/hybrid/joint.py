@@ -142,11 +142,11 @@ class JointSearch:
 
     def hybrids(self, ranks: int, turns: int) -> Iterator[Hybrid]:
         """The first round: 1F1B, and interleaved with several stages on a rank (what a long pipeline needs that has not
-        many times more micro-batches than ranks); recompute none or full, parameters gathered per step or per use."""
+        many times more micro-batches than ranks); parameters gathered per step or per use."""
         fixed = self.fixed
         for (schedule, stages), recompute, zero in itertools.product(
             self._schedules(ranks),
-            [fixed.recompute] if fixed.recompute else ["none", "full"],
+            [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
             [fixed.zero_stage] if fixed.zero_stage is not None else [2 if turns == 1 else 1, 3],
         ):
             yield from _valid(turns, stages, ranks, schedule, (), zero, recompute)
@@ -154,7 +154,9 @@ class JointSearch:
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """Schedules of the first round, with their stages."""
         fixed = self.fixed
-        chunks = max((c for c in (1, 2, MOST_CHUNKS) if c * ranks <= self.sketch.num_blocks), default=1)
+        blocks = self.sketch.num_blocks
+        several = [c for c in range(1, MOST_CHUNKS + 1) if c * ranks <= blocks]
+        chunks = max((c for c in several if blocks % (c * ranks) == 0), default=max(several, default=1))
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
         if ranks == 1:
             return [(fixed.schedule or "1f1b", 1)]
@@ -163,7 +165,8 @@ class JointSearch:
     def around(self, best: Candidate) -> Iterator[Hybrid]:
         """The second round: what the first left out, around one of its best."""
         h, fixed = best.hybrid, self.fixed
-        stages = [h.stages] if fixed.pipeline_stages else sorted({h.pipeline_ranks, h.stages, 2 * h.stages})
+        more = 2 * h.stages if 2 * h.stages <= self.sketch.num_blocks else h.stages
+        stages = [h.stages] if fixed.pipeline_stages else sorted({h.pipeline_ranks, h.stages, more})
         for schedule, recompute, zero, count in itertools.product(
             [fixed.schedule] if fixed.schedule else ["1f1b", "zero_bubble", "interleaved"],
             [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
@@ -196,12 +199,14 @@ class JointSearch:
         problem = pricer.full()
         if least_live_bytes(problem, len(prices.space)) > self.limit:
             return candidate
-        choice = plan_within(problem, SOLVE_GAP, SOLVE_S, pricer)
-        if choice is None:
+        found = plan_within(problem, SOLVE_GAP, SOLVE_S, pricer)
+        if found is None or found.choice is None:
             return candidate
-        labels = pricer.labels_of(choice)
+        labels = pricer.labels_of(found.choice)
         first = partial(self.sketch.labels, small=prices.space, labels=labels)
-        return replace(candidate, estimate_s=estimate(pricer, labels), first=first)
+        # Many blocks that do not all do the same come near the bound, which the few of a sketch cannot.
+        share = found.lower_bound / found.objective if self.sketch.twins else 1.0
+        return replace(candidate, estimate_s=share * estimate(pricer, labels), first=first)
 
     def least_bytes(self, candidate: Candidate) -> float:
         """A bound below the peak: parameters, and what lives from forward to backward, cut evenly over all devices."""
@@ -244,8 +249,8 @@ class JointSearch:
         fewer samples than pieces to make of them, and (four times, for what does not fit is of no use) what its bound
         leaves of memory is less than half. An order to begin with, and no more."""
         shape, host = candidate.mesh_shape, self.cluster.links[0].num_devices
-        inner, samples = shape[-1] if len(shape) > 1 else 1, self.batch / candidate.hybrid.micro_batches
-        pieces = math.prod(shape) / inner
+        inner = shape[-1] if len(shape) > 1 or shape[0] <= host else 1
+        samples, pieces = self.batch / candidate.hybrid.micro_batches, math.prod(shape) / inner
         factors = (2 * self.least_bytes(candidate) / self.limit, pieces / samples)
         full, few = (math.log2(max(1.0, factor)) for factor in factors)
         return abs(math.log2(inner / min(host, math.prod(shape)))) + few + 4 * full
@@ -406,7 +411,9 @@ class _Drafts:
         self.best: Plan | None = None
         self.failure: AutoparallelError | None = None
         self.drafted: dict[Candidate, float] = {}
+        self.plans: dict[Candidate, Plan] = {}
         self.ratios: dict[tuple[int, int, str], float] = {}
+        self.failed: dict[Hybrid, float] = {}
 
     @property
     def planned(self) -> int:
@@ -428,11 +435,13 @@ class _Drafts:
             return drafted
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
         typical = min(pipelined, default=PIPELINE_EXCESS) if candidate.hybrid.stages > 1 else 1.0
-        return candidate.estimate_s * self.ratios.get(self._kind(candidate), typical)
+        ratio = self.ratios.get(self._kind(candidate), typical)
+        return candidate.estimate_s * ratio * self.failed.get(candidate.hybrid, 1.0)
 
     def in_order(self) -> Iterator[Candidate]:
-        """What was drafted, the best first; what did not come to fit last."""
-        yield from sorted(self.drafted, key=lambda c: (self.drafted[c], c.estimate_s))
+        """What was drafted, with its draft, the best first; what did not come to fit last."""
+        for c in sorted(self.drafted, key=lambda c: (self.drafted[c], c.estimate_s)):
+            yield replace(c, first=self.plans[c].labels) if c in self.plans else c
 
     def run(self, deadline: float) -> None:
         """Drafts, until none is expected to beat the best."""
@@ -443,8 +452,8 @@ class _Drafts:
             self.left.remove(candidate)
             step_s = self.take(candidate, DRAFT_S, "local") if candidate.first is not None else math.inf
             self.drafted[candidate] = step_s
-            if step_s == math.inf:  # its kind needs more than sketches say
-                self.ratios[self._kind(candidate)] = FAILED_RATIO * self.ratios.get(self._kind(candidate), 1.0)
+            if step_s == math.inf:  # on other meshes it may need more than sketches say too
+                self.failed[candidate.hybrid] = FAILED_RATIO * self.failed.get(candidate.hybrid, 1.0)
             elif math.isfinite(candidate.estimate_s):
                 self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
 
@@ -457,4 +466,5 @@ class _Drafts:
             return math.inf
         if made.prediction.step_s < self.best_s:
             self.best = made
+        self.plans[candidate] = replace(made, study=None)
         return made.prediction.step_s

@@ -52,11 +52,14 @@ class Sketch:
         micro-batches in flight as the first stage has.
 
         Each rank has an even share of the blocks; the first has what comes before them, the last what comes after. One
-        rank is taken to have both, which is a little more than any has.
+        rank is taken to have both, which is a little more than any has. Of a zero-bubble pipeline the last rank has the
+        most gradients of products with parameters that wait for the weights' turn.
         """
         first = in_flight(hybrid, 0)
         chunks = range(0, hybrid.stages, hybrid.pipeline_ranks)
         share = sum(in_flight(hybrid, stage) for stage in chunks) / len(chunks) / first
+        put_off = (hybrid.pipeline_ranks - 1) / first if hybrid.schedule == "zero_bubble" else 0.0
+        weighed = {link.target for link in space.links if space.sites[link.source].kind == "parameter"}
         last = in_flight(hybrid, hybrid.stages - 1) / first
         inside = self.inside(space)
         end = max((i for i, held in enumerate(inside) if held), default=len(inside))
@@ -64,7 +67,8 @@ class Sketch:
         for site, count in zip(space.sites, self.counts(space), strict=True):
             kept = site.kind in ("parameter", "buffer", "input")
             if inside[site.index]:
-                found.append(count / hybrid.pipeline_ranks * (1.0 if kept else share))
+                copies = share * (1 + put_off * (site.index in weighed))
+                found.append(count / hybrid.pipeline_ranks * (1.0 if kept else copies))
             else:
                 found.append(1.0 if kept or site.index <= end else last)
         return found

@@ -8,20 +8,25 @@ connections, an encoder's output) travels through the stages between.
 
 from __future__ import annotations
 
+import itertools
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autoparallel.capture.blocks import Block, find_blocks
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.lower.emit import Part, Value
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import Prices
-from autoparallel.rules.space import Label, StrategySpace
+from autoparallel.pricing import Prices, site_seconds
+from autoparallel.rules.space import Label, Link, StrategySpace
+from cost_models import collectives
 
-#: How much longer the slowest rank of a pipeline may take so that less is sent between stages.
-UNEVEN = 0.05
+#: After so many moves of each cut on average the stages are as even as they will be.
+MOST_MOVES = 10
+MOST_LIMITS = 16
 
 
 @dataclass(frozen=True)
@@ -95,16 +100,49 @@ def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
     return needed
 
 
-def place_cuts(prices: Prices, loss: int | None, count: int, ranks: int | None = None) -> tuple[str, ...]:
-    """Names of the sites at which stages 1 .. count - 1 begin, so that the ``ranks`` of the pipeline (as many as stages
-    unless given) take about equally long at the ops' best, and little is sent."""
-    space = prices.space
-    seconds = np.zeros(len(space))
-    for site, s in zip(space.sites, space.strategies, strict=True):
-        if site.kind == "op":
-            seconds[site.index] = prices.op(s).total_s.min()
-    cuts = cut_evenly(flow_of(space, _loss(loss)), seconds, count, ranks or count)
+def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, labels: Sequence[Label] | None = None
+               ) -> tuple[str, ...]:
+    """Names of the sites at which stages 1 .. begin, so that the slowest rank of the pipeline has least to compute and
+    to send: of a plan with ``labels``, or else at the ops' best."""
+    space, ranks = prices.space, hybrid.pipeline_ranks
+    if labels is None:
+        seconds = np.array([prices.op(s).total_s.min() if site.kind == "op" else 0.0
+                            for site, s in zip(space.sites, space.strategies, strict=True)])
+    else:
+        seconds = _alike(space, site_seconds(prices, hybrid, labels))
+    link = prices.cluster.group((ranks, *space.mesh_shape), 0)
+
+    def send_s(num_bytes: np.ndarray) -> np.ndarray:
+        return np.where(num_bytes > 0, 2 * collectives.send_recv_s(num_bytes, link), 0.0)
+
+    flow = flow_of(space, _loss(loss))
+    cuts = cut_evenly(flow, seconds, hybrid.stages, ranks, lambda k: _local_bytes(space, k, labels), send_s)
     return tuple(space.sites[index].name for index in cuts)
+
+
+def _alike(space: StrategySpace, seconds: np.ndarray) -> np.ndarray:
+    """With the mean over equal blocks at each of their sites: which of them memory makes slower is decided after the
+    cuts."""
+    site_of = {(site.kind, site.node if site.ref is None else site.ref.node): site.index for site in space.sites}
+    found = seconds.copy()
+    by_template: dict[int, list[Block]] = {}
+    for block in find_blocks(space.graph):
+        by_template.setdefault(block.template, []).append(block)
+    for blocks, kind in itertools.product(by_template.values(), ("op", "hub")):
+        for nodes in zip(*(block.nodes for block in blocks), strict=True):
+            sites = [site_of[kind, node] for node in nodes if (kind, node) in site_of]
+            if sites:
+                found[sites] = seconds[sites].mean()
+    return found
+
+
+def _local_bytes(space: StrategySpace, link: Link, labels: Sequence[Label] | None) -> float:
+    """Of the value that a link reads, on a rank; of an even piece where no labels say how it lies."""
+    if labels is None:
+        return link.meta.num_bytes / math.prod(space.mesh_shape)
+    s = space.strategies[link.source]
+    layout = s.outputs[link.output][s.position[labels[link.source]]]
+    return float(space.spaces(link.meta).local_elements[layout]) * link.meta.dtype.itemsize
 
 
 def stages_of(space: StrategySpace, loss: int | None, hybrid: Hybrid) -> Stages:
@@ -131,51 +169,107 @@ def _loss(loss: int | None) -> int:
     return loss
 
 
-def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, ranks: int) -> tuple[int, ...]:
-    """Sites at which stages 1 .. count - 1 begin: of the cuts that send least those that make the stages' seconds (by
-    site) most even, as long as the slowest rank takes at most `UNEVEN` longer than with cuts between any ops.
+def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, ranks: int, num_bytes: Callable[[Link], float],
+               send_s: Callable[[np.ndarray], np.ndarray]) -> tuple[int, ...]:
+    """Sites at which stages 1 .. count - 1 begin: of all places that send at most so much those that make the slowest
+    stage fastest, for that so much with which the slowest rank is; then moved while that is better still. ``seconds``
+    by site; ``send_s`` of bytes, there and back.
 
     Raises InfeasibleError when there are fewer ops than stages.
     """
     ops = [i for i in flow.main if flow.space.sites[i].kind == "op"]
     if len(ops) < count:
         raise InfeasibleError(f"{len(ops)} ops cannot be cut into {count} pipeline stages: take at most {len(ops)}")
-    before, sent = np.concatenate([[0.0], np.cumsum(seconds[ops])]), _sent_bytes(flow, ops)
-
-    def slowest(cuts: np.ndarray) -> float:
-        stages = np.diff(before[[0, *cuts, len(ops)]])
-        return max(float(stages[rank::ranks].sum()) for rank in range(ranks))
-
-    best = _nearest(before, np.arange(1, len(ops)), count)
-    most = (1 + UNEVEN) * slowest(best)
-    for limit in np.unique(sent[1:]):
-        places = 1 + np.flatnonzero(sent[1:] <= limit)
-        if len(places) >= count - 1 and slowest(found := _nearest(before, places, count)) <= most:
-            best = found
-            break
-    return tuple(ops[c] for c in best)
+    before, sent = np.concatenate([[0.0], np.cumsum(seconds[ops])]), _sent_bytes(flow, ops, num_bytes)
+    loads = _Loads(before, np.append(send_s(sent), 0.0), ranks)
+    limits = np.unique(sent[1:])
+    tried = [1 + np.flatnonzero(sent[1:] <= limit) for limit in (*limits[:MOST_LIMITS], limits[-1])]
+    best = min((loads.even(places, count) for places in tried if len(places) >= count - 1),
+               key=lambda cuts: float(loads.of_ranks(cuts).max()))
+    return tuple(ops[c] for c in loads.evened(best))
 
 
-def _nearest(before: np.ndarray, places: np.ndarray, count: int) -> np.ndarray:
-    """Of the places (in order) count - 1 that are nearest to even parts of what is before them."""
-    cuts: list[int] = []
-    for stage in range(1, count):
-        low, high = (cuts[-1] + 1 if cuts else 0), len(places) - (count - stage)
-        nearest = int(np.argmin(np.abs(before[places] - before[-1] * stage / count)))
-        cuts.append(min(max(nearest, low), high))
-    return places[cuts]
+@dataclass(frozen=True, eq=False)
+class _Loads:
+    """Seconds that ranks take: ``before[c]`` is computed before place c, a cut there takes ``sends[c]`` to send."""
+
+    before: np.ndarray
+    sends: np.ndarray
+    ranks: int
+
+    def of_ranks(self, cuts: np.ndarray) -> np.ndarray:
+        ends = np.append(cuts, len(self.before) - 1)
+        stages = np.diff(self.before[np.append(0, ends)]) + self.sends[ends]
+        return np.array([stages[rank::self.ranks].sum() for rank in range(self.ranks)])
+
+    def even(self, places: np.ndarray, count: int) -> np.ndarray:
+        """The count - 1 places whose slowest stage takes least; of equally good ones those nearest to even parts."""
+        end = len(self.before) - 1
+        stops = np.append(places, end)
+        low, high = self.before[-1] / count, float(self.before[-1] + self.sends.max())
+        while high - low > 1e-4 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._stages_needed(stops, middle)[1][0] <= count else (middle, high)
+        furthest, needed = self._stages_needed(stops, high)
+        cuts: list[int] = []
+        for stage in range(1, count):
+            last = cuts[-1] if cuts else -1
+            enough = np.flatnonzero(needed[1:] <= count - stage)
+            most = min(int(furthest[last + 1]), len(places) - (count - stage))
+            least = min(max(last + 1, int(enough[0])), most)
+            near = np.abs(self.before[stops[least : most + 1]] - self.before[-1] * stage / count)
+            cuts.append(least + int(near.argmin()))
+        return places[cuts]
+
+    def _stages_needed(self, stops: np.ndarray, most_s: float) -> tuple[np.ndarray, np.ndarray]:
+        """From the beginning and from each stop on: the number of the furthest stop that a stage of at most so many
+        seconds reaches (that of the next where none is near enough), and how many such stages are needed."""
+        starts = np.append(0, stops)
+        reached = np.minimum.accumulate((self.before[stops] + self.sends[stops])[::-1])[::-1]
+        furthest = np.searchsorted(reached, self.before[starts] + most_s, side="right") - 1
+        needed = np.zeros(len(starts))
+        for number in range(len(starts) - 2, -1, -1):
+            near = furthest[number] < number
+            furthest[number] = max(furthest[number], number)
+            needed[number] = math.inf if near else 1 + needed[furthest[number] + 1]
+        return furthest, needed
+
+    def evened(self, cuts: np.ndarray) -> np.ndarray:
+        """Move one cut of the slowest rank after the other, while that and its neighbour then take less."""
+        cuts = cuts.copy()
+        for _ in range(MOST_MOVES * len(cuts)):
+            loads = self.of_ranks(cuts)
+            slowest = int(loads.argmax())
+            found = [self._best_place(cuts, loads, number) for number in range(len(cuts))
+                     if slowest in (number % self.ranks, (number + 1) % self.ranks)]
+            most, number, place = min(found, default=(math.inf, 0, 0))
+            if most >= loads[slowest] * (1 - 1e-9):
+                break
+            cuts[number] = place
+        return cuts
+
+    def _best_place(self, cuts: np.ndarray, loads: np.ndarray, number: int) -> tuple[float, int, int]:
+        """(what the slower of the two ranks beside a cut takes, the cut's number, its place), at the best place."""
+        around = np.concatenate([[0], cuts, [len(self.before) - 1]])
+        low, here, high = around[number : number + 3]
+        places = np.arange(low + 1, high)
+        later = self.before[places] - self.before[here]
+        left = loads[number % self.ranks] + later + self.sends[places] - self.sends[here]
+        right = loads[(number + 1) % self.ranks] - later
+        most = np.maximum(left, right)
+        return float(most.min()), number, int(places[most.argmin()])
 
 
-def _sent_bytes(flow: Flow, ops: Sequence[int]) -> np.ndarray:
+def _sent_bytes(flow: Flow, ops: Sequence[int], num_bytes: Callable[[Link], float]) -> np.ndarray:
     """Bytes that a cut before each of the ops sends."""
     space, main = flow.space, frozenset(flow.main)
     last: dict[tuple[int, int], int] = {}
-    sizes: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], float] = {}
     for link in space.links:
         if {link.source, link.target} <= main and space.sites[link.target].kind != "hub":  # a hub lies with its value
             value = (link.source, link.output)
             last[value] = max(last.get(value, 0), link.target)
-            sizes[value] = link.meta.num_bytes
+            sizes[value] = num_bytes(link)
     change = np.zeros(len(ops) + 1)
     for value, end in last.items():
         change[bisect_right(ops, value[0])] += sizes[value]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autoparallel.layout import COLLECTIVES
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
-from autoparallel.pricing.prices import Inside
+from autoparallel.pricing.prices import Inside, Prices
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.turns import Turns
 from autoparallel.rules.space import Label, Link
@@ -81,6 +83,15 @@ def estimate(pricer: SpacePricer, labels: Sequence[Label]) -> float:
     _add_sites(pricer, labels, [stage], {})
     _add_links(pricer, labels, [stage], {})
     return equal_stages_s(hybrid, stage.total - stage.once) + stage.once / hybrid.pipeline_ranks
+
+
+def site_seconds(prices: Prices, hybrid: Hybrid, labels: Sequence[Label]) -> np.ndarray:
+    """What each site of a plan, with the links into it, adds to a turn, in seconds: each as a stage of its own."""
+    turns = Turns(prices.space, hybrid, [(index,) for index in range(len(prices.space))])
+    pricer, sites = SpacePricer(prices, turns=turns), [_Parts() for _ in prices.space.sites]
+    _add_sites(pricer, labels, sites, {})
+    _add_links(pricer, labels, sites, {})
+    return np.array([site.total - site.once for site in sites]) / hybrid.micro_batches
 
 
 def equal_stages_s(hybrid: Hybrid, turns_s: float) -> float:

@@ -86,13 +86,14 @@ def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WOR
 
 def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Callable[[Outcome], None],
                 gap: float = TARGET_GAP, least_pricings: int = LEAST_PRICINGS,
-                start: Sequence[int] | None = None) -> Outcome:
+                start: Sequence[int] | None = None, mix: bool = True) -> Outcome:
     """Optimal where the best plan without a limit fits; else the best prices' bound and the best repaired plan, until
     they are within ``gap`` (a share of the plan's cost).
 
     ``relax`` solves priced problems by elimination. The first answer tells how long each takes; without the time for
     ``least_pricings`` of them its bound is all that comes back, and no choice. ``tell`` hears of the first bound and of
-    each better plan. ``start``: a choice that may be good, and may not fit.
+    each better plan. ``start``: a choice that may be good, and may not fit. ``mix``: whether to mix the plans on both
+    sides of the best prices.
 
     Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
     """
@@ -112,7 +113,7 @@ def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Call
     if incumbent.choice is None:
         _take_least(incumbent, lowest_peak(problem, relax, min(deadline, began + LEAST_S), LEAST_ROUNDS, problem.limit))
     dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, gap, unpriced)
-    for contrast, dear_last in MIXTURES if dual.bound < FORBIDDEN else ():
+    for contrast, dear_last in MIXTURES if dual.bound < FORBIDDEN and mix else ():
         if incumbent.objective - dual.bound <= max(MIXED_GAP, gap) * abs(dual.bound) or time.monotonic() >= deadline:
             break
         for mixed in mixed_plans(problem, memory, relax, deadline, dual.prices, contrast, dear_last):

@@ -107,10 +107,11 @@ class Run:
         search.run()
         self.note(search.outcome)
 
-    def eliminate(self, least_pricings: int = LEAST_PRICINGS) -> None:
+    def eliminate(self, quick: bool = False) -> None:
         first = None if self.first is None else self.reduced.forward(self.first)
         found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve,
-                            lambda better: self.note(better, self.reduced), self.gap, least_pricings, first)
+                            lambda better: self.note(better, self.reduced), self.gap,
+                            1 if quick else LEAST_PRICINGS, first, not quick)
         self._prices = found.prices
         self.note(found, self.reduced)
 
@@ -253,18 +254,19 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
 
 
 def plan_within(problem: Problem, gap: float, time_limit_s: float, pricer: Pricer | None = None
-                ) -> tuple[int, ...] | None:
-    """A plan whose cost is within ``gap`` (a share) of the least, or the best that was found in time; None where none
-    fits, or none was found. Without proof, explanation or a second search: for problems of which there are many."""
+                ) -> Outcome | None:
+    """A plan whose cost is within ``gap`` (a share) of the least, or the best that was found in time, with its bound;
+    None where none fits, or none was found. Without explanation or a second search: for problems of which there are
+    many."""
     run = Run(problem, time.monotonic() + time_limit_s, pricer, None, gap)
     try:
         if run.can_eliminate:
-            run.eliminate(least_pricings=1)
+            run.eliminate(quick=True)
         else:
             run.exact()
     except InfeasibleError:
         return None
-    return run.best.choice
+    return run.best if run.best.choice is not None else None
 
 
 def _local(problem: Problem, first: Sequence[int], deadline: float) -> Solution:

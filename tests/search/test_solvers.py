@@ -24,7 +24,8 @@ def check_against_brute_force(problem: Problem) -> None:
     least = min((judged.peak_bytes for judged in plans if judged.objective < math.inf), default=math.inf)
     quick = plan_within(problem, 0.02, math.inf)
     if quick is not None:
-        judged = evaluate(problem, quick)
+        judged = evaluate(problem, quick.choice or ())
+        assert quick.lower_bound <= min(costs) and judged.objective == quick.objective
         assert judged.feasible and (problem.limit < math.inf or judged.objective <= 1.02 * min(costs))
     for search in SEARCHES:
         if not costs:
