@@ -177,10 +177,11 @@ def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Labe
     choice, turns = pricer.choice_of(labels), pricer.turns
     for node, c, holders in zip(problem.nodes, choice, turns.stages_of, strict=True):
         _count(turns, stages, holders, node.interval, float(node.usages[c]))
-    for edge, link in zip(problem.edges, pricer.space.links, strict=True):
+    holding = [turns.stages_of[link.target] for link in pricer.space.links] + [(b.stage,) for b in turns.buffers]
+    for edge, holders in zip(problem.edges, holding, strict=True):
         if edge.usages is not None:
             num_bytes = float(edge.usages[choice[edge.source], choice[edge.target]])
-            _count(turns, stages, turns.stages_with_copy(link), edge.interval, num_bytes)
+            _count(turns, stages, holders, edge.interval, num_bytes)
 
 
 def _add_host_bytes(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:

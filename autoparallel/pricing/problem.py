@@ -11,7 +11,7 @@ import numpy as np
 
 from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.prices import Prices, dtype_name
-from autoparallel.pricing.turns import Turns
+from autoparallel.pricing.turns import Buffer, Turns
 from autoparallel.rules.space import Label, Link, StrategySpace
 from autoparallel.search.problem import Edge, Node, Problem
 from cost_models import collectives, compute
@@ -102,8 +102,9 @@ class SpacePricer:
 
     def _problem(self, chosen: Sequence[np.ndarray]) -> Problem:
         nodes = tuple(self._node(site, numbers) for site, numbers in enumerate(chosen))
-        edges = tuple(self._edge(link, chosen) for link in self.space.links)
-        return Problem(nodes, edges, self.limit_bytes, "strategy space")
+        edges = [self._edge(link, chosen) for link in self.space.links]
+        edges += [self._buffer(buffer, chosen) for buffer in self.turns.buffers]
+        return Problem(nodes, tuple(edges), self.limit_bytes, "strategy space")
 
     def _memo(self, key: object, make: object) -> np.ndarray:
         if key not in self._arrays:
@@ -182,12 +183,18 @@ class SpacePricer:
             self.prices.link_s(link, times, in_buckets) + (self.sums_s(link) if sums else 0.0)
             + (sum(self.offload_copy_s(link)) if moves else 0.0))[pick])
         usages = self._memo(("copy", *key, life.copies), lambda: self.prices.link_copies(link)[pick] * life.copies)
-        if buffers := self.turns.buffers(link):
-            usages = usages + buffers * self.prices.local_bytes(link.meta, s.outputs[link.output])[rows][:, None]
         if self.faults is not None:
             costs = costs + FAULT_S * self.faults.link_faults(link, self.prices.table(link.meta))[pick]
         return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)
 
+
+    def _buffer(self, buffer: Buffer, chosen: Sequence[np.ndarray]) -> Edge:
+        """An edge that costs nothing and takes the bytes of a buffer, by the layout of what is sent."""
+        link = buffer.link
+        s, shape = self.space.strategies[link.source], (len(chosen[link.source]), len(chosen[link.target]))
+        num_bytes = self.prices.local_bytes(link.meta, s.outputs[link.output])[chosen[link.source]]
+        usages = np.broadcast_to(buffer.copies * num_bytes[:, None], shape)
+        return Edge(link.source, link.target, np.zeros(shape), usages, self.turns.buffer_life(buffer.stage))
 
     def sums_s(self, link: Link) -> np.ndarray:
         """Seconds in which a parameter's gradients of several turns are added up (two reads and a write of each), by

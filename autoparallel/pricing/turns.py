@@ -30,6 +30,14 @@ class Life(NamedTuple):
     copies: float = 1
 
 
+class Buffer(NamedTuple):
+    """So many times the value that a link reads, on a stage: to send or to receive it."""
+
+    link: Link
+    stage: int
+    copies: int
+
+
 def in_flight(hybrid: Hybrid, stage: int) -> int:
     """Micro-batches whose activations a stage holds at its fullest moment."""
     if hybrid.stages == 1:
@@ -64,40 +72,34 @@ class Turns:
         self.checkpoints = self._block_inputs() if self.hybrid.recompute != "none" else frozenset()
         self.kept |= self.checkpoints | (self._results_kept() if training else frozenset())
         self.of_parameter = [self._is_parameter(index) for index in range(len(space))]
-        self.sent_through = self._sent_through()
+        self.buffers = self._buffers()
         self.by_parameter = frozenset(k.target for k in space.links if self.of_parameter[k.source])
 
     def _crosses(self, link: Link) -> bool:
         """Whether the value is sent to the stage that reads it."""
         return self.stages_of[link.target][0] > self.stages_of[link.source][-1]
 
-    def _sent_through(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """For each value that is sent, the last of the links over which it is, as (target, position): the stages that
-        make it and that read it last."""
+    def _buffers(self) -> tuple[Buffer, ...]:
+        """Of what is sent, on each stage that sends or gets it.
+
+        There is one for each micro-batch in flight, and in 1F1B a gradient on its way (two where chunks take turns,
+        which are received ahead); value and gradient as long as gradients of weights are put off. A stage that passes a
+        value on has it twice.
+        """
+        on_its_way = {"1f1b": 1, "interleaved": 2}.get(self.hybrid.schedule, 0)
         crossing = sorted((k for k in self.space.links if self._crosses(k)), key=lambda k: self.stages_of[k.target])
         last = {(k.source, k.output): k for k in crossing}
-        return {(k.target, k.position): (self.stages_of[k.source][0], self.stages_of[k.target][0])
-                for k in last.values()}
+        found = []
+        for link in last.values():
+            first, end = self.stages_of[link.source][0], self.stages_of[link.target][0]
+            for stage in range(first, end + 1):
+                each = self.in_flight(stage) + 2 * self._late_of(stage) + on_its_way
+                found.append(Buffer(link, stage, ((stage < end) + (stage > first)) * each))
+        return tuple(found)
 
-    def stages_with_copy(self, link: Link) -> tuple[int, ...]:
-        """The stages on which the link takes memory: those that read, and those between which the value is sent."""
-        through = self.sent_through.get((link.target, link.position))
-        return self.stages_of[link.target] if through is None else tuple(range(through[0], through[1] + 1))
-
-    def buffers(self, link: Link) -> int:
-        """How many times the value that is sent over the link lies on each stage that sends or gets it.
-
-        There is one for each micro-batch in flight, and a gradient on its way (between two neighbours, two); while
-        gradients of weights are put off, what was received, or what was sent and its gradient. A stage that passes it
-        on has it twice.
-        """
-        through = self.sent_through.get((link.target, link.position))
-        if through is None:
-            return 0
-        ends = (0, self.hybrid.stages - 1)
-        once = max(self.in_flight(s) + put_off * self._late_of(s) + (1 if s in ends else 2)
-                   for s, put_off in zip(through, (2, 1), strict=True))
-        return once if through[1] == through[0] + 1 else 2 * once
+    def buffer_life(self, stage: int) -> tuple[int, int]:
+        """The whole of a step on the stage's rank."""
+        return self._start(stage), self._start(stage) + 2 * len(self.space) + 1
 
     def _block(self, index: int) -> tuple[int, str] | None:
         site = self.space.sites[index]
@@ -253,11 +255,7 @@ class Turns:
         return Life((start + index, start + turn + 1 - index), self.held[index] * count)
 
     def copy_life(self, link: Link) -> Life:
-        """Of the redistributed copy that a link makes, and of the buffers between stages."""
-        through = self.sent_through.get((link.target, link.position))
-        if through is not None:
-            start, turn = self._start(through[0]), 2 * len(self.space)
-            return self._over(range(through[0], through[1] + 1), Life((start, start + turn + 1)))
+        """Of the redistributed copy that a link makes."""
         return self._over(self.stages_of[link.target], self._copy_life(link))
 
     def _copy_life(self, link: Link) -> Life:
