@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from autoparallel.lower.collectives import all_reduce_tensor
 from autoparallel.rules.windows import arguments
 from autoparallel.runtime import groups
+from autoparallel.runtime.groups import Axis
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -23,7 +24,7 @@ class _Normed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axes: tuple[str, ...], count: int, eps: float, centred: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axes: tuple[Axis, ...], count: int, eps: float, centred: bool) -> Tensor:
         ctx.call = axes, count, centred
         if centred:
             x = x - _total(x.sum(1), axes).unsqueeze(1) / count
@@ -44,9 +45,9 @@ class _Normed(torch.autograd.Function):
         return (gradient - means[1] if centred else gradient) * scale, None, None, None, None
 
 
-def _total(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    for name in axes:
-        x = all_reduce_tensor(x, groups.current(name))
+def _total(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+    for axis in axes:
+        x = all_reduce_tensor(x, axis)
     return x
 
 
@@ -69,7 +70,8 @@ def norm_of_pieces(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, 
         parameters = torch.Size((x.shape[1], *(1 for _ in x.shape[2:])))
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     eps = given["eps"] if given["eps"] is not None else torch.finfo(x.dtype).eps
-    made = _Normed.apply(wide.reshape(rows, -1), axes, normed, eps, op is not aten.rms_norm.default).view_as(wide)
+    along = tuple(groups.current(name) for name in axes)  # now: backward may run where no axes are bound
+    made = _Normed.apply(wide.reshape(rows, -1), along, normed, eps, op is not aten.rms_norm.default).view_as(wide)
     if given["weight"] is not None:
         made = made * given["weight"].reshape(parameters)
     if given.get("bias") is not None:
