@@ -27,7 +27,7 @@ class Architecture:
 
     model_type: str
     auto_class: str
-    inputs: Callable[[], Inputs]
+    inputs: Callable[..., Inputs]
     config: Mapping[str, Any] = field(default_factory=dict)
     wrap: Callable[[nn.Module], nn.Module] | None = None
     make: Callable[[], nn.Module] | None = None
@@ -57,8 +57,9 @@ def build(name: str) -> nn.Module:
         return named(name).model().train()
 
 
-def inputs_of(name: str) -> Inputs:
-    return named(name).inputs()
+def inputs_of(name: str, *sizes: int) -> Inputs:
+    """The same numbers at every call. ``sizes`` (of the 46 only): batch, and tokens of texts (at most 64)."""
+    return named(name).inputs(*sizes)
 
 
 # ------------------------------------------------------------------------------------------------------------ inputs
@@ -68,52 +69,54 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(17)
 
 
-def _ids(length: int = SEQUENCE) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (BATCH, length), generator=generator())
+def _ids(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=generator())
 
 
-def causal() -> Inputs:
+def causal(batch: int = BATCH, sequence: int = SEQUENCE) -> Inputs:
     """The first sequences have prompts that do not count in the loss."""
-    ids = _ids()
+    ids = _ids(batch, sequence)
     labels = ids.clone()
-    labels[: BATCH // 2, :5] = IGNORED
+    labels[: batch // 2, :5] = IGNORED
     return {"input_ids": ids, "labels": labels}
 
 
-def masked() -> Inputs:
+def masked(batch: int = BATCH, sequence: int = SEQUENCE) -> Inputs:
     """Sequences of several lengths, a quarter of whose tokens are to be guessed."""
-    ids = _ids()
-    attended = torch.arange(SEQUENCE) < SEQUENCE - torch.arange(BATCH)[:, None] % 5
+    ids = _ids(batch, sequence)
+    attended = torch.arange(sequence) < sequence - torch.arange(batch)[:, None] % 5
     guessed = attended & (torch.rand(ids.shape, generator=generator()) < 0.25)
     labels = torch.where(guessed, ids, IGNORED)
     return {"input_ids": ids.masked_fill(guessed, 1), "attention_mask": attended.long(), "labels": labels}
 
 
-def translated() -> Inputs:
-    return {**masked(), "labels": causal()["labels"][:, :12].contiguous()}
+def translated(batch: int = BATCH, sequence: int = SEQUENCE) -> Inputs:
+    """The translation is a quarter shorter."""
+    labels = causal(batch, sequence)["labels"][:, : sequence * 3 // 4].contiguous()
+    return {**masked(batch, sequence), "labels": labels}
 
 
-def spoken() -> Inputs:
+def spoken(batch: int = BATCH, sequence: int = SEQUENCE) -> Inputs:
     """Log-mel features and the text that was said."""
-    features = torch.randn(BATCH, 16, 32, generator=generator())
-    return {"input_features": features, "labels": causal()["labels"]}
+    features = torch.randn(batch, 16, 32, generator=generator())
+    return {"input_features": features, "labels": causal(batch, sequence)["labels"]}
 
 
-def heard() -> Inputs:
+def heard(batch: int = BATCH, sequence: int = SEQUENCE) -> Inputs:
     """Raw sound and its class."""
-    sound = torch.randn(BATCH, 800, generator=generator())
-    return {"input_values": sound, "labels": torch.arange(BATCH) % NUM_CLASSES}
+    sound = torch.randn(batch, 800, generator=generator())
+    return {"input_values": sound, "labels": torch.arange(batch) % NUM_CLASSES}
 
 
-def seen(size: int = 32) -> Inputs:
-    pixels = torch.randn(BATCH, 3, size, size, generator=generator())
-    return {"pixel_values": pixels, "labels": torch.arange(BATCH) % NUM_CLASSES}
+def seen(batch: int = BATCH, sequence: int = SEQUENCE, size: int = 32) -> Inputs:
+    pixels = torch.randn(batch, 3, size, size, generator=generator())
+    return {"pixel_values": pixels, "labels": torch.arange(batch) % NUM_CLASSES}
 
 
-def captioned() -> Inputs:
-    ids = _ids()
+def captioned(batch: int = BATCH, sequence: int = SEQUENCE) -> Inputs:
+    ids = _ids(batch, sequence)
     ids[:, -1] = VOCABULARY - 1  # the end of the text, whose state stands for all of it
-    return {"input_ids": ids, "pixel_values": seen()["pixel_values"], "return_loss": True}
+    return {"input_ids": ids, "pixel_values": seen(batch)["pixel_values"], "return_loss": True}
 
 
 # ----------------------------------------------------------------------------------------------------------- configs
@@ -211,7 +214,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                             {"vocab_size": VOCABULARY, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
                              "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128,
                              "decoder_ffn_dim": 128, "num_mel_bins": 16, "max_source_positions": 16,
-                             "max_target_positions": 32, "dropout": 0.0, "use_cache": False, **TOKENS,
+                             "max_target_positions": 64, "dropout": 0.0, "use_cache": False, **TOKENS,
                              "decoder_start_token_id": 0}),
     "wav2vec2": Architecture("wav2vec2", "AutoModelForAudioClassification", heard,
                              {**LABELS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -50,13 +50,13 @@ class Squared(nn.Module):
 
 
 def _pixels(size: int = 32) -> Inputs:
-    return {"pixel_values": seen(size)["pixel_values"]}
+    return {"pixel_values": seen(size=size)["pixel_values"]}
 
 
 def _segmented(size: int, labelled: int) -> Callable[[], Inputs]:
     def inputs() -> Inputs:
         labels = torch.randint(NUM_CLASSES, (BATCH, labelled, labelled), generator=generator())
-        return {**seen(size), "labels": labels}
+        return {**seen(size=size), "labels": labels}
 
     return inputs
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import planning_time, step_time
+from benchmarks import planning_time, search_quality, step_time
 from benchmarks.measure import Spread, as_json, conditions, peak_memory_bytes
 
 
@@ -62,3 +62,29 @@ def test_a_variant_that_computes_something_else_fails_the_benchmark() -> None:
               "norms": {"autoparallel": 1.0, "DDP": 4.0, "one process": 1.0}, "predicted": {"4": 1.0}, "chosen": "4"}
     with pytest.raises(RuntimeError, match="DDP has a gradient_norm_difference from one process of 3"):
         step_time._rows("made up", result)
+
+
+def test_plans_are_as_good_as_proven() -> None:
+    rows = list(search_quality.rows_of("llama", ["4", "2x2"], ["auto", "recursive"], 20.0))
+    assert [row.mesh for row in rows] == ["4", "2x2"]
+    for row in rows:
+        assert row.limit is not None and row.least_bytes <= row.least_plan_bytes < row.limit < row.free_bytes
+        for answers in (row.free, row.limited):
+            best = answers["auto"]
+            assert best.cost is not None and best.lower_bound is not None and best.gap is not None
+            assert best.gap <= search_quality.GAP
+            assert answers["recursive"].cost >= best.lower_bound  # type: ignore[operator]
+        assert all(1 <= ratio <= search_quality.RATIO for ratio in row.ratios("recursive").values())
+        peak, dearest = row.limited["auto"].peak_bytes, row.limited["auto"].cost
+        assert peak is not None and peak <= row.limit < row.free_bytes
+        assert dearest is not None and row.free["auto"].cost is not None and dearest > row.free["auto"].lower_bound
+    said = search_quality.summary(rows, ["auto", "recursive"])
+    assert said["rows"] == said["limits"] == 2 and not said["gap above 0.1 %, or no plan"]
+    json.dumps(said)
+
+
+def test_a_program_alone_is_the_same_optimum() -> None:
+    (row,) = search_quality.rows_of("gpt2", ["2"], ["auto", "program"], 20.0)
+    for answers in (row.free, row.limited):
+        assert answers["program"].cost == pytest.approx(answers["auto"].cost, rel=search_quality.GAP)
+        assert answers["program"].stop == "optimal"

@@ -217,34 +217,36 @@ class Eliminator:
     def regrets(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> list[np.ndarray]:
         """For every choice of every node: by how much the best plan with it exceeds the best plan (inf: there is none).
 
-        One pass up (as `solve`) and one down, in which each step is done once more per table it was given by an
-        earlier step. Raises nothing; all 0 when no plan is allowed.
+        One pass up (as `solve`) and one down, in which what is added up at each step is once more minimised, for the
+        step's node and for each earlier step that gave it a table. Raises nothing; all 0 when no plan is allowed.
         """
         steps, arrays, names = self._steps(costs, tables)
         if self._forward(steps, arrays) == FORBIDDEN:
             return [np.zeros(size) for size in self.sizes]
-        above: dict[int, list[Factor]] = {}
+        above: dict[int, Factor] = {}
         regrets: list[np.ndarray] = [np.zeros(0)] * len(self.sizes)
-        known: dict[tuple[object, ...], np.ndarray] = {}
+        known: dict[tuple[object, ...], list[np.ndarray]] = {}
         position = {step.node: number for number, step in enumerate(steps)}
         children: list[list[int]] = [[] for _ in steps]
         for number, step in enumerate(steps):
             if step.near:
                 children[position[min(step.near, key=self._rank.__getitem__)]].append(number)
         for number in range(len(steps) - 1, -1, -1):
-            step = steps[number]
-            outside = above.get(number, [])
-            factors = [*step.factors, *outside]
-            everything = (step.node, *step.near)
-            regrets[step.node] = self._project(factors, everything, (step.node,), arrays, known)
-            for child in children[number]:
-                result = Factor(steps[child].near, steps[child].name)
-                rest = list(factors)
-                rest.remove(result)
-                table = self._project(rest, everything, result.scope, arrays, known)
-                name = names.of_array(table)
-                arrays[name] = table
-                above[child] = [Factor(result.scope, name)]
+            step, given = steps[number], children[number]
+            factors = [*step.factors, *([above[number]] if number in above else [])]
+            scope = (step.node, *step.near)
+            onto = [(step.node,), *(steps[child].near for child in given)]
+            place = {u: axis for axis, u in enumerate(scope)}
+            key = (tuple((factor.name, *(place[u] for u in factor.scope)) for factor in factors),
+                   tuple(tuple(place[u] for u in part) for part in onto), tuple(self.sizes[u] for u in scope))
+            if key not in known:
+                known[key] = self._project(factors, scope, onto, arrays)
+            regrets[step.node], *totals = known[key]
+            for child, total in zip(given, totals, strict=True):
+                name = names.of(("above", steps[child].name, names.of_array(total)))
+                if name not in arrays:
+                    arrays[name] = _less(total, arrays[steps[child].name])
+                above[child] = Factor(steps[child].near, name)
         return regrets
 
     def _forward(self, steps: list[Step], arrays: dict[int, np.ndarray]) -> float:
@@ -258,22 +260,29 @@ class Eliminator:
                 arrays[step.name] = result - lowest if 0 < lowest < FORBIDDEN else result
         return math.fsum(offsets[step.name] for step in steps)
 
-    def _project(self, factors: list[Factor], scope: tuple[int, ...], onto: tuple[int, ...],
-                 arrays: dict[int, np.ndarray], known: dict[tuple[object, ...], np.ndarray]) -> np.ndarray:
-        """Minimum of the factors' sum over all of ``scope`` but ``onto``, less its own minimum."""
-        place = {u: axis for axis, u in enumerate(scope)}
-        key = (tuple((factor.name, *(place[u] for u in factor.scope)) for factor in factors),
-               tuple(place[u] for u in onto), tuple(self.sizes[u] for u in scope))
-        if key not in known:
-            order = (*onto, *(u for u in scope if u not in onto))
-            total = self._sum(factors, order, arrays)
-            full = np.broadcast_to(total, tuple(self.sizes[u] for u in order))
-            least = full.reshape(*full.shape[:len(onto)], -1).min(axis=-1)
-            known[key] = least - min(float(least.min()), 1e300)
-        return known[key]
+    def _project(self, factors: list[Factor], scope: tuple[int, ...], onto: Sequence[tuple[int, ...]],
+                 arrays: dict[int, np.ndarray]) -> list[np.ndarray]:
+        """Minima of the factors' sum over all of ``scope`` but each of ``onto``, less the least.
 
-    def _sum(self, factors: Sequence[Factor], scope: tuple[int, ...], arrays: dict[int, np.ndarray]) -> np.ndarray:
-        return functools.reduce(np.add, self._parts(factors, scope, arrays))
+        All of ``onto`` mention the first of ``scope``, along which the sum is worked out in pieces.
+        """
+        place = {u: axis for axis, u in enumerate(scope)}
+        shape = tuple(self.sizes[u] for u in scope)
+        rest = [tuple(axis for axis, u in enumerate(scope) if u not in part) for part in onto]
+        parts = self._parts(factors, scope, arrays)
+        rows = max(1, int(CHUNK_CELLS * shape[0] / math.prod(shape)))
+        pieces: list[list[np.ndarray]] = [[] for _ in onto]
+        for low in range(0, shape[0], rows):
+            total = functools.reduce(np.add, [part if part.shape[0] == 1 else part[low:low + rows] for part in parts])
+            full = np.broadcast_to(total, (min(rows, shape[0] - low), *shape[1:]))
+            for found, axes in zip(pieces, rest, strict=True):
+                found.append(full.min(axis=axes))
+        least: list[np.ndarray] = []
+        for part, found in zip(onto, pieces, strict=True):
+            joined = np.concatenate(found)
+            left = [place[u] for u in scope if u in part]
+            least.append(joined.transpose([left.index(place[u]) for u in part]))
+        return [array - min(float(array.min()), 1e300) for array in least]
 
     def _parts(self, factors: Sequence[Factor], scope: tuple[int, ...], arrays: dict[int, np.ndarray]
                ) -> list[np.ndarray]:
@@ -330,3 +339,8 @@ class Eliminator:
                 known[key] = int(total.argmin())
             choice[step.node] = known[key]
         return tuple(choice)
+
+
+def _less(total: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """A sum without one of its terms; inf where that is inf."""
+    return np.subtract(total, part, out=np.full(total.shape, FORBIDDEN), where=part < FORBIDDEN)

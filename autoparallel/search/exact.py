@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoparallel.search.elimination import Eliminator
-from autoparallel.search.lagrange import LowestPeak, Relaxation, lowest_peak, mixed_plans, raise_bound
-from autoparallel.search.local import LocalState, descend, repair
+from autoparallel.search.lagrange import LowestPeak, lowest_peak, mixed_plans, raise_bound
+from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
 from autoparallel.search.memory import Memory, memory_of
+from autoparallel.search.narrow import Priced
+from autoparallel.search.presolve import keep
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
 
 TABLE_CELLS = 2e7
@@ -21,6 +23,9 @@ MIXED_GAP = 5e-4
 MIXTURES = ((1.1, True), (1.1, False), (1.03, True), (1.3, True), (1.3, False))
 LEAST_PRICINGS = 5
 TARGET_GAP = 1e-6
+FIRST_ROUNDS = 6
+WORTHWHILE = 0.5
+NARROWING_PRICINGS = 5
 LEAST_S = 5.0
 LEAST_ROUNDS = 15
 
@@ -34,7 +39,7 @@ class Outcome:
     lower_bound: float
     stop_reason: str
     seconds: dict[str, float] = field(default_factory=dict)
-    prices: np.ndarray | None = None
+    left: Priced | None = None
 
 
 class Incumbent:
@@ -46,6 +51,7 @@ class Incumbent:
         self.choice: tuple[int, ...] | None = None
         self.objective = FORBIDDEN
         self._on_better = on_better
+        self._near: Neighbourhood | None = None
         self._seen: set[tuple[int, ...]] = set()
 
     def offer(self, plan: tuple[int, ...]) -> float:
@@ -55,11 +61,16 @@ class Incumbent:
         self._seen.add(plan)
         self._take(plan)
         if self.memory.binds:
-            state = LocalState(self.problem, self.memory, plan)
+            self._near = self._near or Neighbourhood(self.problem, self.memory)
+            state = LocalState(self._near, plan)
             if repair(state, self.deadline):
                 descend(state, self.deadline)
                 self._take(tuple(state.choice))
         return self.objective
+
+    def within(self, bound: float, gap: float) -> bool:
+        """Whether a bound is so near, as a share of the plan's cost."""
+        return self.choice is not None and self.objective - bound <= gap * abs(self.objective)
 
     def _take(self, plan: tuple[int, ...]) -> None:
         judged = evaluate(self.problem, plan)
@@ -84,20 +95,21 @@ def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WOR
     return eliminator.work([n.costs for n in problem.nodes], [e.costs for e in problem.edges]) <= work_cells
 
 
-def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Callable[[Outcome], None],
+def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell: Callable[[Outcome], None],
                 gap: float = TARGET_GAP, least_pricings: int = LEAST_PRICINGS,
                 start: Sequence[int] | None = None, mix: bool = True) -> Outcome:
     """Optimal where the best plan without a limit fits; else the best prices' bound and the best repaired plan, until
     they are within ``gap`` (a share of the plan's cost).
 
-    ``relax`` solves priced problems by elimination. The first answer tells how long each takes; without the time for
+    ``eliminator`` is the problem's. The first answer tells how long each takes; without the time for
     ``least_pricings`` of them its bound is all that comes back, and no choice. ``tell`` hears of the first bound and of
-    each better plan. ``start``: a choice that may be good, and may not fit. ``mix``: whether to mix the plans on both
-    sides of the best prices.
+    each better plan. ``start``: a choice that may be good, and may not fit. ``mix``: whether to drop choices and to mix the
+    plans on both sides of the best prices, which close the gap.
 
     Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
     """
     began = time.monotonic()
+    relax = eliminator.solve
     unpriced = value, plan = relax([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
     spent = time.monotonic() - began
     if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
@@ -112,18 +124,44 @@ def solve_exact(problem: Problem, deadline: float, relax: Relaxation, tell: Call
         incumbent.offer(tuple(start))
     if incumbent.choice is None:
         _take_least(incumbent, lowest_peak(problem, relax, min(deadline, began + LEAST_S), LEAST_ROUNDS, problem.limit))
-    dual = raise_bound(problem, memory, relax, deadline, MAX_ROUNDS, incumbent.offer, gap, unpriced)
-    for contrast, dear_last in MIXTURES if dual.bound < FORBIDDEN and mix else ():
-        if incumbent.objective - dual.bound <= max(MIXED_GAP, gap) * abs(dual.bound) or time.monotonic() >= deadline:
+    dual = raise_bound(problem, memory, relax, deadline, FIRST_ROUNDS if mix else MAX_ROUNDS, incumbent.offer, gap, unpriced)
+    left = Priced(keep(problem, [np.arange(len(node.costs)) for node in problem.nodes]), memory, eliminator, dual)
+    if mix:
+        left = _narrowed(left, incumbent, deadline, gap, spent)
+    for contrast, dear_last in MIXTURES if left.dual.bound < FORBIDDEN and mix else ():
+        if incumbent.within(left.dual.bound, max(MIXED_GAP, gap)) or time.monotonic() >= deadline:
             break
-        for mixed in mixed_plans(problem, memory, relax, deadline, dual.prices, contrast, dear_last):
-            incumbent.offer(mixed)
+        for mixed in mixed_plans(left.problem, left.memory, left.relax, deadline, left.dual.prices, contrast,
+                                 dear_last):
+            incumbent.offer(left.reduced.restore(mixed))
     if incumbent.choice is None:
         _take_least(incumbent, lowest_peak(problem, relax, deadline, MAX_ROUNDS, problem.limit))
-    closed = incumbent.choice is not None and incumbent.objective - dual.bound <= TARGET_GAP * incumbent.objective
-    reason = "optimal" if closed else "time limit" if time.monotonic() >= deadline else "gap"
-    return Outcome(incumbent.choice, incumbent.objective, min(dual.bound, incumbent.objective), reason,
-                   {"exact": time.monotonic() - began}, dual.prices)
+    bound = min(left.dual.bound, incumbent.objective)
+    reason = ("optimal" if incumbent.within(bound, TARGET_GAP) else
+              "time limit" if time.monotonic() >= deadline else "gap")
+    return Outcome(incumbent.choice, incumbent.objective, bound, reason, {"exact": time.monotonic() - began}, left)
+
+
+def _narrowed(left: Priced, incumbent: Incumbent, deadline: float, gap: float, pricing_s: float) -> Priced:
+    """Better prices and fewer choices in turn, until the one is no longer possible or the other makes no difference.
+
+    ``pricing_s``: seconds of one elimination; dropping choices takes as long as a few.
+    """
+    work = left.work()
+    while left.dual.bound < FORBIDDEN and not incumbent.within(left.dual.bound, gap) and time.monotonic() < deadline:
+        best, near = incumbent.choice, incumbent.within(left.dual.bound, max(MIXED_GAP, gap))
+        in_time = NARROWING_PRICINGS * pricing_s < deadline - time.monotonic()
+        if best is not None and not near and in_time and left.dual.rounds < MAX_ROUNDS:
+            fewer = left.narrowed(incumbent.objective, best)
+            less = fewer.work()
+            if less <= WORTHWHILE * work:
+                left, work = fewer, less
+            elif left.dual.exact:
+                return left
+        elif left.dual.exact or left.dual.rounds >= MAX_ROUNDS:
+            return left
+        left = left.raised(deadline, FIRST_ROUNDS, incumbent.offer, gap)
+    return left
 
 
 def _take_least(incumbent: Incumbent, least: LowestPeak) -> None:

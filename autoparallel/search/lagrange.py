@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoparallel.search.memory import Memory, least_peak, memory_of
-from autoparallel.search.problem import FORBIDDEN, Edge, Node, Problem, evaluate
+from autoparallel.search.problem import FORBIDDEN, Problem, evaluate
 
 Relaxation = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], tuple[float, tuple[int, ...]]]
 STEP = 0.6
@@ -22,17 +22,40 @@ NEW_TIMES = 3
 PLACES = 256
 MODEL_GAP = 1e-6
 GROWTH = 4.0
-TIE = 1e-6
+MASTER_STEPS = 2_000
+EVEN = 1e-2
+NEAR_LEAST = 1e-5
 
 
 @dataclass
 class Dual:
-    """What is known: ``bound`` is attained at ``prices``; ``plans`` are (priced) minimisers, in order of discovery."""
+    """What is known: ``bound`` is attained at ``prices``; ``plans`` are (priced) minimisers, in order of discovery.
+
+    ``cuts`` are these plans' costs and the bytes by which they exceed the room; prices are sought at ``active`` times.
+    """
 
     bound: float
     prices: np.ndarray
     plans: list[tuple[int, ...]] = field(default_factory=list)
     rounds: int = 0
+    cuts: list[tuple[float, np.ndarray]] = field(default_factory=list)
+    active: list[int] = field(default_factory=list)
+    exact: bool = False
+
+    def next_trial(self, over: np.ndarray | None = None) -> np.ndarray | None:
+        """Prices between the best ones and those that the cuts propose; None where the bound can hardly rise.
+
+        Times at which the last plan exceeds the room by most (``over``) become active.
+        """
+        worst = [] if over is None else [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES]
+                                         if over[p] > 0 and p not in self.active]
+        self.active += worst
+        if not self.active or not self.cuts or min(cost for cost, _ in self.cuts) == FORBIDDEN:
+            return None
+        proposed = _master(self.cuts, self.active, len(self.prices), float(self.prices.max()))
+        if proposed is None or (proposed[0] - self.bound <= MODEL_GAP * abs(proposed[0]) and not worst):
+            return None
+        return self.prices + (1.0 if len(self.active) == 1 else STEP) * (proposed[1] - self.prices)
 
 
 def priced(problem: Problem, memory: Memory, prices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -62,45 +85,35 @@ def _priced(problem: Problem, memory: Memory, rates: np.ndarray) -> tuple[list[n
 
 def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: float, rounds: int,
                 on_plan: Callable[[tuple[int, ...]], float], target_gap: float,
-                unpriced: tuple[float, tuple[int, ...]] | None = None) -> Dual:
-    """Cutting planes on the prices; one call of ``relax`` per round.
+                unpriced: tuple[float, tuple[int, ...]] | None = None, dual: Dual | None = None) -> Dual:
+    """Cutting planes on the prices; one call of ``relax`` per round. Goes on from ``dual``, which changes.
 
     ``on_plan`` is shown each minimiser and returns the cost of the best feasible plan so far (inf: none); rounds end
-    when the bound is within ``target_gap`` of it, when the model of the bound is exact, at the deadline or after
-    ``rounds``. ``unpriced``: the answer of ``relax`` without prices, where it is known.
+    when the bound is within ``target_gap`` of it, when the model of the bound is exact (``dual.exact``), at the
+    deadline or after ``rounds``. ``unpriced``: the answer of ``relax`` without prices, where it is known.
     """
-    dual = Dual(-FORBIDDEN, np.zeros(len(memory.times)))
-    active: list[int] = []
-    cuts: list[tuple[float, np.ndarray]] = []
-    trial, dearest = dual.prices, dearest_cost(problem)
-    while dual.rounds < rounds:
+    dual = dual or Dual(-FORBIDDEN, np.zeros(len(memory.times)))
+    trial = dual.next_trial() if dual.rounds else dual.prices
+    dearest = dearest_cost(problem)
+    for _ in range(rounds):
+        if trial is None:
+            dual.exact = True
+            break
         known, unpriced = unpriced, None
         value, plan = known or relax(*priced(problem, memory, trial))
         bound = value - float(trial @ memory.room)
         dual.rounds += 1
-        if value == FORBIDDEN:
+        if value == FORBIDDEN or dual.bound > dearest:
             return Dual(FORBIDDEN, trial, dual.plans, dual.rounds)
         over = memory.load(problem, plan) - memory.room
-        cost = evaluate(problem, plan).objective
-        if cost < FORBIDDEN:
-            cuts.append((cost, over))
+        dual.cuts.append((evaluate(problem, plan).objective, over))
         dual.plans.append(plan)
         if bound > dual.bound:
             dual.bound, dual.prices = bound, trial
         best = on_plan(plan)
         if (best < FORBIDDEN and best - dual.bound <= target_gap * abs(best)) or time.monotonic() >= deadline:
             break
-        worst = [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES] if over[p] > 0 and p not in active]
-        active += worst
-        if not active or not cuts:
-            break
-        proposed = _master(cuts, active, len(memory.times), float(dual.prices.max()))
-        if proposed is None or (proposed[0] - dual.bound <= MODEL_GAP * abs(proposed[0]) and not worst):
-            break
-        if dual.bound > dearest:
-            return Dual(FORBIDDEN, trial, dual.plans, dual.rounds)
-        step = 1.0 if len(active) == 1 else STEP
-        trial = dual.prices + step * (proposed[1] - dual.prices)
+        trial = dual.next_trial(over)
     return dual
 
 
@@ -161,58 +174,56 @@ class LowestPeak:
 def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: int, enough: float = 0.0) -> LowestPeak:
     """The plan with the least memory, whatever it costs, until one needs at most ``enough`` bytes, or all need more.
 
-    The same cutting planes: weights on times that sum to 1; the least weighted memory bounds the least peak. Times
-    without weight use what they like, so at the end, of plans that are equal there the one with fewest bytes is tried.
+    The same cutting planes: weights on times that sum to 1; the least weighted memory bounds the least peak. All times
+    share `EVEN` of the weight, half as much each round, since times without any would use what they like; users count
+    as if they lived at one of them only, which bounds all the same and keeps equal blocks equal.
     """
     floor = least_peak(problem)
     memory = memory_of(replace(problem, limit=floor))
-    bare = _costing_bytes(replace(problem, limit=floor), 0.0)
-    trial = np.zeros(len(memory.times))
+    bare = _without_costs(replace(problem, limit=floor))
+    lives = memory.spans[:, 0] < memory.spans[:, 1]
+    weights = np.zeros(len(memory.times))
     if memory.binds:
-        trial[int(memory.room.argmin())] = 1.0
+        weights[int(memory.room.argmin())] = 1.0
     best, peak, bound = None, FORBIDDEN, floor
     active: list[int] = []
     cuts: list[tuple[float, np.ndarray]] = []
-    for _ in range(rounds):
-        value, plan = relax(*priced(bare, memory, trial))
+    for number in range(rounds):
+        share = EVEN / 2**number
+        trial, even = (1 - share) * weights, share / max(1, len(weights))
+        value, plan = relax(*_priced(bare, memory, memory.prices_per_user(trial) + even * lives))
         if value == FORBIDDEN:
             return LowestPeak(FORBIDDEN, FORBIDDEN, None)
-        bound = max(bound, value + float(trial @ (floor - memory.room)))
+        bound = max(bound, value + float((trial + even) @ (floor - memory.room)))
         judged = evaluate(problem, plan).peak_bytes
         if judged < peak:
             best, peak = plan, judged
-        if peak <= max(enough, bound * (1 + 1e-9)) or time.monotonic() >= deadline or not memory.binds:
+        if peak <= max(enough, bound * (1 + NEAR_LEAST)) or time.monotonic() >= deadline or not memory.binds:
             break
         if 0.0 < enough < bound:
             return LowestPeak(min(bound, peak), peak, best)
         over = memory.load(bare, plan) - memory.room + floor
         cuts.append((0.0, over))
-        active += [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES] if p not in active]
+        worst = [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES] if p not in active]
+        active += worst
         proposed = _master(cuts, active, len(memory.times), 0.0, sum_to_one=True)
-        if proposed is None or proposed[0] - bound <= 1e-9 * abs(proposed[0]):
+        if proposed is None or (proposed[0] - bound <= 1e-9 * abs(proposed[0]) and not worst):
             break
-        trial = proposed[1]
-    if peak > max(enough, bound * (1 + 1e-9)) and best is not None and time.monotonic() < deadline:
-        _, plan = relax(*priced(_costing_bytes(bare, TIE), memory, trial))
-        judged = evaluate(problem, plan).peak_bytes
-        if judged < peak:
-            best, peak = plan, judged
+        weights = proposed[1]
     return LowestPeak(min(bound, peak), peak, best)
 
 
-def _costing_bytes(problem: Problem, rate: float) -> Problem:
-    """What is allowed costs so much per byte that it uses at any time; equal users share their arrays."""
-    made: dict[tuple[int, int], np.ndarray] = {}
+def _without_costs(problem: Problem) -> Problem:
+    """Only what is forbidden stays; equal arrays stay the same objects."""
+    known: dict[int, np.ndarray] = {}
 
-    def costing(user: Node | Edge) -> np.ndarray:
-        key = id(user.costs), id(user.usages)
-        if key not in made:
-            usages = 0.0 if user.usages is None else rate * user.usages
-            made[key] = np.where(user.costs < FORBIDDEN, usages, FORBIDDEN)
-        return made[key]
+    def bare(array: np.ndarray) -> np.ndarray:
+        if id(array) not in known:
+            known[id(array)] = np.where(array < FORBIDDEN, 0.0, FORBIDDEN)
+        return known[id(array)]
 
-    return replace(problem, nodes=tuple(replace(node, costs=costing(node)) for node in problem.nodes),
-                   edges=tuple(replace(edge, costs=costing(edge)) for edge in problem.edges))
+    return replace(problem, nodes=tuple(replace(node, costs=bare(node.costs)) for node in problem.nodes),
+                   edges=tuple(replace(edge, costs=bare(edge.costs)) for edge in problem.edges))
 
 
 def _master(cuts: list[tuple[float, np.ndarray]], active: list[int], num_times: int, highest: float,
@@ -224,6 +235,8 @@ def _master(cuts: list[tuple[float, np.ndarray]], active: list[int], num_times: 
     from ortools.linear_solver import pywraplp
 
     solver = pywraplp.Solver.CreateSolver("GLOP")
+    steps = f"max_number_of_iterations: {MASTER_STEPS}"  # it can go round in circles
+    solver.SetSolverSpecificParametersAsString(steps)
     spread = max(cost for cost, _ in cuts) or max(float(np.abs(over[active]).max()) for _, over in cuts) or 1.0
     box = 1.0 if sum_to_one else GROWTH * highest or _first_price(cuts, active)
     prices = [solver.NumVar(0.0, 1.0, "") for _ in active]

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoparallel.search.elimination import Eliminator
-from autoparallel.search.exact import Incumbent, affordable
+from autoparallel.search.exact import Incumbent, affordable, solve_exact
 from autoparallel.search.lagrange import raise_bound
 from autoparallel.search.memory import least_peak, memory_of
-from autoparallel.search.problem import FORBIDDEN, Label, Pricer, Problem, evaluate
+from autoparallel.search.problem import FORBIDDEN, Label, MemoryLimitError, Pricer, Problem, evaluate
 
 BEAM = 4
 ROUNDS = 12
@@ -47,6 +47,8 @@ class Recursion:
                         in (tuple(pricer.labels(v)) for v in range(pricer.num_nodes))]
         self._same_rows: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Label, ...]] = {}
         self._closest: dict[tuple[int, Label, int], Label | None] = {}
+        self.memory_bound = False
+        self._wanted: list[dict[Label, None]] = [{} for _ in self._labels]
 
     def closest(self, v: int, wanted: Label, num_fixed: int) -> Label | None:
         """The label with ``wanted``'s rows on the first axes that agrees most on the others; ties by position."""
@@ -67,8 +69,12 @@ class Recursion:
         memory = memory_of(problem if problem.limit == FORBIDDEN
                            else replace(problem, limit=max(problem.limit, least_peak(problem))))
         incumbent = Incumbent(problem, memory, self.deadline)
+        self.memory_bound |= memory.binds
         dual = raise_bound(problem, memory, eliminator.solve, self.deadline, ROUNDS, incumbent.offer, LEVEL_GAP)
         plans = [*dual.plans, *([incumbent.choice] if incumbent.choice else [])]
+        for plan in plans:
+            for wanted, labels, pick in zip(self._wanted, allowed, plan, strict=True):
+                wanted[labels[pick]] = None
         ranked = [(self._rank(problem, plan), plan) for plan in plans]
         if not ranked:
             return None
@@ -130,6 +136,24 @@ class Recursion:
         new = self.solve_allowed(allowed)
         return min(state, new, key=lambda s: s.rank) if new is not None else state
 
+    def together(self, state: State) -> State:
+        """Decide all axes at once among the labels that any level wanted at any price of memory; never worse."""
+        for wanted, label in zip(self._wanted, state.plan, strict=True):
+            wanted[label] = None
+        allowed = [tuple(wanted) for wanted in self._wanted]
+        problem = self.pricer.problem(allowed)
+        eliminator = Eliminator.of(problem)
+        if not affordable(eliminator, problem, PAIR_WORK_CELLS):
+            return state
+        try:
+            found = solve_exact(problem, self.deadline, eliminator, lambda better: None, LEVEL_GAP)
+        except MemoryLimitError:
+            return state
+        if found.choice is None:
+            return state
+        plan = tuple(labels[pick] for labels, pick in zip(allowed, found.choice, strict=True))
+        return min(state, State(self._rank(problem, found.choice), plan), key=lambda s: s.rank)
+
     def polish(self, state: State, size: int) -> State:
         """Coordinate descent over groups of ``size`` axes until each was tried since the last improvement."""
         groups = list(itertools.combinations(range(self.num_axes), size))
@@ -158,4 +182,6 @@ def search_axes(pricer: Pricer, deadline: float = FORBIDDEN) -> tuple[int, ...] 
     best = min((search.polish(state, 1) for state in states[:POLISHED]), key=lambda state: state.rank)
     if search.num_axes > 2:
         best = search.polish(best, 2)
+    if search.memory_bound:
+        best = search.together(best)
     return tuple(tuple(pricer.labels(v)).index(label) for v, label in enumerate(best.plan))

@@ -23,10 +23,11 @@ from autoparallel.search.exact import (
     trivial_bound,
 )
 from autoparallel.search.labelled import LabelledPricer
-from autoparallel.search.lagrange import LowestPeak, lowest_peak, priced
+from autoparallel.search.lagrange import LowestPeak, lowest_peak
 from autoparallel.search.least import least_memory
 from autoparallel.search.memory import least_peak, memory_of
 from autoparallel.search.merge import Shrunk, shrink
+from autoparallel.search.narrow import Priced
 from autoparallel.search.presolve import Reduced, drop_dominated, keep
 from autoparallel.search.problem import (
     FORBIDDEN,
@@ -63,7 +64,7 @@ class Run:
         self.problem, self.deadline, self.pricer, self.gap, self.first = problem, deadline, pricer, gap, first
         self._progress = progress
         self.best = Outcome(None, FORBIDDEN, trivial_bound(problem), "not started")
-        self._prices: np.ndarray | None = None
+        self._left: Priced | None = None
         start = time.monotonic()
         work = min(WORK_CELLS, WORK_CELLS_PER_S * (deadline - start))
         self.reduced = keep(problem, [np.arange(len(node.costs)) for node in problem.nodes])
@@ -97,7 +98,7 @@ class Run:
         """Elimination, with prices for memory; where it is too wide, axes one at a time, then `wide`."""
         if self.can_eliminate:
             self.eliminate()
-            if self._prices is not None or self.best.choice is not None:
+            if self._left is not None or self.best.choice is not None:
                 return
         if any(node.labels for node in self.problem.nodes):
             self.recursive()
@@ -109,10 +110,10 @@ class Run:
 
     def eliminate(self, quick: bool = False) -> None:
         first = None if self.first is None else self.reduced.forward(self.first)
-        found = solve_exact(self.reduced.problem, self.deadline, self.eliminator.solve,
+        found = solve_exact(self.reduced.problem, self.deadline, self.eliminator,
                             lambda better: self.note(better, self.reduced), self.gap,
                             1 if quick else LEAST_PRICINGS, first, not quick)
-        self._prices = found.prices
+        self._left = found.left
         self.note(found, self.reduced)
 
     def recursive(self) -> None:
@@ -140,7 +141,7 @@ class Run:
         if start >= self.deadline:
             return
         reduced = self._within_reach()
-        narrow = self._prices is not None  # then merging makes little of it, in seconds
+        narrow = self._left is not None  # then merging makes little of it, in seconds
         if num_events(reduced.problem) > MAX_EVENTS or (narrow and table_cells(reduced.problem) > 4 * max_cells):
             self.note(Outcome(None, FORBIDDEN, -FORBIDDEN, "too large"))
             return
@@ -170,17 +171,10 @@ class Run:
 
     def _within_reach(self) -> Reduced:
         """Without the choices whose best priced plan costs more than the plan in hand, and without dominated ones."""
-        if self._prices is None or self.best.choice is None:
+        if self._left is None or self.best.choice is None or self._left.dual.bound == FORBIDDEN:
             return self.reduced.then(drop_dominated(self.reduced.problem))
-        inner = self.reduced.problem
-        memory = memory_of(inner)
-        arrays = priced(inner, memory, self._prices)
-        bound = self.eliminator.solve(*arrays)[0] - float(self._prices @ memory.room)
-        room = (self.best.objective - bound) * (1 + 1e-6) + 1e-9 * abs(self.best.objective)
         wanted = self.reduced.forward(self.best.choice)
-        keeping = [np.union1d(np.flatnonzero(regret <= room), [pick])
-                   for regret, pick in zip(self.eliminator.regrets(*arrays), wanted, strict=True)]
-        left = self.reduced.then(keep(inner, keeping))
+        left = self.reduced.then(self._left.narrowed(self.best.objective, wanted).reduced)
         return left.then(drop_dominated(left.problem))
 
 
@@ -201,7 +195,7 @@ def _auto(run: Run) -> None:
     """Elimination first; the program only where a gap is left."""
     run.exact()
     if run.best.objective - run.best.lower_bound > AUTO_GAP * abs(run.best.objective) or run.best.choice is None:
-        run.program(MAX_CELLS if run._prices is None else AUTO_CELLS)
+        run.program(MAX_CELLS if run._left is None else AUTO_CELLS)
 
 
 _SEARCHES: dict[str, Callable[[Run], None]] = {"auto": _auto, "exact": Run.exact, "ilp": _ilp, "recursive": _recursive}

@@ -15,9 +15,10 @@ from autoparallel.errors import SearchError
 from autoparallel.search import Edge, Node, Problem, evaluate, iopddl
 from autoparallel.search.elimination import Eliminator
 from autoparallel.search.lagrange import lowest_peak, raise_bound
-from autoparallel.search.local import LocalState, descend, repair
+from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
 from autoparallel.search.memory import least_peak, memory_of
-from autoparallel.search.presolve import drop_dominated
+from autoparallel.search.narrow import Priced
+from autoparallel.search.presolve import drop_dominated, keep
 from tests.search.problems import all_plans, block_chain, random_problem, seeds
 
 
@@ -141,7 +142,7 @@ def test_local_search_keeps_its_books(seed: int) -> None:
     problem = random_problem(seed, limited=True)
     problem = replace(problem, limit=max(problem.limit, least_peak(problem)))
     memory = memory_of(problem)
-    state = LocalState(problem, memory, [0] * len(problem.nodes))
+    state = LocalState(Neighbourhood(problem, memory), [0] * len(problem.nodes))
     fits = repair(state)
     before = evaluate(problem, state.choice)
     descend(state)
@@ -149,3 +150,26 @@ def test_local_search_keeps_its_books(seed: int) -> None:
     assert np.allclose(state.load, memory.load(problem, state.choice))
     if fits and after.objective < math.inf:
         assert after.peak_bytes <= problem.limit and after.objective <= before.objective
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_no_cheaper_plan_has_a_choice_that_was_dropped(seed: int) -> None:
+    problem = random_problem(seed, limited=True)
+    problem = replace(problem, limit=max(problem.limit, least_peak(problem)))
+    costs = {plan: judged.objective for plan, judged in all_plans(problem) if judged.feasible}
+    plans = list(costs)
+    if not plans:
+        return
+    middle = sorted(plans, key=lambda plan: costs[plan])[len(plans) // 2]
+    memory, eliminator = memory_of(problem), Eliminator.of(problem)
+    dual = raise_bound(problem, memory, eliminator.solve, math.inf, 3, lambda plan: math.inf, 0.0)
+    whole = Priced(keep(problem, [np.arange(len(node.costs)) for node in problem.nodes]), memory, eliminator, dual)
+    left = whole.narrowed(costs[middle], middle)
+    for plan in plans:
+        if costs[plan] < costs[middle] or plan == middle:
+            inside = left.reduced.forward(plan)
+            assert left.reduced.restore(inside) == plan
+            assert np.allclose(left.memory.load(left.problem, inside), memory.load(problem, plan))
+    better = left.raised(math.inf, 20, lambda plan: math.inf, 0.0)
+    assert min(better.dual.bound, costs[middle]) <= min(costs.values()) * (1 + 1e-9)

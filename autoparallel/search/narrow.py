@@ -1,0 +1,96 @@
+"""The choices that may still be part of a better plan, and prices of memory for them.
+
+A choice's regret at these prices is by how much the best priced plan with it exceeds the best. Where bound + regret is
+above the plan in hand, no better plan has that choice. What is left is eliminated in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoparallel.search.elimination import Eliminator
+from autoparallel.search.lagrange import Dual, priced, raise_bound
+from autoparallel.search.memory import Memory
+from autoparallel.search.presolve import Reduced, keep
+from autoparallel.search.problem import Problem
+
+SLACK = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """What is left of a problem; ``memory`` and ``dual`` count times and room as the whole problem's do."""
+
+    reduced: Reduced
+    memory: Memory
+    eliminator: Eliminator
+    dual: Dual
+
+    @property
+    def problem(self) -> Problem:
+        return self.reduced.problem
+
+    def relax(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> tuple[float, tuple[int, ...]]:
+        return self.eliminator.solve(costs, tables)
+
+    def work(self) -> float:
+        """Cells of one elimination."""
+        return self.eliminator.work(*priced(self.problem, self.memory, self.dual.prices))
+
+    def raised(self, deadline: float, rounds: int, on_plan: Callable[[tuple[int, ...]], float], gap: float) -> Priced:
+        """Better prices, in so many more rounds; ``on_plan`` sees plans of the whole problem."""
+        def offer(plan: tuple[int, ...]) -> float:
+            return on_plan(self.reduced.restore(plan))
+
+        dual = raise_bound(self.problem, self.memory, self.relax, deadline, rounds, offer, gap, dual=self.dual)
+        return replace(self, dual=dual)
+
+    def narrowed(self, objective: float, choice: tuple[int, ...]) -> Priced:
+        """Without the choices that no plan cheaper than ``objective`` has, but with those of ``choice``.
+
+        Nodes with equal arrays keep the same choices, so that equal blocks stay equal.
+        """
+        problem = self.problem
+        room = (objective - self.dual.bound) * (1 + SLACK) + 1e-9 * abs(objective)
+        wanted = self.reduced.forward(choice)
+        needed: dict[tuple[int, int], np.ndarray] = {}
+        regrets = self.eliminator.regrets(*priced(problem, self.memory, self.dual.prices))
+        kinds = [(id(node.costs), id(node.usages)) for node in problem.nodes]
+        for kind, regret, pick in zip(kinds, regrets, wanted, strict=True):
+            mask = regret <= room
+            mask[pick] = True
+            needed[kind] = needed[kind] | mask if kind in needed else mask
+        left = keep(problem, [np.flatnonzero(needed[kind]) for kind in kinds])
+        return Priced(self.reduced.then(left), _narrowed(self.memory, problem, left), Eliminator.of(left.problem),
+                      _surviving(self.dual, left))
+
+
+def _surviving(dual: Dual, left: Reduced) -> Dual:
+    """With the plans, and so the cuts, that are left: without the others the bound may rise further."""
+    plans = [left.forward(plan) for plan in dual.plans]
+    alive = [i for i, plan in enumerate(plans) if left.restore(plan) == dual.plans[i]]
+    return replace(dual, plans=[plans[i] for i in alive], cuts=[dual.cuts[i] for i in alive], active=[*dual.active],
+                   exact=False)
+
+
+def _narrowed(memory: Memory, problem: Problem, left: Reduced) -> Memory:
+    """The same rows, for the choices that are left; equal users share their arrays."""
+    made: dict[tuple[object, ...], np.ndarray] = {}
+    names = [kept.tobytes() for kept in left.kept]
+
+    def part(user: int, *owners: int) -> np.ndarray:
+        extra = memory.extra[user]
+        if extra.shape == (1, 1) and len(owners) == 2:  # an edge without usages
+            return extra
+        key = (id(extra), *(names[v] for v in owners))
+        if key not in made:
+            made[key] = extra[np.ix_(*(left.kept[v] for v in owners))]
+        return made[key]
+
+    count = memory.num_nodes
+    extra = [part(v, v) for v in range(count)]
+    extra += [part(count + e, edge.source, edge.target) for e, edge in enumerate(problem.edges)]
+    return replace(memory, extra=tuple(extra))
