@@ -103,8 +103,8 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
 
     ``eliminator`` is the problem's. The first answer tells how long each takes; without the time for
     ``least_pricings`` of them its bound is all that comes back, and no choice. ``tell`` hears of the first bound and of
-    each better plan. ``start``: a choice that may be good, and may not fit. ``mix``: whether to drop choices and to mix the
-    plans on both sides of the best prices, which close the gap.
+    each better plan. ``start``: a choice that may be good, and may not fit. ``mix``: whether to drop choices and
+    to mix the plans on both sides of the best prices, which close the gap.
 
     Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
     """
@@ -124,7 +124,8 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
         incumbent.offer(tuple(start))
     if incumbent.choice is None:
         _take_least(incumbent, lowest_peak(problem, relax, min(deadline, began + LEAST_S), LEAST_ROUNDS, problem.limit))
-    dual = raise_bound(problem, memory, relax, deadline, FIRST_ROUNDS if mix else MAX_ROUNDS, incumbent.offer, gap, unpriced)
+    rounds = FIRST_ROUNDS if mix else MAX_ROUNDS
+    dual = raise_bound(problem, memory, relax, deadline, rounds, incumbent.offer, gap, unpriced)
     left = Priced(keep(problem, [np.arange(len(node.costs)) for node in problem.nodes]), memory, eliminator, dual)
     if mix:
         left = _narrowed(left, incumbent, deadline, gap, spent)
