@@ -444,8 +444,10 @@ class _Drafts:
             yield replace(c, first=self.plans[c].labels) if c in self.plans else c
 
     def run(self, deadline: float) -> None:
-        """Drafts, until none is expected to beat the best."""
-        while self.left and time.monotonic() < deadline and self.planned < MOST_DRAFTS:
+        """Drafts, until none is expected to beat the best; without one that fits, a few when time is up too."""
+        while self.left and self.planned < MOST_DRAFTS:
+            if time.monotonic() >= deadline and (self.best is not None or self.planned >= MOST_FAILED):
+                break
             candidate = min(self.left, key=self.expected_s)
             if self.expected_s(candidate) >= self.best_s:
                 break

@@ -9,6 +9,7 @@ optimizer state live always.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from autoparallel.capture.blocks import block_path
@@ -72,14 +73,14 @@ class Turns:
         self.checkpoints = self._block_inputs() if self.hybrid.recompute != "none" else frozenset()
         self.kept |= self.checkpoints | (self._results_kept() if training else frozenset())
         self.of_parameter = [self._is_parameter(index) for index in range(len(space))]
-        self.buffers = self._buffers()
         self.by_parameter = frozenset(k.target for k in space.links if self.of_parameter[k.source])
 
     def _crosses(self, link: Link) -> bool:
         """Whether the value is sent to the stage that reads it."""
         return self.stages_of[link.target][0] > self.stages_of[link.source][-1]
 
-    def _buffers(self) -> tuple[Buffer, ...]:
+    @cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
         """Of what is sent, on each stage that sends or gets it.
 
         There is one for each micro-batch in flight, and in 1F1B a gradient on its way (two where chunks take turns,
