@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import autoparallel
 from autoparallel.capture import OpGraph, capture
 from autoparallel.cli import load_model
-from autoparallel.errors import InfeasibleError, InputError, PlanError
+from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchError
 from autoparallel.hybrid import fewest_recomputed, split_batch
 from autoparallel.hybrid.joint import Fixed, JointSearch
 from autoparallel.hybrid.sketch import sketch
@@ -337,6 +338,38 @@ def test_bounds_lie_below_estimates() -> None:
         problem = SpacePricer(prices, turns=turns).full()
         peak = evaluate(problem, solve(problem, "exact").choice).peak_bytes
         assert 0 < search.least_bytes(candidate) <= peak
+
+
+def test_drafts_go_by_what_their_kind_took() -> None:
+    """Pipelines are expected to take longer than estimated, until one did not; one that does not fit holds back only
+    what runs like it; without an estimate that fits, all are searched in full."""
+    from autoparallel.hybrid.joint import Candidate, _Drafts
+
+    case, machine = CASES["mlp"], Cluster.load("h100-sxm", num_devices=2)
+    some = autoparallel.plan(case.build(), machine, example_inputs=case.inputs(8)[0], mesh_shape=(2,))
+    took: dict[Candidate, float] = {}
+    order: list[Candidate] = []
+
+    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
+        order.append(candidate)
+        if candidate not in took:
+            raise SearchError("does not fit")
+        more = took[candidate] - some.prediction.step_s
+        return dataclasses.replace(some, prediction=dataclasses.replace(some.prediction, waiting_s=more))
+
+    def candidate(stages: int, turns: int, estimate_s: float) -> Candidate:
+        hybrid = Hybrid(turns, stages, stages, "1f1b", (), 1, "none")
+        return Candidate(hybrid, (2,), estimate_s, lambda space: [])
+
+    alone, two, four, six = candidate(1, 1, 1.1), candidate(2, 8, 1.0), candidate(4, 8, 1.2), candidate(2, 16, 0.9)
+    took.update({alone: 1.2, two: 1.0})
+    drafts = _Drafts([alone, two, four, six], in_full)
+    drafts.run(math.inf)
+    assert order == [six, alone, two] and drafts.best_s == pytest.approx(1.0)
+    assert list(drafts.in_order()) == [two, alone, six]
+    lost = _Drafts([dataclasses.replace(two, estimate_s=math.inf, first=None)], in_full)
+    lost.run(-math.inf)
+    assert len(list(lost.in_order())) == 1 and lost.best is None
 
 
 def test_what_promises_most_is_estimated_first() -> None:

@@ -449,7 +449,7 @@ class _Drafts:
             if time.monotonic() >= deadline and (self.best is not None or self.planned >= MOST_FAILED):
                 break
             candidate = min(self.left, key=self.expected_s)
-            if self.expected_s(candidate) >= self.best_s:
+            if self.best is not None and self.expected_s(candidate) >= self.best_s:
                 break
             self.left.remove(candidate)
             step_s = self.take(candidate, DRAFT_S, "local") if candidate.first is not None else math.inf
