@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -85,6 +86,7 @@ def same_on_all_ranks(parameter: Any) -> bool:
     return torch.equal(first, local)
 
 
+@pytest.mark.slow
 def test_dropout_in_a_model_is_equal_in_distribution(ranks: Any) -> None:
     """The mean loss over calls agrees with one process's within four standard errors of the difference."""
     case = CASES["gpt2_dropout"]

@@ -130,7 +130,7 @@ def test_the_report_has_its_parts() -> None:
 
 
 @pytest.mark.parametrize(("case_name", "options"), [
-    ("mlp", {}), ("gpt2", {}), ("llama", {"search": "ilp"}), ("llama", {"baseline": "fsdp"}),
+    ("mlp", {}), ("gpt2", {}), ("bert", {"search": "exact"}), ("llama", {"baseline": "fsdp"}),
     ("mlp", {"baseline": "ddp"}), ("resnet", {"search": "recursive"}),
 ])
 def test_the_objective_is_the_price_of_the_plan(case_name: str, options: dict[str, Any]) -> None:
@@ -146,9 +146,13 @@ def test_the_objective_is_the_price_of_the_plan(case_name: str, options: dict[st
 
 @pytest.mark.parametrize("search", ["ilp", "exact", "recursive"])
 def test_every_search_plans_what_is_too_wide_for_elimination(search: str) -> None:
-    made = planned("bert", (2, 2, 2), "local-cpu", search=search)
-    assert made.evidence.lower_bound_s <= made.evidence.objective_s <= 1.05 * planned("bert", (2, 2, 2), "local-cpu"
-                                                                                      ).evidence.objective_s
+    made, auto = planned("bert", (2, 2, 2), "local-cpu", search=search), wide_plan()
+    assert made.evidence.lower_bound_s <= made.evidence.objective_s <= 1.05 * auto.evidence.objective_s
+
+
+@functools.cache
+def wide_plan() -> Plan:
+    return planned("bert", (2, 2, 2), "local-cpu")
 
 
 @pytest.mark.parametrize("baseline", [None, "ddp", "fsdp", "tensor_parallel", "sequence_parallel"])
