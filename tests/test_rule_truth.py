@@ -54,6 +54,16 @@ def case_of(op: Any, *args: Any) -> Case:
     return Case(*alone(Node(0, "op", "op", op, refs, {}, outputs), metas), draws)
 
 
+def rows_that_hold(*arguments: Any) -> set[str]:
+    """Names of the rows claimed of `case_of` these on 2, 3 and 4 ranks, forward and gradients; none may be wrong."""
+    case, rows = case_of(*arguments), set[str]()
+    for num_ranks in (2, 3, 4):
+        found, known = claims(case, num_ranks)
+        assert known and not [claim for claim in found if claim.wrong]
+        rows |= {claim.row for claim in found}
+    return rows
+
+
 def test_what_is_possible() -> None:
     """A product of matrices, and one that nobody can cut along the dim it orders."""
     assert {show(c) for c in possible(case_of(aten.mm.default, (4, 6), (6, 8)), 2)} == {

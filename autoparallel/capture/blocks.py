@@ -43,6 +43,14 @@ def find_blocks(graph: OpGraph) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
+def equal_blocks(graph: OpGraph) -> list[list[Block]]:
+    """The blocks by template, in the order of each template's first."""
+    found: dict[int, list[Block]] = {}
+    for block in find_blocks(graph):
+        found.setdefault(block.template, []).append(block)
+    return list(found.values())
+
+
 def _signature(graph: OpGraph, members: list[int]) -> str:
     place = {index: i for i, index in enumerate(members)}
     digest = hashlib.sha256()

@@ -124,8 +124,10 @@ class JointSearch:
                 continue
             rest = count // ranks
             for inner in divisors(rest):
+                if inner == rest > 1:  # the same single axis as with 1
+                    continue
                 if inner <= MOST_INNER and (rest <= 8 or inner in (1, 2, 4, 8, 16, 32, 64)):
-                    yield ranks, (rest,) if inner in (1, rest) else (rest // inner, inner)
+                    yield ranks, (rest,) if inner == 1 else (rest // inner, inner)
 
     def _pipeline_allowed(self, ranks: int) -> bool:
         stages = self.fixed.pipeline_stages

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch.utils._pytree as pytree
 
 from autoparallel.capture import OpGraph, Ref
-from autoparallel.capture.blocks import Block, find_blocks
+from autoparallel.capture.blocks import Block, equal_blocks
 from autoparallel.capture.graph import Node
 from autoparallel.plans import Hybrid
 from autoparallel.pricing.turns import in_flight
@@ -80,19 +80,16 @@ def _node_name(site: Site) -> str:
 
 def sketch(graph: OpGraph) -> Sketch:
     """The sketch of a program; a program with at most three equal blocks is its own."""
-    blocks = find_blocks(graph)
-    by_template: dict[int, list[Block]] = {}
-    for block in blocks:
-        by_template.setdefault(block.template, []).append(block)
+    templates = equal_blocks(graph)
     twin: dict[int, int] = {}
     stands_for: dict[str, int] = {}
-    for alike in by_template.values():
+    for alike in templates:
         for block in alike:
             stands_for.update({graph.nodes[i].name: 1 for i in (*block.nodes, *_parameters(graph, block))})
         if len(alike) > 3:
             _fold(graph, alike, twin, stands_for)
     twins = {graph.nodes[index].name: graph.nodes[other].name for index, other in twin.items()}
-    return Sketch(_without(graph, twin) if twin else graph, stands_for, len(blocks), twins)
+    return Sketch(_without(graph, twin) if twin else graph, stands_for, sum(map(len, templates)), twins)
 
 
 def _fold(graph: OpGraph, alike: list[Block], twin: dict[int, int], stands_for: dict[str, int]) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoparallel.capture.blocks import Block, find_blocks
+from autoparallel.capture.blocks import equal_blocks
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.lower.emit import Part, Value
 from autoparallel.plans import Hybrid
@@ -125,10 +125,7 @@ def _alike(space: StrategySpace, seconds: np.ndarray) -> np.ndarray:
     cuts."""
     site_of = {(site.kind, site.node if site.ref is None else site.ref.node): site.index for site in space.sites}
     found = seconds.copy()
-    by_template: dict[int, list[Block]] = {}
-    for block in find_blocks(space.graph):
-        by_template.setdefault(block.template, []).append(block)
-    for blocks, kind in itertools.product(by_template.values(), ("op", "hub")):
+    for blocks, kind in itertools.product(equal_blocks(space.graph), ("op", "hub")):
         for nodes in zip(*(block.nodes for block in blocks), strict=True):
             sites = [site_of[kind, node] for node in nodes if (kind, node) in site_of]
             if sites:
