@@ -77,6 +77,57 @@ def test_train_and_eval(ranks: Any) -> None:
         assert max(in_eval, in_train, buffers) < 1e-5
 
 
+class Taught(torch.nn.Module):
+    """A student and its frozen teacher, which has running statistics and dropout."""
+
+    def __init__(self, keeps_mode: bool) -> None:
+        super().__init__()
+        norms = torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5)
+        self.teacher = torch.nn.Sequential(torch.nn.Linear(8, 8), *norms).requires_grad_(False)
+        self.student = torch.nn.Linear(8, 8)
+        self.keeps_mode = keeps_mode
+
+    def train(self, mode: bool = True) -> Taught:
+        super().train(mode)
+        if self.keeps_mode:
+            self.teacher.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.student(x) - self.teacher(x)).square().mean()
+
+
+def parts_in_eval_mode() -> list[str]:
+    """What differs from one process when a part is in eval mode: before compile, after it, by the model's own train."""
+    wrong = []
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    for when in ("before", "after", "own"):
+        torch.manual_seed(0)
+        model = Taught(keeps_mode=when == "own").train()
+        original = Taught(keeps_mode=when == "own").train()
+        original.load_state_dict(model.state_dict())
+        original.teacher.eval()
+        if when == "before":
+            model.teacher.eval()
+        parallel = autoparallel.compile(model, mesh_of(4), example_inputs=(x,))
+        if when == "after":
+            parallel.teacher.eval()
+        if when == "own":
+            parallel.eval().train()
+        loss, expected = float(parallel(x)), float(original(x))
+        if abs(loss - expected) > 1e-6 * expected:
+            wrong.append(f"{when}: {loss}, one process {expected}")
+        if not (parallel.training and isinstance(parallel.teacher[1], torch.nn.BatchNorm1d)):
+            wrong.append(f"{when}: parts")
+        if int(parallel.teacher[1].num_batches_tracked):
+            wrong.append(f"{when}: the teacher's statistics")
+    return wrong
+
+
+def test_parts_keep_their_mode(ranks: Any) -> None:
+    assert ranks(4).run(parts_in_eval_mode) == [[]] * 4
+
+
 def sharded_inputs() -> list[float]:
     """Losses with plain tensors, with `shard_batch`, with DTensors cut otherwise than the plan reads them."""
     from torch.distributed.tensor import Shard, distribute_tensor

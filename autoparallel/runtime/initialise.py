@@ -16,15 +16,30 @@ from autoparallel.errors import InputError
 from autoparallel.layout import Layout, from_torch, local_box, local_shape, to_torch
 
 
+def make_parts(root: nn.Module, model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Give ``root`` the submodules of ``model``, each of the original's class and with its attributes, but without its
+    parameters and buffers. Returns the part of each module; the model's own is ``root``."""
+    parts = {model: root}
+    for module in model.modules():
+        if module is not model:
+            part = parts[module] = module.__class__.__new__(module.__class__)
+            part.__dict__.update(module.__dict__, _parameters=_absent(module._parameters),
+                                 _buffers=_absent(module._buffers), _modules={},
+                                 _non_persistent_buffers_set=set(module._non_persistent_buffers_set))
+    for module, part in parts.items():
+        part._modules.update({name: child and parts[child] for name, child in module._modules.items()})
+    return parts
+
+
+def _absent(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, None]:
+    """The names that a module has without a tensor (``bias=False``)."""
+    return {name: None for name, value in tensors.items() if value is None}
+
+
 def container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """(module, attribute) of a dotted name under ``root``; plain modules are made where none are yet."""
-    *parts, leaf = name.split(".")
-    owner = root
-    for part in parts:
-        if part not in owner._modules:
-            owner._modules[part] = nn.Module()  # add_module refuses names that the original model has
-        owner = owner._modules[part]  # type: ignore[assignment]
-    return owner, leaf
+    """(module, attribute) of a dotted name under ``root``."""
+    path, _, leaf = name.rpartition(".")
+    return root.get_submodule(path), leaf
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...] | None = None) -> DTensor:

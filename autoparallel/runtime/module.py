@@ -93,7 +93,7 @@ class ParallelModule(nn.Module):
 
     Call it like the original. Plain tensors are global values, the same on all ranks; DTensors are what their
     placements say. Parameters are DTensors under the original names. A call of another form (shapes, structure, train
-    or eval) is traced and planned anew, with the parameters where they are.
+    or eval mode of any part) is traced and planned anew, with the parameters where they are.
     """
 
     def __init__(self, model: nn.Module, site: groups.MeshSite, hybrid: Hybrid, compile_call: Compile) -> None:
@@ -127,9 +127,9 @@ class ParallelModule(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         plain = not step or state.hybrid.is_plain
         casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in precision.DEVICES]
-        key = (str(spec), tuple(_form(leaf) for leaf in leaves), self.training, plain, *casts)
+        key = (str(spec), tuple(_form(leaf) for leaf in leaves), state.modes(), plain, *casts)
         if key not in state.forms:
-            state.model.train(self.training)
+            state.take_modes()
             on_meta = any(p.device.type == "meta" for p in state.model.parameters())
             shapes = [_as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(shapes, spec)
@@ -278,6 +278,15 @@ class ParallelModule(nn.Module):
                 parameter.grad.mul_(factor)
         return total.float()
 
+    def train(self, mode: bool = True) -> ParallelModule:
+        """As the original's ``train``, which may keep some of its parts in eval mode."""
+        state = self._state
+        state.model.train(mode)
+        self.training = state.model.training
+        for module, part in state.parts.items():
+            part.training = module.training
+        return self
+
     def manual_seed(self, seed: int) -> None:
         """Restart the random ops (dropout) from this seed; the same on all ranks."""
         self._state.seed, self._state.calls = seed, 0
@@ -387,6 +396,8 @@ class ParallelModule(nn.Module):
         layouts, elsewhere = compiled.parameter_layouts, compiled.elsewhere
         state.make_shared_groups(sorted(set(compiled.shared.values())))
         everywhere = (INVARIANT,) * mesh.ndim
+        state.parts = initialise.make_parts(self, model)
+        self.training = model.training
         placed: dict[int, nn.Parameter | torch.Tensor] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             value = state.same_on_pipeline(parameter.detach())
@@ -411,14 +422,13 @@ class ParallelModule(nn.Module):
                     owner._buffers[leaf] = placed[id(buffer)]
                     if leaf in owner_module._non_persistent_buffers_set:
                         owner._non_persistent_buffers_set.add(leaf)
-        self.train(self.training)
 
     def _state_of(self, path: str, graph: OpGraph) -> torch.Tensor:
         """A parameter, buffer or constant."""
         if path in graph.constant_tensors:
             return graph.constant_tensors[path].to(self._state.device)
         owner, leaf = initialise.container(self, path)
-        value: torch.Tensor = getattr(owner, leaf)
+        value = cast(torch.Tensor, owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf])
         if value.device.type == "meta":
             raise InputError(f"{path} is still on the meta device: call init_weights() or load_state_dict(...) first")
         return value
@@ -459,6 +469,7 @@ class _State:
         self.mesh = self.site.mesh
         self.axes = groups.bind(self.mesh)
         self.forms: dict[Any, Compiled] = {}
+        self.parts: dict[nn.Module, nn.Module] = {}
         self.calls_traced: dict[str, None] = {}
         self.runners: dict[int, StepRunner] = {}
         self.layouts: dict[str, Layout] = {}
@@ -468,6 +479,15 @@ class _State:
         self.device = torch.device(self.mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each part trains: a part may stay in eval mode while the others train."""
+        return tuple(part.training for part in self.parts.values() or self.model.modules())
+
+    def take_modes(self) -> None:
+        """Give the original's modules the modes of their parts."""
+        for module, part in self.parts.items():
+            module.training = part.training
 
     def make_shared_groups(self, ranks_together: Sequence[tuple[int, ...]]) -> None:
         """Process groups of these ranks of the pipeline, beside each place in a stage. All ranks call this."""
