@@ -2,7 +2,7 @@
 
 Metadata of what stages exchange is known from the plan, so torch infers nothing; micro-batches are cut by us, so its
 chunking is left out. torch makes a buffer for each micro-batch that a stage will receive, before the first step; ours
-are there from receiving to backward.
+are there from receiving to backward. Where a schedule splits backward in two, `backward_of_inputs` is the first part.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed import pipelining as torch_pp
+from torch.distributed.pipelining import _backward as torch_backward
 
 from autoparallel.plans import Hybrid
 
@@ -63,9 +64,79 @@ class _Stage(torch_pp.PipelineStage):
         self._move(self.args_recv_info[fwd_chunk_id], "meta")  # backward has the buffer itself
         return result
 
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+                                   ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        if backward_type == "input":
+            return backward_of_inputs(bwd_kwargs["stage_output"], bwd_kwargs["output_grads"],
+                                      bwd_kwargs["input_values"], list(self.submod.parameters()))
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
+
+
+def backward_of_inputs(outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor | None] | None,
+                       inputs: Sequence[Any], weights: Sequence[torch.Tensor]
+                       ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
+    """The gradient of each input (None without), and groups of weights whose gradients are made later, as torch's
+    `stage_backward_weight` takes them.
+
+    Later are the gradients of weights that meet the inputs' paths in one node, the same for a whole group. Those of
+    others are made now: torch's own grouping (2.13) loses what meets no input's path, and where weights meet several
+    nodes it may add a gradient twice or free what the next group needs.
+    """
+    gives = [(o, torch.ones_like(o) if output_grads is None else output_grads[i])
+             for i, o in enumerate(outputs) if o.requires_grad]
+    takes = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    now, later = _split([o for o, _ in gives], takes, weights) if gives else ([], {})
+    groups = [{"params": params, "intermediates": [node], "grads": [()]} for node, params in later.items()]
+    handles = [group["intermediates"][0].register_prehook(_kept_in(group)) for group in groups]
+    try:
+        wanted = [*takes, *now] if gives else []
+        made = iter(torch.autograd.grad([o for o, _ in gives], wanted, [g for _, g in gives],
+                                        retain_graph=bool(groups), allow_unused=True) if wanted else ())
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = tuple(next(made, None) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in inputs)
+    for weight, gradient in zip(now, made, strict=True):
+        if gradient is not None:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+    for output in outputs:
+        output.detach_()
+    return found, groups
+
+
+def _split(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+           ) -> tuple[list[torch.Tensor], dict[Any, list[Any]]]:
+    """Weights whose gradients are made now; those made later (as nodes of autograd), by the node where they start."""
+    roots = [_node(output) for output in outputs]
+    upwards = torch_backward.construct_reverse_graph(roots)
+    paths, _ = torch_backward.reverse_closure([_node(x) for x in inputs], set(), upwards)
+    now: list[torch.Tensor] = []
+    later: dict[Any, list[Any]] = {}
+    for weight in weights:
+        if weight.requires_grad:
+            end = _node(weight)
+            own, met = torch_backward.reverse_closure([end], paths, upwards)
+            if len(met) == 1 and own.isdisjoint(roots):
+                later.setdefault(met.pop(), []).append(end)
+            else:
+                now.append(weight)
+    return now, later
+
+
+def _node(tensor: torch.Tensor) -> Any:
+    """Where autograd begins or ends at a tensor that takes a gradient."""
+    return torch_backward._get_grad_fn_or_grad_acc(tensor)
+
+
+def _kept_in(group: dict[str, Any]) -> Any:
+    def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
+        group["grads"][0] = gradients
+
+    return keep
 
 
 class Pipeline:
