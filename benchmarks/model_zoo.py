@@ -102,7 +102,7 @@ class Report:
 
 
 def truth(model: nn.Module, inputs: Inputs) -> Truth:
-    """The model's own step, and which gradients and buffers (means of what a norm has centred) are zero but for
+    """The model's own step, and which tensors (what a norm makes of a single element, its mean) are zero but for
     rounding, known from a step in float64.
 
     Products of experts are not to be had in float64, nor masks of float32's least number: those models are taken at
@@ -115,7 +115,7 @@ def truth(model: nn.Module, inputs: Inputs) -> Truth:
         if not any(reason in str(error) for reason in NOT_IN_FLOAT64):
             raise
         return found
-    return replace(found, zero=_zero(exact.gradients) | _zero(exact.buffers))
+    return replace(found, zero=frozenset().union(*map(_zero, (exact.outputs, exact.gradients, exact.buffers))))
 
 
 def _zero(tensors: Tensors) -> frozenset[str]:

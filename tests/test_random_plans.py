@@ -77,6 +77,9 @@ NAMED = {
     "groups of channels": named("""x = F.group_norm(x * p0, 4, p1, p2)
                                    loss = x.square().sum() + (x * p0).sin().sum()""",
                                 (6, 8, 5), {"p0": (5,), "p1": (8,), "p2": (8,)}),
+    "groups of one element, zero but for rounding": named(
+        """x = F.group_norm(F.adaptive_avg_pool1d(x * p0, 1), 2, p1, eps=0.1)
+           loss = x.square().mean() + p0.square().sum()""", (2, 2, 3), {"p0": (3,), "p1": (2,)}),
     "instances by running statistics": named(
         """x = F.instance_norm(x, p1.detach(), p2.detach().exp(), p0, use_input_stats=False)
            loss = x.square().sum()""", (6, 4, 5), STATISTICS),
