@@ -37,6 +37,8 @@ SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 22, 24))
 SHORT = 2**18
 #: Which of the repeats counts: what else a machine does only adds to them.
 QUIET = 0.25
+#: Bytes per second that no link reaches.
+ANY_RATE = 1e15
 #: Sides of square products, and bytes read by an element-wise op.
 SIDES, TRAFFIC = (64, 128, 256, 512, 1024), tuple(2**k for k in (10, 14, 18, 20, 22, 24))
 
@@ -71,8 +73,8 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
     for shape, axis in group_shapes(count // ranks_per_host, ranks_per_host):
         measured += time_collectives(init_device_mesh(kind, shape), axis, KINDS, SIZES, repeats)
     ops = time_ops(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), repeats)
-    links = [Link("inside a host", ranks_per_host, 0.0, 1e9)] * (ranks_per_host > 1)
-    links += [Link("between hosts", UNLIMITED, 0.0, 1e9, nics_per_host=nics_per_host)] * (count > ranks_per_host)
+    links = [Link("inside a host", ranks_per_host, 0.0, ANY_RATE)] * (ranks_per_host > 1)
+    links += [Link("between hosts", UNLIMITED, 0.0, ANY_RATE, nics_per_host=nics_per_host)] * (count > ranks_per_host)
     device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
     cluster, residuals = fit_links(Cluster(name, device, tuple(links), count, ("ring",)), measured)
     op_residuals = tuple(predicted_op_s(device, op) / op.seconds - 1 for op in ops)

@@ -7,15 +7,15 @@ All fits minimise the mean relative error, because sizes span decades; all give 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import ALGORITHMS, COLLECTIVES, UNLIMITED, Cluster, Curve, Device, Group, Link
+from cost_models.cluster import ALGORITHMS, COLLECTIVES, ENDLESS, UNLIMITED, Cluster, Curve, Device, Group, Link
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 from cost_models.compute import op_time_s
 from cost_models.errors import ClusterError
@@ -32,8 +32,6 @@ _SECONDS: dict[str, Callable[[Any, Group], Any]] = {
 
 #: How often a fit weighs its measurements.
 ROUNDS = 12
-#: Bursts that a fit tries on each link.
-BURSTS = (0.0, 2.0**15, 2.0**16, 1.5 * 2.0**16, 2.0**17)
 #: No collective is taken to be faster than the formula by more.
 LEAST_SLOWDOWN = 0.05
 
@@ -91,29 +89,31 @@ def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float], messages: 
     return Fit(float(x[0]), float(x[1]), tuple(float(r) for r in columns @ x - 1))
 
 
-def _non_negative(columns: np.ndarray) -> np.ndarray:
-    """The x >= 0 that minimises the sum of |columns x - 1|, so that a disturbed measurement does not bend the others'
-    fit: least squares, weighed anew by what is left (Weiszfeld 1937)."""
+def _non_negative(columns: np.ndarray, goal: np.ndarray | None = None) -> np.ndarray:
+    """The x >= 0 that minimises the sum of |columns x - goal| (1 by default), so that a disturbed measurement does not
+    bend the others' fit: least squares, weighed anew by what is left (Weiszfeld 1937)."""
+    goal = np.ones(len(columns)) if goal is None else goal
     weights = np.ones(len(columns))
     found = []
     for _ in range(ROUNDS):
-        x = _least_squares(columns, weights)
-        left = np.abs(columns @ x - 1)
+        x = _least_squares(columns, goal, weights)
+        left = np.abs(columns @ x - goal)
         found.append((float(left.sum()), x))
         weights = 1 / np.maximum(left, 1e-3)
     return min(found, key=lambda one: one[0])[1]
 
 
-def _least_squares(columns: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The x >= 0 that minimises the sum of weights (columns x - 1)^2: a few unknowns, by which of them are not 0."""
+def _least_squares(columns: np.ndarray, goal: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The x >= 0 that minimises the sum of weights (columns x - goal)^2: a few unknowns, by which of them are not 0."""
     unknowns, roots = columns.shape[1], np.sqrt(weights)
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
     best = (np.inf, np.zeros(unknowns))
-    for kept in ([i for i in range(unknowns) if case >> i & 1] for case in range(2**unknowns - 1, 0, -1)):
-        part, *_ = np.linalg.lstsq(columns[:, kept] / scale[kept] * roots[:, None], roots, rcond=None)
+    for kept in ([i for i in range(unknowns) if case >> i & 1] for case in range(2**unknowns)):
         x = np.zeros(unknowns)
-        x[kept] = part / scale[kept]
-        error = float((weights * (columns @ x - 1) ** 2).sum())
+        if kept:
+            part, *_ = np.linalg.lstsq(columns[:, kept] / scale[kept] * roots[:, None], goal * roots, rcond=None)
+            x[kept] = part / scale[kept]
+        error = float((weights * (columns @ x - goal) ** 2).sum())
         if (x >= 0).all() and error < best[0]:
             best = (error, x)
     return best[1]
@@ -123,9 +123,10 @@ def fit_links(cluster: Cluster, measured: Sequence[Measured]) -> tuple[Cluster, 
     """The cluster with the alpha, bandwidth and slow-downs of its links and the times of calls that fit the
     measurements, and by measurement (predicted - measured)/measured.
 
-    What the links are called, join and share is taken from ``cluster``; collectives run as rings. A measurement counts
-    for the outermost link that it crosses. Alphas and bandwidths are those of all_reduce, of which every link needs two
-    measurements or more; other collectives get a factor by link.
+    What the links are called, join, share and save up (`Link.burst_bytes`) is taken from ``cluster``; their bandwidths
+    there are the most that they can have. Collectives run as rings. A measurement counts for the outermost link that
+    it crosses. Alphas and bandwidths are those of all_reduce, of which every link needs two measurements or more; other
+    collectives get a factor by link.
     """
     links = tuple(replace(link, slowdown={}, protocols={}) for link in cluster.links)
     blank = replace(cluster, algorithms=("ring",), call_s=dict.fromkeys(COLLECTIVES, 0.0), links=links)
@@ -134,10 +135,10 @@ def fit_links(cluster: Cluster, measured: Sequence[Measured]) -> tuple[Cluster, 
     if short:
         raise ClusterError(f"links {short} need two all_reduce measurements or more, on groups that cross "
                            "no link further out")
-    fitted = _fit_all_reduce(blank, [m for m in measured if m.collective == "all_reduce"])
+    fitted = _best_of(_all_reduce_fits(blank, [m for m in measured if m.collective == "all_reduce"]))
     others = {m.collective: None for m in measured if m.collective != "all_reduce"}
     for collective in others:
-        fitted = _fit_other(fitted, collective, [m for m in measured if m.collective == collective])
+        fitted = _best_of(_other_fits(fitted, collective, [m for m in measured if m.collective == collective]))
     calls = {kind: seconds for kind, seconds in fitted.call_s.items() if kind == "all_reduce" or kind in others}
     fitted = replace(fitted, call_s=calls)
     return fitted, tuple(predicted_s(fitted, m) / m.seconds - 1 for m in measured)
@@ -154,53 +155,86 @@ def _outermost(cluster: Cluster, measured: Measured) -> int:
     return max(number for number, (count, _) in enumerate(levels) if count > 1)
 
 
-def _fit_all_reduce(blank: Cluster, measured: Sequence[Measured]) -> Cluster:
-    """Time of a call, alphas, bandwidths, and the bursts of `BURSTS` with which these fit best."""
-
-    def error(cluster: Cluster) -> float:
-        return float(sum(abs(predicted_s(cluster, m) / m.seconds - 1) for m in measured))
-
-    tried = []
-    for bursts in product(BURSTS, repeat=len(blank.links)):
-        links = (replace(link, burst_bytes=burst) for link, burst in zip(blank.links, bursts, strict=True))
-        tried.append(_fit_linear(replace(blank, links=tuple(links)), measured))
-    return min(tried, key=error)
+#: A fitted cluster, and the sum of its relative errors.
+Fitted = tuple[float, Cluster]
 
 
-def _fit_linear(blank: Cluster, measured: Sequence[Measured]) -> Cluster:
-    """What a ring takes is linear in the time of a call, alphas and 1/bandwidths, and by how much shows where all
-    others are nothing."""
-    nothing = tuple(replace(link, alpha_s=0.0, bandwidth_bytes_per_s=1e300) for link in blank.links)
-    numbers = range(len(nothing))
+def _best_of(fits: Iterable[Fitted]) -> Cluster:
+    return min(fits, key=lambda fit: fit[0])[1]
+
+
+def _error(cluster: Cluster, measured: Sequence[Measured]) -> float:
+    return float(sum(abs(predicted_s(cluster, m) / m.seconds - 1) for m in measured))
+
+
+def _parts(cluster: Cluster, measured: Sequence[Measured]) -> np.ndarray:
+    """By measurement, what its messages and what its bytes take alone, in its seconds."""
+    endless = tuple(replace(link, bandwidth_bytes_per_s=ENDLESS) for link in cluster.links)
+    prompt = tuple(replace(link, alpha_s=0.0) for link in cluster.links)
+    calls = dict.fromkeys(cluster.call_s, 0.0)
+    alone = replace(cluster, links=endless), replace(cluster, links=prompt, call_s=calls)
+    return np.array([[predicted_s(part, m) / m.seconds for part in alone] for m in measured])
+
+
+def _weights(cluster: Cluster, measured: Sequence[Measured]) -> np.ndarray:
+    """How much of messages and bytes each measurement shows: all where they add up; where they take
+    H = sqrt(M^2 + B^2) = M/H M + B/H B, as much as they are of it."""
+    parts = _parts(cluster, measured)
+    saves = np.array([cluster.links[_outermost(cluster, m)].burst_bytes > 0 for m in measured])
+    return np.where(saves[:, None], parts / np.maximum(np.hypot(*parts.T), 1e-12)[:, None], 1.0)
+
+
+def _all_reduce_fits(blank: Cluster, measured: Sequence[Measured]) -> Iterator[Fitted]:
+    """Time of a call, alphas and bandwidths. A ring is linear in the first two and 1/bandwidth once the weights of its
+    parts are known; they are those of the fit before."""
+    numbers, weights = range(len(blank.links)), np.ones((len(measured), 2))
+    alphas, betas = _shown_by_rings(blank, measured)
+    least = np.array([link.beta_s_per_byte for link in blank.links])
+    for _ in range(ROUNDS):
+        messages, traffic = weights[:, :1], weights[:, 1:]
+        call = np.array([[1 / m.seconds] for m in measured])
+        columns = np.concatenate([messages * call, messages * alphas, traffic * betas], axis=1)
+        call_s, *rest = _non_negative(columns, 1 - (traffic * betas) @ least)
+        alpha_s, rates = rest[:len(numbers)], 1 / np.maximum(least + rest[len(numbers):], 1e-15)
+        links = tuple(replace(link, alpha_s=float(alpha_s[i]), bandwidth_bytes_per_s=float(rates[i]))
+                      for i, link in enumerate(blank.links))
+        fitted = replace(blank, links=links, call_s={**blank.call_s, "all_reduce": float(call_s)})
+        yield _error(fitted, measured), fitted
+        weights = _weights(fitted, measured)
+
+
+def _shown_by_rings(blank: Cluster, measured: Sequence[Measured]) -> tuple[np.ndarray, np.ndarray]:
+    """By measurement and link, what a second of alpha and of beta adds to its time, in its seconds: what is predicted
+    where all others are nothing."""
+    nothing = tuple(replace(link, alpha_s=0.0, bandwidth_bytes_per_s=ENDLESS) for link in blank.links)
 
     def alone(number: int, link: Link, m: Measured) -> float:
         links = (*nothing[:number], link, *nothing[number + 1:])
         return predicted_s(replace(blank, links=links), m) / m.seconds
 
-    call_s, *rest = _non_negative(np.array([
-        [1 / m.seconds, *(alone(i, replace(nothing[i], alpha_s=1.0), m) for i in numbers),
-         *(alone(i, replace(nothing[i], bandwidth_bytes_per_s=1.0), m) if i == _outermost(blank, m) else 0.0
-           for i in numbers)]
-        for m in measured
-    ]))
-    links = tuple(replace(link, alpha_s=float(alpha_s), bandwidth_bytes_per_s=float(1 / max(beta, 1e-15)))
-                  for link, alpha_s, beta in zip(blank.links, rest[:len(numbers)], rest[len(numbers):], strict=True))
-    return replace(blank, links=links, call_s={**blank.call_s, "all_reduce": float(call_s)})
+    alphas = [[alone(i, replace(link, alpha_s=1.0), m) for i, link in enumerate(nothing)] for m in measured]
+    betas = [[alone(i, replace(link, bandwidth_bytes_per_s=1.0), m) if i == _outermost(blank, m) else 0.0
+              for i, link in enumerate(nothing)] for m in measured]
+    return np.array(alphas), np.array(betas)
 
 
-def _fit_other(cluster: Cluster, collective: str, measured: Sequence[Measured]) -> Cluster:
+def _other_fits(cluster: Cluster, collective: str, measured: Sequence[Measured]) -> Iterator[Fitted]:
     """Time of a call, and by link how many times what the formula says its messages and bytes cost."""
-    outermost = [_outermost(cluster, m) for m in measured]
-    numbers = sorted(set(outermost))
-    call_s, *factors = _non_negative(np.array([
-        [1 / m.seconds, *(predicted_s(cluster, m) / m.seconds if i == number else 0.0 for i in numbers)]
-        for m, number in zip(measured, outermost, strict=True)
-    ]))
-    links = list(cluster.links)
-    for number, factor in zip(numbers, factors, strict=True):
-        slowdown = {**links[number].slowdown, collective: max(float(factor), LEAST_SLOWDOWN)}
-        links[number] = replace(links[number], slowdown=slowdown)
-    return replace(cluster, links=tuple(links), call_s={**cluster.call_s, collective: float(call_s)})
+    outermost = np.array([_outermost(cluster, m) for m in measured])
+    numbers = sorted(set(outermost.tolist()))
+    parts, weights = _parts(cluster, measured), np.ones((len(measured), 2))
+    for _ in range(ROUNDS):
+        call = weights[:, :1] / np.array([[m.seconds] for m in measured])
+        seconds = (weights * parts).sum(axis=1)
+        columns = np.concatenate([call, np.where(outermost[:, None] == numbers, seconds[:, None], 0.0)], axis=1)
+        call_s, *factors = _non_negative(columns)
+        links = list(cluster.links)
+        for number, factor in zip(numbers, factors, strict=True):
+            slowdown = {**links[number].slowdown, collective: max(float(factor), LEAST_SLOWDOWN)}
+            links[number] = replace(links[number], slowdown=slowdown)
+        fitted = replace(cluster, links=tuple(links), call_s={**cluster.call_s, collective: float(call_s)})
+        yield _error(fitted, measured), fitted
+        weights = _weights(fitted, measured)
 
 
 def fit_efficiency(sizes: Sequence[float], seconds: Sequence[float], peak_per_s: float, launch_s: float = 0.0) -> Curve:

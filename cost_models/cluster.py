@@ -25,6 +25,9 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 #: What a cluster's ``algorithms`` may name; see `cost_models.collectives`.
 ALGORITHMS = ("ring", "tree", "hierarchical")
 
+#: Bytes per second of a link that takes no time.
+ENDLESS = 1e300
+
 #: ``num_devices`` of an outermost link that any number of devices can share.
 UNLIMITED = 2**31
 
@@ -142,8 +145,8 @@ class Link:
     with four NICs get half each while all of them send. None: each device has its own.
 
     ``protocols`` are alternatives by name; a collective uses the cheapest that all links it crosses have.
-    ``burst_bytes``: of a collective's bytes so many take no time beyond its messages', as a link that is shaped by a
-    token bucket, or has large buffers, lets them pass at once.
+    ``burst_bytes``: the link is shaped by a token bucket, so that what it does not send for a while, it may send at
+    once later, up to so many bytes (of all that share it).
     """
 
     name: str
@@ -230,6 +233,14 @@ class Group:
     def burst_bytes(self) -> float:
         """Of the outermost link crossed."""
         return self.crossed[-1][1].burst_bytes if self.crossed else 0.0
+
+    @cached_property
+    def outside(self) -> Group:
+        """This group where a second is a byte by one wire of the outermost link crossed, and nothing else counts."""
+        outermost = max((number for number, (count, _) in enumerate(self.levels) if count > 1), default=-1)
+        levels = tuple((count, replace(link, alpha_s=0.0, bandwidth_bytes_per_s=1.0 if i == outermost else ENDLESS))
+                       for i, (count, link) in enumerate(self.levels))
+        return replace(self, levels=levels, launch_s=0.0)
 
     def seen_by(self, collective: str) -> tuple[Group, ...]:
         """This group as a collective finds it: links slowed down, once as they are and once by each protocol that all

@@ -10,11 +10,14 @@ For b bytes, one direction:
 
 A ring over n ranks in H hosts takes n - 1 steps, H - 1 of them between hosts, and passes every host boundary once, so
 that all of a host's NICs carry it together. Reduce-scatter and all-gather are one ring; all-reduce is both. The
-cheapest valid algorithm by the cheapest protocol counts. Of a collective's bytes those that the outermost link takes
-at once (`Link.burst_bytes`) are free. Every call adds the cluster's time of a call (the protocol's;
-the device's launch time where none is known); a group of one is free. Sources: Thakur, Rabenseifner, Gropp 2005 (ring;
-reduce-scatter plus all-gather); NCCL src/graph/tuning.cc (steps of rings and trees inside and between hosts; a tree is
-a chain inside a host; protocols); Cho et al. 2019, "BlueConnect" (level by level).
+cheapest valid algorithm by the cheapest protocol counts. Every call adds the cluster's time of a call (the protocol's;
+the device's launch time where none is known); a group of one is free. Where the outermost link crossed saves up what it
+does not send (`Link.burst_bytes`), a collective's messages (M seconds with the call) and its bytes (B seconds, of all
+but a burst) do not add up, but take sqrt(M^2 + B^2): the longer of the two, smoothly, as latencies vary.
+
+Sources: Thakur, Rabenseifner, Gropp 2005 (ring; reduce-scatter plus all-gather); NCCL src/graph/tuning.cc (steps of
+rings and trees inside and between hosts; a tree is a chain inside a host; protocols); Cho et al. 2019, "BlueConnect"
+(level by level).
 """
 
 from __future__ import annotations
@@ -92,8 +95,17 @@ def _cheapest(nbytes: Bytes, group: Group, collective: str, cost: Callable[[Any,
     b = np.asarray(nbytes, dtype=float)
     if group.size == 1:
         return np.zeros_like(b)
-    b = np.maximum(b - group.burst_bytes, 0.0)
-    return _least([variant.launch_s + cost(b, variant) for variant in group.seen_by(collective)])
+    return _least([_together(b, variant, cost) for variant in group.seen_by(collective)])
+
+
+def _together(b: Any, group: Group, cost: Callable[[Any, Group], Any]) -> Any:
+    """The call, the messages and the bytes."""
+    if not group.burst_bytes:
+        return group.launch_s + cost(b, group)
+    messages_s = cost(np.zeros_like(b), group)
+    crossing = np.maximum(cost(b, group.outside), 1e-9)
+    share = np.maximum(1.0 - group.burst_bytes / crossing, 0.0)
+    return np.hypot(group.launch_s + messages_s, share * (cost(b, group) - messages_s))
 
 
 def _least(costs: list[Any]) -> Any:

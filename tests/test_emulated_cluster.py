@@ -15,7 +15,14 @@ from autoparallel.calibration import group_shapes
 from benchmarks.emulated_cluster import report
 from benchmarks.emulated_cluster.__main__ import main
 from benchmarks.emulated_cluster.calibration import DEVICE, nominal
-from benchmarks.emulated_cluster.clock import DeviceClock, roofline_s, ticking
+from benchmarks.emulated_cluster.clock import (
+    COMMUNICATING,
+    COMPUTING,
+    DeviceClock,
+    priority,
+    roofline_s,
+    ticking,
+)
 from benchmarks.emulated_cluster.network import EmulationError, Network, Topology, bytes_per_s, dropped, missing
 from benchmarks.emulated_cluster.plans import Spec, make, specs
 from benchmarks.emulated_cluster.report import Row, spearman, summary
@@ -85,6 +92,22 @@ def test_what_comes_too_late_is_told() -> None:
     assert clock.overrun_s >= 0.01
 
 
+def test_what_computes_gives_way_to_what_communicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks have real-time priority; others keep what they have."""
+    at = [2]
+    monkeypatch.setattr(os, "sched_getparam", lambda thread: os.sched_param(at[-1]))
+    monkeypatch.setattr(os, "sched_setparam", lambda thread, param: at.append(param.sched_priority))
+    with ticking(DeviceClock(SLOW_DEVICE), time.monotonic()):
+        assert at[-1] == COMPUTING
+        with priority(COMMUNICATING):
+            assert at[-1] == COMMUNICATING > COMPUTING
+        assert at[-1] == COMPUTING
+    assert at[-1] == 2
+    at[:] = [0]
+    with ticking(DeviceClock(SLOW_DEVICE), time.monotonic()):
+        assert not any(at)
+
+
 def test_forward_backward_and_optimizer_are_counted() -> None:
     """Per layer three products (the first needs no gradient of x), AdamW reads four tensors and writes three."""
     device = Device("no launch", {"float32": 1e12}, 1e9, 1.0, 1e9, 0.0)
@@ -150,7 +173,8 @@ def test_groups_within_and_across_hosts_are_calibrated() -> None:
     assert group_shapes(2, 1) == [((2, 1), 0), ((2,), 0)]
     assert group_shapes(1, 4) == [((4,), 0), ((2, 2), 0), ((2, 2), 1)]
     cluster = nominal(Topology(4, 2, "500mbit", "2gbit"))
-    assert [link.bandwidth_bytes_per_s for link in cluster.links] == [125e6, 62.5e6]
+    assert [link.bandwidth_bytes_per_s for link in cluster.links] == pytest.approx([125e6, 62.5e6], rel=0.01)
+    assert all(link.bandwidth_bytes_per_s < rate for link, rate in zip(cluster.links, (125e6, 62.5e6), strict=True))
     assert cluster.group((4, 2), 0).sharing == 2
     assert cluster.device == DEVICE
 

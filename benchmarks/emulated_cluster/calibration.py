@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 
 from autoparallel.calibration import KINDS, Calibration, group_shapes, time_collectives
-from benchmarks.emulated_cluster.network import Topology, bytes_per_s
+from benchmarks.emulated_cluster.network import BURST_BYTES, LOOPBACK_MTU, NIC_MTU, Topology, bytes_per_s
 from benchmarks.emulated_cluster.pool import Pool
 from cost_models import Cluster, Device, Link
 from cost_models.calibrate import Measured, fit_links
@@ -19,11 +19,22 @@ DEVICE = Device("emulated", {"float32": 2e9}, 1e9, 1.0, 4e9, 5e-4)
 
 
 def nominal(topology: Topology) -> Cluster:
-    """The cluster as its links are set: what is fitted keeps its names and structure."""
-    inter = Link("NIC", UNLIMITED, 0.0, bytes_per_s(topology.inter), nics_per_host=1)
-    intra = Link("loopback", topology.ranks_per_host, 0.0, bytes_per_s(topology.intra) / 2)
+    """The cluster as its links are set: what is fitted keeps its names, structure and bursts, and is no faster."""
+    inter = Link("NIC", UNLIMITED, 0.0, payload(NIC_MTU) * bytes_per_s(topology.inter), nics_per_host=1,
+                 burst_bytes=BURST_BYTES)
+    intra = Link("loopback", topology.ranks_per_host, 0.0, payload(LOOPBACK_MTU) * bytes_per_s(topology.intra) / 2,
+                 burst_bytes=BURST_BYTES)
     links = [intra] * (topology.ranks_per_host > 1) + [inter] * (topology.hosts > 1)
     return Cluster(f"emulated {topology.name}", DEVICE, tuple(links), topology.num_ranks, ("ring",))
+
+
+def payload(mtu: int) -> float:
+    """What of a rate is left for data: tbf counts headers of Ethernet (14 bytes), IP (20) and TCP (32, with times).
+
+    >>> f"{payload(1500):.3f}"
+    '0.956'
+    """
+    return (mtu - 52) / (mtu + 14)
 
 
 def source(found: Calibration) -> str:

@@ -8,6 +8,7 @@ overrun: the real machine was too slow for the emulated one, and the measurement
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ WRITTEN = {aten._fused_adamw_: (0, 2, 3)}
 COMMUNICATION = frozenset({"c10d", "_c10d_functional"})
 #: Posted ahead of the device, as a receive is: what arrives is waited for elsewhere.
 POSTED = frozenset({"recv_", "recv_any_source_"})
+#: Real-time priorities of a rank's thread: a device takes no time from its network, but what ranks compute for real
+#: would take it from the threads that pass on the messages of others.
+COMPUTING, COMMUNICATING = 1, 2
 
 
 class DeviceClock(TorchDispatchMode):
@@ -73,6 +77,10 @@ class DeviceClock(TorchDispatchMode):
         return result
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with priority(COMMUNICATING):
+            return self._communicated(func, args, kwargs)
+
+    def _communicated(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func._schema.name.split("::")[1] in POSTED:
             return func(*args, **kwargs)
         self.wait()
@@ -109,22 +117,35 @@ def roofline_s(flops: float, nbytes: float, device: Device) -> float:
 
 
 @contextmanager
+def priority(wanted: int) -> Iterator[None]:
+    """Of this thread, if it is a real-time one."""
+    before = os.sched_getparam(0).sched_priority
+    os.sched_setparam(0, os.sched_param(wanted if before else 0))
+    try:
+        yield
+    finally:
+        os.sched_setparam(0, os.sched_param(before))
+
+
+@contextmanager
 def ticking(clock: DeviceClock, since: float) -> Iterator[None]:
     """Run under the clock, started at ``since``; waiting for a message or collective first waits for the device."""
     wait = Work.wait
 
     def wait_for_both(work: Work, *args: Any) -> Any:
-        clock.wait()
-        try:
-            return wait(work, *args)
-        finally:
-            clock.restart(time.monotonic())
+        with priority(COMMUNICATING):
+            clock.wait()
+            try:
+                return wait(work, *args)
+            finally:
+                clock.restart(time.monotonic())
 
     Work.wait = wait_for_both  # type: ignore[assignment, method-assign]
     try:
-        with clock:
+        with clock, priority(COMPUTING):
             clock.restart(since)
             yield
-            clock.wait()
+            with priority(COMMUNICATING):
+                clock.wait()
     finally:
         Work.wait = wait  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.emulated_cluster.clock import DeviceClock, ticking
+from benchmarks.emulated_cluster.clock import COMMUNICATING, DeviceClock, ticking
 from benchmarks.emulated_cluster.network import EmulationError
 from benchmarks.emulated_cluster.subjects import SUBJECTS, Batch, Subject, captured_once
 
@@ -107,7 +107,7 @@ def start_together() -> float:
 @contextmanager
 def real_time() -> Iterator[None]:
     """All threads of this process before all others of the machine, so that what else it does does not show."""
-    _schedule(os.SCHED_RR, 1)
+    _schedule(os.SCHED_RR, COMMUNICATING)
     try:
         yield
     finally:

@@ -23,10 +23,12 @@ MESHES = [(64,), (8, 8), (4, 16), (2, 4, 8), (16, 4), (3,), (6, 2), (4, 3), (61,
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Group:
+def groups(draw: st.DrawFn, bursts: tuple[float, ...] = (0.0, 2.0**15, 1e9)) -> Group:
     cluster = MACHINES[draw(st.sampled_from(sorted(MACHINES)))]
     mesh = draw(st.sampled_from(MESHES))
-    return cluster.group(mesh, draw(st.integers(0, len(mesh) - 1)))
+    burst = draw(st.sampled_from(bursts))
+    links = tuple(replace(link, burst_bytes=burst) for link in cluster.links)
+    return replace(cluster, links=links).group(mesh, draw(st.integers(0, len(mesh) - 1)))
 
 
 # --- properties ---------------------------------------------------------------------------------------------------
@@ -71,7 +73,7 @@ def test_arrays_price_like_their_elements(group: Group, sizes: list[float]) -> N
 
 
 @settings(max_examples=60, deadline=None)
-@given(groups())
+@given(groups(bursts=(0.0,)))
 def test_gathering_and_reduce_scattering_make_an_all_reduce(group: Group) -> None:
     """Also the defect of pricing an all-gather on the sharded size: bytes are those of the gathered tensor."""
     both = all_gather_s(4e9, group) + reduce_scatter_s(4e9, group)
@@ -159,6 +161,18 @@ def test_slowdowns_multiply_time() -> None:
     ideal = replace(group, levels=tuple((count, replace(link, slowdown={})) for count, link in group.levels))
     ratio = (reduce_scatter_s(8e6, group) - group.launch_s) / (reduce_scatter_s(8e6, ideal) - group.launch_s)
     assert ratio == pytest.approx(group.levels[0][1].slowdown["reduce_scatter"])
+
+
+def test_links_that_save_up_take_the_longer_of_messages_and_bytes() -> None:
+    """A token bucket fills while messages are on their way; groups that share a card share its burst."""
+    links = WIRE, Link("card", 4096, 1e-3, 1e6, nics_per_host=1, burst_bytes=1e5)
+    cluster = replace(H100, links=links, algorithms=("ring",), call_s={"send_recv": 0.0})
+    one, eight = cluster.group((2, 32), 0), cluster.group((8, 8), 0)
+    assert [float(send_recv_s(b, one)) for b in (0.0, 1e4)] == [1e-3, 1e-3]
+    assert one.sharing == eight.sharing == 8
+    assert float(send_recv_s(1e5 / 8, one)) == 1e-3
+    assert float(send_recv_s(1e7, one)) == pytest.approx(80.0 - 0.1, rel=1e-6)
+    assert float(send_recv_s(2e5 / 8, one)) == pytest.approx((1e-3**2 + 0.1**2) ** 0.5)
 
 
 def test_measured_gloo() -> None:
