@@ -207,7 +207,7 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
         worst = [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES] if p not in active]
         active += worst
         proposed = _master(cuts, active, len(memory.times), 0.0, sum_to_one=True)
-        if proposed is None or (proposed[0] - bound <= 1e-9 * abs(proposed[0]) and not worst):
+        if proposed is None or (proposed[0] - bound <= NEAR_LEAST * abs(proposed[0]) and not worst):
             break
         weights = proposed[1]
     return LowestPeak(min(bound, peak), peak, best)

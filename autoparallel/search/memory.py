@@ -75,19 +75,51 @@ class _Use:
         return np.maximum(self.usages - self.low, 0.0)
 
 
-def _uses(problem: Problem) -> list[_Use]:
-    """Of every node and edge; users of equal arrays (repeated blocks) get the same object."""
-    nothing = np.zeros((1, 1))
-    made: dict[tuple[int, int], _Use] = {}
+@dataclass(frozen=True)
+class _Users:
+    """All nodes, then all edges; edges without usages live never, equal users (repeated blocks) share an object."""
 
-    def use(user: Node | Edge) -> _Use:
-        usages, costs = (nothing, nothing) if user.usages is None else (user.usages, user.costs)
-        key = id(usages), id(costs)
-        if key not in made:
-            made[key] = _Use.of(usages, costs)
-        return made[key]
+    uses: list[_Use]
+    intervals: np.ndarray
+    num_nodes: int
 
-    return [*map(use, problem.nodes), *map(use, problem.edges)]
+    @classmethod
+    def of(cls, problem: Problem) -> _Users:
+        nothing = np.zeros((1, 1))
+        made: dict[tuple[int, int], _Use] = {}
+
+        def use(user: Node | Edge) -> _Use:
+            usages, costs = (nothing, nothing) if user.usages is None else (user.usages, user.costs)
+            key = id(usages), id(costs)
+            if key not in made:
+                made[key] = _Use.of(usages, costs)
+            return made[key]
+
+        intervals = np.array([*(node.interval for node in problem.nodes),
+                              *((0, 0) if edge.usages is None else edge.interval for edge in problem.edges)],
+                             np.int64).reshape(-1, 2)
+        return cls([*map(use, problem.nodes), *map(use, problem.edges)], intervals, len(problem.nodes))
+
+    @cached_property
+    def low(self) -> np.ndarray:
+        return np.array([use.low for use in self.uses])
+
+    @cached_property
+    def high(self) -> np.ndarray:
+        return np.array([use.high for use in self.uses])
+
+    @cached_property
+    def live(self) -> np.ndarray:
+        return (self.intervals[:, 0] < self.intervals[:, 1]) & (self.high > 0)
+
+    def load(self, times: np.ndarray, usages: np.ndarray) -> np.ndarray:
+        return load_at(times, self.intervals[self.live], usages[self.live])
+
+    def memory(self, times: np.ndarray, limit: float) -> Memory:
+        spans = np.searchsorted(times, self.intervals)
+        spans[self.high <= self.low] = 0
+        room = limit - self.load(times, self.low)
+        return Memory(times, room, tuple(use.extra for use in self.uses), spans, self.num_nodes)
 
 
 def undominated_times(intervals: np.ndarray) -> np.ndarray:
@@ -111,23 +143,18 @@ def load_at(times: np.ndarray, intervals: np.ndarray, usages: np.ndarray) -> np.
 def memory_of(problem: Problem) -> Memory:
     """Set up the rows. Raises MemoryLimitError when the least usages alone exceed the limit. O(n log n)."""
     if problem.limit == FORBIDDEN:
-        spans = np.zeros((len(problem.nodes) + len(problem.edges), 2), np.int64)
-        return Memory(np.zeros(0, np.int64), np.zeros(0), (), spans, len(problem.nodes))
-    uses = _uses(problem)
-    intervals = np.array([*(node.interval for node in problem.nodes),
-                          *((0, 0) if edge.usages is None else edge.interval for edge in problem.edges)],
-                         np.int64).reshape(-1, 2)
-    low, high = np.array([use.low for use in uses]), np.array([use.high for use in uses])
-    live = (intervals[:, 0] < intervals[:, 1]) & (high > 0)
-    times = undominated_times(intervals[live])
-    least, most = load_at(times, intervals[live], low[live]), load_at(times, intervals[live], high[live])
+        return memory_at(problem, np.zeros(0, np.int64))
+    users = _Users.of(problem)
+    times = undominated_times(users.intervals[users.live])
+    least, most = users.load(times, users.low), users.load(times, users.high)
     if len(times) and least.max() > problem.limit:
         raise MemoryLimitError(problem.name, float(least.max()), problem.limit)
-    kept = most > problem.limit
-    times, room = times[kept], problem.limit - least[kept]
-    spans = np.searchsorted(times, intervals)
-    spans[high <= low] = 0
-    return Memory(times, room, tuple(use.extra for use in uses), spans, len(problem.nodes))
+    return users.memory(times[most > problem.limit], problem.limit)
+
+
+def memory_at(problem: Problem, times: np.ndarray) -> Memory:
+    """Rows at these (ascending) times, whether they matter or not. O(n log n)."""
+    return _Users.of(problem).memory(times, problem.limit)
 
 
 def least_peak(problem: Problem) -> float:

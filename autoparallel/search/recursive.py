@@ -1,10 +1,14 @@
 """Double recursion: mesh axes from the slowest links to the fastest, and on each level the operator graph, exactly.
 
 Outer recursion: one axis is decided at a time. What the axes below it will do is not known yet, so each level is solved
-under several lookaheads ("they repeat the work", "they do the same as this axis", "they do what is cheapest by
-itself"), and the best few plans are kept (the beam): looking at one level alone collapses to all data-parallel. Then
-each axis, and each pair of axes where that is cheap, is solved again given the others, until nothing improves.
+under several lookaheads ("they repeat the work", "they do the same as this axis"), and the best few plans are kept (the
+beam): looking at one level alone collapses to all data-parallel.
 Inner recursion: a level's problem has one choice per row of one axis, and is decomposed and solved by elimination.
+
+Decided level by level under a memory limit, plans come out up to 1.27 times the optimum: what a level saves depends on
+levels that are not decided. So every label that some level wanted is kept, and all axes are decided at once among these
+few, which gives the best prices of memory too. At these prices each axis in turn is decided again, beside every wanted
+label, and adds what it wants; until nothing is added (column generation, with levels as its pricing problems).
 """
 
 from __future__ import annotations
@@ -14,17 +18,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autoparallel.search.elimination import Eliminator
 from autoparallel.search.exact import Incumbent, affordable, solve_exact
-from autoparallel.search.lagrange import raise_bound
-from autoparallel.search.memory import least_peak, memory_of
+from autoparallel.search.lagrange import priced, raise_bound
+from autoparallel.search.memory import least_peak, memory_at, memory_of
+from autoparallel.search.narrow import Priced
 from autoparallel.search.problem import FORBIDDEN, Label, MemoryLimitError, Pricer, Problem, evaluate
 
 BEAM = 4
+PRICINGS = 12
 ROUNDS = 12
 LEVEL_GAP = 1e-4
-PAIR_WORK_CELLS = 2e9
-POLISHED = 2
+WANTED_GAP = 1e-3
+WORK_CELLS = 2e9
 Plan = tuple[Label, ...]
 
 
@@ -36,6 +44,22 @@ class State:
     plan: Plan
 
 
+class AtPrices:
+    """A pricer whose memory costs so many seconds per byte at each of ``times``, and has no limit."""
+
+    def __init__(self, pricer: Pricer, times: np.ndarray, prices: np.ndarray) -> None:
+        self._pricer, self._times, self._prices = pricer, times, prices
+        self.axis_names, self.num_nodes = pricer.axis_names, pricer.num_nodes
+        self.rows, self.labels, self.repeat_row = pricer.rows, pricer.labels, pricer.repeat_row
+
+    def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
+        problem = self._pricer.problem(allowed)
+        costs, tables = priced(problem, memory_at(problem, self._times), self._prices)
+        nodes = tuple(replace(node, costs=cost) for node, cost in zip(problem.nodes, costs, strict=True))
+        edges = tuple(replace(edge, costs=table) for edge, table in zip(problem.edges, tables, strict=True))
+        return replace(problem, nodes=nodes, edges=edges, limit=FORBIDDEN)
+
+
 class Recursion:
     """The search over one pricer; every state on the way is a plan for all axes."""
 
@@ -45,9 +69,8 @@ class Recursion:
         shared: dict[tuple[Label, ...], tuple[Label, ...]] = {}
         self._labels = [shared.setdefault(labels, labels) for labels
                         in (tuple(pricer.labels(v)) for v in range(pricer.num_nodes))]
-        self._same_rows: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[Label, ...]] = {}
+        self._near: dict[tuple[int, Plan, int], tuple[Label, ...]] = {}
         self._closest: dict[tuple[int, Label, int], Label | None] = {}
-        self.memory_bound = False
         self._wanted: list[dict[Label, None]] = [{} for _ in self._labels]
 
     def closest(self, v: int, wanted: Label, num_fixed: int) -> Label | None:
@@ -64,17 +87,15 @@ class Recursion:
         """The best plan of a restricted problem, None when it has none; memory by prices and repair."""
         problem = self.pricer.problem(allowed)
         eliminator = Eliminator.of(problem)
-        if not affordable(eliminator, problem, PAIR_WORK_CELLS):
+        if not affordable(eliminator, problem, WORK_CELLS):
             return None
         memory = memory_of(problem if problem.limit == FORBIDDEN
                            else replace(problem, limit=max(problem.limit, least_peak(problem))))
         incumbent = Incumbent(problem, memory, self.deadline)
-        self.memory_bound |= memory.binds
-        dual = raise_bound(problem, memory, eliminator.solve, self.deadline, ROUNDS, incumbent.offer, LEVEL_GAP)
+        dual = raise_bound(problem, memory, eliminator.solve, self.deadline, PRICINGS, incumbent.offer, LEVEL_GAP)
         plans = [*dual.plans, *([incumbent.choice] if incumbent.choice else [])]
         for plan in plans:
-            for wanted, labels, pick in zip(self._wanted, allowed, plan, strict=True):
-                wanted[labels[pick]] = None
+            self._want(allowed, plan)
         ranked = [(self._rank(problem, plan), plan) for plan in plans]
         if not ranked:
             return None
@@ -121,56 +142,70 @@ class Recursion:
             beam = [*sorted(found.values(), key=lambda state: state.rank)[:BEAM]]
         return [state for state in beam if state is not None]
 
-    def _agreeing(self, v: int, label: Label, fixed: tuple[int, ...]) -> tuple[Label, ...]:
-        """The node's labels with the same rows on the fixed axes."""
-        rows = tuple(label[a] for a in fixed)
-        key = id(self._labels[v]), fixed, rows
-        if key not in self._same_rows:
-            self._same_rows[key] = tuple(x for x in self._labels[v] if tuple(x[a] for a in fixed) == rows)
-        return self._same_rows[key]
+    def improve(self, state: State) -> State:
+        """All axes at once among the wanted labels and each axis anew at the prices found, in turn; never worse."""
+        self._want([(label,) for label in state.plan], [0] * len(state.plan))
+        left = None
+        for _ in range(ROUNDS):
+            known = self._num_wanted()
+            state, left = self.together(state)
+            pricer = self.pricer if left is None else AtPrices(self.pricer, left.memory.times, left.dual.prices)
+            for axis in range(self.num_axes):
+                self.beside(axis, pricer)
+            if self._num_wanted() == known or time.monotonic() >= self.deadline:
+                break
+        return state if left is None else self.together(state, mix=True)[0]
 
-    def resolve(self, state: State, axes: Sequence[int]) -> State:
-        """Decide these axes again, the others as they are; never worse."""
-        fixed = tuple(a for a in range(self.num_axes) if a not in axes)
-        allowed = [self._agreeing(v, label, fixed) for v, label in enumerate(state.plan)]
-        new = self.solve_allowed(allowed)
-        return min(state, new, key=lambda s: s.rank) if new is not None else state
+    def together(self, state: State, mix: bool = False) -> tuple[State, Priced | None]:
+        """Decide all axes at once among the wanted labels; never worse. With the prices of memory, where it binds.
 
-    def together(self, state: State) -> State:
-        """Decide all axes at once among the labels that any level wanted at any price of memory; never worse."""
-        for wanted, label in zip(self._wanted, state.plan, strict=True):
-            wanted[label] = None
+        ``mix``: whether to look for plans between those that the prices give (see `solve_exact`).
+        """
         allowed = [tuple(wanted) for wanted in self._wanted]
         problem = self.pricer.problem(allowed)
         eliminator = Eliminator.of(problem)
-        if not affordable(eliminator, problem, PAIR_WORK_CELLS):
-            return state
+        if not affordable(eliminator, problem, WORK_CELLS):
+            return state, None
+        start = [labels.index(label) for labels, label in zip(allowed, state.plan, strict=True)]
         try:
-            found = solve_exact(problem, self.deadline, eliminator, lambda better: None, LEVEL_GAP)
+            found = solve_exact(problem, self.deadline, eliminator, lambda better: None, WANTED_GAP, start=start,
+                                mix=mix)
         except MemoryLimitError:
-            return state
+            return state, None
         if found.choice is None:
-            return state
+            return state, found.left
         plan = tuple(labels[pick] for labels, pick in zip(allowed, found.choice, strict=True))
-        return min(state, State(self._rank(problem, found.choice), plan), key=lambda s: s.rank)
+        return min(state, State(self._rank(problem, found.choice), plan), key=lambda s: s.rank), found.left
 
-    def polish(self, state: State, size: int) -> State:
-        """Coordinate descent over groups of ``size`` axes until each was tried since the last improvement."""
-        groups = list(itertools.combinations(range(self.num_axes), size))
-        idle = 0
-        for axes in itertools.cycle(groups):
-            if idle == len(groups) or time.monotonic() >= self.deadline:
-                return state
-            new = self.resolve(state, axes)
-            idle = 1 if new.rank < state.rank else idle + 1
-            state = new
-        return state
+    def beside(self, axis: int, pricer: Pricer) -> None:
+        """Want the labels of the best plan among all that differ from wanted ones on this axis only, or not at all."""
+        allowed = [self._beside(v, tuple(wanted), axis) for v, wanted in enumerate(self._wanted)]
+        problem = pricer.problem(allowed)
+        eliminator = Eliminator.of(problem)
+        if affordable(eliminator, problem, WORK_CELLS):
+            _, plan = eliminator.solve([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
+            self._want(allowed, plan)
+
+    def _beside(self, v: int, wanted: Plan, axis: int) -> tuple[Label, ...]:
+        key = id(self._labels[v]), wanted, axis
+        if key not in self._near:
+            others = {(*label[:axis], *label[axis + 1:]) for label in wanted}
+            self._near[key] = tuple(x for x in self._labels[v] if (*x[:axis], *x[axis + 1:]) in others)
+        return self._near[key]
+
+    def _want(self, allowed: Sequence[Sequence[Label]], plan: Sequence[int]) -> None:
+        for wanted, labels, pick in zip(self._wanted, allowed, plan, strict=True):
+            wanted[labels[pick]] = None
+
+    def _num_wanted(self) -> int:
+        return sum(map(len, self._wanted))
 
 
 def search_axes(pricer: Pricer, deadline: float = FORBIDDEN) -> tuple[int, ...] | None:
     """The best plan found, as positions in each node's `labels`; None when none is allowed. It may exceed the limit.
 
-    Per axis: a few eliminations with as many choices per node as the axis has rows; then coordinate descent.
+    Per axis: a few eliminations with as many choices per node as the axis has rows; then rounds of one elimination per
+    axis with a few times as many, and one search with a few choices per node.
     """
     search = Recursion(pricer, deadline)
     states = search.descend_axes()
@@ -179,9 +214,5 @@ def search_axes(pricer: Pricer, deadline: float = FORBIDDEN) -> tuple[int, ...] 
         states = [whole] if whole is not None else []
     if not states:
         return None
-    best = min((search.polish(state, 1) for state in states[:POLISHED]), key=lambda state: state.rank)
-    if search.num_axes > 2:
-        best = search.polish(best, 2)
-    if search.memory_bound:
-        best = search.together(best)
+    best = search.improve(states[0])
     return tuple(tuple(pricer.labels(v)).index(label) for v, label in enumerate(best.plan))

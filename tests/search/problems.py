@@ -88,8 +88,11 @@ def lateness() -> float:
     return 0.3 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def two_axes(seed: int, num_nodes: int = 30, rows: int = 4) -> Problem:
-    """A chain with skips on a slow and a fast axis: work is divided by what is split, changing a row costs its axis."""
+def two_axes(seed: int, num_nodes: int = 30, rows: int = 4, weights: bool = False) -> Problem:
+    """A chain with skips on a slow and a fast axis: work is divided by what is split, changing a row costs its axis.
+
+    ``weights``: every other node reads one that stays in memory, less of it where split, and is gathered at a cost.
+    """
     rng = np.random.default_rng(seed)
     labels = tuple(itertools.product(range(rows), repeat=2))
     slow, fast = rng.uniform(4, 8, (rows, rows)), rng.uniform(0.5, 1, (rows, rows))
@@ -102,4 +105,11 @@ def two_axes(seed: int, num_nodes: int = 30, rows: int = 4) -> Problem:
         costs = [work / ((1 + 3 * (a > 0)) * (1 + 7 * (b > 0))) + 4 * traffic[0, a] + traffic[1, b] for a, b in labels]
         nodes.append(Node(f"n{i}", np.array(costs), np.ones(len(labels)), (i, i + 2), labels))
     pairs = [(i, i + 1) for i in range(num_nodes - 1)] + [(i, i + 5) for i in range(0, num_nodes - 5, 3)]
-    return Problem(tuple(nodes), tuple(Edge(u, v, table) for u, v in pairs), np.inf, "two axes")
+    edges = [Edge(u, v, table) for u, v in pairs]
+    for i in range(0, num_nodes, 2) if weights else ():
+        size = rng.uniform(1, 10)
+        gathers = [size * ((a > 0) + 0.3 * (b > 0)) for a, b in labels]
+        shares = [size / ((1 + 3 * (a > 0)) * (1 + 7 * (b > 0))) for a, b in labels]
+        edges.append(Edge(len(nodes), i, size / 4 * table))
+        nodes.append(Node(f"w{i}", np.array(gathers), np.array(shares), (0, num_nodes), labels))
+    return Problem(tuple(nodes), tuple(edges), np.inf, "two axes")

@@ -14,6 +14,9 @@ from hypothesis import given, settings
 
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, evaluate, iopddl, plan_within, solve
+from autoparallel.search.labelled import LabelledPricer
+from autoparallel.search.memory import memory_at
+from autoparallel.search.recursive import AtPrices
 from tests.search.problems import EXAMPLE, all_plans, block_chain, lateness, random_problem, seeds, two_axes
 
 
@@ -124,6 +127,31 @@ def test_recursive_is_near_optimal_on_two_axes() -> None:
         best = solve(problem, "exact")
         found = solve(problem, "recursive")
         assert found.objective <= 1.05 * best.objective and found.lower_bound == best.objective
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_recursive_is_near_optimal_where_memory_binds(seed: int) -> None:
+    """Which weights to split on which axis pays off only together; level by level it is 1.01 times the optimum."""
+    free = solve(two_axes(seed, weights=True), "exact")
+    problem = replace(two_axes(seed, weights=True), limit=free.peak_bytes / 2)
+    best, found = solve(problem, "auto"), solve(problem, "recursive")
+    assert found.peak_bytes <= problem.limit and found.objective <= 1.002 * best.lower_bound
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_memory_at_prices(seed: int) -> None:
+    """At a price per byte and time, a plan costs what it costs and what its memory above the least costs."""
+    problem = replace(random_problem(seed, limited=False), limit=1e3)
+    rng = np.random.default_rng(seed)
+    times = np.arange(6)
+    prices, memory = rng.random(6), memory_at(problem, times)
+    labels = [node.labels or () for node in problem.nodes]
+    dear = AtPrices(LabelledPricer(problem), times, prices).problem(labels)
+    assert dear.limit == math.inf
+    for choice, judged in all_plans(problem)[:50]:
+        paid = judged.objective + float(prices @ memory.load(problem, choice))
+        assert evaluate(dear, choice).objective == pytest.approx(paid)
 
 
 @pytest.mark.parametrize("search", ["ilp", "auto"])
