@@ -112,13 +112,15 @@ def _together(stages: Sequence[_Parts]) -> _Parts:
 def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[float]) -> float:
     """Seconds of a step under the schedule: turns in a pipeline, then what is done once.
 
+    In a turn both stages beside a cut wait for a message: a value goes one way as a gradient comes the other.
     Zero bubble (ZB-H1, Qi et al. 2023) fills two thirds of the bubble with gradients of weights.
     """
     hybrid, cluster = pricer.turns.hybrid, pricer.prices.cluster
     ranks, count = hybrid.pipeline_ranks, hybrid.micro_batches
     link = cluster.group((ranks, *pricer.space.mesh_shape), 0)
-    sent = [2 * float(collectives.send_recv_s(b, link)) for b in sends] + [0.0] * (hybrid.stages - len(sends))
-    turn = [(s.total - s.once) / count + over for s, over in zip(stages, sent, strict=True)]
+    passed = [float(collectives.send_recv_s(b, link)) for b in sends] or [0.0] * (hybrid.stages - 1)
+    turn = [(s.total - s.once) / count + before + after
+            for s, before, after in zip(stages, [0.0, *passed], [*passed, 0.0], strict=True)]
     virtual = hybrid.stages // ranks * (3 if hybrid.schedule == "zero_bubble" else 1)
     by_rank = [sum(turn[r::ranks]) for r in range(ranks)]
     once = max(sum(s.once for s in stages[r::ranks]) for r in range(ranks))

@@ -26,6 +26,14 @@ def _loss(output: Any, target: Any) -> torch.Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
+class _Sends(list[dist.P2POp]):
+    """Torch adds what is received to what is sent at the same time. Received first: over gloo a rank tells the other
+    that it is ready behind what it has begun to send, and the two messages would not pass at the same time."""
+
+    def __add__(self, receives: list[dist.P2POp]) -> list[dist.P2POp]:  # type: ignore[override]
+        return [*receives, *self]
+
+
 class _Stage(torch_pp.PipelineStage):
     """A stage whose buffers are on the meta device, but for micro-batches that are being received or used."""
 
@@ -58,6 +66,12 @@ class _Stage(torch_pp.PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _Sends(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return _Sends(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
