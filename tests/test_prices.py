@@ -117,6 +117,32 @@ def test_backward_launches_what_it_runs() -> None:
         evaluate(problem, pricer.choice_of(labels)).objective)
 
 
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, 4:], x[:, :4]], 1) ** 3 * y[:, :1]
+
+
+def test_gradients_are_made_by_as_many_ops_as_torch_runs() -> None:
+    """x^3 has g * (3 * x^2); a factor that was broadcast sums up what it gets; a part's gradient is put in its place,
+    and that of what is joined is a view. As many launches as torch makes."""
+    device = replace(Cluster.load("h100-sxm").device, launch_s=1.0)
+    cluster = replace(Cluster.load("h100-sxm", num_devices=1), device=device)
+    values = tuple(torch.ones(8, 8, requires_grad=True) for _ in range(2))
+    space = StrategySpace(capture(Scaled(), values, {}), (1,))
+    prices = Prices(space, cluster)
+    launches: dict[str, int] = {}
+    for site in (s for s in space.sites if s.kind == "op"):
+        name = str(space.graph.nodes[site.node].target).split(".")[1]
+        launches[name] = launches.get(name, 0) + round(float(prices.op(space.strategies[site.index]).backward_s[0]))
+    assert launches == {"slice": 3, "cat": 0, "pow": 3, "mul": 3}
+    result = Scaled()(*values)
+    with torch.profiler.profile() as profile:
+        result.backward(torch.ones_like(result))
+    ran = [event.name for event in profile.events()]
+    made = {name: ran.count(f"aten::{name}") for name in ("pow", "sum", "mul", "slice_backward", "cat")}
+    assert made == {"pow": 1, "sum": 1, "mul": 4, "slice_backward": 3, "cat": 0}
+
+
 def test_small_gradients_share_a_bucket() -> None:
     """A gradient pays its share of a full bucket, and not a whole collective's latency; a large one is alone."""
     case, cluster = CASES["mlp"], Cluster.load("local-cpu", num_devices=4)

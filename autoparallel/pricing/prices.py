@@ -17,7 +17,7 @@ from autoparallel.capture import TensorMeta
 from autoparallel.layout import Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower.fuse import BUCKET_BYTES
-from autoparallel.rules.rule import Exchange, Rule
+from autoparallel.rules.rule import Dims, Exchange, Rule
 from autoparallel.rules.space import Link, StrategySet, StrategySpace
 from cost_models import Cluster, Group, collectives, compute, memory
 
@@ -206,7 +206,9 @@ class Prices:
             return OpPrice(zeros, zeros)
         inside = tuple(self._inside(s))
         forward, backward = zeros, zeros
-        if not rule.alias:
+        if rule.alias:
+            backward = self._view_s(s)
+        else:
             forward, backward = self._work_s(rule, s)
         forward = sum((i.exchange.forward * i.seconds for i in inside), forward)
         if self.training and any(m.requires_grad for m in s.output_metas):
@@ -224,15 +226,39 @@ class Prices:
         if not self.training or not any(m.requires_grad for m in s.output_metas):
             return forward, zeros
         wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
-        if len(wanted) > 1 and _passes_gradients_on(rule, s):
-            return forward, zeros
+        if rule.op_class == "elementwise" or not rule.gradient_ops:
+            return forward, sum((self._gradient_s(rule, s, i, inputs, outputs) for i in wanted), zeros)
         operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
         share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias takes no product
         traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
         traffic = traffic + sum((inputs[i] for i in wanted), zeros)
         backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)
-        calls = sum(i in wanted for i in operands) if operands else len(wanted) if rule.op_class == "elementwise" else 1
+        calls = sum(i in wanted for i in operands) if operands else 1
         return forward, backward + max(0, calls - 1) * device.launch_s    # one for each gradient
+
+    def _view_s(self, s: StrategySet) -> np.ndarray:
+        """Seconds in which the gradients of a value's parts are put together; those of a whole are a view."""
+        metas = [*s.input_metas[:1], *s.output_metas]
+        parts = len(metas) > 2 or metas[-1].num_elements < metas[0].num_elements
+        if not (parts and self.training and metas[0].requires_grad):
+            return np.zeros(len(s.labels))
+        numbers = [*s.inputs[:1], *s.outputs]
+        nbytes = sum(self.local_bytes(m, n) / self.spread for m, n in zip(metas, numbers, strict=True))
+        return np.asarray(compute.op_time_s("elementwise", 0.0, nbytes, dtype_name(metas[0]), self.cluster.device))
+
+    def _gradient_s(self, rule: Rule, s: StrategySet, number: int, inputs: Sequence[np.ndarray],
+                    outputs: Sequence[np.ndarray]) -> np.ndarray:
+        """Seconds of an element-wise op's gradient of one input: the output's gradient and what backward needs are read
+        and as much as the output is written; each further op reads and writes as much; and where the input was
+        broadcast, a sum is left."""
+        device, dtype, whole = self.cluster.device, dtype_name(_worked_in(s)), outputs[0]
+        needs = [inputs[i] for i in rule.saves if i < len(inputs) and (i != number or len(inputs) == 1)]
+        read = sum(needs, whole) + (whole if rule.saves_output else 0.0)
+        moved = [read + whole, *(2 * whole for _ in range(rule.gradient_ops - 1))][: rule.gradient_ops]
+        if rule.op_class == "elementwise" and _factors(rule.inputs[number]) < _factors(rule.outputs[0]):
+            moved.append(whole + inputs[number])
+        seconds = (compute.op_time_s("elementwise", 0.0, nbytes, dtype, device) for nbytes in moved)
+        return sum(seconds, np.zeros(len(s.labels)))
 
     def sum_s(self, strategies: StrategySet, readers: int) -> np.ndarray:
         """Seconds in which the gradients from several readers of a value are added up, by strategy of the value."""
@@ -311,10 +337,8 @@ def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
     raise ValueError(f"unknown exchange {action!r}")
 
 
-def _passes_gradients_on(rule: Rule, s: StrategySet) -> bool:
-    """Whether each input's gradient is the output's, as a sum's is: nothing runs for it."""
-    simple = rule.op_class == "elementwise" and not rule.saves and not rule.saves_output and len(s.output_metas) == 1
-    return simple and all(m.shape == s.output_metas[0].shape for m in s.input_metas if m.requires_grad)
+def _factors(dims: Dims) -> frozenset[str | None]:
+    return frozenset(dims) - {None}
 
 
 def _worked_in(s: StrategySet) -> TensorMeta:

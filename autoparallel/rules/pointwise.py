@@ -47,6 +47,11 @@ NOTHING_SAVED = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.to.dty
 OUTPUT_SAVED = {aten.relu.default, aten.tanh.default, aten.sigmoid.default, aten.exp.default, aten.rsqrt.default,
                 aten.sqrt.default, aten.reciprocal.default}
 
+#: Ops that torch runs for an input's gradient, where it is not one (its derivatives.yaml: x^n has g * (n * x^(n-1))).
+GRADIENT_OPS = {aten.add.Tensor: 0, aten.add.Scalar: 0, aten.sub.Scalar: 0, aten.detach.default: 0,
+                aten.pow.Tensor_Scalar: 3, aten.rsqrt.default: 3, aten.reciprocal.default: 3, aten.cos.default: 3,
+                aten.sqrt.default: 2, aten.sin.default: 2, aten.abs.default: 2}
+
 
 def broadcast_dims(meta: TensorMeta, out: TensorMeta) -> Dims:
     offset = len(out.shape) - len(meta.shape)
@@ -80,6 +85,7 @@ def pointwise(op: OpView) -> Rule | None:
         saves_output=op.target in OUTPUT_SAVED,
         alias=op.target is aten.detach.default,
         random=torch.Tag.nondeterministic_seeded in op.target.tags,
+        gradient_ops=GRADIENT_OPS.get(op.target, 1),
     )
 
 

@@ -71,6 +71,7 @@ def _reduction(op: OpView, dim: object, keepdim: bool, adds: bool = False, linea
         flops=float(op.inputs[0].num_elements),
         op_class="reduction",
         saves=frozenset() if linear else frozenset({0}),
+        gradient_ops=0 if linear else 1,
     )
 
 

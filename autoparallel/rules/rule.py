@@ -75,7 +75,8 @@ class Rule:
     and whether the output are kept for backward; ``alias`` ops move no data; ``extra_bytes[i]`` per element of input i
     are kept too (a dropout's mask, what a norm knows of a row), and so are ``work_bytes``, which the op makes inside as
     it works: a rank that does a part of the work makes a part of them. ``backward_flops`` per forward flop, when all
-    inputs need gradients.
+    inputs need gradients. ``gradient_ops``: as many element-wise ops make an input's gradient (none where it is the
+    output's, or an expanded view of it).
     """
 
     inputs: tuple[Dims, ...]
@@ -95,6 +96,7 @@ class Rule:
     extra_bytes: Mapping[int, float] = field(default_factory=dict)
     work_bytes: float = 0.0
     backward_flops: float = 2.0
+    gradient_ops: int = 1
     variants: tuple[Row, ...] = ()
 
     def rows(self) -> tuple[Row, ...]:

@@ -141,7 +141,7 @@ def cat(op: OpView) -> Rule | None:
     rank = len(op.out.shape)
     if any(len(shape) != rank for shape in op.shapes):
         return None
-    return whole_dims(op, {op.arg("dim") % rank}, linear=(frozenset(range(len(op.inputs))),))
+    return whole_dims(op, {op.arg("dim") % rank}, linear=(frozenset(range(len(op.inputs))),), gradient_ops=0)
 
 
 @rule_for(aten.stack.default)
