@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class _Builder:
         first: dict[int, str] = {}
         self.aliases = {name: first.setdefault(id(t), name) for name, t in self.named.items()}
         self.nodes: list[Node] = []
+        self.taken: set[str] = set()
         self.refs: dict[FxNode, Any] = {}
         self.constants: dict[int, Any] = {
             i: leaf for i, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor)
@@ -100,6 +102,9 @@ class _Builder:
 
     def _add(self, kind: str, name: str, target: Any, args: Any, kwargs: Any, outputs: tuple[TensorMeta, ...],
              **where: Any) -> Node:
+        if name in self.taken:  # a parameter may be called as an op or an input is
+            name = next(free for n in itertools.count(1) if (free := f"{name}_{n}") not in self.taken)
+        self.taken.add(name)
         node = Node(len(self.nodes), name, kind, target, args, kwargs, outputs, **where)
         self.nodes.append(node)
         return node

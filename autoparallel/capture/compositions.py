@@ -238,6 +238,40 @@ def _neighbours(graph: Graph, node: Node, x: Node, dim: int) -> list[Node]:
     return [emit(graph, node, aten.slice.Tensor, x, dim, start, start + length - 1) for start in (0, 1)]
 
 
+def strided(graph: Graph, node: Node) -> Node | None:
+    """as_strided of all of a tensor in its order (as decompositions write it) is a reshape."""
+    x, made = node.args[0].meta["val"], node.meta["val"]
+    whole = x.is_contiguous() and made.is_contiguous() and not made.storage_offset() and x.numel() == made.numel()
+    return emit(graph, node, aten.reshape.default, node.args[0], _shape(node)) if whole else None
+
+
+def convolution(graph: Graph, node: Node) -> Node:
+    """The one op of all convolutions, which decompositions make."""
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = node.args
+    rest = (output_padding, groups, dilation) if transposed else (dilation, groups)
+    return emit(graph, node, _convolution_of(x, transposed), x, weight, bias, stride, padding, *rest)
+
+
+def gradient_of_input(graph: Graph, node: Node) -> Node | None:
+    """The first gradient of a convolution is a convolution of the other kind with the same weight."""
+    source, number = node.args
+    if number or source.target is not aten.convolution_backward.default:
+        return None
+    grad, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = source.args
+    if transposed:
+        return emit(graph, node, _convolution_of(x, False), grad, weight, None, stride, padding, dilation, groups)
+    sizes, made, kernel = _shape(x)[2:], _shape(grad)[2:], _shape(weight)[2:]
+    left = [n - ((m - 1) * s - 2 * p + d * (k - 1) + 1)
+            for n, m, s, p, d, k in zip(sizes, made, stride, padding, dilation, kernel, strict=True)]
+    return emit(graph, node, _convolution_of(x, True), grad, weight, None, stride, padding, left, groups, dilation)
+
+
+def _convolution_of(x: Node, transposed: bool) -> Any:
+    plain = aten.conv1d.default, aten.conv2d.default, aten.conv3d.default
+    inverse = aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input
+    return (inverse if transposed else plain)[len(_shape(x)) - 3]
+
+
 COMPOSITIONS: dict[Any, Rewrite] = {
     aten.mH.default: adjoint, aten.matrix_H.default: adjoint, aten.adjoint.default: adjoint,
     **dict.fromkeys(RAISED, stacked), aten.column_stack.default: columns,
@@ -250,4 +284,8 @@ COMPOSITIONS: dict[Any, Rewrite] = {
     aten.linalg_diagonal.default: diagonals_of_matrices, aten.index_put.default: put_where,
     **dict.fromkeys((aten.trapezoid.x, aten.trapezoid.dx, aten.trapz.x, aten.trapz.dx, aten.cumulative_trapezoid.x,
                      aten.cumulative_trapezoid.dx), trapezoid),
+}
+#: What decompositions and torch's own derivatives write.
+DECOMPOSED: dict[Any, Rewrite] = {
+    aten.as_strided.default: strided, aten.convolution.default: convolution, operator.getitem: gradient_of_input,
 }

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
-from torch.nn.modules import transformer
 
 from autoparallel.capture.caches import register_caches
 from autoparallel.capture.functions import functions_as_ops
+from autoparallel.capture.stand_ins import TracedCalls, without_checks
 from autoparallel.errors import CaptureError
 
 
@@ -31,7 +30,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     level = export_log.level
     export_log.setLevel(logging.CRITICAL)  # its dump of the half-traced graph is replaced by our message
     try:
-        with torch.enable_grad(), functions_as_ops(), _masks_as_given():
+        with torch.enable_grad(), functions_as_ops(), without_checks(), TracedCalls():
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:
         raise
@@ -39,18 +38,6 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         raise CaptureError(_explain(model, error)) from error
     finally:
         export_log.setLevel(level)
-
-
-@contextmanager
-def _masks_as_given() -> Iterator[None]:
-    """nn.Transformer compares each mask's values with a causal one's, for a hint that changes no number: while tracing
-    it gives none."""
-    asks = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = asks
 
 
 def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

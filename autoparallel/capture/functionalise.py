@@ -51,7 +51,8 @@ class _Memory:
 
     ``base[v]`` is what the view v looks at (of an in-place op's result: the tensor written to). ``value[t]`` is t's
     present value, if it is not t itself. ``version`` counts the writes to a root's memory, ``seen[v]`` is the version
-    that v's value belongs to. ``lost``: written to through a view that cannot be undone.
+    that v's value belongs to. ``lost``: written to through a view that cannot be undone, or behind autograd's back, so
+    that gradients are not those of what was computed. ``learning``: what gradients flow through.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -61,18 +62,31 @@ class _Memory:
         self.version: dict[Node, int] = {}
         self.seen: dict[Node, int] = {}
         self.lost: dict[Node, Node] = {}
+        self.learning: set[Node] = set()
 
     def visit(self, node: Node) -> None:
         """Let a node read present values; note what it looks at, or do what it writes."""
         writes = _writes(node)
+        if self._learns(node):
+            self.learning.add(node)
         first = _written(node) if writes else node.args[0] if node.args else None
         if _shares_memory(node, first):
             self.base[node] = first
             self.seen[node] = self.version.get(self._root(first), 0)
-        arguments = torch.fx.node.map_arg((node.args, node.kwargs), self.read)
+        present = {read: self.read(read) for read in node.all_input_nodes}
+        arguments = torch.fx.node.map_arg((node.args, node.kwargs), present.__getitem__)
         node.args, node.kwargs = arguments
         if writes:
             self._write(first, _functional_twin(self.graph, node), node)
+
+    def _learns(self, node: Node) -> bool:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            return isinstance(value, torch.Tensor) and value.requires_grad
+        name = getattr(node.target, "__name__", "")
+        copies_shape_only = "_like" in name or name.startswith("new_")
+        flows = not node.meta.get("no_grad") and node.target is not aten.detach.default and not copies_shape_only
+        return flows and any(n in self.learning for n in node.all_input_nodes)
 
     def written_placeholders(self) -> Iterator[Node]:
         return (node for node in self.version if node.op == "placeholder")
@@ -82,7 +96,8 @@ class _Memory:
         if node in self.lost:
             write = self.lost[node]
             raise CaptureError(
-                f"{write.target} writes in place to memory that is read later under another name{source_line(write)}\n"
+                f"{write.target} writes in place to memory that is read later under another name, or to what gradients "
+                f"flow through without their knowing{source_line(write)}\n"
                 "  Write the out-of-place form instead (x = x.add(y), torch.where, torch.cat, ...)."
             )
         if node not in self.base:
@@ -109,10 +124,16 @@ class _Memory:
         olds = [None if node in self.lost else self.read(node) for node in chain]
         root, known = chain[-1], True
         self.version[root] = self.version.get(root, 0) + 1
+        if write.meta.get("no_grad") and not self.learning.isdisjoint(chain):
+            self.lost.update(dict.fromkeys(chain, write))
+            return
+        if write in self.learning:
+            self.learning.update(chain)
         self._set(target, new)
         for (view, whole), old in zip(pairwise(chain), olds[1:], strict=True):
             carry = _same if _writes(view) else CARRY.get(view.target)
-            known = known and carry is not None and old is not None
+            hidden = view.target is aten.detach.default and whole in self.learning
+            known = known and carry is not None and old is not None and not hidden
             if known:
                 assert carry is not None
                 new = carry(self.graph, view, old, new)
@@ -152,6 +173,10 @@ def _shares_memory(node: Node, first: Node | None) -> bool:
 
 
 def _functional_twin(graph: Graph, node: Node) -> Node:
+    if node.target is aten.fill_diagonal_.default and node.args[0].meta["val"].dim() == 2 and len(node.args) == 2:
+        diagonal = emit(graph, node, aten.diagonal.default, node.args[0])
+        filled = emit(graph, node, aten.full_like.default, diagonal, node.args[1])
+        return emit(graph, node, aten.diagonal_scatter.default, node.args[0], filled)
     overload = _functional_overload(node)
     if overload is None:
         raise CaptureError(f"{node.target} writes in place and has no functional form{source_line(node)}")
@@ -163,13 +188,10 @@ def _functional_twin(graph: Graph, node: Node) -> Node:
 
 
 def _functional_overload(node: Node) -> object | None:
-    """add_ -> add; div.out -> the div that takes the same arguments but ``out``."""
-    name = node.target._schema.name.split("::")[1]
-    packet = getattr(aten, name.removesuffix("_"), None)
+    """The functional op that takes the same arguments, but ``out``: add_ -> add, pow_.Scalar -> pow.Tensor_Scalar."""
+    packet = getattr(aten, node.target._schema.name.split("::")[1].removesuffix("_"), None)
     if packet is None:
         return None
-    if "out" not in node.kwargs:
-        return getattr(packet, node.target._overloadname, None) if name.endswith("_") else None
 
     def arguments(overload: object) -> list[tuple[str, str]]:
         return [(a.name, str(a.type)) for a in overload._schema.arguments if a.name != "out"]  # type: ignore[attr-defined]
@@ -216,26 +238,29 @@ def _reshaped(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
     return emit(graph, view, aten.reshape.default, new, list(whole.meta["val"].shape))
 
 
-def _transposed(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
-    return emit(graph, view, aten.transpose.int, new, *view.args[1:])
-
-
-def _permuted(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
-    dims = [d % len(view.args[1]) for d in view.args[1]]
-    return emit(graph, view, aten.permute.default, new, [dims.index(d) for d in range(len(dims))])
+def _on_a_diagonal(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    return emit(graph, view, aten.diagonal_scatter.default, whole, new, *view.args[1:])
 
 
 def _turned(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
-    return emit(graph, view, view.target, new)
+    """Undo a permutation of dims, which is read off dims of different lengths."""
+    marked = torch.empty(tuple(range(2, whole.meta["val"].dim() + 2)), device="meta")
+    dims = [length - 2 for length in view.target(marked, *view.args[1:], **view.kwargs).shape]
+    return emit(graph, view, aten.permute.default, new, [dims.index(d) for d in range(len(dims))])
+
+
+def _narrowed(graph: Graph, view: Node, whole: Node, new: Node) -> Node:
+    dim, start, length = view.args[1:]
+    return emit(graph, view, aten.slice_scatter.default, whole, new, dim, start, start + length)
 
 
 CARRY: dict[object, Carry] = {
     aten.slice.Tensor: _into_slice,
     aten.select.int: _into_place,
-    aten.transpose.int: _transposed,
-    aten.permute.default: _permuted,
-    aten.t.default: _turned,
-    aten.numpy_T.default: _turned,
+    aten.diagonal.default: _on_a_diagonal,
+    aten.narrow.default: _narrowed,
+    **dict.fromkeys((aten.transpose.int, aten.permute.default, aten.t.default, aten.numpy_T.default, aten.mT.default,
+                     aten.movedim.int, aten.movedim.intlist, aten.swapaxes.default, aten.swapdims.default), _turned),
     **dict.fromkeys((aten.alias.default, aten.detach.default, aten.contiguous.default, aten.to.dtype), _same),
     **dict.fromkeys((aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default,
                      aten.squeeze.dim, aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int,

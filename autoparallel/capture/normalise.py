@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.capture.bags import gather_bags
-from autoparallel.capture.compositions import COMPOSITIONS, Rewrite
+from autoparallel.capture.compositions import COMPOSITIONS, DECOMPOSED, Rewrite
 from autoparallel.capture.editing import Node, argument, emit, replace, source_line
 from autoparallel.capture.experts import gather_experts
 from autoparallel.capture.functionalise import functionalise
@@ -25,6 +25,7 @@ from autoparallel.capture.losses import AVERAGED_LOSSES
 from autoparallel.capture.masks import drop_masks
 from autoparallel.capture.norms import batch_norm, refuse_given_statistics
 from autoparallel.capture.precision import explicit_casts, refuse_elsewhere
+from autoparallel.capture.regions import batch_regions, expand_gradients
 from autoparallel.capture.sections import gather_sections
 from autoparallel.errors import CaptureError
 
@@ -36,11 +37,14 @@ def normalise(gm: GraphModule, buffer_names: dict[str, str], autocast: torch.dty
 
     ``autocast``: the low precision of the autocast that the whole trace ran under."""
     graph = gm.graph
+    complete_users(graph)
     refuse_unknown_shapes(graph)
     inline_regions(gm, autocast=autocast)
+    batch_regions(graph)
     explicit_casts(graph)
     lists(graph, {})  # so that a piece of a split that is written to is a slice
     mutations = functionalise(graph, buffer_names)
+    expand_gradients(graph)
     for one_pass in PASSES:
         one_pass(graph, mutations)
     refuse_given_statistics(mutations, buffer_names)
@@ -49,6 +53,13 @@ def normalise(gm: GraphModule, buffer_names: dict[str, str], autocast: torch.dty
 
 
 # --- structure ---------------------------------------------------------------------------------------------------
+
+
+def complete_users(graph: Graph) -> None:
+    """torch.export forgets users of what a region of ``torch.no_grad`` reads too."""
+    for node in graph.nodes:
+        for read in node.all_input_nodes:
+            read.users.setdefault(node)
 
 
 def refuse_unknown_shapes(graph: Graph) -> None:
@@ -470,6 +481,7 @@ PASSES: list[Callable[[Graph, dict[str, Node]], None]] = [
     batch_norm,
     gather_bags,
     _each(COMPOSITIONS),
+    _each(DECOMPOSED),
     _each(dict.fromkeys(SYNONYMS, _synonym)),
     _each(dict.fromkeys(IDENTITIES, _identity)),
     _each(dict.fromkeys(COPIES, _same_dtype)),

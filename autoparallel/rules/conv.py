@@ -12,6 +12,7 @@ import torch
 from autoparallel.layout import REPLICATE, shard
 from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import Dims, Exchange, Row, Rule, einsum_rule
+from autoparallel.rules.views import whole_dims
 from autoparallel.rules.windows import Window, windows_of
 
 aten = torch.ops.aten
@@ -117,6 +118,17 @@ def _over_channels(op: OpView) -> Rule:
         op, int(space), flops=float(op.inputs[0].num_elements), linear=(frozenset({0}),) if averages else (),
         saves=frozenset() if averages else frozenset({0}),
     )
+
+
+@rule_for(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default,
+          aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default,
+          aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default,
+          aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default)
+def gradient_of_pool(op: OpView) -> Rule:
+    """Of instances and channels, as pooling is; places are counted in the whole of space."""
+    space, rank = (3 if "3d" in op.target._schema.name else 2), len(op.out.shape)
+    return whole_dims(op, set(range(rank - space, rank)), flops=float(op.inputs[0].num_elements),
+                      linear=(frozenset({0}),), saves=frozenset(range(1, len(op.inputs))))
 
 
 @rule_for(aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec,
