@@ -157,7 +157,7 @@ def hidden_by_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [hidden_by_no_grad, hidden_by_detach, hidden_by_data], ids=lambda f: f.__name__)
 def test_writes_that_gradients_do_not_see_are_refused(function: Any) -> None:
     """Autograd goes on as if nothing had been written: no functional program has such gradients."""
-    with pytest.raises(CaptureError, match="gradients flow through without|assigns to a tensor's data"):
+    with pytest.raises(CaptureError, match=r"gradients flow through without|assigns to a tensor's data"):
         capture(Weighed(function), (torch.randn(4, 6),))
 
 
@@ -180,7 +180,7 @@ def twice_differentiated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def a_step_of_descent(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The weight is what is stepped, and has a gradient through the step; one that is not asked for again is constant."""
+    """The weight is stepped, with a gradient through the step; one that is not asked for again is constant."""
     near = w * 2
     steps = torch.autograd.grad((x * near).tanh().sum(), (w, near), create_graph=True)
     (still,) = torch.autograd.grad((x * w).square().sum(), w)
@@ -213,12 +213,24 @@ def distributions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return normal.log_prob(x * w) + divergence + (chosen.entropy() + chosen.log_prob(torch.arange(4)))[:, None]
 
 
+def temporal_classification(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Targets in rows or one after another, lengths as tensors or numbers, a path that does not exist."""
+    scores = (x * w).expand(9, 4, 6).cumsum(0).log_softmax(-1)
+    rows, lengths, long = torch.arange(20).reshape(4, 5) % 5 + 1, torch.tensor([9, 8, 9, 2]), (5, 3, 1, 4)
+    loss = nn.functional.ctc_loss
+    whole = loss(scores, rows, lengths, torch.tensor(long), reduction="sum", zero_infinity=True)
+    each = loss(scores, rows.flatten()[:13], (9, 8, 9, 2), long, reduction="none", zero_infinity=True)
+    one = nn.CTCLoss()(scores[:, 0], rows[0], torch.tensor(9), torch.tensor(5))
+    return whole + each + one + loss(scores, rows, lengths, torch.tensor(long), blank=5, zero_infinity=True)
+
+
 def reading_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x * w * (x * w).data / x.std().data
 
 
 @pytest.mark.parametrize("function", [vmapped, twice_differentiated, differentiated_norms, a_step_of_descent,
-                                      gradients_of_convolutions, distributions, reading_data], ids=lambda f: f.__name__)
+                                      gradients_of_convolutions, distributions, temporal_classification,
+                                      reading_data], ids=lambda f: f.__name__)
 def test_what_a_trace_does_not_see_is_traced(function: Any) -> None:
     """Value and gradient are the model's own, in float64."""
     model, x = Weighed(function).double(), torch.randn(4, 6, dtype=torch.float64)

@@ -11,6 +11,7 @@ from torch.distributions import Distribution
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
+from autoparallel.capture.ctc import ctc_loss_as_op
 from autoparallel.capture.regions import gradient_as_op
 from autoparallel.errors import CaptureError
 
@@ -30,7 +31,7 @@ def without_checks() -> Iterator[None]:
 
 
 class TracedCalls(TorchFunctionMode):
-    """Calls that a trace would not see, as ops that it sees: reading ``x.data``, `torch.autograd.grad`."""
+    """Calls that a trace would not see, as ops that it sees."""
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -41,4 +42,6 @@ class TracedCalls(TorchFunctionMode):
                                "  Write buffer.copy_(value) under torch.no_grad() instead of buffer.data = value.")
         if function is torch.autograd.grad:
             return gradient_as_op(*args, **(kwargs or {}))
+        if function is torch.nn.functional.ctc_loss:
+            return ctc_loss_as_op(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from autoparallel.capture.ctc import ctc_losses
 from autoparallel.layout import INVARIANT, shard
 from autoparallel.rules.pointwise import broadcast_dims
-from autoparallel.rules.registry import OpView, rule_for
+from autoparallel.rules.registry import OpView, repeated, rule_for
 from autoparallel.rules.rule import Dims, Exchange, Row, Rule
 
 aten = torch.ops.aten
@@ -94,3 +95,13 @@ def margin_loss(op: OpView) -> Rule | None:
     out: Dims = ("b",) if reduction == NONE else ()
     return Rule((*rows, *weights), (out,), {"b": scores[0]}, reduce=frozenset() if out else frozenset({"b"}),
                 flops=3.0 * op.inputs[0].num_elements, op_class="reduction", saves=frozenset(range(len(op.inputs))))
+
+
+@rule_for(ctc_losses)
+def connectionist(op: OpView) -> Rule:
+    """By sample, where targets are rows (rather than one after another)."""
+    times, batch, classes = op.shapes[0]
+    if len(op.shapes[1]) != 2 or batch == 1:
+        return repeated(op)
+    return Rule(((None, "b", None), ("b", None), ("b",), ("b",)), (("b",),), {"b": batch},
+                flops=6.0 * times * batch * (classes + op.shapes[1][1]), op_class="reduction", saves=frozenset({0}))
