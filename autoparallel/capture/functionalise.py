@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.fx import Graph
@@ -193,8 +194,9 @@ def _functional_overload(node: Node) -> object | None:
     if packet is None:
         return None
 
-    def arguments(overload: object) -> list[tuple[str, str]]:
-        return [(a.name, str(a.type)) for a in overload._schema.arguments if a.name != "out"]  # type: ignore[attr-defined]
+    def arguments(overload: Any) -> list[tuple[str, str]]:
+        (first, *rest) = (a for a in overload._schema.arguments if a.name != "out")
+        return [("", str(first.type)), *((a.name, str(a.type)) for a in rest)]
 
     overloads = (getattr(packet, each) for each in packet.overloads())
     return next((o for o in overloads if o is not node.target and arguments(o) == arguments(node.target)
