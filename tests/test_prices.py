@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
 from autoparallel.compiler import plan
 from autoparallel.hybrid import split_batch
+from autoparallel.layout import Layout, shard
 from autoparallel.lower.fuse import BUCKET_BYTES
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns, predict
 from autoparallel.rules.space import StrategySpace
 from autoparallel.search import evaluate, solve
-from cost_models import collectives, compute
+from cost_models import Device, Link, collectives, compute
+from cost_models.cluster import UNLIMITED
 from tests.models import CASES
 
 
@@ -141,6 +146,54 @@ def test_gradients_are_made_by_as_many_ops_as_torch_runs() -> None:
     ran = [event.name for event in profile.events()]
     made = {name: ran.count(f"aten::{name}") for name in ("pow", "sum", "mul", "slice_backward", "cat")}
     assert made == {"pow": 1, "sum": 1, "mul": 4, "slice_backward": 3, "cat": 0}
+
+
+class Deep(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.sum()
+
+
+@cache
+def _deep(mesh_shape: tuple[int, ...]) -> StrategySpace:
+    return StrategySpace(capture(Deep(), (torch.zeros(1024, 256),), {}), mesh_shape)
+
+
+def _wires(bandwidth: float, alpha_s: float = 0.0) -> Cluster:
+    device = Device("toy", {"float32": 3e10}, 1e11, 1.0, 1e12, 0.0)
+    links = (Link("inside", 4, alpha_s, bandwidth), Link("between", UNLIMITED, alpha_s, bandwidth))
+    return Cluster("toy", device, links, 8, ("ring",))
+
+
+def _best(mesh_shape: tuple[int, ...], cluster: Cluster) -> tuple[float, set[Layout]]:
+    """Seconds of the best plan, and how the results of layers lie in it."""
+    space = _deep(mesh_shape)
+    pricer = SpacePricer(Prices(space, cluster))
+    solution = solve(pricer.full(), "exact")
+    labels = pricer.labels_of(solution.choice)
+    return solution.objective, {s.output_layout(label, 0) for site, s, label
+                                in zip(space.sites, space.strategies, labels, strict=True)
+                                if site.kind == "op" and len(s.input_metas) == 2}
+
+
+def test_defect_axes_searched_one_by_one_collapse_to_data_parallelism() -> None:
+    """Each axis alone is best given to the batch; not both: activations are then smaller than weights."""
+    found = {mesh_shape: _best(mesh_shape, _wires(1e9))[1] for mesh_shape in ((2,), (4,), (2, 4))}
+    assert found[2,] == found[4,] == {(shard(0),)}
+    assert len(found[2, 4]) > 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([(2,), (2, 4)]), st.floats(1e7, 1e11), st.floats(1.0, 100.0), st.floats(0, 1e-3))
+def test_a_slower_link_never_makes_the_best_plan_faster(mesh_shape: tuple[int, ...], bandwidth: float, times: float,
+                                                        alpha_s: float) -> None:
+    fast, slow = _wires(bandwidth), _wires(bandwidth / times, alpha_s)
+    assert _best(mesh_shape, slow)[0] >= _best(mesh_shape, fast)[0] * (1 - 1e-6)
 
 
 def test_small_gradients_share_a_bucket() -> None:
