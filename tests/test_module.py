@@ -335,3 +335,21 @@ def trained_by_methods() -> list[tuple[float, float, float]]:
 def test_methods_of_the_original_use_the_trained_parameters(ranks: Any) -> None:
     for one, many in ranks(4).run(trained_by_methods):
         assert many == pytest.approx(one, rel=1e-5)
+
+
+def generated(baseline: str | None, use_cache: bool) -> list[Any]:
+    """Whether greedy tokens are one process's; and drawn tokens."""
+    model = CASES["llama"].build().eval()
+    ids = torch.arange(20).reshape(4, 5)
+    parallel = autoparallel.compile(model, mesh_of(2, 2), example_kwargs={"input_ids": ids}, baseline=baseline)
+    call = {"max_new_tokens": 2, "use_cache": use_cache}
+    greedy = parallel.generate(ids, do_sample=False, **call)
+    return [isinstance(parallel, type(model)), torch.equal(greedy, model.generate(ids, do_sample=False, **call)),
+            parallel.generate(ids, do_sample=True, **call).tolist()]
+
+
+@pytest.mark.parametrize(("baseline", "use_cache"), [(None, True), ("tensor_parallel", False)])
+def test_hugging_face_models_generate(ranks: Any, baseline: str | None, use_cache: bool) -> None:
+    results = ranks(4).run(generated, baseline, use_cache, timeout_s=200)
+    for *same, drawn in results:
+        assert all(same) and drawn == results[0][-1]

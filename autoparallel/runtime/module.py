@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import MethodType
 from typing import Any, cast
 
@@ -100,6 +102,8 @@ class ParallelModule(nn.Module):
         super().__init__()
         self._state = _State(model, site, hybrid, compile_call)
         self.training = model.training
+        if callable(getattr(type(model), "generate", None)):
+            self.__class__ = _generating(cast(Any, type(model)))
 
     # --- what a user asks ---------------------------------------------------------------------------------------
 
@@ -352,15 +356,15 @@ class ParallelModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._first()
-        return super().state_dict(*args, **kwargs)
+        return nn.Module.state_dict(self, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self._first()
-        return super().named_parameters(*args, **kwargs)
+        return nn.Module.named_parameters(self, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)
         except AttributeError:
             state = self.__dict__.get("_state")
             if state is None or name.startswith("__"):
@@ -453,7 +457,35 @@ class ParallelModule(nn.Module):
         if all(p == INVARIANT for p in layout):
             return value
         meta = space.graph.meta(space.graph.outputs[number])
-        return initialise.as_dtensor(value, self._state.mesh, layout, meta.shape)
+        made = initialise.as_dtensor(value, self._state.mesh, layout, meta.shape)
+        return made.full_tensor() if self._state.gathers else made
+
+
+@cache
+def _generating(original: Any) -> type[ParallelModule]:
+    """ParallelModule, also of the class of a model that generates: Hugging Face's ``generate`` looks there for its
+    methods and for what ``forward`` takes. The calls that it makes return whole tensors; all ranks draw alike."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ParallelModule.forward(self, *args, **kwargs)
+
+    @functools.wraps(original.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state: _State = self._state
+        state.gathers = True
+        try:
+            with torch.random.fork_rng():
+                torch.manual_seed(rng.mix(state.seed, state.calls))
+                return original.generate(self, *args, **kwargs)
+        finally:
+            state.gathers = False
+
+    def namespace(members: dict[str, Any]) -> None:
+        members.update(forward=forward, generate=generate, __doc__=ParallelModule.__doc__)
+
+    return cast(type[ParallelModule], types.new_class(f"Parallel{original.__name__}", (ParallelModule, original), {},
+                                                      namespace))
 
 
 @dataclass
@@ -475,6 +507,7 @@ class _State:
         self.layouts: dict[str, Layout] = {}
         self.shared_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.calls = 0
+        self.gathers = False
         self.seed = initialise.shared_seed(torch.initial_seed())
         self.device = torch.device(self.mesh.device_type)
         if self.device.type == "cuda":
