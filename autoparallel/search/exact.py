@@ -88,11 +88,16 @@ def trivial_bound(problem: Problem) -> float:
             + sum(lows[id(edge.costs)] for edge in problem.edges))
 
 
+def elimination_cells(eliminator: Eliminator, problem: Problem) -> float:
+    """Cells that elimination touches; inf where one table would be too large."""
+    if eliminator.order.max_cells > TABLE_CELLS:
+        return FORBIDDEN
+    return eliminator.work([n.costs for n in problem.nodes], [e.costs for e in problem.edges])
+
+
 def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WORK_CELLS) -> bool:
     """Whether elimination fits in the budgets for one table and for all work."""
-    if eliminator.order.max_cells > TABLE_CELLS:
-        return False
-    return eliminator.work([n.costs for n in problem.nodes], [e.costs for e in problem.edges]) <= work_cells
+    return elimination_cells(eliminator, problem) <= work_cells
 
 
 def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell: Callable[[Outcome], None],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autoparallel.search.memory import Memory, least_peak, memory_of
+from autoparallel.search.memory import Memory, least_peak, memory_at, memory_of
 from autoparallel.search.problem import FORBIDDEN, Problem, evaluate
 
 Relaxation = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], tuple[float, tuple[int, ...]]]
@@ -81,6 +81,18 @@ def _priced(problem: Problem, memory: Memory, rates: np.ndarray) -> tuple[list[n
     tables = [edge.costs if edge.usages is None else with_price(edge.costs, memory.num_nodes + e)
               for e, edge in enumerate(problem.edges)]
     return costs, tables
+
+
+def at_prices(problem: Problem, times: np.ndarray, prices: np.ndarray) -> tuple[Problem, float]:
+    """The problem where memory costs so many seconds per byte at each (ascending) time, and has no limit.
+
+    With what the room is worth: the least cost there less this is a lower bound for every plan that fits here.
+    """
+    memory = memory_at(problem, times)
+    costs, tables = priced(problem, memory, prices)
+    nodes = tuple(replace(node, costs=cost) for node, cost in zip(problem.nodes, costs, strict=True))
+    edges = tuple(replace(edge, costs=table) for edge, table in zip(problem.edges, tables, strict=True))
+    return replace(problem, nodes=nodes, edges=edges, limit=FORBIDDEN), float(prices @ memory.room)
 
 
 def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: float, rounds: int,

@@ -22,8 +22,8 @@ import numpy as np
 
 from autoparallel.search.elimination import Eliminator
 from autoparallel.search.exact import Incumbent, affordable, solve_exact
-from autoparallel.search.lagrange import priced, raise_bound
-from autoparallel.search.memory import least_peak, memory_at, memory_of
+from autoparallel.search.lagrange import at_prices, raise_bound
+from autoparallel.search.memory import least_peak, memory_of
 from autoparallel.search.narrow import Priced
 from autoparallel.search.problem import FORBIDDEN, Label, MemoryLimitError, Pricer, Problem, evaluate
 
@@ -53,11 +53,17 @@ class AtPrices:
         self.rows, self.labels, self.repeat_row = pricer.rows, pricer.labels, pricer.repeat_row
 
     def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
-        problem = self._pricer.problem(allowed)
-        costs, tables = priced(problem, memory_at(problem, self._times), self._prices)
-        nodes = tuple(replace(node, costs=cost) for node, cost in zip(problem.nodes, costs, strict=True))
-        edges = tuple(replace(edge, costs=table) for edge, table in zip(problem.edges, tables, strict=True))
-        return replace(problem, nodes=nodes, edges=edges, limit=FORBIDDEN)
+        return at_prices(self._pricer.problem(allowed), self._times, self._prices)[0]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A choice per node, as positions in its `labels`, which may exceed the limit, and prices of memory: seconds per
+    byte at each of ``times`` (none where memory does not bind, or no plan is known to fit)."""
+
+    choice: tuple[int, ...]
+    times: np.ndarray
+    prices: np.ndarray
 
 
 class Recursion:
@@ -142,8 +148,11 @@ class Recursion:
             beam = [*sorted(found.values(), key=lambda state: state.rank)[:BEAM]]
         return [state for state in beam if state is not None]
 
-    def improve(self, state: State) -> State:
-        """All axes at once among the wanted labels and each axis anew at the prices found, in turn; never worse."""
+    def improve(self, state: State) -> tuple[State, Priced | None]:
+        """All axes at once among the wanted labels and each axis anew at the prices found, in turn; never worse.
+
+        With the prices of memory that were used last, None where there are none.
+        """
         self._want([(label,) for label in state.plan], [0] * len(state.plan))
         left = None
         for _ in range(ROUNDS):
@@ -154,7 +163,7 @@ class Recursion:
                 self.beside(axis, pricer)
             if self._num_wanted() == known or time.monotonic() >= self.deadline:
                 break
-        return state if left is None else self.together(state, mix=True)[0]
+        return state if left is None else self.together(state, mix=True)[0], left
 
     def together(self, state: State, mix: bool = False) -> tuple[State, Priced | None]:
         """Decide all axes at once among the wanted labels; never worse. With the prices of memory, where it binds.
@@ -201,8 +210,8 @@ class Recursion:
         return sum(map(len, self._wanted))
 
 
-def search_axes(pricer: Pricer, deadline: float = FORBIDDEN) -> tuple[int, ...] | None:
-    """The best plan found, as positions in each node's `labels`; None when none is allowed. It may exceed the limit.
+def search_axes(pricer: Pricer, deadline: float = FORBIDDEN) -> Found | None:
+    """The best plan found; None when none is allowed.
 
     Per axis: a few eliminations with as many choices per node as the axis has rows; then rounds of one elimination per
     axis with a few times as many, and one search with a few choices per node.
@@ -214,5 +223,8 @@ def search_axes(pricer: Pricer, deadline: float = FORBIDDEN) -> tuple[int, ...] 
         states = [whole] if whole is not None else []
     if not states:
         return None
-    best = search.improve(states[0])
-    return tuple(tuple(pricer.labels(v)).index(label) for v, label in enumerate(best.plan))
+    best, left = search.improve(states[0])
+    choice = tuple(tuple(pricer.labels(v)).index(label) for v, label in enumerate(best.plan))
+    if left is None or left.dual.bound == FORBIDDEN:
+        return Found(choice, np.zeros(0, np.int64), np.zeros(0))
+    return Found(choice, left.memory.times, left.dual.prices)

@@ -19,6 +19,7 @@ from autoparallel.search.exact import (
     Incumbent,
     Outcome,
     affordable,
+    elimination_cells,
     solve_exact,
     trivial_bound,
 )
@@ -40,11 +41,14 @@ from autoparallel.search.problem import (
 )
 from autoparallel.search.program import Program, cells
 from autoparallel.search.recursive import search_axes
+from autoparallel.search.screen import screen
 from autoparallel.search.wide import WideSearch, quick_plan
 
 Progress = Callable[[str, float, float], None]
 AUTO_GAP = 1e-3
 SMALL_CELLS = 20_000
+AT_ONCE_CELLS = 5e7  # a fifth of a second
+SCREEN_CELLS = 3e7  # tables of 240 MB; messages need a few times as much
 MAX_CELLS = 500_000
 WORK_CELLS_PER_S = 2e8  # a quarter of what one elimination does; if the limit binds, `solve_exact` knows its time
 AUTO_CELLS = 50_000  # of tables between the choices that are left; beyond, HiGHS proves nothing about equal blocks
@@ -66,15 +70,26 @@ class Run:
         self.best = Outcome(None, FORBIDDEN, trivial_bound(problem), "not started")
         self._left: Priced | None = None
         start = time.monotonic()
-        work = min(WORK_CELLS, WORK_CELLS_PER_S * (deadline - start))
+        self._work = min(WORK_CELLS, WORK_CELLS_PER_S * (deadline - start))
         self.reduced = keep(problem, [np.arange(len(node.costs)) for node in problem.nodes])
         self.eliminator = Eliminator.of(problem)
-        self.can_eliminate = affordable(self.eliminator, problem, work)
-        if not self.can_eliminate and self.eliminator.order.max_cells < HOPELESS_CELLS:
-            self.reduced = drop_dominated(problem)
-            self.eliminator = Eliminator.of(self.reduced.problem)
-            self.can_eliminate = affordable(self.eliminator, self.reduced.problem, work)
+        self._prices = np.zeros(0, np.int64), np.zeros(0)
+        cells = elimination_cells(self.eliminator, problem)
+        self.can_eliminate = cells <= self._work
+        self._can_screen = cells > AT_ONCE_CELLS and table_cells(problem) <= SCREEN_CELLS
         self.best.seconds["presolve"] = time.monotonic() - start
+
+    def reduce(self, left: Reduced) -> None:
+        """Go on with fewer choices."""
+        self.reduced = self.reduced.then(left)
+        self.eliminator = Eliminator.of(left.problem)
+        self.can_eliminate = affordable(self.eliminator, left.problem, self._work)
+
+    def drop_dominated(self) -> None:
+        start = time.monotonic()
+        if not self.can_eliminate and self.eliminator.order.max_cells < HOPELESS_CELLS:
+            self.reduce(drop_dominated(self.reduced.problem))
+        self.best.seconds["presolve"] += time.monotonic() - start
 
     def note(self, found: Outcome, way_back: Reduced | None = None) -> None:
         """Take over a solver's answer: the better plan, the better bound, its reason and seconds."""
@@ -95,21 +110,40 @@ class Run:
             self._progress(found.stop_reason, best.objective, bound)
 
     def exact(self) -> None:
-        """Elimination, with prices for memory; where it is too wide, axes one at a time, then `wide`."""
+        """Elimination, with prices for memory; where it is dear, of what double recursion and messages leave of the
+        choices; where it is too wide even so, `wide`."""
+        labelled = any(node.labels for node in self.problem.nodes)
+        if self._can_screen and labelled:
+            self.recursive()
+            self.screen()
+        self.drop_dominated()
         if self.can_eliminate:
             self.eliminate()
             if self._left is not None or self.best.choice is not None:
                 return
-        if any(node.labels for node in self.problem.nodes):
+        if labelled and not self._can_screen:
             self.recursive()
-        if num_events(self.problem) > MAX_EVENTS:
+        if num_events(self.reduced.problem) > MAX_EVENTS:
             return
-        search = WideSearch(self.problem, self.deadline, self.best.choice or self.first, self.note)
+        known = self.best.choice or self.first
+        search = WideSearch(self.reduced.problem, self.deadline, known and self.reduced.forward(known),
+                            lambda better: self.note(better, self.reduced))
         search.run()
-        self.note(search.outcome)
+        self.note(search.outcome, self.reduced)
+
+    def screen(self) -> None:
+        """Bound, and drop choices, by messages at the prices of double recursion."""
+        start = time.monotonic()
+        if self.best.choice is None:
+            return
+        bound, left = screen(self.problem, self.best.choice, self.best.objective, *self._prices, self.gap,
+                             self.deadline)
+        self.reduce(left)
+        self.note(Outcome(None, FORBIDDEN, bound, "bound", {"messages": time.monotonic() - start}))
 
     def eliminate(self, quick: bool = False) -> None:
-        first = None if self.first is None else self.reduced.forward(self.first)
+        first = self.best.choice or self.first
+        first = None if first is None else self.reduced.forward(first)
         found = solve_exact(self.reduced.problem, self.deadline, self.eliminator,
                             lambda better: self.note(better, self.reduced), self.gap,
                             1 if quick else LEAST_PRICINGS, first, not quick)
@@ -119,17 +153,22 @@ class Run:
     def recursive(self) -> None:
         adapted = LabelledPricer(self.problem, self.pricer)
         start = time.monotonic()
-        choice = search_axes(adapted, self.deadline)
-        objective = FORBIDDEN
-        if choice is not None:
-            judged = evaluate(self.problem, choice)
-            choice, objective = (choice, judged.objective) if judged.feasible else (None, FORBIDDEN)
+        found = search_axes(adapted, self.deadline)
+        choice, objective = None, FORBIDDEN
+        if found is not None:
+            judged = evaluate(self.problem, found.choice)
+            self._prices = found.times, found.prices
+            if judged.feasible:
+                choice, objective = found.choice, judged.objective
         reason = "time limit" if time.monotonic() >= self.deadline else "gap"
         self.note(Outcome(choice, objective, -FORBIDDEN, reason, {"recursive": time.monotonic() - start}))
 
     def relaxed_bound(self) -> None:
-        """The optimum without memory limit, as a bound."""
+        """The optimum without memory limit, as a bound; where elimination is dear, one at the prices of memory."""
         start = time.monotonic()
+        if self._can_screen:
+            return self.screen()
+        self.drop_dominated()
         if self.can_eliminate:
             free = self.reduced.problem
             bound, _ = self.eliminator.solve([node.costs for node in free.nodes], [edge.costs for edge in free.edges])
@@ -289,14 +328,31 @@ def _solve_classes(problem: Problem, search: str, time_limit_s: float | None, pr
 
 
 def lowest_memory(problem: Problem, deadline: float) -> LowestPeak:
-    """The least memory of any plan, by what suits the problem: a program, elimination, or messages."""
-    bare = drop_dominated(replace(problem, limit=0.0)).problem
+    """The least memory of any plan, by what suits the problem: a program, elimination, messages or double recursion."""
+    reduced = drop_dominated(replace(problem, limit=0.0))
+    bare = reduced.problem
     eliminator = Eliminator.of(bare)
-    if table_cells(bare) > SMALL_CELLS and affordable(eliminator, bare):
-        return lowest_peak(bare, eliminator.solve, deadline, MAX_ROUNDS)
-    if num_events(bare) <= MAX_EVENTS:
-        return least_memory(bare, deadline)
-    return LowestPeak(least_peak(problem), FORBIDDEN, None)
+    cells = elimination_cells(eliminator, bare)
+    known = _little_memory(problem, deadline) if cells > AT_ONCE_CELLS else None
+    if table_cells(bare) > SMALL_CELLS and cells <= WORK_CELLS:
+        found = lowest_peak(bare, eliminator.solve, deadline, MAX_ROUNDS)
+    elif num_events(bare) <= MAX_EVENTS:
+        found = least_memory(bare, deadline)
+    else:
+        found = LowestPeak(least_peak(problem), FORBIDDEN, None)
+    if known is not None and known.peak < found.peak:
+        return replace(known, bound=found.bound)
+    return replace(found, plan=None if found.plan is None else reduced.restore(found.plan))
+
+
+def _little_memory(problem: Problem, deadline: float) -> LowestPeak | None:
+    """A plan of double recursion that uses little memory, where nodes have labels."""
+    if not any(node.labels for node in problem.nodes):
+        return None
+    found = search_axes(LabelledPricer(replace(problem, limit=0.0)), deadline)
+    if found is None:
+        return None
+    return LowestPeak(0.0, evaluate(problem, found.choice).peak_bytes, found.choice)
 
 
 def _why_not(problem: Problem, error: MemoryLimitError, deadline: float) -> InfeasibleError:

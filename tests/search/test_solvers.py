@@ -17,6 +17,8 @@ from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem,
 from autoparallel.search.labelled import LabelledPricer
 from autoparallel.search.memory import memory_at
 from autoparallel.search.recursive import AtPrices
+from autoparallel.search.screen import screen
+from autoparallel.search.solver import lowest_memory
 from tests.search.problems import EXAMPLE, all_plans, block_chain, lateness, random_problem, seeds, two_axes
 
 
@@ -57,6 +59,30 @@ def test_brute_force_without_a_limit(seed: int) -> None:
 @given(seeds)
 def test_brute_force_with_a_limit(seed: int) -> None:
     check_against_brute_force(random_problem(seed, limited=True))
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_brute_force_as_if_elimination_were_dear(limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoparallel.search.solver.AT_ONCE_CELLS", 0)
+    for seed in range(25):
+        check_against_brute_force(random_problem(seed, limited))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_a_screen_keeps_every_better_plan(seed: int) -> None:
+    """Whatever the prices and the plan in hand: the bound holds, and no cheaper plan has a choice that was dropped."""
+    problem = random_problem(seed, limited=True)
+    plans = [(choice, judged.objective) for choice, judged in all_plans(problem) if judged.feasible]
+    if not plans:
+        return
+    rng = np.random.default_rng(seed)
+    known, objective = plans[int(rng.integers(len(plans)))]
+    bound, left = screen(problem, known, objective, np.arange(6), rng.random(6) / 4, 0.0, math.inf)
+    assert left.restore(left.forward(known)) == known
+    for choice, cost in plans:
+        assert bound <= cost + 1e-9
+        assert cost >= objective or left.restore(left.forward(choice)) == choice
 
 
 @pytest.mark.slow
@@ -161,6 +187,18 @@ def test_time_limit_returns_the_best_so_far(search: str) -> None:
     found = solve(block_chain(30, limit=free.peak_bytes * 0.6), search, time_limit_s=5.0)
     assert time.monotonic() - start < 5.0 * 1.05 + lateness()
     assert found.stop_reason in ("time limit", "optimal", "gap") and found.lower_bound <= found.objective
+
+
+@pytest.mark.parametrize("at_once", [0.0, math.inf])
+def test_lowest_memory(at_once: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan that comes with it needs what is said; the bound is below the least."""
+    monkeypatch.setattr("autoparallel.search.solver.AT_ONCE_CELLS", at_once)
+    for problem in (random_problem(3, limited=False), two_axes(0, weights=True), block_chain(20, 16, axes=2)):
+        found = lowest_memory(problem, math.inf)
+        assert found.plan is not None and evaluate(problem, found.plan).peak_bytes == found.peak
+        assert found.bound <= found.peak <= solve(problem, "auto").peak_bytes
+        with pytest.raises(MemoryLimitError):
+            solve(replace(problem, limit=found.bound * 0.999), "auto")
 
 
 def test_an_interrupt_takes_the_best_so_far() -> None:
