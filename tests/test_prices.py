@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
@@ -97,6 +99,24 @@ def test_adding_up_gradients_of_turns_takes_time() -> None:
     costs = [evaluate(p.full(), p.choice_of(labels)).objective for p in (once, four)]
     parts = predict(four, four.full(), labels, 0.0)
     assert parts.step_s == pytest.approx(costs[1]) and costs[1] > costs[0]
+
+
+def test_a_block_runs_again_as_far_as_backward_needs() -> None:
+    """Its last product is not made again: torch stops where that has its inputs. So it is with two layers here."""
+    case = CASES["llama"]
+    args, kwargs = case.inputs(8)
+    space = StrategySpace(capture(case.build(), args, kwargs), (2,))
+    turns = Turns(space, Hybrid(recompute="full"))
+    last, rest = set(), set()
+    for site in (s for s in space.sites if s.kind == "op" and turns.block_of[s.index] is not None):
+        if "linear" in str(space.graph.nodes[site.node].target):
+            down = "down_proj" in space.graph.nodes[site.node].module_path
+            (last if down else rest).add(turns.op_times(site.index))
+    assert (last, rest) == ({(1, 1)}, {(2, 1)})
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU(), torch.nn.Linear(4, 4))
+    with FlopCounterMode(display=False) as counted:
+        checkpoint(layers, torch.ones(4, 4, requires_grad=True), use_reentrant=False).sum().backward()
+    assert counted.get_total_flops() == (2 + 4 + 1) * 2 * 4**3
 
 
 class Twice(torch.nn.Module):

@@ -161,9 +161,21 @@ class Turns:
         return self.hybrid.micro_batches * self.counts[link.target] if moved else 0
 
     def op_times(self, index: int) -> tuple[int, int]:
-        """How often the op runs (forward, backward) in a step."""
-        count = self.hybrid.micro_batches * self.counts[index]
-        return count * (2 if self.again(index) else 1), count
+        """How often the op runs (forward, backward) in a step. A block that runs again ends where the last op that
+        backward needs anything of begins (torch's early stop), or where it is done, if that is its result."""
+        count, block = self.hybrid.micro_batches * self.counts[index], self.block_of[index]
+        again = self.again(index) and block is not None and index < self._ends_again[block]
+        return count * (2 if again else 1), count
+
+    @cached_property
+    def _ends_again(self) -> dict[tuple[int, str], int]:
+        """By block, the site before which it ends when it runs again."""
+        found = dict.fromkeys(self.block_end, 0)
+        for index, (block, s) in enumerate(zip(self.block_of, self.space.strategies, strict=True)):
+            saves = s.rule is not None and (s.rule.saves or s.rule.saves_output)
+            if block is not None and s.rule is not None and saves and any(m.requires_grad for m in s.output_metas):
+                found[block] = index + s.rule.saves_output
+        return found
 
     def link_times(self, link: Link) -> tuple[int, int]:
         """How often the link's redistribution runs (forward, backward) in a step."""
@@ -171,7 +183,8 @@ class Turns:
         count = self.hybrid.micro_batches * some
         if self.of_parameter[link.source]:
             return {0: (some, some), 1: (some, some), 2: (some, count), 3: (2 * count, count)}[self.hybrid.zero_stage]
-        again = self.hybrid.recompute == "full" and self.block_of[link.target] is not None
+        block = self.block_of[link.target]
+        again = self.hybrid.recompute == "full" and block is not None and link.target <= self._ends_again[block]
         return count * (2 if again else 1), count
 
     def in_buckets(self, link: Link) -> bool:
