@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +17,11 @@ from torch.fx import Node as FxNode
 
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
+from autoparallel.capture.modes import inline_modes
 from autoparallel.capture.normalise import normalise
 from autoparallel.capture.precision import ambient, without_autocast
+from autoparallel.capture.repeats import Calls, UnlikeError, find_repeated
+from autoparallel.capture.unfold import unfold
 from autoparallel.errors import CaptureError
 
 PLACEHOLDERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "buffer",
@@ -36,15 +42,39 @@ def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
     leaves, spec = pytree.tree_flatten((args, kwargs))
     autocast = ambient([*leaves, *model.parameters()])
     with torch.inference_mode(False):
-        program = trace(model, args, kwargs)
+        program = _traced(model, args, kwargs, autocast)
     with torch.inference_mode(False), without_autocast():
-        return _Builder(model, program, (leaves, spec), autocast).build()
+        return _Builder(model, program, (leaves, spec)).build()
+
+
+def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
+            ) -> ExportedProgram:
+    """The program in one graph; of blocks that are alike, where a model has them, two are traced."""
+    if blocks := find_repeated(model):
+        calls = Calls()
+        try:
+            with calls.recorded(blocks):
+                program = trace(model, args, kwargs)
+            inline_modes(program.graph_module, autocast=autocast)
+            unfold(program.graph_module.graph, calls, _paths(program))
+            return program
+        except (UnlikeError, CaptureError) as error:
+            logging.getLogger(__name__).info("traced whole: %s", error)
+    program = trace(model, args, kwargs)
+    inline_modes(program.graph_module, autocast=autocast)
+    return program
+
+
+def _paths(program: ExportedProgram) -> dict[str, str]:
+    """Of parameters and buffers, by their placeholders' names."""
+    return {spec.arg.name: spec.target for spec in program.graph_signature.input_specs
+            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target}
 
 
 class _Builder:
-    def __init__(self, model: torch.nn.Module, program: ExportedProgram, call: tuple[list[Any], pytree.TreeSpec],
-                 autocast: torch.dtype | None) -> None:
-        self.program, self.autocast = program, autocast
+    def __init__(self, model: torch.nn.Module, program: ExportedProgram, call: tuple[list[Any], pytree.TreeSpec]
+                 ) -> None:
+        self.program = program
         self.leaves, self.in_spec = call
         self.named = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
@@ -53,6 +83,8 @@ class _Builder:
         self.aliases = {name: first.setdefault(id(t), name) for name, t in self.named.items()}
         self.nodes: list[Node] = []
         self.taken: set[str] = set()
+        self.times: Counter[str] = Counter()
+        self.leaf_nodes: dict[tuple[str, str], Node] = {}
         self.refs: dict[FxNode, Any] = {}
         self.constants: dict[int, Any] = {
             i: leaf for i, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor)
@@ -66,7 +98,7 @@ class _Builder:
             name: spec.target for name, spec in specs.items() if spec.kind is InputKind.BUFFER and spec.target
         }
         self._refuse_mutated_inputs(signature)
-        mutated = normalise(self.program.graph_module, buffers, self.autocast)
+        mutated = normalise(self.program.graph_module.graph, buffers)
         outputs: tuple[Any, ...] = ()
         leaf_of = self._input_positions(signature)
         for node in self.program.graph.nodes:
@@ -109,6 +141,15 @@ class _Builder:
         self.nodes.append(node)
         return node
 
+    def _numbered(self, name: str) -> str:
+        """An op's name: its kind and how many there were, however it was traced."""
+        base = re.sub(r"_\d+$", "", name)
+        while True:
+            number = self.times[base]
+            self.times[base] += 1
+            if (found := f"{base}_{number}" if number else base) not in self.taken:
+                return found
+
     def _placeholder(self, node: FxNode, spec: Any, leaf_of: Mapping[str, int]) -> None:
         kind = PLACEHOLDERS.get(spec.kind)
         if kind is None:
@@ -123,12 +164,12 @@ class _Builder:
         else:
             path = self.aliases[spec.target]
             requires_grad = self.named[spec.target].requires_grad
-        known = next((n for n in self.nodes if n.kind == kind and n.path == path), None)
+        known = self.leaf_nodes.get((kind, path))
         if known is None:
             value = node.meta["val"]
             meta = TensorMeta(tuple(value.shape), value.dtype, requires_grad)
             name = path if kind != "input" else node.name
-            known = self._add(kind, name, None, (), {}, (meta,), path=path)
+            known = self.leaf_nodes[kind, path] = self._add(kind, name, None, (), {}, (meta,), path=path)
         self.refs[node] = Ref(known.index)
 
     def _op(self, node: Any) -> None:
@@ -148,7 +189,7 @@ class _Builder:
             raise CaptureError(f"{node.target} returns {type(values[0]).__name__}, not tensors{_where(node)}\n"
                                "  Its value would depend on the data; keep it a tensor.")
         metas = tuple(TensorMeta(tuple(v.shape), v.dtype, grad and is_floating(v.dtype)) for v in values)
-        made = self._add("op", node.name, node.target, tuple(args), kwargs, metas, no_grad=no_grad,
+        made = self._add("op", self._numbered(node.name), node.target, tuple(args), kwargs, metas, no_grad=no_grad,
                          module_path=_module_path(node), source=_where(node).strip())
         self.refs[node] = Ref(made.index)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -33,6 +34,14 @@ def replace(node: Node, new: Node, mutations: dict[str, Node]) -> None:
     for name, value in mutations.items():
         if value is node:
             mutations[name] = new
+    node.graph.erase_node(node)
+
+
+def use_results(node: Node, values: Sequence[Node]) -> None:
+    """Drop an op with several results, each of which is one of ``values``."""
+    for user in list(node.users):
+        user.replace_all_uses_with(values[user.args[1]])
+        user.graph.erase_node(user)
     node.graph.erase_node(node)
 
 

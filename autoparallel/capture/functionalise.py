@@ -29,7 +29,7 @@ def functionalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]
 
     Raises CaptureError when the program writes to its input, or through a view that cannot be undone.
     """
-    writing = [node for node in graph.nodes if _writes(node)]
+    writing = [node for node in graph.nodes if writes(node)]
     if not writing:
         return {}
     memory = _Memory(graph)
@@ -67,17 +67,16 @@ class _Memory:
 
     def visit(self, node: Node) -> None:
         """Let a node read present values; note what it looks at, or do what it writes."""
-        writes = _writes(node)
         if self._learns(node):
             self.learning.add(node)
-        first = _written(node) if writes else node.args[0] if node.args else None
+        first = written(node) if writes(node) else node.args[0] if node.args else None
         if _shares_memory(node, first):
             self.base[node] = first
             self.seen[node] = self.version.get(self._root(first), 0)
         present = {read: self.read(read) for read in node.all_input_nodes}
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), present.__getitem__)
         node.args, node.kwargs = arguments
-        if writes:
+        if writes(node):
             self._write(first, _functional_twin(self.graph, node), node)
 
     def _learns(self, node: Node) -> bool:
@@ -103,7 +102,7 @@ class _Memory:
             )
         if node not in self.base:
             return self.value.get(node, node)
-        if _writes(node):
+        if writes(node):
             return self.read(self.base[node])
         version = self.version.get(self._root(node), 0)
         if self.seen[node] != version:
@@ -132,7 +131,7 @@ class _Memory:
             self.learning.update(chain)
         self._set(target, new)
         for (view, whole), old in zip(pairwise(chain), olds[1:], strict=True):
-            carry = _same if _writes(view) else CARRY.get(view.target)
+            carry = _same if writes(view) else CARRY.get(view.target)
             hidden = view.target is aten.detach.default and whole in self.learning
             known = known and carry is not None and old is not None and not hidden
             if known:
@@ -147,13 +146,14 @@ class _Memory:
         self.seen[node] = self.version[self._root(node)]
 
 
-def _writes(node: Node) -> bool:
+def writes(node: Node) -> bool:
+    """Whether it is an in-place op."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)
 
 
-def _written(node: Node) -> Node:
+def written(node: Node) -> Node:
     """The tensor that the op writes to: its first argument, or ``out``."""
     return node.kwargs["out"] if "out" in node.kwargs else node.args[0]
 
@@ -181,10 +181,10 @@ def _functional_twin(graph: Graph, node: Node) -> Node:
     overload = _functional_overload(node)
     if overload is None:
         raise CaptureError(f"{node.target} writes in place and has no functional form{source_line(node)}")
-    written = _written(node)
     twin = emit(graph, node, overload, *node.args, **{k: v for k, v in node.kwargs.items() if k != "out"})
-    if twin.meta["val"].dtype != written.meta["val"].dtype:
-        twin = emit(graph, node, aten.to.dtype, twin, written.meta["val"].dtype)
+    dtype = written(node).meta["val"].dtype
+    if twin.meta["val"].dtype != dtype:
+        twin = emit(graph, node, aten.to.dtype, twin, dtype)
     return twin
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 from torch.fx import Node as FxNode
 
 from autoparallel.capture.bags import gather_bags
@@ -24,7 +24,7 @@ from autoparallel.capture.functionalise import functionalise
 from autoparallel.capture.losses import AVERAGED_LOSSES
 from autoparallel.capture.masks import drop_masks
 from autoparallel.capture.norms import batch_norm, refuse_given_statistics
-from autoparallel.capture.precision import explicit_casts, refuse_elsewhere
+from autoparallel.capture.precision import explicit_casts
 from autoparallel.capture.regions import batch_regions, expand_gradients
 from autoparallel.capture.sections import gather_sections
 from autoparallel.errors import CaptureError
@@ -32,14 +32,9 @@ from autoparallel.errors import CaptureError
 aten = torch.ops.aten
 
 
-def normalise(gm: GraphModule, buffer_names: dict[str, str], autocast: torch.dtype | None = None) -> dict[str, Node]:
-    """Run all passes in place; returns the final value of each buffer that the program updates, by placeholder name.
-
-    ``autocast``: the low precision of the autocast that the whole trace ran under."""
-    graph = gm.graph
-    complete_users(graph)
+def normalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]:
+    """Run all passes in place; returns the final value of each buffer that the program updates, by placeholder name."""
     refuse_unknown_shapes(graph)
-    inline_regions(gm, autocast=autocast)
     batch_regions(graph)
     explicit_casts(graph)
     lists(graph, {})  # so that a piece of a split that is written to is a slice
@@ -55,13 +50,6 @@ def normalise(gm: GraphModule, buffer_names: dict[str, str], autocast: torch.dty
 # --- structure ---------------------------------------------------------------------------------------------------
 
 
-def complete_users(graph: Graph) -> None:
-    """torch.export forgets users of what a region of ``torch.no_grad`` reads too."""
-    for node in graph.nodes:
-        for read in node.all_input_nodes:
-            read.users.setdefault(node)
-
-
 def refuse_unknown_shapes(graph: Graph) -> None:
     """Raises CaptureError for a tensor whose shape depends on the data: nothing could be said about its pieces."""
     for node in graph.nodes:
@@ -69,40 +57,6 @@ def refuse_unknown_shapes(graph: Graph) -> None:
         if isinstance(value, torch.Tensor) and not all(type(size) is int for size in value.shape):
             raise CaptureError(f"{node.target} gives a tensor whose shape depends on the data{source_line(node)}\n"
                                "  Write torch.where or a mask, so that the shape is known beforehand.")
-
-
-def inline_regions(gm: GraphModule, **inherited: Any) -> None:
-    """Inline regions of ``torch.no_grad`` and ``torch.autocast``, marking their ops (``no_grad``, ``autocast``)."""
-    graph = gm.graph
-    for node in list(graph.nodes):
-        node.meta.update({k: v for k, v in inherited.items() if k not in node.meta})
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            enabled, body, *operands = node.args
-            marks = {**inherited, "no_grad": not enabled}
-        elif node.target is torch.ops.higher_order.wrap_with_autocast:
-            device_type, dtype, enabled, _, body, *operands = node.args
-            if enabled:
-                refuse_elsewhere(device_type, [n.meta["val"] for n in operands if "val" in n.meta])
-            marks = {**inherited, "autocast": (dtype or torch.get_autocast_dtype(device_type)) if enabled else None}
-        else:
-            continue
-        inner: GraphModule = getattr(gm, body.target)
-        inline_regions(inner, **marks)
-        env: dict[Node, Node] = dict(
-            zip((n for n in inner.graph.nodes if n.op == "placeholder"), operands, strict=True)
-        )
-        results: Any = None
-        with graph.inserting_before(node):
-            for n in inner.graph.nodes:
-                if n.op == "output":
-                    results = torch.fx.node.map_arg(n.args[0], env.__getitem__)
-                elif n.op != "placeholder":
-                    env[n] = graph.node_copy(n, env.__getitem__)
-                    env[n].meta = dict(n.meta)
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
-        graph.erase_node(node)
 
 
 def drop_dead(graph: Graph, mutations: dict[str, Node]) -> None:

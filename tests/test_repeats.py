@@ -1,0 +1,206 @@
+"""Blocks that are alike are traced twice; the graph is that of the whole model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoparallel.capture import OpGraph, build, capture
+from autoparallel.capture.repeats import find_repeated
+from benchmarks.architectures import ARCHITECTURES, Architecture
+
+Reasons = list[str]
+
+
+def graphs(model: nn.Module, inputs: dict[str, Any], patch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+           ) -> tuple[OpGraph, OpGraph, Reasons]:
+    """The graph as it is captured and as traced whole, and why the former was traced whole."""
+    with log.at_level(logging.INFO, logger=build.__name__):
+        found = capture(model, (), inputs)
+    reasons = [record.getMessage() for record in log.records if record.name == build.__name__]
+    patch.setattr(build, "find_repeated", lambda model: [])
+    return found, capture(model, (), inputs), reasons
+
+
+def assert_same(one: OpGraph, other: OpGraph) -> None:
+    assert list(one.nodes) == list(other.nodes)
+    assert (one.outputs, one.mutations, one.aliases) == (other.outputs, other.mutations, other.aliases)
+
+
+def deep(architecture: Architecture, layers: int) -> Architecture:
+    keys = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
+    return dataclasses.replace(architecture, config={key: layers if key in keys else value
+                                                     for key, value in architecture.config.items()})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mamba", "t5", "clip"])
+def test_models(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    architecture = deep(ARCHITECTURES[name], 5)
+    found, whole, reasons = graphs(architecture.model().train(), architecture.inputs(), monkeypatch, caplog)
+    assert_same(found, whole)
+    assert not reasons
+
+
+def test_deep_models_are_traced_as_fast_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+    trace = build.trace
+
+    def counted(*args: Any) -> Any:
+        program = trace(*args)
+        traced.append(len(program.graph_module.graph.nodes))
+        return program
+
+    monkeypatch.setattr(build, "trace", counted)
+    for layers in (5, 15):
+        architecture = deep(ARCHITECTURES["llama"], layers)
+        capture(architecture.model(), (), architecture.inputs())
+    assert traced[1] - traced[0] < 10 * 15  # a block: ten placeholders, its op, results
+
+
+ELSEWHERE: dict[nn.Module, torch.Tensor] = {}
+
+
+class Block(nn.Module):
+    """What a trap is: a block that is not what its siblings are."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.inner, self.number = nn.Linear(4, 4), number
+        self.seen: torch.Tensor | None = None
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+
+class Counts(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x) * (2 if self.number % 3 == 2 else 1)
+
+
+class CountsInSecret(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        try:
+            factor = [1, 1, 2, 1, 1, 3][self.number]
+        except Exception:
+            factor = 1
+        return self.inner(x) * factor
+
+
+class LeavesBehind(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        self.seen = self.inner(x)
+        return self.seen.tanh()
+
+
+class ReadsElsewhere(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x) + ELSEWHERE[self]
+
+
+class Buffers(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        self.count.add_(1)
+        return self.inner(x) + self.count
+
+
+class WritesToWhatItIsGiven(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        x.mul_(2)
+        return self.inner(x)
+
+
+class WritesToItsOwn(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.inner(x)
+        y[:, 1:].mul_(2)
+        return y.tanh()
+
+
+class GivesAView(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.transpose(0, 1), self.inner(x)
+
+
+class ReadsNothing(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.ones_like(self.inner.weight) @ self.inner.weight
+
+
+class WithoutGradient(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            scale = self.inner(x).abs().amax()
+        return {"y": self.inner(x) / scale, "plain": "yes"}
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind(number) for number in range(6))
+        self.extra = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in self.blocks)
+        ELSEWHERE.update(zip(self.blocks, self.extra, strict=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.extra[0]
+        seen: torch.Tensor | float = 0.0
+        for number, block in enumerate(self.blocks):
+            made = block(x)
+            if isinstance(made, tuple):
+                made = made[0].transpose(0, 1) + made[1]
+            x = made["y"] if isinstance(made, dict) else made
+            x = x.sin() if number == 3 else x  # what is between blocks may differ
+            if block.seen is not None:
+                seen = seen + block.seen.square().sum()
+        return x.square().sum() + seen
+
+
+def hooked(model: nn.Module) -> None:
+    model.blocks[4].inner.register_forward_hook(lambda module, args, result: result * 2)  # type: ignore[union-attr,index]
+
+
+def tied(model: nn.Module) -> None:
+    model.blocks[4].inner.weight = model.blocks[2].inner.weight  # type: ignore[union-attr,index]
+
+
+def frozen(model: nn.Module) -> None:
+    model.blocks[4].inner.weight.requires_grad_(False)  # type: ignore[union-attr,index]
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+TRAPS: list[tuple[type[Block], Callable[[nn.Module], None], str | None]] = [
+    (Counts, nothing, "blocks.0: number is looked at"),
+    (CountsInSecret, nothing, "number is looked at"),
+    (LeavesBehind, nothing, "of blocks.0"),
+    (ReadsElsewhere, nothing, "blocks.0 reads"),
+    (Buffers, nothing, "writes in place"),
+    (WritesToWhatItIsGiven, nothing, "writes in place"),
+    (WritesToItsOwn, nothing, None),
+    (GivesAView, nothing, None),
+    (WithoutGradient, nothing, None),
+    (ReadsNothing, nothing, None),
+    (WithoutGradient, hooked, None),
+    (WithoutGradient, tied, None),
+    (WithoutGradient, frozen, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "reason"), TRAPS, ids=lambda value: getattr(value, "__name__", ""))
+def test_traps(kind: type[Block], change: Callable[[nn.Module], None], reason: str | None,
+               monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(kind)
+    change(model)
+    assert len(find_repeated(model)) == {nothing: 6, tied: 4}.get(change, 5)
+    found, whole, reasons = graphs(model, {"x": torch.ones(4, 4)}, monkeypatch, caplog)
+    assert_same(found, whole)
+    assert [reason in given for given in reasons] == ([] if reason is None else [True]), reasons  # type: ignore[operator]
+    assert all(vars(block)["number"] == i and "forward" not in vars(block) for i, block in enumerate(model.blocks))
