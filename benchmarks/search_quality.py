@@ -34,7 +34,7 @@ MESHES = "8,8x8,32x8,2x8x8"
 SOLVERS = "auto,recursive"
 SIZES = 512, 64
 CONFIG_SIZES = 256, 4096
-LEAST_S = 10.0
+LEAST_S = 30.0
 GAP = 1e-3
 RATIO = 1.05
 

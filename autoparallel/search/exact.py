@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoparallel.search.elimination import Eliminator
-from autoparallel.search.lagrange import LowestPeak, lowest_peak, mixed_plans, raise_bound
+from autoparallel.search.lagrange import Dual, LowestPeak, lowest_peak, mixed_plans, raise_bound
 from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
-from autoparallel.search.memory import Memory, memory_of
+from autoparallel.search.memory import Memory, memory_at, memory_of
 from autoparallel.search.narrow import Priced
 from autoparallel.search.presolve import keep
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
@@ -28,6 +28,9 @@ WORTHWHILE = 0.5
 NARROWING_PRICINGS = 5
 LEAST_S = 5.0
 LEAST_ROUNDS = 15
+
+
+TimedPrices = tuple[np.ndarray, np.ndarray]  # ascending times, and seconds per byte at each of them
 
 
 @dataclass
@@ -102,35 +105,43 @@ def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WOR
 
 def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell: Callable[[Outcome], None],
                 gap: float = TARGET_GAP, least_pricings: int = LEAST_PRICINGS,
-                start: Sequence[int] | None = None, mix: bool = True) -> Outcome:
+                start: Sequence[int] | None = None, mix: bool = True, prices: TimedPrices | None = None) -> Outcome:
     """Optimal where the best plan without a limit fits; else the best prices' bound and the best repaired plan, until
     they are within ``gap`` (a share of the plan's cost).
 
     ``eliminator`` is the problem's. The first answer tells how long each takes; without the time for
     ``least_pricings`` of them its bound is all that comes back, and no choice. ``tell`` hears of the first bound and of
     each better plan. ``start``: a choice that may be good, and may not fit. ``mix``: whether to drop choices and
-    to mix the plans on both sides of the best prices, which close the gap.
+    to mix the plans on both sides of the best prices, which close the gap. ``prices``: to begin with, where memory
+    is known to bind.
 
     Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
     """
     began = time.monotonic()
-    relax = eliminator.solve
-    unpriced = value, plan = relax([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
-    spent = time.monotonic() - began
-    if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
-        return Outcome(plan, judged.objective, min(value, judged.objective), "optimal", {"exact": spent})
-    if least_pricings * spent > deadline - time.monotonic():
-        return Outcome(None, FORBIDDEN, value, "time limit", {"exact": spent})
-    if value < FORBIDDEN:
-        tell(Outcome(None, FORBIDDEN, value, "bound"))
+    relax, spent = eliminator.solve, 0.0
+    unpriced, value = None, -FORBIDDEN
+    if prices is None:
+        unpriced = value, plan = relax([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
+        spent = time.monotonic() - began
+        if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
+            return Outcome(plan, judged.objective, min(value, judged.objective), "optimal", {"exact": spent})
+        if least_pricings * spent > deadline - time.monotonic():
+            return Outcome(None, FORBIDDEN, value, "time limit", {"exact": spent})
+        if value < FORBIDDEN:
+            tell(Outcome(None, FORBIDDEN, value, "bound"))
     memory = memory_of(problem)
+    dual = None
+    if prices is not None:
+        memory = memory_at(problem, np.union1d(memory.times, prices[0]))
+        dual = Dual(-FORBIDDEN, np.zeros(len(memory.times)))
+        dual.prices[np.searchsorted(memory.times, prices[0])] = prices[1]
     incumbent = Incumbent(problem, memory, deadline, lambda plan, cost: tell(Outcome(plan, cost, value, "better")))
     if start is not None:
         incumbent.offer(tuple(start))
     if incumbent.choice is None:
         _take_least(incumbent, lowest_peak(problem, relax, min(deadline, began + LEAST_S), LEAST_ROUNDS, problem.limit))
     rounds = FIRST_ROUNDS if mix else MAX_ROUNDS
-    dual = raise_bound(problem, memory, relax, deadline, rounds, incumbent.offer, gap, unpriced)
+    dual = raise_bound(problem, memory, relax, deadline, rounds, incumbent.offer, gap, unpriced, dual)
     left = Priced(keep(problem, [np.arange(len(node.costs)) for node in problem.nodes]), memory, eliminator, dual)
     if mix:
         left = _narrowed(left, incumbent, deadline, gap, spent)

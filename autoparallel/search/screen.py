@@ -12,26 +12,28 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoparallel.search.compact import compact_of
+from autoparallel.search.exact import TimedPrices
 from autoparallel.search.lagrange import at_prices
 from autoparallel.search.messages import Messenger
 from autoparallel.search.presolve import Reduced, keep
 from autoparallel.search.problem import Problem
 from autoparallel.search.walk import finite_limit
 
+NO_PRICES = np.zeros(0, np.int64), np.zeros(0)
 SWEEPS = 2
 MAX_SETTLES = 40
 SLOW = 0.01  # of what is missing
 SLACK = 1e-9
 
 
-def screen(problem: Problem, choice: Sequence[int], objective: float, times: np.ndarray, prices: np.ndarray,
-           gap: float, deadline: float) -> tuple[float, Reduced]:
+def screen(problem: Problem, choice: Sequence[int], objective: float, prices: TimedPrices | None, gap: float,
+           deadline: float) -> tuple[float, Reduced]:
     """A lower bound for every plan that fits, and the choices of plans that cost less than ``objective``, the cost of
     ``choice``, which keeps its own. Sweeps end within ``gap`` (a share), or where they gain little.
 
-    ``prices``: seconds per byte at each of ``times``. Takes a few times the memory of all tables; O(cells) a sweep.
+    ``prices``: of memory, any at all. Takes a few times the memory of all tables; O(cells) a sweep.
     """
-    free, room = at_prices(problem, times, prices)
+    free, room = at_prices(problem, *(prices or NO_PRICES))
     compact = compact_of(free)
     messenger = Messenger(compact, finite_limit(compact))
     costs = messenger.costs(np.zeros(0))

@@ -18,6 +18,7 @@ from autoparallel.search.exact import (
     WORK_CELLS,
     Incumbent,
     Outcome,
+    TimedPrices,
     affordable,
     elimination_cells,
     solve_exact,
@@ -73,10 +74,10 @@ class Run:
         self._work = min(WORK_CELLS, WORK_CELLS_PER_S * (deadline - start))
         self.reduced = keep(problem, [np.arange(len(node.costs)) for node in problem.nodes])
         self.eliminator = Eliminator.of(problem)
-        self._prices = np.zeros(0, np.int64), np.zeros(0)
+        self._prices: TimedPrices | None = None
         cells = elimination_cells(self.eliminator, problem)
         self.can_eliminate = cells <= self._work
-        self._can_screen = cells > AT_ONCE_CELLS and table_cells(problem) <= SCREEN_CELLS
+        self._dear = cells > AT_ONCE_CELLS
         self.best.seconds["presolve"] = time.monotonic() - start
 
     def reduce(self, left: Reduced) -> None:
@@ -113,7 +114,7 @@ class Run:
         """Elimination, with prices for memory; where it is dear, of what double recursion and messages leave of the
         choices; where it is too wide even so, `wide`."""
         labelled = any(node.labels for node in self.problem.nodes)
-        if self._can_screen and labelled:
+        if self._dear and labelled:
             self.recursive()
             self.screen()
         self.drop_dominated()
@@ -121,8 +122,6 @@ class Run:
             self.eliminate()
             if self._left is not None or self.best.choice is not None:
                 return
-        if labelled and not self._can_screen:
-            self.recursive()
         if num_events(self.reduced.problem) > MAX_EVENTS:
             return
         known = self.best.choice or self.first
@@ -134,9 +133,9 @@ class Run:
     def screen(self) -> None:
         """Bound, and drop choices, by messages at the prices of double recursion."""
         start = time.monotonic()
-        if self.best.choice is None:
+        if self.best.choice is None or table_cells(self.problem) > SCREEN_CELLS:
             return
-        bound, left = screen(self.problem, self.best.choice, self.best.objective, *self._prices, self.gap,
+        bound, left = screen(self.problem, self.best.choice, self.best.objective, self._prices, self.gap,
                              self.deadline)
         self.reduce(left)
         self.note(Outcome(None, FORBIDDEN, bound, "bound", {"messages": time.monotonic() - start}))
@@ -146,7 +145,7 @@ class Run:
         first = None if first is None else self.reduced.forward(first)
         found = solve_exact(self.reduced.problem, self.deadline, self.eliminator,
                             lambda better: self.note(better, self.reduced), self.gap,
-                            1 if quick else LEAST_PRICINGS, first, not quick)
+                            1 if quick else LEAST_PRICINGS, first, not quick, self._prices)
         self._left = found.left
         self.note(found, self.reduced)
 
@@ -157,7 +156,7 @@ class Run:
         choice, objective = None, FORBIDDEN
         if found is not None:
             judged = evaluate(self.problem, found.choice)
-            self._prices = found.times, found.prices
+            self._prices = (found.times, found.prices) if len(found.times) else None
             if judged.feasible:
                 choice, objective = found.choice, judged.objective
         reason = "time limit" if time.monotonic() >= self.deadline else "gap"
@@ -166,7 +165,7 @@ class Run:
     def relaxed_bound(self) -> None:
         """The optimum without memory limit, as a bound; where elimination is dear, one at the prices of memory."""
         start = time.monotonic()
-        if self._can_screen:
+        if self._dear and table_cells(self.problem) <= SCREEN_CELLS:
             return self.screen()
         self.drop_dominated()
         if self.can_eliminate:

@@ -78,7 +78,7 @@ def test_a_screen_keeps_every_better_plan(seed: int) -> None:
         return
     rng = np.random.default_rng(seed)
     known, objective = plans[int(rng.integers(len(plans)))]
-    bound, left = screen(problem, known, objective, np.arange(6), rng.random(6) / 4, 0.0, math.inf)
+    bound, left = screen(problem, known, objective, (np.arange(6), rng.random(6) / 4), 0.0, math.inf)
     assert left.restore(left.forward(known)) == known
     for choice, cost in plans:
         assert bound <= cost + 1e-9
