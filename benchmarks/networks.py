@@ -354,3 +354,245 @@ class Mixture(nn.Module):
         balance = (shares.mean(dim=0) * chosen.to(x.dtype).mean(dim=0)).sum() * 4
         logits = self.head(x.unflatten(0, ids.shape).mean(dim=1))
         return Output(F.cross_entropy(logits, labels) + 0.01 * balance, logits)
+
+
+class Speech(nn.Module):
+    """A convolution and a recurrent layer, aligned by CTC."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.cell = nn.Conv1d(8, 32, 3, stride=2, padding=1), nn.LSTM(32, 16, bidirectional=True)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, sound: Tensor, labels: Tensor, lengths: Tensor) -> Output:
+        states, _ = self.cell(F.relu(self.conv(sound)).permute(2, 0, 1))
+        scores = self.head(states).log_softmax(-1)
+        heard = torch.full((sound.shape[0],), scores.shape[0])
+        return Output(F.ctc_loss(scores, labels, heard, lengths, zero_infinity=True), scores)
+
+
+class ForceField(nn.Module):
+    """Energies of atoms by their distances; forces are the gradient of the energy, and in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.score = nn.Embedding(10, 16), nn.Linear(16, 1)
+        self.message = nn.Sequential(nn.Linear(24, 32), nn.SiLU(), nn.LayerNorm(32), nn.Linear(32, 16))
+        self.register_buffer("centres", torch.linspace(0, 3, 8))
+
+    def forward(self, places: Tensor, kinds: Tensor, energy: Tensor, forces: Tensor) -> Output:
+        places = places.requires_grad_(True)
+        others = 1 - torch.eye(places.shape[1])
+        distance = (places[:, :, None] - places[:, None] + (1 - others)[..., None]).norm(dim=-1)
+        radial = torch.exp(-((distance[..., None] - self.centres) ** 2))
+        atoms = self.kinds(kinds)
+        pairs = torch.cat([atoms[:, None].expand(-1, radial.shape[1], -1, -1), radial], dim=-1)
+        made = self.score(atoms + (self.message(pairs) * others[..., None]).sum(2)).squeeze(-1).sum(1)
+        pulled = -torch.autograd.grad(made.sum(), places, create_graph=self.training)[0]
+        return Output(F.mse_loss(made, energy) + F.l1_loss(pulled, forces), pulled)
+
+
+class Burgers(nn.Module):
+    """Physics-informed: the residual of a differential equation, with second derivatives of the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, inside: Tensor, border: Tensor) -> Output:
+        inside = inside.detach().clone().requires_grad_(True)
+        u = self.net(inside)
+        first = torch.autograd.grad(u.sum(), inside, create_graph=True)[0]
+        second = torch.autograd.grad(first[:, 0].sum(), inside, create_graph=True)[0]
+        residual = first[:, 1] + u[:, 0] * first[:, 0] - 0.01 * second[:, 0]
+        return Output(residual.square().mean() + self.net(border).square().mean(), u)
+
+
+class Critic(nn.Module):
+    """Wasserstein GAN with a penalty on the critic's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(8, 768), nn.Unflatten(1, (3, 16, 16)), nn.Tanh())
+        self.critic = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.InstanceNorm2d(8, affine=True), nn.LeakyReLU(0.2),
+                                    nn.AvgPool2d(2), nn.ConvTranspose2d(8, 8, 2, 2), nn.GroupNorm(2, 8), nn.Softplus(),
+                                    nn.MaxPool2d(2), nn.Conv2d(8, 1, 3, 2, 1))
+
+    def forward(self, real: Tensor, noise: Tensor, shares: Tensor) -> Output:
+        made = self.generator(noise)
+        between = (shares * real + (1 - shares) * made.detach()).requires_grad_(True)
+        said = self.critic(between)
+        slope = torch.autograd.grad(said, between, torch.ones_like(said), create_graph=True)[0]
+        penalty = ((slope.flatten(1).norm(2, dim=1) - 1) ** 2).mean()
+        return Output(self.critic(made).mean() - self.critic(real).mean() + 10 * penalty, made)
+
+
+class MetaLearner(nn.Module):
+    """MAML: the loss after two steps of descent of each task, whose gradients are differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+    def forward(self, seen: Tensor, told: Tensor, asked: Tensor, answers: Tensor) -> Output:
+        losses = []
+        for task in range(2):
+            weights = dict(self.net.named_parameters())
+            for _ in range(2):
+                loss = F.mse_loss(torch.func.functional_call(self.net, weights, (seen[task],)), told[task])
+                slopes = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
+                weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), slopes, strict=True)}
+            losses.append(F.mse_loss(torch.func.functional_call(self.net, weights, (asked[task],)), answers[task]))
+        return Output(torch.stack(losses).sum(), torch.stack(losses))
+
+
+class Policy(nn.Module):
+    """PPO's losses with torch.distributions; a parameter called as an op is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 32), nn.Tanh())
+        self.mean, self.value, self.choice = nn.Linear(32, 4), nn.Linear(32, 1), nn.Linear(32, 5)
+        self.std = nn.Parameter(torch.zeros(4))
+
+    def forward(self, seen: Tensor, done: Tensor, chosen: Tensor, advantage: Tensor, earned: Tensor) -> Output:
+        state = self.body(seen)
+        moves = torch.distributions.Normal(self.mean(state), self.std.exp())
+        kinds = torch.distributions.Categorical(logits=self.choice(state))
+        said = moves.log_prob(done).sum(-1)
+        ratio = torch.exp(said - said.detach() - 0.1)
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        gain = torch.min(ratio * advantage, torch.clamp(ratio, 0.8, 1.2) * advantage).mean()
+        prior = torch.distributions.Normal(torch.zeros(4), torch.ones(4))
+        far = torch.distributions.kl_divergence(moves, prior).sum(-1).mean()
+        entropy = moves.entropy().sum(-1).mean() + kinds.entropy().mean()
+        error = F.mse_loss(self.value(state).squeeze(-1), earned)
+        return Output(0.5 * error - gain - 0.01 * entropy - 0.1 * kinds.log_prob(chosen).mean() + 0.01 * far, said)
+
+
+class Ensemble(nn.Module):
+    """Members run at once by torch.vmap of a functional call; all pairs of their answers by two more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(nn.Sequential(nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, left: Tensor, right: Tensor) -> Output:
+        named = [dict(member.named_parameters()) for member in self.members]
+        weights = {name: torch.stack([each[name] for each in named]) for name in named[0]}
+        first = self.members[0]
+        made = torch.vmap(lambda w, x: torch.func.functional_call(first, w, (x,)), in_dims=(0, None))(weights, left)
+        distance = torch.vmap(torch.vmap(lambda a, b: ((a - b) ** 2).sum(), (None, 0)), (0, None))(made[0], made[1])
+        return Output(made.var(0).mean() + distance.mean() + F.mse_loss(made.mean(0), right[:, :8]), made)
+
+
+class Quantised(nn.Module):
+    """VQ-VAE: nearest codes, straight through, and codes that follow as moving averages in buffers."""
+
+    codes: Tensor
+    size: Tensor
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 16, 4, 2, 1), nn.ReLU(), nn.Conv2d(16, 8, 4, 2, 1))
+        self.decoder = nn.Sequential(nn.ConvTranspose2d(8, 16, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(16, 3, 4, 2, 1))
+        for name, value in (("codes", torch.randn(32, 8)), ("size", torch.ones(32)), ("average", torch.randn(32, 8))):
+            self.register_buffer(name, value)
+
+    def forward(self, image: Tensor, labels: Tensor) -> Output:
+        z = self.encoder(image).permute(0, 2, 3, 1)
+        flat = z.reshape(-1, 8)
+        far = (flat**2).sum(1, keepdim=True) + (self.codes**2).sum(1) - 2 * flat @ self.codes.t()
+        places = torch.zeros_like(far).scatter_(1, far.argmin(dim=1).unsqueeze(1), 1)
+        near = (places @ self.codes).view(z.shape)
+        if self.training:
+            size = self.size * 0.99 + 0.01 * places.sum(0)
+            total = size.data.sum()
+            self.size = (size + 1e-5) / (total + 32e-5) * total
+            self.average = self.average * 0.99 + 0.01 * (places.t() @ flat.detach())
+            self.codes = self.average / self.size.unsqueeze(1)
+        made = self.decoder((z + (near - z).detach()).permute(0, 3, 1, 2))
+        return Output(F.mse_loss(made, image) + 0.25 * F.mse_loss(near.detach(), z), made)
+
+
+class Contrast(nn.Module):
+    """Two views: MoCo's queue of keys in a buffer, SimCLR's and Barlow Twins' losses written in place."""
+
+    queue: Tensor
+    place: Tensor
+    slow: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16))
+        self.short = nn.Linear(24, 16)
+        self.register_buffer("queue", F.normalize(torch.randn(16, 32), dim=0))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("slow", torch.randn(16, 24) * 0.1)
+
+    def forward(self, left: Tensor, right: Tensor) -> Output:
+        n = left.shape[0]
+        q, other = (F.normalize(self.encoder(x) + self.short(x), dim=1) for x in (left, right))
+        with torch.no_grad():
+            self.slow.mul_(0.9).add_(self.short.weight, alpha=0.1)
+            k = F.normalize(F.linear(right, self.slow), dim=1)
+        found = torch.cat([(q * k).sum(1, keepdim=True), q @ self.queue.clone().detach()], dim=1) / 0.2
+        with torch.no_grad():
+            self.queue[:, (self.place + torch.arange(n)) % 32] = k.t()
+            self.place[0] = (self.place[0] + n) % 32
+        both = torch.cat([q, other])
+        alike = (both @ both.t() / 0.5).fill_diagonal_(float("-inf"))
+        pairs = F.cross_entropy(alike, (torch.arange(2 * n) + n) % (2 * n))
+        a, b = ((x - x.mean(0)) / x.std(0) for x in (q, other))
+        shared = a.t() @ b / n
+        twins = torch.diagonal(shared).add_(-1).pow_(2).sum() + shared.flatten()[:-1].view(15, 17)[:, 1:].pow(2).sum()
+        return Output(F.cross_entropy(found, torch.zeros(n, dtype=torch.long)) + pairs + 0.01 * twins, found)
+
+
+class Labeller(nn.Module):
+    """A conditional random field: all sequences of labels by a loop of logsumexp, of lengths by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(12, 5)
+        self.steps, self.start, self.end = (nn.Parameter(torch.randn(*shape) * 0.1) for shape in ((5, 5), (5,), (5,)))
+
+    def forward(self, words: Tensor, labels: Tensor, there: Tensor) -> Output:
+        scores, labels, there = self.score(words).transpose(0, 1), labels.t(), there.t()
+        rows = torch.arange(labels.shape[1])
+        path = self.start[labels[0]] + scores[0, rows, labels[0]]
+        total = self.start + scores[0]
+        for i in range(1, len(labels)):
+            path = path + (self.steps[labels[i - 1], labels[i]] + scores[i, rows, labels[i]]) * there[i]
+            longer = torch.logsumexp(total.unsqueeze(2) + self.steps + scores[i].unsqueeze(1), dim=1)
+            total = torch.where(there[i].unsqueeze(1), longer, total)
+        path = path + self.end[labels[there.long().sum(0) - 1, rows]]
+        return Output((torch.logsumexp(total + self.end, dim=1) - path).sum() / there.float().sum(), scores)
+
+
+class Scan(nn.Module):
+    """Mamba by hand: a selective scan as a loop over the sequence, after a causal depthwise convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.wide = nn.Embedding(VOCABULARY, 24), nn.Linear(24, 64, bias=False)
+        self.conv = nn.Conv1d(32, 32, 4, groups=32, padding=3)
+        self.select, self.step = nn.Linear(32, 20, bias=False), nn.Linear(4, 32)
+        self.log_decay = nn.Parameter(torch.log(torch.arange(1, 9).float().repeat(32, 1)))
+        self.skip, self.narrow, self.head = nn.Parameter(torch.ones(32)), nn.Linear(32, 24), nn.Linear(24, NUM_CLASSES)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Output:
+        x, gate = self.wide(self.embedding(ids)).chunk(2, dim=-1)
+        x = F.silu(self.conv(x.transpose(1, 2))[:, :, : ids.shape[1]].transpose(1, 2))
+        step, into, out = self.select(x).split([4, 8, 8], dim=-1)
+        step = F.softplus(self.step(step))
+        kept = torch.exp(torch.einsum("bld,dn->bldn", step, -torch.exp(self.log_decay)))
+        given = torch.einsum("bld,bln,bld->bldn", step, into, x)
+        state, seen = torch.zeros_like(kept[:, 0]), []
+        for i in range(ids.shape[1]):
+            state = kept[:, i] * state + given[:, i]
+            seen.append(torch.einsum("bdn,bn->bd", state, out[:, i]))
+        x = (torch.stack(seen, dim=1) + x * self.skip) * F.silu(gate)
+        logits = self.head(self.narrow(x).mean(1))
+        return Output(F.cross_entropy(logits, labels), logits)

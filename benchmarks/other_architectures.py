@@ -361,6 +361,31 @@ def _translation() -> Inputs:
             "target": torch.randint(VOCABULARY, (BATCH, 12), generator=torch.Generator().manual_seed(3))}
 
 
+def _draw(**shapes: tuple[int, ...]) -> Callable[[], Inputs]:
+    """Random numbers by name."""
+    def made() -> Inputs:
+        g = generator()
+        return {name: torch.randn(BATCH, *shape, generator=g) for name, shape in shapes.items()}
+
+    return made
+
+
+def _sound() -> Inputs:
+    return {"sound": torch.randn(BATCH, 8, 40, generator=generator()),
+            "labels": torch.randint(1, VOCABULARY, (BATCH, 6), generator=generator()),
+            "lengths": torch.arange(BATCH) % 4 + 2}
+
+
+def _atoms() -> Inputs:
+    return {**_draw(places=(5, 3), energy=(), forces=(5, 3))(),
+            "kinds": torch.randint(10, (BATCH, 5), generator=generator())}
+
+
+def _sentences() -> Inputs:
+    return {**_draw(words=(7, 12))(), "labels": torch.randint(5, (BATCH, 7), generator=generator()),
+            "there": torch.arange(7)[None] < (torch.arange(BATCH) % 4 + 4)[:, None]}
+
+
 BY_HAND: Mapping[str, Architecture] = {
     "unet": _by_hand(networks.UNet, _image_and_map),
     "diffusion_unet": _by_hand(networks.DiffusionUNet, _noised),
@@ -378,6 +403,18 @@ BY_HAND: Mapping[str, Architecture] = {
     "upscaler": _by_hand(networks.Upscaler, lambda: seen_as("image")),
     "adversary": _by_hand(networks.Adversary, lambda: seen_as("image")),
     "mixture": _by_hand(networks.Mixture, _tokens),
+    "speech": _by_hand(networks.Speech, _sound),
+    "force_field": _by_hand(networks.ForceField, _atoms),
+    "burgers": _by_hand(networks.Burgers, _draw(inside=(2,), border=(2,))),
+    "critic": _by_hand(networks.Critic, _draw(real=(3, 16, 16), noise=(8,), shares=(1, 1, 1))),
+    "meta_learner": _by_hand(networks.MetaLearner, _draw(seen=(4, 6), told=(4, 2), asked=(4, 6), answers=(4, 2))),
+    "policy": _by_hand(networks.Policy, lambda: {**_draw(seen=(12,), done=(4,), advantage=(), earned=())(),
+                                                 "chosen": torch.arange(BATCH) % 5}),
+    "ensemble": _by_hand(networks.Ensemble, _pair),
+    "quantised": _by_hand(networks.Quantised, lambda: seen_as("image")),
+    "contrast": _by_hand(networks.Contrast, _pair),
+    "labeller": _by_hand(networks.Labeller, _sentences),
+    "scan": _by_hand(networks.Scan, _tokens),
 }
 
 

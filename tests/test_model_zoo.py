@@ -73,6 +73,30 @@ def test_each_rank_convolves_its_own_groups() -> None:
     assert [node.args[6] for node in calls] == [2]
 
 
+class Excluded(torch.nn.Module):
+    """Classes that cannot be, as a logit of minus infinity: the first of all and the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> BaseModelOutput:
+        excluded = torch.arange(12) % 11 == 0
+        logits = self.linear(x).masked_fill(excluded, float("-inf"))
+        return SequenceClassifierOutput(loss=torch.nn.functional.cross_entropy(logits, torch.arange(4) + 3))
+
+
+def test_cut_classes_may_be_excluded() -> None:
+    """What a rank has of other ranks' targets counts nothing, and no number times infinity is zero."""
+    torch.manual_seed(0)
+    model, inputs = Excluded(), {"x": torch.randn(4, 8)}
+    space = StrategySpace(capture(model, (), inputs), (4,))
+    loss = next(site.index for site in space.sites if site.name.startswith("cross_entropy"))
+    labels = [(s.row_named("classes"),) if i == loss else s.labels[0] for i, s in enumerate(space.strategies)]
+    ranks = Ranks(Candidate(space, tuple(labels)), toy_cluster())
+    assert worst_error(truth(model, inputs), ranks.step(model, inputs))[0] < 1e-5
+
+
 def test_a_plan_that_cuts_the_batch_nowhere() -> None:
     """BERT's sites with a whole batch: heads and hidden dims are cut, the first dim of no activation is."""
     graph = capture(build("bert"), (), inputs_of("bert"))

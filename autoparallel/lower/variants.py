@@ -68,7 +68,7 @@ def class_cross_entropy(
     place = target - start
     own = (place >= 0) & (place < logits.shape[1])
     exponentials = torch.exp(x - top.unsqueeze(1)).sum(dim=1)
-    picked = x.gather(1, place.masked_fill(~own, 0).unsqueeze(1)).squeeze(1) * own
+    picked = x.gather(1, place.masked_fill(~own, 0).unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
     for name in axes:
         exponentials = redistribute(exponentials, name, "P", "I")
         picked = redistribute(picked, name, "P", "I")
