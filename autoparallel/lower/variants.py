@@ -61,7 +61,7 @@ def class_cross_entropy(
 
     Exchanges three numbers per target: maximum, sum of exponentials, the target's own logit.
     """
-    x = logits.float()
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = x.detach().amax(dim=1)
     for name in axes:
         top = all_reduce_tensor(top, groups.current(name), "max")
