@@ -50,12 +50,19 @@ class DeviceClock(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.overrun_s = self.busy_s = 0.0
+        self.priority = 0
         self._since, self._ahead = time.monotonic(), 0.0
         self._known: dict[Any, float] = {}
 
     def restart(self, moment: float) -> None:
         """The device has nothing to do, from this moment on."""
         self._since, self._ahead = moment, 0.0
+
+    def take(self, priority: int) -> None:
+        """This thread's real-time priority from now on, if it is a real-time one."""
+        if self.priority not in (0, priority):
+            os.sched_setparam(0, os.sched_param(priority))
+            self.priority = priority
 
     def wait(self) -> None:
         """Sleep until the device has done what it was given."""
@@ -72,15 +79,13 @@ class DeviceClock(TorchDispatchMode):
             return NotImplemented  # a DTensor's own ops come by, on local tensors
         if func.namespace in COMMUNICATION:
             return self._communicate(func, args, kwargs or {})
+        self.take(COMPUTING)
         result = func(*args, **(kwargs or {}))
         self._ahead += self._seconds(func, args, kwargs or {}, result)
         return result
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with priority(COMMUNICATING):
-            return self._communicated(func, args, kwargs)
-
-    def _communicated(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.take(COMMUNICATING)
         if func._schema.name.split("::")[1] in POSTED:
             return func(*args, **kwargs)
         self.wait()
@@ -117,35 +122,26 @@ def roofline_s(flops: float, nbytes: float, device: Device) -> float:
 
 
 @contextmanager
-def priority(wanted: int) -> Iterator[None]:
-    """Of this thread, if it is a real-time one."""
-    before = os.sched_getparam(0).sched_priority
-    os.sched_setparam(0, os.sched_param(wanted if before else 0))
-    try:
-        yield
-    finally:
-        os.sched_setparam(0, os.sched_param(before))
-
-
-@contextmanager
 def ticking(clock: DeviceClock, since: float) -> Iterator[None]:
     """Run under the clock, started at ``since``; waiting for a message or collective first waits for the device."""
-    wait = Work.wait
+    wait, before = Work.wait, os.sched_getparam(0).sched_priority
 
     def wait_for_both(work: Work, *args: Any) -> Any:
-        with priority(COMMUNICATING):
-            clock.wait()
-            try:
-                return wait(work, *args)
-            finally:
-                clock.restart(time.monotonic())
+        clock.take(COMMUNICATING)
+        clock.wait()
+        try:
+            return wait(work, *args)
+        finally:
+            clock.restart(time.monotonic())
 
     Work.wait = wait_for_both  # type: ignore[assignment, method-assign]
     try:
-        with clock, priority(COMPUTING):
+        with clock:
+            clock.priority = before
             clock.restart(since)
             yield
-            with priority(COMMUNICATING):
-                clock.wait()
+            clock.take(COMMUNICATING)
+            clock.wait()
     finally:
+        clock.take(before)
         Work.wait = wait  # type: ignore[method-assign]
