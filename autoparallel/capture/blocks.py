@@ -6,12 +6,10 @@ order, have the same targets, shapes and arguments; equal blocks share a templat
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoparallel.capture.graph import Node, OpGraph, Ref, copies
+from autoparallel.capture.graph import OpGraph
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,12 @@ def find_blocks(graph: OpGraph) -> tuple[Block, ...]:
     for node in graph.of_kind("op"):
         if path := block_path(node.module_path):
             members.setdefault(path, []).append(node.index)
-    templates: dict[str, int] = {}
+    templates: dict[object, int] = {}
     blocks = []
     for path, nodes in members.items():
-        key = _signature(graph, nodes)
+        place = {index: i for i, index in enumerate(nodes)}
+        key = tuple((graph.op_kinds[index], *(place.get(ref.node, -1) for ref in graph.nodes[index].inputs))
+                    for index in nodes)
         blocks.append(Block(path, tuple(nodes), templates.setdefault(key, len(templates))))
     return tuple(blocks)
 
@@ -49,36 +49,3 @@ def equal_blocks(graph: OpGraph) -> list[list[Block]]:
     for block in find_blocks(graph):
         found.setdefault(block.template, []).append(block)
     return list(found.values())
-
-
-def _signature(graph: OpGraph, members: list[int]) -> str:
-    place = {index: i for i, index in enumerate(members)}
-    digest = hashlib.sha256()
-    for index in members:
-        node = graph.nodes[index]
-        inner = [place.get(ref.node, -1) for ref in node.inputs]
-        digest.update(f"{op_signature(graph, node)}{inner}".encode())
-    return digest.hexdigest()
-
-
-def op_signature(graph: OpGraph, node: Node) -> tuple[object, ...]:
-    """Equal for two ops exactly when rules and prices cannot tell them apart."""
-    return (
-        node.op_name,
-        _without_refs(node.args),
-        _without_refs(dict(node.kwargs)),
-        tuple(graph.meta(ref) for ref in node.inputs),
-        node.outputs,
-        copies(graph, node),
-    )
-
-
-def _without_refs(value: object) -> object:
-    """Arguments as a hashable value with every Ref replaced by a mark."""
-    if isinstance(value, Ref):
-        return "ref"
-    if isinstance(value, (list, tuple)):
-        return tuple(_without_refs(v) for v in value)
-    if isinstance(value, Mapping):
-        return tuple(sorted((k, _without_refs(v)) for k, v in value.items()))
-    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)

@@ -131,6 +131,12 @@ class OpGraph:
         return {ref: tuple(uses) for ref, uses in found.items()}
 
     @cached_property
+    def op_kinds(self) -> Mapping[int, int]:
+        """For each op a number that is the same for ops with the same `op_signature`."""
+        numbers: dict[object, int] = {}
+        return {node.index: numbers.setdefault(op_signature(self, node), len(numbers)) for node in self.of_kind("op")}
+
+    @cached_property
     def fingerprint(self) -> str:
         """Changes when the program, a shape, a dtype or a parameter's name changes; the same on every machine."""
         digest = hashlib.sha256()
@@ -138,6 +144,29 @@ class OpGraph:
             digest.update(f"{node.op_name}|{node.path}|{node.args}|{sorted(node.kwargs.items(), key=str)}|"
                           f"{[(m.shape, m.dtype, m.requires_grad) for m in node.outputs]}\n".encode())
         return digest.hexdigest()[:16]
+
+
+def op_signature(graph: OpGraph, node: Node) -> tuple[object, ...]:
+    """Equal for two ops exactly when rules and prices cannot tell them apart."""
+    return (
+        node.op_name,
+        _without_refs(node.args),
+        _without_refs(dict(node.kwargs)),
+        tuple(graph.meta(ref) for ref in node.inputs),
+        node.outputs,
+        copies(graph, node),
+    )
+
+
+def _without_refs(value: object) -> object:
+    """Arguments as a hashable value with every Ref replaced by a mark."""
+    if isinstance(value, Ref):
+        return "ref"
+    if isinstance(value, (list, tuple)):
+        return tuple(_without_refs(v) for v in value)
+    if isinstance(value, Mapping):
+        return tuple(sorted((k, _without_refs(v)) for k, v in value.items()))
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
 
 
 def copies(graph: OpGraph, node: Node) -> bool:

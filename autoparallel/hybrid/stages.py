@@ -206,7 +206,7 @@ class _Loads:
         low, high = self.before[-1] / count, float(self.before[-1] + self.sends.max())
         while high - low > 1e-4 * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._stages_needed(stops, middle)[1][0] <= count else (middle, high)
+            low, high = (low, middle) if self._enough(stops, middle, count) else (middle, high)
         furthest, needed = self._stages_needed(stops, high)
         cuts: list[int] = []
         for stage in range(1, count):
@@ -218,12 +218,27 @@ class _Loads:
             cuts.append(least + int(near.argmin()))
         return places[cuts]
 
+    def _furthest(self, stops: np.ndarray, most_s: float) -> np.ndarray:
+        """From the beginning and from each stop on: the last stop that a stage of at most so many seconds reaches."""
+        reached = np.minimum.accumulate((self.before[stops] + self.sends[stops])[::-1])[::-1]
+        return np.searchsorted(reached, self.before[np.append(0, stops)] + most_s, side="right") - 1
+
+    def _enough(self, stops: np.ndarray, most_s: float, count: int) -> bool:
+        """Whether so many stages of at most so many seconds reach the end."""
+        furthest, begin = self._furthest(stops, most_s), 0
+        for _ in range(count):
+            if furthest[begin] < begin:
+                return False
+            begin = int(furthest[begin]) + 1
+            if begin == len(stops):
+                return True
+        return False
+
     def _stages_needed(self, stops: np.ndarray, most_s: float) -> tuple[np.ndarray, np.ndarray]:
         """From the beginning and from each stop on: the number of the furthest stop that a stage of at most so many
         seconds reaches (that of the next where none is near enough), and how many such stages are needed."""
+        furthest = self._furthest(stops, most_s)
         starts = np.append(0, stops)
-        reached = np.minimum.accumulate((self.before[stops] + self.sends[stops])[::-1])[::-1]
-        furthest = np.searchsorted(reached, self.before[starts] + most_s, side="right") - 1
         needed = np.zeros(len(starts))
         for number in range(len(starts) - 2, -1, -1):
             near = furthest[number] < number

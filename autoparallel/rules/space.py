@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoparallel.capture import OpGraph, Ref, TensorMeta, op_signature
+from autoparallel.capture import OpGraph, Ref, TensorMeta
 from autoparallel.capture.graph import Node
 from autoparallel.errors import MeshError
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, shard, without_gradient
@@ -257,7 +257,7 @@ class StrategySpace:
 
     def _set_of(self, node: Node) -> StrategySet:
         if node.kind == "op":
-            return self._shared(op_signature(self.graph, node), lambda: self._op_set(node))
+            return self._shared(("op", self.graph.op_kinds[node.index]), lambda: self._op_set(node))
         meta = node.outputs[0]
         if node.kind == "buffer":
             rows = [Row("I", (), (INVARIANT,))]

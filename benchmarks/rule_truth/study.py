@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoparallel.capture.blocks import op_signature
+from autoparallel.capture import op_signature
 from autoparallel.layout import REPLICATE
 from autoparallel.rules.registry import family_of, find_rule
 from benchmarks.rule_truth.cases import Case, calls_of, captured, cases_of
