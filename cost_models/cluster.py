@@ -235,6 +235,11 @@ class Group:
         return self.crossed[-1][1].burst_bytes if self.crossed else 0.0
 
     @cached_property
+    def prompt(self) -> Group:
+        """This group where messages take no time beside their bytes."""
+        return replace(self, levels=tuple((count, replace(link, alpha_s=0.0)) for count, link in self.levels))
+
+    @cached_property
     def outside(self) -> Group:
         """This group where a second is a byte by one wire of the outermost link crossed, and nothing else counts."""
         outermost = max((number for number, (count, _) in enumerate(self.levels) if count > 1), default=-1)

@@ -105,7 +105,7 @@ def _together(b: Any, group: Group, cost: Callable[[Any, Group], Any]) -> Any:
     messages_s = cost(np.zeros_like(b), group)
     crossing = np.maximum(cost(b, group.outside), 1e-9)
     share = np.maximum(1.0 - group.burst_bytes / crossing, 0.0)
-    return np.hypot(group.launch_s + messages_s, share * (cost(b, group) - messages_s))
+    return np.hypot(group.launch_s + messages_s, share * cost(b, group.prompt))
 
 
 def _least(costs: list[Any]) -> Any:

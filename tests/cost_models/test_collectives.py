@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cost_models import Cluster, ClusterError, Group, Link, collectives, known_clusters
@@ -18,6 +18,8 @@ H100 = Cluster.load("h100-sxm", num_devices=64)
 WIRE = Link("wire", 8, 1e-6, 1e11)
 NET = Link("net", 4096, 1e-5, 1e10)
 PLAIN = replace(H100, links=(WIRE, NET))
+SHAPED = replace(H100, links=(replace(WIRE, alpha_s=5.7e-6, bandwidth_bytes_per_s=2.4e10, burst_bytes=2.0**15),
+                              replace(NET, alpha_s=1.4e-5, bandwidth_bytes_per_s=2.25e10, burst_bytes=2.0**15)))
 MACHINES = {name: Cluster.load(name, num_devices=64) for name in known_clusters()}
 MESHES = [(64,), (8, 8), (4, 16), (2, 4, 8), (16, 4), (3,), (6, 2), (4, 3), (61,)]
 
@@ -43,6 +45,8 @@ def test_more_bytes_never_cost_less(group: Group, a: float, b: float) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(groups(), st.floats(0, 1e11), st.floats(1.0, 100.0), st.floats(1.0, 100.0), st.integers(0, 1))
+@example(SHAPED.group((8, 8), 0), 762601.0, 1.0, 3.0, 0)
+@example(SHAPED.group((64,), 0), 762601.0, 1.0, 3.0, 0)
 def test_a_slower_link_never_makes_anything_faster(
     group: Group, nbytes: float, narrower: float, later: float, which: int
 ) -> None:
