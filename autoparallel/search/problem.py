@@ -231,11 +231,11 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
         if not 0 <= pick < len(node.costs):
             raise SearchError(f"{problem.name}: choice {pick} of node {number} ({node.name!r}) is not in "
                               f"0..{len(node.costs) - 1}")
-    costs = [float(node.costs[pick]) for node, pick in zip(nodes, choice, strict=True)]
-    costs += [float(edge.costs[choice[edge.source], choice[edge.target]]) for edge in edges]
-    users = [(node.device_class, node.interval, float(node.usages[pick]))
+    costs = [node.costs.item(pick) for node, pick in zip(nodes, choice, strict=True)]
+    costs += [edge.costs.item(choice[edge.source], choice[edge.target]) for edge in edges]
+    users = [(node.device_class, node.interval, node.usages.item(pick))
              for node, pick in zip(nodes, choice, strict=True)]
-    users += [(edge.device_class, edge.interval, float(edge.usages[choice[edge.source], choice[edge.target]]))
+    users += [(edge.device_class, edge.interval, edge.usages.item(choice[edge.source], choice[edge.target]))
               for edge in edges if edge.usages is not None]
     objective, peaks = math.fsum(costs), []
     for number in range(len(problem.limits)):
