@@ -173,6 +173,15 @@ def frozen(model: nn.Module) -> None:
     model.blocks[4].inner.weight.requires_grad_(False)  # type: ignore[union-attr,index]
 
 
+def patched(model: nn.Module) -> None:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.forward = _doubled
+
+
+def _doubled(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"y": x * 2}
+
+
 def nothing(model: nn.Module) -> None:
     pass
 
@@ -191,6 +200,7 @@ TRAPS: list[tuple[type[Block], Callable[[nn.Module], None], str | None]] = [
     (WithoutGradient, hooked, None),
     (WithoutGradient, tied, None),
     (WithoutGradient, frozen, None),
+    (WithoutGradient, patched, None),
 ]
 
 
@@ -199,8 +209,10 @@ def test_traps(kind: type[Block], change: Callable[[nn.Module], None], reason: s
                monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     model = Model(kind)
     change(model)
-    assert len(find_repeated(model)) == {nothing: 6, tied: 4}.get(change, 5)
+    assert len(find_repeated(model)) == {nothing: 6, tied: 4, patched: 0}.get(change, 5)
     found, whole, reasons = graphs(model, {"x": torch.ones(4, 4)}, monkeypatch, caplog)
     assert_same(found, whole)
     assert [reason in given for given in reasons] == ([] if reason is None else [True]), reasons  # type: ignore[operator]
-    assert all(vars(block)["number"] == i and "forward" not in vars(block) for i, block in enumerate(model.blocks))
+    for number, block in enumerate(model.blocks):
+        assert vars(block)["number"] == number
+        assert vars(block).get("forward") is (_doubled if change is patched else None)

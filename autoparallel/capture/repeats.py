@@ -65,12 +65,13 @@ def _repeated_in(module: nn.Module, path: str, shared: set[int]) -> Iterator[Rep
 
 
 def _blocks_of(container: nn.Module, path: str, shared: set[int]) -> Iterator[Repeated]:
-    """The children with modules of their own, which nobody shares. An integer counts the blocks if it grows as their
-    index does."""
+    """The children with modules of their own, which nobody shares or has patched. An integer counts the blocks if it
+    grows as their index does."""
     alike: dict[object, list[tuple[int, nn.Module, dict[tuple[str, str], int]]]] = {}
     for index, child in enumerate(container.children()):
         values = (*child.modules(), *child.parameters(), *child.buffers())
-        if next(child.children(), None) is not None and not any(id(value) in shared for value in values):
+        whole = next(child.children(), None) is not None and "forward" not in vars(child)
+        if whole and not any(id(value) in shared for value in values):
             rest, integers = _facts(child)
             alike.setdefault(rest, []).append((index, child, integers))
     for rest, members in alike.items():
