@@ -16,7 +16,7 @@ from torch._functorch import predispatch
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoparallel.capture.editing import Node, emit, source_line
+from autoparallel.capture.editing import Node, emit, source_line, use_results
 from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
@@ -121,13 +121,10 @@ def _expand(graph: Graph, node: Node) -> None:
         gradients, again = made[: len(inputs)], made[len(inputs) :]
         if not differentiable:
             gradients = [emit(graph, node, aten.detach.default, g) for g in gradients]
-    for user in list(node.users):
-        user.replace_all_uses_with(gradients[user.args[1]])
-        graph.erase_node(user)
     later = set(_after(node))
     for output, new in zip(outputs, again, strict=True):
         output.replace_all_uses_with(new, delete_user_cb=later.__contains__)
-    graph.erase_node(node)
+    use_results(node, gradients)
 
 
 def _between(graph: Graph, inputs: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
