@@ -87,10 +87,10 @@ def test_searches_on_one_axis_with_adamw(ranks: Any, case_name: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [3, pytest.param(6, marks=pytest.mark.slow)])
-def test_uneven_shards(ranks: Any, num_ranks: int) -> None:
+@pytest.mark.parametrize("case_name", ["mlp", "llama", pytest.param("bert", marks=pytest.mark.slow)])
+def test_uneven_shards(ranks: Any, case_name: str, num_ranks: int) -> None:
     """Nothing in these models divides by three."""
-    for case_name in ("mlp", "llama", "bert"):
-        check(ranks, case_name, (num_ranks,), [("search", "auto"), ("baseline", "fsdp"), ("random", 0)], "sgd")
+    check(ranks, case_name, (num_ranks,), [("search", "auto"), ("baseline", "fsdp"), ("random", 0)], "sgd")
 
 
 def test_vocabulary_of_50257_on_four_ranks(ranks: Any) -> None:

@@ -171,8 +171,9 @@ def test_predicted_collectives_are_those_of_the_program(baseline: str | None) ->
         assert count <= predicted[direction, kind] <= count + few
 
 
-def test_alternatives_are_other_plans_and_no_better() -> None:
-    made = planned("llama")
+@pytest.mark.parametrize("case_name", ["mlp", pytest.param("llama", marks=pytest.mark.slow)])
+def test_alternatives_are_other_plans_and_no_better(case_name: str) -> None:
+    made = planned(case_name)
     others = made.alternatives(3)
     assert others and all(o.evidence.objective_s >= made.evidence.lower_bound_s for o in others)
     assert [o.evidence.objective_s for o in others] == sorted(o.evidence.objective_s for o in others)

@@ -197,8 +197,8 @@ def test_messages_start_from_those_of_a_larger_problem() -> None:
 
 
 def test_wide_search_on_blocks() -> None:
-    free = solve(block_chain(12), "exact")
-    problem = block_chain(12, limit=0.7 * free.peak_bytes)
+    free = solve(block_chain(8), "exact")
+    problem = block_chain(8, limit=0.7 * free.peak_bytes)
     known = solve(problem, "exact")
     search = WideSearch(problem, time.monotonic() + 60, known.choice, lambda outcome: None)
     search.run()
