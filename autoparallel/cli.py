@@ -39,6 +39,7 @@ def plan(
     schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved or zero_bubble")] = None,
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto")] = None,
+    reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16")] = None,
     explain: Annotated[str | None, typer.Option(help="an op, parameter or input: what its strategies cost")] = None,
     time_limit: Annotated[float, typer.Option(help="seconds for the search")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
@@ -61,7 +62,7 @@ def plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
             memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
             joint=joint, pipeline_stages=pipeline_stages, micro_batches=micro_batches, schedule=schedule,
-            zero_stage=zero_stage, recompute=recompute,
+            zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
             progress=lambda *state: status.update(progress_line(*state)),
         )
     console = Console()

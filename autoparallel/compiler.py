@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "schedule", "recompute",
-                               "zero_stage"})
+                               "zero_stage", "reduce_dtype"})
 
 #: Into how many searches recompute="auto" divides its time.
 RECOMPUTE_TRIES = 4
@@ -69,7 +69,8 @@ class Options:
     A step in turns (see `plans.Hybrid`): ``micro_batches``, ``pipeline_stages`` (over the mesh's first axis, of which
     they are a multiple), ``schedule``, ``recompute`` (none, selective, full, offload; or auto: whole blocks in full, as
     few as memory allows). ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3 store each in as many pieces
-    as it can be cut into; None leaves that to the search.
+    as it can be cut into; None leaves that to the search. ``reduce_dtype``: the type in which gradients are summed
+    ("float32", "bfloat16", "float16"; None: each parameter's own).
     """
 
     search: str = "auto"
@@ -83,6 +84,7 @@ class Options:
     schedule: str | None = None
     recompute: str | None = None
     zero_stage: int | None = None
+    reduce_dtype: str | None = None
     progress: Progress | None = None
 
     @property
@@ -94,7 +96,7 @@ class Options:
         turns = 1 if self.micro_batches is None else self.micro_batches
         zero_stage = (2 if turns == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(turns, self.stages, pipeline_ranks, self.schedule or "1f1b", (), zero_stage,
-                      "none" if self.recompute in (None, "auto") else self.recompute)
+                      "none" if self.recompute in (None, "auto") else self.recompute, None, self.reduce_dtype)
 
     def limit_bytes(self, cluster: Cluster) -> float:
         """Bytes that a plan may take on a device."""
@@ -171,7 +173,7 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     deadline = started + options.time_limit_s
     options = replace(options, recompute=None if open_ else options.recompute)
     fixed = Fixed(options.micro_batches, options.pipeline_stages, options.schedule, options.recompute,
-                  options.zero_stage, tuple(mesh_shape) if mesh_shape is not None else None)
+                  options.zero_stage, tuple(mesh_shape) if mesh_shape is not None else None, options.reduce_dtype)
 
     split = cache(partial(split_batch, graph))
 
@@ -264,7 +266,7 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | None
 def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Options, hybrid: Hybrid,
                   given: Plan | None, placed: Mapping[str, Layout]) -> Compiled:
     """One call form: rank 0 plans it (or the plan is given), every rank emits its own programs and checks them."""
-    from autoparallel.lower import check, emit, order_digest
+    from autoparallel.lower import check, emit, order_digest, sum_gradients_in
     from autoparallel.runtime.agree import agree, decide_once
     from autoparallel.runtime.module import Compiled
 
@@ -281,6 +283,7 @@ def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Opt
     }
     for program in programs.values():
         check(program, space, site.coordinate)
+        sum_gradients_in(program, found.hybrid.sum_dtype)
     agree("an order of collectives", "".join(order_digest(p) for p in programs.values()), site.pipeline_rank)
     return Compiled(found, space, micro, stages, programs)
 

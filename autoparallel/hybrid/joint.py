@@ -50,6 +50,7 @@ class Fixed:
     recompute: str | None = None
     zero_stage: int | None = None
     mesh_shape: tuple[int, ...] | None = None
+    reduce_dtype: str | None = None
 
 
 #: Labels for the sites of a space of the whole model.
@@ -151,7 +152,7 @@ class JointSearch:
             [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
             [fixed.zero_stage] if fixed.zero_stage is not None else [2 if turns == 1 else 1, 3],
         ):
-            yield from _valid(turns, stages, ranks, schedule, (), zero, recompute)
+            yield from _valid(turns, stages, ranks, schedule, (), zero, recompute, None, fixed.reduce_dtype)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """Schedules of the first round, with their stages."""
@@ -176,7 +177,8 @@ class JointSearch:
             stages if h.stages > 1 else [1],
         ):
             if h.stages > 1 or schedule == h.schedule:
-                yield from _valid(h.micro_batches, count, h.pipeline_ranks, schedule, (), zero, recompute)
+                yield from _valid(h.micro_batches, count, h.pipeline_ranks, schedule, (), zero, recompute, None,
+                                  fixed.reduce_dtype)
 
     # --- what it costs ----------------------------------------------------------------------------------------------
 

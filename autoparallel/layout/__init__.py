@@ -14,7 +14,7 @@ from autoparallel.layout.placement import (
     to_torch,
     without_gradient,
 )
-from autoparallel.layout.redistribution import COLLECTIVES, LayoutSpace, RedistributionTable, Step, is_local
+from autoparallel.layout.redistribution import COLLECTIVES, SUMS, LayoutSpace, RedistributionTable, Step, is_local
 from autoparallel.layout.shapes import can_cut, largest_local_shape, layout_fits, local_box, local_shape, pieces
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "INVARIANT",
     "PARTIAL",
     "REPLICATE",
+    "SUMS",
     "Layout",
     "LayoutSpace",
     "Placement",

@@ -52,6 +52,8 @@ ACTIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("R", "P"): ("mask", "mask"),
 }
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+#: Those that add up what ranks have.
+SUMS = frozenset({"all_reduce", "reduce_scatter"})
 #: Seconds of a step when the fewest steps are looked for: more than any path takes.
 DIRECT_S = 1e6
 

@@ -149,35 +149,39 @@ def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes,
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes,
-                target_sizes: Sizes) -> torch.Tensor:
-        ctx.step = axis, source, target, source_sizes, target_sizes
+                target_sizes: Sizes, sum_dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.step, ctx.sum_dtype = (axis, source, target, source_sizes, target_sizes), sum_dtype
         action = ACTIONS[source.kind, target.kind][0]
         return x.view_as(x) if action == "none" else _act(action, x, axis, source, source_sizes, target, target_sizes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         axis, source, target, source_sizes, target_sizes = ctx.step
-        back = act(gradient, axis, dual(target), dual(source), target_sizes, source_sizes)
-        return back, None, None, None, None, None
+        summed = gradient.to(ctx.sum_dtype or gradient.dtype)
+        back = act(summed, axis, dual(target), dual(source), target_sizes, source_sizes)
+        return back.to(gradient.dtype), None, None, None, None, None, None
 
 
 def act(x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes = (),
-        target_sizes: Sizes = ()) -> torch.Tensor:
+        target_sizes: Sizes = (), sum_dtype: torch.dtype | None = None) -> torch.Tensor:
     """`redistribute`, where the axis is at hand."""
-    return _Redistribute.apply(x, axis, source, target, source_sizes, target_sizes)
+    return _Redistribute.apply(x, axis, source, target, source_sizes, target_sizes, sum_dtype)
 
 
 def redistribute(
-    x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = ()
+    x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = (),
+    sum_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Take the local piece of a tensor from one placement on ``axis`` (``"S(0)"``, ``"R"``, ...) to another."""
-    return act(x, groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes, target_sizes)
+    """Take the local piece of a tensor from one placement on ``axis`` (``"S(0)"``, ``"R"``, ...) to another, backward
+    in ``sum_dtype`` if given."""
+    return act(x, groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes, target_sizes,
+               sum_dtype)
 
 
 def _named(name: str, doc: str) -> Callable[..., torch.Tensor]:
     def step(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (),
-             target_sizes: Sizes = ()) -> torch.Tensor:
-        return redistribute(x, axis, source, target, source_sizes, target_sizes)
+             target_sizes: Sizes = (), sum_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return redistribute(x, axis, source, target, source_sizes, target_sizes, sum_dtype)
 
     step.__name__ = step.__qualname__ = name
     step.__doc__ = doc

@@ -26,28 +26,33 @@ BUCKET_BYTES = 25 * 2**20
 
 class _ReduceGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, axis: Axis, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.axis = axis
+    def forward(ctx: Any, axis: Axis, sum_dtype: torch.dtype | None, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.axis, ctx.sum_dtype = axis, sum_dtype
         ctx.set_materialize_grads(False)  # what is read under no_grad only has no gradient, rather than zeros
         return tuple(x.view_as(x) for x in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():  # to be differentiated again: one by one
-            return None, *(g if g is None else act(g, ctx.axis, PARTIAL, INVARIANT) for g in gradients)
-        there = [g for g in gradients if g is not None]
+            return None, None, *(g if g is None else _summed_alone(g, ctx.axis, ctx.sum_dtype) for g in gradients)
+        there = [g.to(ctx.sum_dtype or g.dtype) for g in gradients if g is not None]
         if len(there) == 1:
             parts: Sequence[torch.Tensor] = [all_reduce_tensor(there[0], ctx.axis)]
         else:
             flat = all_reduce_own(torch.cat([g.reshape(-1) for g in there]), ctx.axis)
             parts = flat.split([g.numel() for g in there])
         reduced = iter(part.view(g.shape) for part, g in zip(parts, there, strict=True))
-        return None, *(None if g is None else next(reduced) for g in gradients)
+        return None, None, *(None if g is None else next(reduced).to(g.dtype) for g in gradients)
 
 
-def reduce_gradients(axis: str, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """I -> R for several parameters: nothing forward; backward one all_reduce."""
-    return _ReduceGradients.apply(groups.current(axis), *values)
+def _summed_alone(gradient: torch.Tensor, axis: Axis, sum_dtype: torch.dtype | None) -> torch.Tensor:
+    return act(gradient.to(sum_dtype or gradient.dtype), axis, PARTIAL, INVARIANT).to(gradient.dtype)
+
+
+def reduce_gradients(axis: str, *values: torch.Tensor, sum_dtype: torch.dtype | None = None
+                     ) -> tuple[torch.Tensor, ...]:
+    """I -> R for several parameters: nothing forward; backward one all_reduce, in ``sum_dtype`` if given."""
+    return _ReduceGradients.apply(groups.current(axis), sum_dtype, *values)
 
 
 def fuse_reductions(module: GraphModule) -> GraphModule:
@@ -62,7 +67,8 @@ def fuse_reductions(module: GraphModule) -> GraphModule:
                   if user.target is reduce_gradient and user.meta["global_meta"].requires_grad]
         for bucket in _buckets(values):
             axis = bucket[0].args[1]
-            result = graph.call_function(reduce_gradients, (axis, *(made[n.args[0]] for n in bucket)))  # type: ignore[index]
+            values_in = (made[n.args[0]] for n in bucket)  # type: ignore[index]
+            result = graph.call_function(reduce_gradients, (axis, *values_in), dict(bucket[0].kwargs))
             for number, node in enumerate(bucket):
                 made[node] = graph.call_function(item, (result, number))
                 made[node].meta = dict(node.meta)

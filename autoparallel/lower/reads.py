@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.layout import COLLECTIVES
+from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.lower.emit import Program
 
 
@@ -31,6 +32,20 @@ class Turn:
 def gathered_each_turn(node: FxNode) -> bool:
     """Whether a step makes a whole parameter of its pieces (what ZeRO-3 does anew for every turn)."""
     return node.meta["step"].forward in COLLECTIVES
+
+
+def sum_gradients_in(program: Program, dtype: torch.dtype | None) -> None:
+    """Let the steps by which parameters are read sum their gradients in this type (None: in the gradients' own)."""
+    graph = program.module.graph
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    read = {n for n, site in zip(placeholders, program.placeholders, strict=False) if site.kind == "parameter"}
+    for node in graph.nodes:
+        if "step" in node.meta and node.args[0] in read:
+            read.add(node)
+            learns = node.meta["global_meta"].requires_grad
+            if dtype is not None and learns and node.meta["step"].backward in SUMS:
+                node.update_kwarg("sum_dtype", dtype)
+    program.module.recompile()
 
 
 def split_reads(program: Program, stays: Callable[[FxNode], bool] = lambda node: False) -> Turn:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from autoparallel.errors import PlanError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 RECOMPUTE = ("none", "selective", "full", "offload")
+REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class Hybrid:
     (whether a parameter is stored in pieces at all is its layout's business). ``recompute``: what backward computes
     again instead of keeping: nothing, all but products, attention and collectives ("selective"), or whole blocks; with
     "offload" nothing either, but what blocks keep waits for backward in the host's memory. Of the blocks at the paths
-    ``recompute_blocks`` only, unless that is None.
+    ``recompute_blocks`` only, unless that is None. ``reduce_dtype``: in which type gradients are summed over ranks, and
+    over micro-batches if that is more precise than the parameter's own; None: in the parameter's own.
     """
 
     micro_batches: int = 1
@@ -36,12 +40,15 @@ class Hybrid:
     zero_stage: int = 2
     recompute: str = "none"
     recompute_blocks: tuple[str, ...] | None = None
+    reduce_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise PlanError(f"unknown schedule {self.schedule!r}; there are {list(SCHEDULES)}")
         if self.recompute not in RECOMPUTE:
             raise PlanError(f"unknown recompute {self.recompute!r}; there are {list(RECOMPUTE)}")
+        if self.reduce_dtype not in (None, *REDUCE_DTYPES):
+            raise PlanError(f"unknown reduce_dtype {self.reduce_dtype!r}; there are {list(REDUCE_DTYPES)}, and None")
         if self.recompute_blocks is not None and (self.recompute == "none" or not self.recompute_blocks):
             raise PlanError(f"recompute={self.recompute!r} of the blocks {list(self.recompute_blocks)}: name some, and "
                             "say how ('selective' or 'full')")
@@ -74,6 +81,11 @@ class Hybrid:
     def is_plain(self) -> bool:
         """Whether a step is one forward and one backward of the whole program."""
         return self.micro_batches == 1 and self.stages == 1
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """``reduce_dtype`` as torch's."""
+        return getattr(torch, self.reduce_dtype) if self.reduce_dtype else None
 
     def recomputed(self, block: str | None) -> bool:
         """Whether the block at this path keeps no more than its inputs on the device: backward computes the rest again,

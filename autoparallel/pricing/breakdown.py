@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoparallel.layout import COLLECTIVES
+from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.pricing.prices import Inside, Prices
 from autoparallel.pricing.problem import SpacePricer
@@ -149,7 +149,7 @@ def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_P
                 seconds = turns.counts[site.index] * float(prices.parameter_s(strategies)[number])
                 stage.optimizer += seconds
                 stage.once += seconds
-                stage.state_bytes += float(prices.parameter_bytes(strategies)[number])
+                stage.state_bytes += float(pricer.site_bytes(site.index)[number])
 
 
 def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[int, int], stage: _Parts,
@@ -235,16 +235,17 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _
     if source == target:
         return
     layouts, times = space.spaces(link.meta), pricer.turns.link_times(link)
-    once = pricer.turns.of_parameter[link.source]
+    once, summing = pricer.turns.of_parameter[link.source], pricer.turns.summing(link)
     for step in prices.path(link.meta, source, target):
-        seconds = prices.step_s(link.meta, step, pricer.turns.in_buckets(link))
+        seconds = prices.step_s(link.meta, step, summing)
         elements = max(layouts.local_elements[layouts.index(x)] for x in (step.before, step.after))
         axis = space.axis_names[step.axis]
         actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)
         for direction, kind, s, n in actions:
             if kind == "none" or (direction == "backward" and not (link.meta.requires_grad and prices.training)):
                 continue
-            _count_use(found, (kind, axis, direction), n, float(elements) * link.meta.dtype.itemsize, s)
+            scale = summing.scale if direction == "backward" and kind in SUMS else 1.0
+            _count_use(found, (kind, axis, direction), n, scale * float(elements) * link.meta.dtype.itemsize, s)
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
             setattr(stage, name, getattr(stage, name) + n * s)
             if once and n == pricer.turns.counts[link.target]:

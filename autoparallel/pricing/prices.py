@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from autoparallel.capture import TensorMeta
-from autoparallel.layout import Layout, Placement, RedistributionTable, Step
+from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower.fuse import BUCKET_BYTES
+from autoparallel.pricing.turns import Summing
 from autoparallel.rules.rule import Dims, Exchange, Rule
 from autoparallel.rules.space import Link, StrategySet, StrategySpace
 from cost_models import Cluster, Group, collectives, compute, memory
@@ -25,6 +26,8 @@ from cost_models import Cluster, Group, collectives, compute, memory
 #: search ask for the same ones. On three axes a table takes a few MB.
 _TABLES: dict[tuple[Any, ...], RedistributionTable] = {}
 MOST_TABLES = 256
+#: One collective for each gradient, in its own type.
+ALONE = Summing()
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,21 @@ class Prices:
         alone = collectives.all_reduce_s(num_bytes, self.groups[axis])
         return np.where(num_bytes < BUCKET_BYTES, np.minimum(alone, num_bytes / BUCKET_BYTES * whole), alone)
 
-    def step_s(self, meta: TensorMeta, step: Step, in_buckets: bool = False) -> tuple[float, float]:
+    def summed_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
+                 after: np.ndarray) -> np.ndarray:
+        """Seconds of backward of a step from ``source`` to ``target`` whose gradients are summed so: whole
+        parameters' in buckets, or in another type, to which and from which they are cast."""
+        backward = ACTIONS[source.kind, target.kind][1]
+        scale = summing.scale if backward in SUMS else 1.0
+        if summing.in_buckets and (source.kind, target.kind) == ("I", "R"):
+            seconds = self.bucket_s(axis, scale * after)
+        else:
+            seconds = self.action_s(backward, axis, target, source, scale * after, scale * before)
+        if scale == 1.0:
+            return seconds
+        return seconds + collectives.copy_s((1 + scale) / 2 * (after + before), self.cluster.device)
+
+    def step_s(self, meta: TensorMeta, step: Step, summing: Summing = ALONE) -> tuple[float, float]:
         """(forward, backward) seconds of one step."""
         space = self.space.spaces(meta)
         before, after = (
@@ -133,33 +150,29 @@ class Prices:
         forward = self.action_s(step.forward, step.axis, step.source, step.target, before, after)
         if not (meta.requires_grad and self.training):
             return float(forward[0]), 0.0
-        if in_buckets and (step.source.kind, step.target.kind) == ("I", "R"):
-            backward = self.bucket_s(step.axis, after)
-        else:
-            backward = self.action_s(step.backward, step.axis, step.target, step.source, after, before)
+        backward = self.summed_s(summing, step.axis, step.source, step.target, before, after)
         return float(forward[0]), float(backward[0])
 
-    def link_s(self, link: Link, times: tuple[int, int] = (1, 1), in_buckets: bool = False) -> np.ndarray:
+    def link_s(self, link: Link, times: tuple[int, int] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
         """Seconds of a link that runs so often (forward, backward), by (strategy of its source, of its target)."""
         rows = self.space.strategies[link.source].outputs[link.output]
         columns = self.space.strategies[link.target].inputs[link.position]
         seconds = self._seconds(link.meta, times)
-        if in_buckets:
-            seconds = seconds - times[1] * self._saved_by_buckets(link.meta)
+        if summing != ALONE:
+            seconds = seconds + times[1] * self._more_by(link.meta, summing)
         return seconds[np.ix_(rows, columns)]
 
-    def _saved_by_buckets(self, meta: TensorMeta) -> np.ndarray:
-        """Seconds less for a backward that reduces in buckets, between all layouts."""
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "buckets")
+    def _more_by(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
+        """Seconds more (or less) for a backward that sums gradients so, between all layouts."""
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, summing)
         if key not in self._weighted:
 
             def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                if (source.kind, target.kind) != ("I", "R"):
-                    return np.zeros_like(before)
-                return self.action_s("all_reduce", axis, target, source, after, before) - self.bucket_s(axis, after)
+                return (self.summed_s(summing, axis, source, target, before, after)
+                        - self.summed_s(ALONE, axis, source, target, before, after))
 
-            saved = self.table(meta).sum_along(cost)
-            self._weighted[key] = np.where(np.isfinite(saved), saved, 0.0)
+            more = self.table(meta).sum_along(cost)
+            self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
         return self._weighted[key]
 
     def _seconds(self, meta: TensorMeta, times: tuple[int, int]) -> np.ndarray:

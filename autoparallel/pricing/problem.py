@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from autoparallel.capture import TensorMeta
 from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.prices import Prices, dtype_name
 from autoparallel.pricing.turns import Buffer, Turns
@@ -158,7 +159,7 @@ class SpacePricer:
         """Bytes that a site holds, once, by strategy."""
         s, kind = self.space.strategies[index], self.space.sites[index].kind
         if kind == "parameter":
-            return self.prices.parameter_bytes(s)
+            return self.prices.parameter_bytes(s) + self._sums_bytes(s.output_metas[0], s.outputs[0])
         total = self.prices.exchanged_bytes(s)
         if kind in ("hub", "output", "update") or (s.rule is not None and s.rule.alias):
             return total
@@ -172,17 +173,32 @@ class SpacePricer:
                 total = total + s.rule.work_bytes * self.prices.share_of_work(s)
         return total
 
+    def _sums_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
+        """Bytes of sums of gradients beside the gradients, for layout numbers of a parameter."""
+        return self.turns.accumulator_bytes(meta) / meta.dtype.itemsize * self.prices.local_bytes(meta, numbers)
+
+    def _copy_bytes(self, link: Link) -> np.ndarray:
+        """Bytes of the redistributed copy that a link makes, and of its gradients' sums where those are apart: instead
+        of the sums of the piece it was made of. By (strategy of the link's source, of its target)."""
+        copies = self.prices.link_copies(link)
+        if not self.turns.of_parameter[link.source] or self.turns.hybrid.zero_stage >= 2:
+            return copies
+        source, target = self.space.strategies[link.source], self.space.strategies[link.target]
+        whole = self._sums_bytes(link.meta, target.inputs[link.position])
+        piece = self._sums_bytes(link.meta, source.outputs[link.output])
+        return np.where(copies > 0, copies + np.maximum(whole[None, :] - piece[:, None], 0.0), 0.0)
+
     def _edge(self, link: Link, chosen: Sequence[np.ndarray]) -> Edge:
         rows, columns = chosen[link.source], chosen[link.target]
         s, t = self.space.strategies[link.source], self.space.strategies[link.target]
         life, times = self.turns.copy_life(link), self.turns.link_times(link)
         key = (id(s), link.output, id(t), link.position, rows.tobytes(), columns.tobytes())
         pick = np.ix_(rows, columns)
-        sums, in_buckets, moves = self.turns.sums(link), self.turns.in_buckets(link), self.turns.offloads_copy(link)
-        costs = self._memo(("link", *key, times, sums, in_buckets, moves), lambda: (
-            self.prices.link_s(link, times, in_buckets) + (self.sums_s(link) if sums else 0.0)
+        sums, summing, moves = self.turns.sums(link), self.turns.summing(link), self.turns.offloads_copy(link)
+        costs = self._memo(("link", *key, times, sums, summing, moves), lambda: (
+            self.prices.link_s(link, times, summing) + (self.sums_s(link) if sums else 0.0)
             + (sum(self.offload_copy_s(link)) if moves else 0.0))[pick])
-        usages = self._memo(("copy", *key, life.copies), lambda: self.prices.link_copies(link)[pick] * life.copies)
+        usages = self._memo(("copy", *key, life.copies), lambda: self._copy_bytes(link)[pick] * life.copies)
         if self.faults is not None:
             costs = costs + FAULT_S * self.faults.link_faults(link, self.prices.table(link.meta))[pick]
         return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)
@@ -197,16 +213,17 @@ class SpacePricer:
         return Edge(link.source, link.target, np.zeros(shape), usages, self.turns.buffer_life(buffer.stage))
 
     def sums_s(self, link: Link) -> np.ndarray:
-        """Seconds in which a parameter's gradients of several turns are added up (two reads and a write of each), by
-        (strategy of the link's source, of its target)."""
+        """Seconds in which a parameter's gradients of several turns are added up (two reads and a write of each, or one
+        read and both of a more precise sum), by (strategy of the link's source, of its target)."""
         source, target = self.space.strategies[link.source], self.space.strategies[link.target]
         rows, columns = source.outputs[link.output], target.inputs[link.position]
         if self.turns.hybrid.zero_stage >= 2:  # of the pieces that are stored
             held = np.broadcast_to(self.prices.local_bytes(link.meta, rows)[:, None], (len(rows), len(columns)))
         else:  # of what the ops read
             held = np.broadcast_to(self.prices.local_bytes(link.meta, columns)[None], (len(rows), len(columns)))
-        device = self.prices.cluster.device
-        return self.turns.sums(link) * compute.op_time_s("elementwise", 0.0, 3 * held, dtype_name(link.meta), device)
+        device, apart = self.prices.cluster.device, self.turns.accumulator_bytes(link.meta) / link.meta.dtype.itemsize
+        moved = (1 + 2 * apart if apart else 3) * held
+        return self.turns.sums(link) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(link.meta), device)
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:

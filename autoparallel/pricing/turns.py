@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
+from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path
 from autoparallel.plans import Hybrid
 from autoparallel.rules.space import Link, StrategySpace
@@ -29,6 +32,13 @@ class Life(NamedTuple):
 
     interval: tuple[int, int]
     copies: float = 1
+
+
+class Summing(NamedTuple):
+    """How gradients of parameters are summed over ranks: many at once, in a type of ``scale`` times the bytes."""
+
+    in_buckets: bool = False
+    scale: float = 1.0
 
 
 class Buffer(NamedTuple):
@@ -187,14 +197,27 @@ class Turns:
         again = self.hybrid.recompute == "full" and block is not None and link.target <= self._ends_again[block]
         return count * (2 if again else 1), count
 
-    def in_buckets(self, link: Link) -> bool:
-        """Whether gradients of what the link reads are reduced in buckets (`lower.fuse`)."""
+    def summing(self, link: Link) -> Summing:
+        """How gradients of what the link reads are summed: in buckets (`lower.fuse`), in which type."""
+        if not (self.of_parameter[link.source] and self._learns(link.meta)):
+            return Summing()
+        dtype = self.hybrid.sum_dtype or link.meta.dtype
         once = self.hybrid.is_plain or self.hybrid.zero_stage < 2
-        return once and self.of_parameter[link.source] and link.meta.requires_grad and bool(self.kept)
+        return Summing(once, dtype.itemsize / link.meta.dtype.itemsize)
+
+    def _learns(self, meta: TensorMeta) -> bool:
+        return meta.requires_grad and bool(self.kept)
+
+    def accumulator_bytes(self, meta: TensorMeta) -> int:
+        """For each element of a parameter, of sums over turns that are more precise than its gradient and beside it."""
+        if self.hybrid.sum_dtype is None or self.hybrid.is_plain or not self._learns(meta):
+            return 0
+        found = torch.promote_types(meta.dtype, self.hybrid.sum_dtype)
+        return 0 if found == meta.dtype else found.itemsize
 
     def sums(self, link: Link) -> int:
         """How often a gradient of what the link reads is added to those before."""
-        learns = self.space.sites[link.source].kind == "parameter" and link.meta.requires_grad and bool(self.kept)
+        learns = self.space.sites[link.source].kind == "parameter" and self._learns(link.meta)
         return (self.hybrid.micro_batches - 1) * self.counts[link.target] if learns else 0
 
     # --- how long ---------------------------------------------------------------------------------------------------
@@ -275,7 +298,8 @@ class Turns:
     def _copy_life(self, link: Link) -> Life:
         start, _ = self._at(link.target)
         if self.of_parameter[link.source] and self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
-            sums = self.hybrid.zero_stage < 2 and self.hybrid.micro_batches > 1
+            apart = self.accumulator_bytes(link.meta) > 0
+            sums = self.hybrid.zero_stage < 2 and self.hybrid.micro_batches > 1 and not apart
             always = self._always(link.target).interval
             return Life(always, self.held[link.source] * (2 if sums else 1))  # and the gradient of the whole
         transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3

@@ -61,7 +61,9 @@ def _hybrid(h: Hybrid) -> str:
                 f"{', '.join(h.cuts)}), " if h.stages > 1 else "")
     blocks = h.recompute_blocks
     some = "" if blocks is None else f" of {len(blocks)} blocks ({', '.join(blocks)})"
-    return f"{pipeline}{h.micro_batches} micro-batches, ZeRO stage {h.zero_stage}, recompute {h.recompute}{some}"
+    summed = f", gradients summed in {h.reduce_dtype}" if h.reduce_dtype else ""
+    return (f"{pipeline}{h.micro_batches} micro-batches, ZeRO stage {h.zero_stage}, recompute {h.recompute}{some}"
+            f"{summed}")
 
 
 def _collectives(plan: Plan) -> Table:

@@ -249,12 +249,16 @@ class ParallelModule(nn.Module):
 
     def _add_shared_gradients(self, compiled: Compiled, held: Mapping[str, torch.Tensor | None]) -> None:
         """Add up the gradients that stages have of a parameter that they share."""
+        sum_dtype = compiled.plan.hybrid.sum_dtype
         for name, ranks in sorted(compiled.shared.items()):
             if name in held:
                 parameter = self.get_parameter(name)
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(cast(DTensor, parameter.grad).to_local(), group=self._state.shared_groups[ranks])
+                local = cast(DTensor, parameter.grad).to_local()
+                summed = local.to(sum_dtype or local.dtype)
+                dist.all_reduce(summed, group=self._state.shared_groups[ranks])
+                local.copy_(summed)
                 if (before := held[name]) is not None:
                     parameter.grad += before
 

@@ -5,7 +5,7 @@ Without a pipeline the turns run one after the other here; with one, torch's sch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -73,19 +73,31 @@ class TurnModule(nn.Module):
         self.received = program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
         self.results = (outputs[loss],) if loss is not None else program.sent
+        self.sum_dtype = hybrid.sum_dtype
         self.leaves = nn.ParameterList()
+        self.parameters_read: list[tuple[torch.Tensor, nn.Parameter]] = []
         self.updates: tuple[torch.Tensor, ...] = ()
 
     def begin(self, parameters: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], seed: int) -> None:
         """Read the parameters (local tensors); ``inputs`` are the other placeholders' tensors, turn by turn."""
+        if self.each_turn and self.sum_dtype is not None:  # what is reduced after each turn adds up beside them
+            self.parameters_read = [(p, self._leaf(p)) for p in parameters]
+            parameters = [leaf for _, leaf in self.parameters_read]
         with groups.use(self.axes):
             self.values = self.reads(*parameters)
         self.inputs, self.seed = inputs, seed
-        self.leaves = nn.ParameterList(nn.Parameter(v.detach(), requires_grad=v.requires_grad) for v in self.values)
+        self.leaves = nn.ParameterList(map(self._leaf, self.values))
         if self.each_turn:
             for leaf, value in zip(self.leaves, self.values, strict=True):
                 if value.requires_grad:
                     leaf.register_post_accumulate_grad_hook(_reduce_now(value))
+
+    def _leaf(self, value: torch.Tensor) -> nn.Parameter:
+        """The same memory, with a gradient of its own: of the type of sums, if that is more precise."""
+        leaf = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
+        if self.sum_dtype is not None and leaf.requires_grad:
+            leaf.grad_dtype = torch.promote_types(leaf.dtype, self.sum_dtype)
+        return leaf
 
     def forward(self, *received: torch.Tensor, turn: int) -> tuple[torch.Tensor, ...]:
         with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, turn)), \
@@ -98,10 +110,16 @@ class TurnModule(nn.Module):
 
     def finish(self) -> None:
         """Reduce what gradients are still to be reduced, into the parameters' own."""
-        found = [(v, leaf.grad) for v, leaf in zip(self.values, self.leaves, strict=True) if leaf.grad is not None]
-        if found:
-            torch.autograd.backward([v for v, _ in found], [g for _, g in found])
-        self.values, self.inputs, self.leaves = (), (), nn.ParameterList()
+        _pass_on(zip(self.values, self.leaves, strict=True))
+        _pass_on(self.parameters_read)
+        self.values, self.inputs, self.leaves, self.parameters_read = (), (), nn.ParameterList(), []
+
+
+def _pass_on(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Run backward of each first value from the gradient of the second."""
+    found = [(value, leaf.grad.to(value.dtype)) for value, leaf in pairs if leaf.grad is not None]
+    if found:
+        torch.autograd.backward([value for value, _ in found], [gradient for _, gradient in found])
 
 
 class _Received(torch.autograd.Function):
@@ -131,7 +149,8 @@ class _Sent(torch.autograd.Function):
 
 def _reduce_now(value: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def reduce(leaf: torch.Tensor) -> None:
-        torch.autograd.backward([value], [leaf.grad], retain_graph=True)
+        assert leaf.grad is not None
+        torch.autograd.backward([value], [leaf.grad.to(value.dtype)], retain_graph=True)
         leaf.grad = None
 
     return reduce
