@@ -204,6 +204,28 @@ def gradients_of_convolutions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (found * image).sum()
 
 
+def derivatives_of_functions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """torch.func: of the whole batch, of each sample, of what all samples share, along a direction, twice."""
+    def energy(row: torch.Tensor) -> torch.Tensor:
+        return (row * w).sin().square().sum()
+
+    def told(weights: dict[str, torch.Tensor], row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (weights["w"] * row).tanh().sum(), row * 2
+
+    slope, value = torch.func.grad_and_value(energy)(x)
+    steep = torch.vmap(torch.func.grad(lambda row: torch.func.grad(energy)(row).square().sum()))(x)
+    each, twice = torch.vmap(torch.func.grad(told, has_aux=True), (None, 0))({"w": w * w}, x)
+    tables = torch.vmap(torch.func.jacrev(lambda row, by: (row * by).cumsum(0).tanh(), argnums=1), (0, None))(x, w)
+    made, back = torch.func.vjp(lambda a, b: (a * b).sin(), x, w)
+    along = torch.func.jvp(lambda a: (a * w).cumsum(1).tanh(), (x,), (back(made)[0],))[1]
+    return slope * value + steep * each["w"] + twice * tables.sum(2) + along * back(made)[1]
+
+
+def counts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    groups = torch.tensor([1, 4, 1, 0])
+    return x * w * torch.bincount(groups, (x * w).detach()[:, 0], minlength=6) * groups.bincount(minlength=6)
+
+
 def distributions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Which look whether their parameters are allowed."""
     normal = torch.distributions.Normal(x, w.exp())
@@ -229,8 +251,8 @@ def reading_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [vmapped, twice_differentiated, differentiated_norms, a_step_of_descent,
-                                      gradients_of_convolutions, distributions, temporal_classification,
-                                      reading_data], ids=lambda f: f.__name__)
+                                      gradients_of_convolutions, derivatives_of_functions, counts, distributions,
+                                      temporal_classification, reading_data], ids=lambda f: f.__name__)
 def test_what_a_trace_does_not_see_is_traced(function: Any) -> None:
     """Value and gradient are the model's own, in float64."""
     model, x = Weighed(function).double(), torch.randn(4, 6, dtype=torch.float64)

@@ -247,6 +247,20 @@ def written_in_place() -> Case:
 
 
 @case
+def numbers_read_off_tensors() -> Case:
+    """Counts that say how long they are, a batch norm whose statistics are means over all batches, parts cast to what
+    they are."""
+    def forward(m: Any, x: Tensor, groups: Tensor) -> Tensor:
+        m.b = m.b.to(torch.float32)
+        h = m.b(m.norm(m.a(x).unflatten(1, (4, 4))).flatten(1))
+        sums = torch.bincount(groups, h[:, 0].detach(), minlength=5)
+        return (h * (1 + groups.bincount(minlength=5)[groups].unsqueeze(1))).square().mean() + sums.square().mean()
+
+    return Case(Model(forward, a=mlp(), b=nn.Linear(WIDTH, WIDTH), norm=nn.BatchNorm1d(4, momentum=None)),
+                (x(), torch.arange(BATCH) ** 2 % 5))
+
+
+@case
 def transformer_with_masks() -> Case:
     """As in torch's tutorials: masks are given, and torch looks whether they are causal."""
     def forward(m: Any, source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
@@ -453,6 +467,22 @@ def test_models_that_return_their_caches(ranks: Any, name: str) -> None:
     for wrong_ones, cached in ranks(4).run(with_caches, name, timeout_s=100):
         assert not wrong_ones
         assert len(cached) == 4
+
+
+def test_what_depends_on_the_data_is_refused_with_what_to_write() -> None:
+    def counting(m: Any, x: Tensor) -> Tensor:
+        return torch.bincount(x.long().flatten()) * m.a.weight.sum()
+
+    def casting(m: Any, x: Tensor) -> Tensor:
+        return m.a.to(torch.float64)(x.double())
+
+    def curved(m: Any, x: Tensor) -> Tensor:
+        return torch.vmap(torch.func.hessian(lambda row: m.a(row).sin().sum()))(x)
+
+    for forward, message in ((counting, "Give minlength"), (casting, r"casts its own Linear .* to torch.float64"),
+                             (curved, r"torch.func.grad of torch.func.grad")):
+        with pytest.raises(CaptureError, match=message):
+            capture(Model(forward, a=nn.Linear(WIDTH, WIDTH)), (x(),))
 
 
 def test_inputs_of_a_meta_model_may_be_anywhere() -> None:

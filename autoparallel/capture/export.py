@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from autoparallel.capture.caches import register_caches
 from autoparallel.capture.functions import functions_as_ops
-from autoparallel.capture.stand_ins import TracedCalls, without_checks
+from autoparallel.capture.stand_ins import TracedCalls, traced_methods, without_checks
 from autoparallel.errors import CaptureError
 
 
@@ -30,7 +30,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     level = export_log.level
     export_log.setLevel(logging.CRITICAL)  # its dump of the half-traced graph is replaced by our message
     try:
-        with torch.enable_grad(), functions_as_ops(), without_checks(), TracedCalls():
+        with torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(), TracedCalls():
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:
         raise

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._decomp import get_decompositions
 from torch._functorch import predispatch
 from torch.fx import Graph
@@ -31,6 +32,16 @@ def _like_inputs(outputs: list[torch.Tensor], inputs: list[torch.Tensor], seeds:
 
 _library.impl("gradient", _like_inputs, "CompositeExplicitAutograd")
 gradient = torch.ops.autoparallel.gradient.default
+
+
+def _of_a_batch(info: Any, in_dims: tuple[Any, ...], outputs: list[torch.Tensor], inputs: list[torch.Tensor],
+                *_: Any) -> tuple[list[torch.Tensor], list[int]]:
+    """Shapes, while what torch.vmap maps is traced: each sample has gradients, also of what all samples share."""
+    shapes = [[n for d, n in enumerate(x.shape) if d != at] for x, at in zip(inputs, in_dims[1], strict=True)]
+    return [x.new_empty(info.batch_size, *n) for x, n in zip(inputs, shapes, strict=True)], [0] * len(inputs)
+
+
+torch.library.register_vmap("autoparallel::gradient", _of_a_batch)
 #: Written out in what is differentiated twice. Norms are so whole: what their backward keeps has no derivative.
 WRITTEN_OUT: Any = get_decompositions([
     aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm, aten.native_group_norm_backward,
@@ -51,6 +62,49 @@ def gradient_as_op(
     listed = [[x] if isinstance(x, torch.Tensor) else list(x) for x in (outputs, inputs)]
     seeds = [grad_outputs] if isinstance(grad_outputs, torch.Tensor) else list(grad_outputs or ())
     return tuple(gradient(*listed, seeds or [None] * len(listed[0]), create_graph))
+
+
+def gradient_of_function(function: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool,
+                         args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """What `torch.func.grad` and `grad_and_value` call, while a model is traced: (gradients, value of ``function``)."""
+    def of_args(*args: Any) -> Any:
+        return function(*args, **kwargs)
+
+    made, back, *aux = pullback(of_args, *args, argnums=argnums, has_aux=has_aux)
+    gradients = back(torch.ones_like(made))
+    return gradients, (made, *aux) if has_aux else made
+
+
+def pullback(function: Callable[..., Any], *primals: Any, argnums: int | tuple[int, ...] | None = None,
+             has_aux: bool = False) -> tuple[Any, ...]:
+    """What `torch.func.vjp` and `jacrev` call, while a model is traced."""
+    asked = range(len(primals)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums
+    numbers = [n % len(primals) for n in asked]
+    with torch.enable_grad():
+        given = [pytree.tree_map(lambda x: x.view_as(x), primal) if n in numbers else primal
+                 for n, primal in enumerate(primals)]
+        made = function(*given)
+    made, *aux = made if has_aux else (made,)
+    leaves, spec = pytree.tree_flatten([given[n] for n in numbers])
+
+    def back(cotangents: Any, **_: Any) -> Any:
+        seeds = pytree.tree_leaves(cotangents)
+        gradients = gradient_as_op(pytree.tree_leaves(made), leaves, seeds, create_graph=True)
+        found = pytree.tree_unflatten(gradients, spec)
+        return found[0] if isinstance(argnums, int) else tuple(found)
+
+    return made, back, *aux
+
+
+def pushforward(function: Callable[..., Any], primals: tuple[Any, ...], tangents: Any,
+                argnums: int | tuple[int, ...] | None, *, strict: bool = False, has_aux: bool = False
+                ) -> tuple[Any, ...]:
+    """What `torch.func.jvp`, `jacfwd` and `hessian` call, while a model is traced: a pullback is linear in what it is
+    given, and its own pullback is the pushforward."""
+    made, back, *aux = pullback(function, *primals, argnums=argnums, has_aux=has_aux)
+    seeds = pytree.tree_map(torch.zeros_like, made)
+    _, again = pullback(lambda seed: pytree.tree_leaves(back(seed)), seeds)
+    return made, again(pytree.tree_leaves(tangents))[0], *aux
 
 
 # ------------------------------------------------------------------------------------------------------------- passes
@@ -76,7 +130,8 @@ def batch_regions(graph: Graph) -> None:
 
 def _batch(graph: Graph, region: list[Node], last: Node) -> None:
     inside = set(region)
-    operands = _operands(region, inside)
+    before = [n for node in region if node.target is gradient for n in _between(graph, node.args[1], node.args[0])]
+    operands = _operands([*region, *before], {*inside, *before})
     results = [node for node in region if any(user not in inside for user in node.users)]
 
     def run(*values: Any) -> list[Any]:
@@ -156,8 +211,33 @@ def _operands(region: Sequence[Node], inside: set[Node]) -> list[Node]:
 
 def _interpret(region: Sequence[Node], env: dict[Node, Any]) -> None:
     for node in region:
+        if node.target is gradient:  # of what torch.vmap maps: others are expanded before
+            env[node] = _differentiated(node, env)
+            continue
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         env[node] = node.target(*args, **kwargs)
+
+
+def _differentiated(node: Node, env: dict[Node, Any]) -> list[Any]:
+    """The gradients by `torch.func`, which composes with torch.vmap; ops that both do are done twice only in the trace.
+    """
+    outputs, inputs, seeds, _ = node.args
+    region = _between(node.graph, inputs, outputs)
+    if any(n.target in (predispatch._add_batch_dim, predispatch._remove_batch_dim) for n in region):
+        raise CaptureError(f"a derivative of what torch.vmap maps inside another (as torch.func.hessian does) is not "
+                           f"supported{source_line(node)}\n  Write torch.func.grad of torch.func.grad, or "
+                           "torch.autograd.grad row by row.")
+    if any(x in region for x in inputs):
+        raise CaptureError("gradients of what another input is made of, inside torch.vmap, are not supported"
+                           f"{source_line(node)}\n  Ask for them one by one.")
+
+    def run(*values: Any) -> list[Any]:
+        inner = {**env, **dict(zip(inputs, values, strict=True))}
+        _interpret(region, inner)
+        return [inner[y] for y in outputs]
+
+    made, back = torch.func.vjp(run, *(env[x] for x in inputs))[:2]
+    return list(back([torch.ones_like(y) if s is None else env[s] for y, s in zip(made, seeds, strict=True)]))
 
 
 def _traced_again(graph: Graph, like: Node, run: Callable[..., list[Any]], operands: Sequence[Node],

@@ -7,27 +7,91 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch._functorch import eager_transforms
 from torch.distributions import Distribution
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from autoparallel.capture.ctc import ctc_loss_as_op
-from autoparallel.capture.regions import gradient_as_op
+from autoparallel.capture.graph import is_floating
+from autoparallel.capture.regions import gradient_as_op, gradient_of_function, pullback, pushforward
 from autoparallel.errors import CaptureError
+
+_BATCH_NORM = _BatchNorm.forward
 
 
 @contextmanager
 def without_checks() -> Iterator[None]:
     """nn.Transformer compares each mask's values with a causal one's, for a hint that changes no number; distributions
     compare their parameters with what is allowed. Neither is done."""
-    asks, checks = transformer._detect_is_causal_mask, Distribution._validate_args
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
+    try:
+        with _instead(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True):
+            yield
+    finally:
+        Distribution.set_default_validate_args(checks)
+
+
+@contextmanager
+def traced_methods() -> Iterator[None]:
+    """What reads numbers off tensors, or changes modules, where a traced program could not follow."""
+    with (_instead(eager_transforms, "grad_and_value_impl", gradient_of_function),
+          _instead(eager_transforms, "_vjp_with_argnums", pullback),
+          _instead(eager_transforms, "_jvp_with_argnums", pushforward),
+          _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.Module, "to", _to)):
+        yield
+
+
+@contextmanager
+def _instead(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    own = getattr(owner, name)
+    setattr(owner, name, stand_in)
     try:
         yield
     finally:
-        transformer._detect_is_causal_mask = asks
-        Distribution.set_default_validate_args(checks)
+        setattr(owner, name, own)
+
+
+def _batch_norm(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """With ``momentum=None`` running statistics are means over all batches, whose number is a tensor."""
+    if norm.momentum is not None or not (norm.training and norm.track_running_stats):
+        return _BATCH_NORM(norm, x)
+    norm._check_input_dim(x)
+    assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
+    dims = [d for d in range(x.dim()) if d != 1]
+    with torch.no_grad():
+        norm.num_batches_tracked.add_(1)
+        share, mean = 1.0 / norm.num_batches_tracked.to(norm.running_mean.dtype), x.mean(dims, keepdim=True)
+        variance = (x - mean).square().sum(dims) / (x.numel() // x.shape[1] - 1)
+        for running, batch in ((norm.running_mean, mean.flatten()), (norm.running_var, variance)):
+            running.copy_(running * (1 - share) + batch * share)
+    return torch.nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Raises CaptureError where it is not what it was before: its parameters would be others from then on."""
+    dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+    others = {t.dtype for t in (*module.parameters(), *module.buffers()) if is_floating(t.dtype)} - {dtype}
+    if dtype is not None and others:
+        raise CaptureError(f"the model casts its own {type(module).__name__} from {others.pop()} to {dtype} as it "
+                           "runs, which changes its parameters\n  Cast it before (model.part.to(dtype)), or "
+                           "cast what it reads: F.linear(x, part.weight.to(dtype)).")
+    return module
+
+
+def _counts(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """`torch.bincount` of numbers below ``minlength``; of others the scatter fails."""
+    if not minlength:
+        raise CaptureError("torch.bincount without minlength is as long as the largest number says\n"
+                           "  Give minlength, of which all numbers are below.")
+    if weights is None:
+        weights = torch.ones_like(x, dtype=torch.long)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return weights.new_zeros(minlength).scatter_add(0, x.long(), weights)
 
 
 class TracedCalls(TorchFunctionMode):
@@ -40,6 +104,8 @@ class TracedCalls(TorchFunctionMode):
         if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError("the model assigns to a tensor's data, which a trace does not see\n"
                                "  Write buffer.copy_(value) under torch.no_grad() instead of buffer.data = value.")
+        if function in (torch.bincount, torch.Tensor.bincount):
+            return _counts(*args, **(kwargs or {}))
         if function is torch.autograd.grad:
             return gradient_as_op(*args, **(kwargs or {}))
         if function is torch.nn.functional.ctc_loss:

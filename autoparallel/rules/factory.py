@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 
 @rule_for(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.tril_indices.default,
-          aten.triu_indices.default, aten.scalar_tensor.default, aten.linspace.default, aten.eye.default)
+          aten.triu_indices.default, aten.scalar_tensor.default, aten.linspace.default, aten.eye.default, aten.eye.m)
 def factory(op: OpView) -> Rule:
     return _whole(op, random=False)
 
