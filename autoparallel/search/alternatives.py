@@ -50,11 +50,10 @@ def solve_pinned(problem: Problem, pins: Pins, search: str = "auto", time_limit_
 
 def least_costs(problem: Problem) -> list[np.ndarray]:
     """For every choice of every node a cost that no plan with it is below (seconds; memory left out of account)."""
-    costs, tables = [node.costs for node in problem.nodes], [edge.costs for edge in problem.edges]
     eliminator = Eliminator.of(problem)
     if affordable(eliminator, problem):
-        least, _ = eliminator.solve(costs, tables)
-        return [least + regret for regret in eliminator.regrets(costs, tables)]
+        least, _ = eliminator.solve(problem.costs)
+        return [least + regret for regret in eliminator.regrets(problem.costs)]
     compact = compact_of(replace(problem, limit=FORBIDDEN, more_limits=tuple(FORBIDDEN for _ in problem.more_limits)))
     messenger = Messenger(compact, finite_limit(compact))
     bare = messenger.costs(np.zeros(0))

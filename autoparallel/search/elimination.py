@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoparallel.search.pieces import repeated_pieces
 from autoparallel.search.problem import FORBIDDEN, Problem
+from autoparallel.search.shared import Shared
 
 CHUNK_CELLS = 1_000_000
 HOPELESS_CELLS = 1e10
@@ -36,8 +39,11 @@ class Order:
     max_cells: float
 
 
-def elimination_order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], by_fill: bool = False) -> Order:
+def elimination_order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], by_fill: bool = False,
+                      inside: int | None = None) -> Order:
     """Greedy order: next is the node whose step is the smallest (or adds the fewest new pairs); ties by index.
+
+    Of the first ``inside`` nodes (default: all); the others stay.
 
     O(n w^2 log n) for width w (O(n w^3 log n) by fill). Gives up, with no nodes, at a table of `HOPELESS_CELLS`.
     """
@@ -56,8 +62,9 @@ def elimination_order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], by
         fill = sum(sizes[a] * sizes[b] for i, a in enumerate(near) for b in near[i + 1:] if b not in around[a])
         return float(fill), cells
 
-    current = [weight(v) for v in range(len(sizes))]
-    heap = [(*current[v], v) for v in range(len(sizes))]
+    inside = len(sizes) if inside is None else inside
+    current = [weight(v) for v in range(inside)]
+    heap = [(*current[v], v) for v in range(inside)]
     heapq.heapify(heap)
     done = [False] * len(sizes)
     nodes, neighbours, max_cells = [], [], 1.0
@@ -81,6 +88,8 @@ def elimination_order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], by
             around[u].discard(u)
         touched = set(near).union(*(around[u] for u in near)) if by_fill else near
         for u in touched:
+            if u >= inside:
+                continue
             fresh = weight(u)
             if fresh != current[u]:
                 current[u] = fresh
@@ -117,8 +126,8 @@ class Factor(NamedTuple):
 class Slot(NamedTuple):
     """What a step is, whatever the costs: elimination of ``node``, by adding up ``inputs`` and minimising over it.
 
-    An input is a number: nodes' costs first, then edges' tables, then the results of earlier slots, which are tables
-    over their ``near``; ``scopes`` are the nodes of each. Slots of equal ``layout`` add up their inputs alike.
+    An input is a number: the sweep's factors first, then the results of earlier slots, which are tables over their
+    ``near``; ``scopes`` are the nodes of each. Slots of equal ``layout`` add up their inputs alike.
     """
 
     node: int
@@ -136,140 +145,56 @@ class Step(NamedTuple):
     name: int
 
     @property
-    def node(self) -> int:
-        return self.slot.node
-
-    @property
-    def near(self) -> tuple[int, ...]:
-        return self.slot.near
-
-    @property
-    def factors(self) -> tuple[Factor, ...]:
-        return tuple(map(Factor, self.slot.scopes, self.inputs))
+    def factors(self) -> list[Factor]:
+        return list(map(Factor, self.slot.scopes, self.inputs))
 
 
-class Eliminator:
-    """Solves problems of one structure (same nodes and edges) again and again with changed costs.
+class Tables:
+    """Every array of one elimination by name, and what each result was lowered by so that its least is 0."""
 
-    Look at ``order.max_cells`` first (`exact.affordable` does): inf means that there is no order to solve in.
-    """
+    def __init__(self, arrays: Shared) -> None:
+        self._names = _Names()
+        self._arrays: dict[int, np.ndarray] = {}
+        self.lowered: dict[int, float] = {}
+        called = []
+        for array in arrays.distinct:
+            row = array.reshape(-1) if array.ndim == 2 and min(array.shape) == 1 else array
+            called.append(self._names.of_array(row))
+            self._arrays[called[-1]] = row
+        self.given = np.array(called, np.int64)[arrays.numbers]
 
-    def __init__(self, sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> None:
-        self.sizes, self._pairs = list(sizes), list(pairs)
-        open_pairs = [(u, v) for u, v in self._pairs if self.sizes[u] > 1 and self.sizes[v] > 1]
-        self.order = elimination_order(self.sizes, open_pairs)
-        if CHUNK_CELLS < self.order.max_cells < FORBIDDEN:
-            other = elimination_order(self.sizes, open_pairs, by_fill=True)
-            self.order = min(self.order, other, key=lambda order: order.max_cells)
-        self._lines: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        self._rank = [0] * len(self.sizes)
-        for rank, v in enumerate(self.order.nodes):
-            self._rank[v] = rank
-        self._slots = self._laid_out() if self.order.nodes else []
+    def __getitem__(self, name: int) -> np.ndarray:
+        return self._arrays[name]
 
-    @classmethod
-    def of(cls, problem: Problem) -> Eliminator:
-        return cls([len(node.costs) for node in problem.nodes], [(e.source, e.target) for e in problem.edges])
+    def name(self, key: object) -> int:
+        return self._names.of(key)
 
-    def _laid_out(self) -> list[Slot]:
-        """A slot per node, in order. O(n w)."""
-        waiting: list[list[tuple[int, tuple[int, ...]]]] = [[(v, (v,))] for v in range(len(self.sizes))]
-        number = len(self.sizes)
-        for pair in self._pairs:
-            scope = tuple(u for u in pair if self.sizes[u] > 1) or pair[1:]  # a node with one choice joins nothing
-            waiting[min(scope, key=self._rank.__getitem__)].append((number, scope))
-            number += 1
-        slots = []
-        for v, near in zip(self.order.nodes, self.order.neighbours, strict=True):
-            place = {u: axis for axis, u in enumerate((v, *near))}
-            inputs, scopes = zip(*waiting[v], strict=True)
-            layout = tuple(tuple(place[u] for u in scope) for scope in scopes)
-            slots.append(Slot(v, near, inputs, scopes, layout))
-            if near:
-                waiting[min(near, key=self._rank.__getitem__)].append((number, near))
-            number += 1
-        return slots
-
-    def _table(self, pair: tuple[int, int], table: np.ndarray) -> np.ndarray:
-        """The table of an edge, as costs of the one where the other has one choice; of one table the same object."""
-        if min(table.shape) > 1:
-            return table
-        axis = 0 if self.sizes[pair[0]] == 1 else 1
-        known = self._lines.get((id(table), axis))
-        if known is None:
-            known = self._lines[id(table), axis] = table, table[0] if axis == 0 else table[:, 0]
-        return known[1]
-
-    def work(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> float:
-        """Cells that `solve` would touch: the sum over distinct steps."""
-        steps, _, _ = self._steps(costs, tables)
-        cells = {step.name: math.prod(float(self.sizes[u]) for u in (step.node, *step.near)) for step in steps}
-        return sum(cells.values())
-
-    def solve(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> tuple[float, tuple[int, ...]]:
-        """The minimum of sum(costs) + sum(tables) and a choice that attains it (inf: none is allowed).
-
-        ``costs`` has an array per node, ``tables`` one per edge of the problem given at birth. Time O(`work`).
-        """
-        steps, arrays, _ = self._steps(costs, tables)
-        return self._forward(steps, arrays), self._choose(steps, arrays)
-
-    def regrets(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """For every choice of every node: by how much the best plan with it exceeds the best plan (inf: there is none).
-
-        One pass up (as `solve`) and one down, in which what is added up at each step is once more minimised, for the
-        step's node and for each earlier step that gave it a table. Raises nothing; all 0 when no plan is allowed.
-        """
-        steps, arrays, names = self._steps(costs, tables)
-        if self._forward(steps, arrays) == FORBIDDEN:
-            return [np.zeros(size) for size in self.sizes]
-        above: dict[int, Factor] = {}
-        regrets: list[np.ndarray] = [np.zeros(0)] * len(self.sizes)
-        known: dict[tuple[object, ...], list[np.ndarray]] = {}
-        position = {step.node: number for number, step in enumerate(steps)}
-        children: list[list[int]] = [[] for _ in steps]
-        for number, step in enumerate(steps):
-            if step.near:
-                children[position[min(step.near, key=self._rank.__getitem__)]].append(number)
-        for number in range(len(steps) - 1, -1, -1):
-            step, given = steps[number], children[number]
-            factors = [*step.factors, *([above[number]] if number in above else [])]
-            scope = (step.node, *step.near)
-            onto = [(step.node,), *(steps[child].near for child in given)]
-            place = {u: axis for axis, u in enumerate(scope)}
-            key = (tuple((factor.name, *(place[u] for u in factor.scope)) for factor in factors),
-                   tuple(tuple(place[u] for u in part) for part in onto), tuple(self.sizes[u] for u in scope))
-            if key not in known:
-                known[key] = self._project(factors, scope, onto, arrays)
-            regrets[step.node], *totals = known[key]
-            for child, total in zip(given, totals, strict=True):
-                name = names.of(("above", steps[child].name, names.of_array(total)))
-                if name not in arrays:
-                    arrays[name] = _less(total, arrays[steps[child].name])
-                above[child] = Factor(steps[child].near, name)
-        return regrets
-
-    def _forward(self, steps: list[Step], arrays: dict[int, np.ndarray]) -> float:
+    def work_out(self, steps: Sequence[Step]) -> float:
         """Fill in the result of every step, each less its minimum; returns the sum of these minima."""
-        offsets: dict[int, float] = {}
         for step in steps:
-            if step.name not in offsets:
-                result = self._minimise(step, arrays)
+            if step.name not in self.lowered:
+                result = self._minimise(step)
                 lowest = float(result.min())
-                offsets[step.name] = lowest
-                arrays[step.name] = result - lowest if 0 < lowest < FORBIDDEN else result
-        return math.fsum(offsets[step.name] for step in steps)
+                self.lowered[step.name] = lowest
+                self._arrays[step.name] = result - lowest if 0 < lowest < FORBIDDEN else result
+        return math.fsum(self.lowered[step.name] for step in steps)
 
-    def _project(self, factors: list[Factor], scope: tuple[int, ...], onto: Sequence[tuple[int, ...]],
-                 arrays: dict[int, np.ndarray]) -> list[np.ndarray]:
+    def without(self, total: np.ndarray, part: int) -> int:
+        """The name of a sum of tables without one of its terms."""
+        name = self.name(("without", part, self._names.of_array(total)))
+        if name not in self._arrays:
+            self._arrays[name] = _less(total, self[part])
+        return name
+
+    def project(self, factors: list[Factor], scope: tuple[int, ...], onto: Sequence[tuple[int, ...]]
+                ) -> list[np.ndarray]:
         """Minima of the factors' sum over all of ``scope`` but each of ``onto``, less the least.
 
         All of ``onto`` mention the first of ``scope``, along which the sum is worked out in pieces.
         """
         place = {u: axis for axis, u in enumerate(scope)}
-        shape = tuple(self.sizes[u] for u in scope)
         rest = [tuple(axis for axis, u in enumerate(scope) if u not in part) for part in onto]
-        parts = self._parts(factors, scope, arrays)
+        parts, shape = self._parts(factors, scope)
         rows = max(1, int(CHUNK_CELLS * shape[0] / math.prod(shape)))
         pieces: list[list[np.ndarray]] = [[] for _ in onto]
         for low in range(0, shape[0], rows):
@@ -284,39 +209,23 @@ class Eliminator:
             least.append(joined.transpose([left.index(place[u]) for u in part]))
         return [array - min(float(array.min()), 1e300) for array in least]
 
-    def _parts(self, factors: Sequence[Factor], scope: tuple[int, ...], arrays: dict[int, np.ndarray]
-               ) -> list[np.ndarray]:
-        """The factors' tables laid out over ``scope`` (size 1 along absent nodes), small ones first."""
+    def _parts(self, factors: Sequence[Factor], scope: tuple[int, ...]) -> tuple[list[np.ndarray], tuple[int, ...]]:
+        """The factors' tables laid out over ``scope`` (size 1 along absent nodes), small ones first; all their shape."""
         place = {u: axis for axis, u in enumerate(scope)}
+        shape = [1] * len(scope)
         parts = []
         for factor in factors:
             axes = [place[u] for u in factor.scope]
-            spread = [1] * len(scope)
-            for axis in axes:
-                spread[axis] = self.sizes[scope[axis]]
-            parts.append(arrays[factor.name].transpose(np.argsort(axes)).reshape(spread))
-        return sorted(parts, key=lambda part: part.size)
+            array, spread = self[factor.name], [1] * len(scope)
+            for axis, size in zip(axes, array.shape, strict=True):
+                spread[axis] = shape[axis] = size
+            parts.append(array.transpose(np.argsort(axes)).reshape(spread))
+        return sorted(parts, key=lambda part: part.size), tuple(shape)
 
-    def _steps(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]
-               ) -> tuple[list[Step], dict[int, np.ndarray], _Names]:
-        """Every elimination with what it adds up, and the arrays that are known so far by name."""
-        given = [*costs, *map(self._table, self._pairs, tables)]
-        names = _Names()
-        called = [names.of_array(array) for array in given]
-        arrays = dict(zip(called, given, strict=True))
-        steps = []
-        for slot in self._slots:
-            inputs = tuple([called[number] for number in slot.inputs])
-            steps.append(Step(slot, inputs, names.of((slot.layout, inputs))))
-            called.append(steps[-1].name)
-        return steps, arrays, names
-
-    def _minimise(self, step: Step, arrays: dict[int, np.ndarray]) -> np.ndarray:
-        """The table over ``step.near``, computed in pieces that stay in the cache."""
-        scope = (step.node, *step.near)
-        shape = tuple(self.sizes[u] for u in scope)
-        parts = self._parts(step.factors, scope, arrays)
-        if len(scope) == 1:
+    def _minimise(self, step: Step) -> np.ndarray:
+        """The table over the step's ``near``, computed in pieces that stay in the cache."""
+        parts, shape = self._parts(step.factors, (step.slot.node, *step.slot.near))
+        if len(shape) == 1:
             return functools.reduce(np.add, parts).min(axis=0)
         rows = max(1, int(CHUNK_CELLS * shape[1] / math.prod(shape)))
         pieces = [functools.reduce(np.add, [part if part.shape[1] == 1 else part[:, low:low + rows] for part in parts])
@@ -325,20 +234,234 @@ class Eliminator:
         return np.concatenate([np.broadcast_to(piece, (min(rows, full[0] - low), *full[1:])) for piece, low
                                in zip(pieces, range(0, full[0], rows), strict=True)]) if len(pieces) > 1 else pieces[0]
 
-    def _choose(self, steps: list[Step], arrays: dict[int, np.ndarray]) -> tuple[int, ...]:
-        """Walk back: the best choice of each node given those of the nodes eliminated after it."""
-        choice = [0] * len(self.sizes)
+
+class Sweep:
+    """The rule by which the first ``num_inside`` of some nodes (default: all) are eliminated, whatever the costs.
+
+    ``scopes`` are the nodes of each table that is given. The result over the nodes that stay is the last step's.
+    """
+
+    def __init__(self, sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], num_inside: int | None = None) -> None:
+        self.sizes, self.scopes = sizes, scopes
+        self.num_inside = len(sizes) if num_inside is None else num_inside
+        pairs = [pair for scope in scopes for pair in itertools.combinations(scope, 2)]
+        self.order = elimination_order(sizes, pairs, inside=self.num_inside)
+        if CHUNK_CELLS < self.order.max_cells < FORBIDDEN:
+            other = elimination_order(sizes, pairs, by_fill=True, inside=self.num_inside)
+            self.order = min(self.order, other, key=lambda order: order.max_cells)
+        self._rank = [len(sizes)] * len(sizes)
+        for rank, v in enumerate(self.order.nodes):
+            self._rank[v] = rank
+        self._slots = self._laid_out() if self.order.nodes else []
+
+    def _first(self, scope: Sequence[int]) -> int | None:
+        """Which of these nodes is eliminated first; None where all stay."""
+        v = min(scope, key=self._rank.__getitem__, default=None)
+        return None if v is None or self._rank[v] == len(self.sizes) else v
+
+    def _laid_out(self) -> list[Slot]:
+        """A slot per node, in order. O(n w)."""
+        waiting: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in self.sizes]
+        for number, scope in enumerate(self.scopes):
+            if (v := self._first(scope)) is not None:
+                waiting[v].append((number, scope))
+        slots: list[Slot] = []
+        for v, near in zip(self.order.nodes, self.order.neighbours, strict=True):
+            place = {u: axis for axis, u in enumerate((v, *near))}
+            inputs, scopes = zip(*waiting[v], strict=True)
+            layout = tuple(tuple(place[u] for u in scope) for scope in scopes)
+            if (after := self._first(near)) is not None:
+                waiting[after].append((len(self.scopes) + len(slots), near))
+            slots.append(Slot(v, near, inputs, scopes, layout))
+        return slots
+
+    def steps(self, called: Sequence[int], tables: Tables) -> list[Step]:
+        """Every elimination with what it adds up, for the tables of these names."""
+        called, steps = list(called), []
+        for slot in self._slots:
+            inputs = tuple([called[number] for number in slot.inputs])
+            steps.append(Step(slot, inputs, tables.name((slot.layout, inputs))))
+            called.append(steps[-1].name)
+        return steps
+
+    def cells(self, steps: Sequence[Step]) -> dict[int, float]:
+        """Cells that each distinct step touches."""
+        return {step.name: math.prod(float(self.sizes[u]) for u in (step.slot.node, *step.slot.near))
+                for step in steps}
+
+    def choose(self, steps: Sequence[Step], tables: Tables, choice: list[int]) -> None:
+        """Walk back: the best choice of each node given those of the nodes eliminated after it, or that stay."""
         known: dict[tuple[int, ...], int] = {}
         for step in reversed(steps):
-            key = (step.name, *[choice[u] for u in step.near])
+            v, near = step.slot.node, step.slot.near
+            key = (step.name, *[choice[u] for u in near])
             if key not in known:
-                total = np.zeros(self.sizes[step.node])
+                total = np.zeros(self.sizes[v])
                 for factor in step.factors:
-                    index = tuple(slice(None) if u == step.node else choice[u] for u in factor.scope)
-                    total = total + arrays[factor.name][index]
+                    index = tuple(slice(None) if u == v else choice[u] for u in factor.scope)
+                    total = total + tables[factor.name][index]
                 known[key] = int(total.argmin())
-            choice[step.node] = known[key]
-        return tuple(choice)
+            choice[v] = known[key]
+
+    def regrets(self, steps: Sequence[Step], tables: Tables, wanted: Sequence[int] = (), above: int | None = None
+                ) -> tuple[list[np.ndarray], dict[int, int]]:
+        """Of every node inside; and for each ``wanted`` table the name of all others' least sum over its scope.
+
+        The way down: what is added up at each step is once more minimised, for the step's node and for each table that
+        was a result. ``above``: the sum of what is outside, over the nodes that stay.
+        """
+        regrets: list[np.ndarray] = [np.zeros(0)] * self.num_inside
+        results, first = set(wanted), len(self.scopes)
+        over = {} if above is None else {first + len(steps) - 1: above}
+        known: dict[tuple[object, ...], list[np.ndarray]] = {}
+        for number in range(len(steps) - 1, -1, -1):
+            step = steps[number]
+            slot, scope = step.slot, (step.slot.node, *step.slot.near)
+            given = [(i, part, name) for i, part, name in zip(slot.inputs, slot.scopes, step.inputs, strict=True)
+                     if i >= first or i in results]
+            factors = step.factors
+            if first + number in over:
+                factors.append(Factor(slot.near, over[first + number]))
+            onto = [(slot.node,), *(part for _, part, _ in given)]
+            place = {u: axis for axis, u in enumerate(scope)}
+            key = (tuple((factor.name, *(place[u] for u in factor.scope)) for factor in factors),
+                   tuple(tuple(place[u] for u in part) for part in onto))
+            if key not in known:
+                known[key] = tables.project(factors, scope, onto)
+            regrets[slot.node], *totals = known[key]
+            for (i, _, name), total in zip(given, totals, strict=True):
+                over[i] = tables.without(total, name)
+        return regrets, over
+
+
+class Eliminator:
+    """Solves problems of one structure (same nodes and edges) again and again with changed costs.
+
+    Pieces of the graph that repeat are eliminated first, once for all that cost the same; then what joins them. Look at
+    ``max_cells`` (of the largest table kept) first (`exact.affordable` does): inf means that there is no order to solve
+    in.
+    """
+
+    def __init__(self, sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> None:
+        self.sizes = np.asarray(sizes, np.int64)
+        ends = np.asarray(pairs, np.int64).reshape(-1, 2)
+        count = len(self.sizes)
+        self._pieces = repeated_pieces(self.sizes, ends)
+        self._rules = [Sweep(self.sizes[np.concatenate([form.nodes[0], form.border[0]])].tolist(), form.scopes,
+                             form.nodes.shape[1]) for form in self._pieces]
+        outside, left = np.ones(count, bool), np.ones(count + len(ends), bool)
+        for form in self._pieces:
+            outside[form.nodes], left[form.inputs] = False, False
+        self._nodes, self._inputs = np.flatnonzero(outside), np.flatnonzero(left)
+        place = dict(zip(self._nodes.tolist(), range(len(self._nodes)), strict=True))
+        scopes = [(place[v],) for v in self._nodes.tolist()]
+        for u, v in ends[self._inputs[len(self._nodes):] - count].tolist():
+            open_ends = [w for w in (u, v) if self.sizes[w] > 1] or [v]  # a node with one choice joins nothing
+            scopes.append(tuple(place[w] for w in open_ends))
+        self._given = len(scopes)
+        scopes += [tuple(place[v] for v in border) for form in self._pieces for border in form.border.tolist()]
+        self._top = Sweep(self.sizes[self._nodes].tolist(), scopes)
+        self.max_cells = max(rule.order.max_cells for rule in (self._top, *self._rules))
+
+    @classmethod
+    def of(cls, problem: Problem) -> Eliminator:
+        return cls(problem.sizes, problem.ends)
+
+    def work(self, arrays: Shared) -> float:
+        """Cells that `solve` would touch: the sum over distinct steps."""
+        run = _Run(self, arrays)
+        cells = self._top.cells(run.top)
+        for rule, kinds in zip(self._rules, run.kinds, strict=True):
+            for kind in kinds:
+                cells.update(rule.cells(kind))
+        return sum(cells.values())
+
+    def solve(self, arrays: Shared) -> tuple[float, tuple[int, ...]]:
+        """The minimum of the sum of all arrays' entries and a choice that attains it (inf: none is allowed).
+
+        An array of costs per node, then a table per edge of the problem given at birth. Time O(`work`).
+        """
+        run = _Run(self, arrays)
+        return run.value(), run.choice()
+
+    def regrets(self, arrays: Shared) -> list[np.ndarray]:
+        """For every choice of every node: by how much the best plan with it exceeds the best plan (inf: there is none).
+
+        One pass up (as `solve`) and one down. Raises nothing; all 0 when no plan is allowed.
+        """
+        run = _Run(self, arrays)
+        if run.value() == FORBIDDEN:
+            return [np.zeros(size) for size in self.sizes]
+        return run.regrets()
+
+
+class _Run:
+    """One elimination: the steps of every kind of piece (a form with certain costs), and which piece is of which."""
+
+    def __init__(self, eliminator: Eliminator, arrays: Shared) -> None:
+        self.of, self.tables = eliminator, Tables(arrays)
+        self.kinds: list[list[list[Step]]] = []
+        self.kind_of: list[np.ndarray] = []
+        called = self.tables.given[eliminator._inputs].tolist()
+        for form, rule in zip(eliminator._pieces, eliminator._rules, strict=True):
+            rows = self.tables.given[form.inputs]
+            which, first = _equal_rows(rows)
+            self.kinds.append([rule.steps(rows[row].tolist(), self.tables) for row in first])
+            self.kind_of.append(which)
+            ends = np.array([kind[-1].name for kind in self.kinds[-1]])
+            called += ends[which].tolist()
+        self.top = eliminator._top.steps(called, self.tables)
+
+    def value(self) -> float:
+        """Fill in all tables; the least sum."""
+        sums = []
+        for kinds, which in zip(self.kinds, self.kind_of, strict=True):
+            each = np.array([self.tables.work_out(kind) for kind in kinds])
+            sums += each[which].tolist()
+        return math.fsum([*sums, self.tables.work_out(self.top)])
+
+    def choice(self) -> tuple[int, ...]:
+        of = self.of
+        choice = np.zeros(len(of.sizes), np.int64)
+        outside = [0] * len(of._nodes)
+        of._top.choose(self.top, self.tables, outside)
+        choice[of._nodes] = outside
+        for form, rule, kinds, which in zip(of._pieces, of._rules, self.kinds, self.kind_of, strict=True):
+            around = np.concatenate([which[:, None], choice[form.border]], axis=1)
+            alike, first = _equal_rows(around)
+            inside = np.zeros((len(first), rule.num_inside), np.int64)
+            for row, picks in zip(inside, around[first].tolist(), strict=True):
+                found = [0] * rule.num_inside + picks[1:]
+                rule.choose(kinds[picks[0]], self.tables, found)
+                row[:] = found[:rule.num_inside]
+            choice[form.nodes] = inside[alike]
+        return tuple(choice.tolist())
+
+    def regrets(self) -> list[np.ndarray]:
+        of = self.of
+        found: list[np.ndarray] = [np.zeros(0)] * len(of.sizes)
+        results = range(of._given, len(of._top.scopes))
+        outside, above = of._top.regrets(self.top, self.tables, results)
+        for v, regret in zip(of._nodes.tolist(), outside, strict=True):
+            found[v] = regret
+        number = of._given
+        for form, rule, kinds, which in zip(of._pieces, of._rules, self.kinds, self.kind_of, strict=True):
+            known: dict[tuple[int, int | None], list[np.ndarray]] = {}
+            for kind, nodes in zip(which.tolist(), form.nodes.tolist(), strict=True):
+                key = kind, above.get(number)
+                if key not in known:
+                    known[key], _ = rule.regrets(kinds[kind], self.tables, (), key[1])
+                for v, regret in zip(nodes, known[key], strict=True):
+                    found[v] = regret
+                number += 1
+        return found
+
+
+def _equal_rows(rows: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """For every row which distinct one it is, and where each of these is first."""
+    seen: dict[bytes, int] = {}
+    which = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], np.int64)
+    return which, np.unique(which, return_index=True)[1].tolist()
 
 
 def _less(total: np.ndarray, part: np.ndarray) -> np.ndarray:

@@ -85,17 +85,14 @@ class Incumbent:
 
 def trivial_bound(problem: Problem) -> float:
     """Sum of the least cost of every node and edge: valid for every choice, weak. O(cells)."""
-    lows = {id(array): float(array.min()) for array in
-            [node.costs for node in problem.nodes] + [edge.costs for edge in problem.edges]}
-    return (sum(lows[id(node.costs)] for node in problem.nodes)
-            + sum(lows[id(edge.costs)] for edge in problem.edges))
+    return float(problem.costs.each(np.min).sum())
 
 
 def elimination_cells(eliminator: Eliminator, problem: Problem) -> float:
     """Cells that elimination touches; inf where one table would be too large."""
-    if eliminator.order.max_cells > TABLE_CELLS:
+    if eliminator.max_cells > TABLE_CELLS:
         return FORBIDDEN
-    return eliminator.work([n.costs for n in problem.nodes], [e.costs for e in problem.edges])
+    return eliminator.work(problem.costs)
 
 
 def affordable(eliminator: Eliminator, problem: Problem, work_cells: float = WORK_CELLS) -> bool:
@@ -121,7 +118,7 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
     relax, spent = eliminator.solve, 0.0
     unpriced, value = None, -FORBIDDEN
     if prices is None:
-        unpriced = value, plan = relax([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
+        unpriced = value, plan = relax(problem.costs)
         spent = time.monotonic() - began
         if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
             return Outcome(plan, judged.objective, min(value, judged.objective), "optimal", {"exact": spent})

@@ -8,15 +8,16 @@ linear program over them proposes the next prices, taken part of the way from th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from autoparallel.search.memory import Memory, least_peak, memory_at, memory_of
 from autoparallel.search.problem import FORBIDDEN, Problem, evaluate
+from autoparallel.search.shared import Shared
 
-Relaxation = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], tuple[float, tuple[int, ...]]]
+Relaxation = Callable[[Shared], tuple[float, tuple[int, ...]]]
 STEP = 0.6
 NEW_TIMES = 3
 PLACES = 256
@@ -58,29 +59,9 @@ class Dual:
         return self.prices + (1.0 if len(self.active) == 1 else STEP) * (proposed[1] - self.prices)
 
 
-def priced(problem: Problem, memory: Memory, prices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def priced(problem: Problem, memory: Memory, prices: np.ndarray) -> Shared:
     """Node costs and edge tables with the memory's prices (seconds per byte at each time) added."""
-    return _priced(problem, memory, memory.prices_per_user(prices))
-
-
-def _priced(problem: Problem, memory: Memory, rates: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The same with seconds per byte of each user; unpriced arrays stay the same objects."""
-    shared: dict[tuple[int, int, float], np.ndarray] = {}
-
-    def with_price(array: np.ndarray, user: int) -> np.ndarray:
-        rate = float(rates[user])
-        if rate == 0.0:
-            return array
-        key = id(array), id(problem.edges[user - memory.num_nodes].usages if user >= memory.num_nodes
-                            else problem.nodes[user].usages), rate
-        if key not in shared:
-            shared[key] = array + rate * memory.extra[user]
-        return shared[key]
-
-    costs = [with_price(node.costs, v) for v, node in enumerate(problem.nodes)]
-    tables = [edge.costs if edge.usages is None else with_price(edge.costs, memory.num_nodes + e)
-              for e, edge in enumerate(problem.edges)]
-    return costs, tables
+    return problem.costs.priced(memory.extra, memory.prices_per_user(prices))
 
 
 def at_prices(problem: Problem, times: np.ndarray, prices: np.ndarray) -> tuple[Problem, float]:
@@ -89,10 +70,7 @@ def at_prices(problem: Problem, times: np.ndarray, prices: np.ndarray) -> tuple[
     With what the room is worth: the least cost there less this is a lower bound for every plan that fits here.
     """
     memory = memory_at(problem, times)
-    costs, tables = priced(problem, memory, prices)
-    nodes = tuple(replace(node, costs=cost) for node, cost in zip(problem.nodes, costs, strict=True))
-    edges = tuple(replace(edge, costs=table) for edge, table in zip(problem.edges, tables, strict=True))
-    return replace(problem, nodes=nodes, edges=edges, limit=FORBIDDEN), float(prices @ memory.room)
+    return problem.with_costs(priced(problem, memory, prices), FORBIDDEN), float(prices @ memory.room)
 
 
 def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: float, rounds: int,
@@ -112,7 +90,7 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
             dual.exact = True
             break
         known, unpriced = unpriced, None
-        value, plan = known or relax(*priced(problem, memory, trial))
+        value, plan = known or relax(priced(problem, memory, trial))
         bound = value - float(trial @ memory.room)
         dual.rounds += 1
         if value == FORBIDDEN or dual.bound > dearest:
@@ -139,14 +117,14 @@ def mixed_plans(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
     own must outweigh the change of layouts between them, so a small contrast may not mix. O(log `PLACES`) relaxations.
     """
     count = len(problem.nodes)
-    users = np.array([*range(count), *(max(edge.source, edge.target) for edge in problem.edges)])
+    users = np.concatenate([np.arange(count), problem.ends.max(axis=1)])
     rates, places = memory.prices_per_user(prices), np.arange(count)
     found: dict[bool, tuple[int, ...]] = {}
 
     def fits(number: int) -> bool:
         """Whether the plan with so many dear nodes fits."""
         dear = places >= count - number if dear_last else places < number
-        _, plan = relax(*_priced(problem, memory, rates * np.where(dear, contrast, 1 / contrast)[users]))
+        _, plan = relax(problem.costs.priced(memory.extra, rates * np.where(dear, contrast, 1 / contrast)[users]))
         fit = bool((memory.load(problem, plan) <= memory.room).all())
         found[fit] = plan
         return fit
@@ -161,14 +139,8 @@ def mixed_plans(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
 
 def dearest_cost(problem: Problem) -> float:
     """More than any allowed plan can cost: a bound above it proves that no plan fits."""
-    highs: dict[int, float] = {}
-    total = 0.0
-    for array in [node.costs for node in problem.nodes] + [edge.costs for edge in problem.edges]:
-        if id(array) not in highs:
-            allowed = array[array < FORBIDDEN]
-            highs[id(array)] = float(allowed.max()) if allowed.size else 0.0
-        total += highs[id(array)]
-    return total * (1 + 1e-6) + 1e-300
+    highs = problem.costs.each(lambda array: float(array.max(initial=0.0, where=array < FORBIDDEN)))
+    return float(highs.sum()) * (1 + 1e-6) + 1e-300
 
 
 @dataclass(frozen=True)
@@ -191,8 +163,9 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
     as if they lived at one of them only, which bounds all the same and keeps equal blocks equal.
     """
     floor = least_peak(problem)
-    memory = memory_of(replace(problem, limit=floor))
-    bare = _without_costs(replace(problem, limit=floor))
+    problem = problem.with_limit(floor)
+    memory = memory_of(problem)
+    bare = problem.costs.map(lambda array: np.where(array < FORBIDDEN, 0.0, FORBIDDEN))  # only what is forbidden
     lives = memory.spans[:, 0] < memory.spans[:, 1]
     weights = np.zeros(len(memory.times))
     if memory.binds:
@@ -203,7 +176,7 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
     for number in range(rounds):
         share = EVEN / 2**number
         trial, even = (1 - share) * weights, share / max(1, len(weights))
-        value, plan = relax(*_priced(bare, memory, memory.prices_per_user(trial) + even * lives))
+        value, plan = relax(bare.priced(memory.extra, memory.prices_per_user(trial) + even * lives))
         if value == FORBIDDEN:
             return LowestPeak(FORBIDDEN, FORBIDDEN, None)
         bound = max(bound, value + float((trial + even) @ (floor - memory.room)))
@@ -214,7 +187,7 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
             break
         if 0.0 < enough < bound:
             return LowestPeak(min(bound, peak), peak, best)
-        over = memory.load(bare, plan) - memory.room + floor
+        over = memory.load(problem, plan) - memory.room + floor
         cuts.append((0.0, over))
         worst = [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES] if p not in active]
         active += worst
@@ -223,19 +196,6 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
             break
         weights = proposed[1]
     return LowestPeak(min(bound, peak), peak, best)
-
-
-def _without_costs(problem: Problem) -> Problem:
-    """Only what is forbidden stays; equal arrays stay the same objects."""
-    known: dict[int, np.ndarray] = {}
-
-    def bare(array: np.ndarray) -> np.ndarray:
-        if id(array) not in known:
-            known[id(array)] = np.where(array < FORBIDDEN, 0.0, FORBIDDEN)
-        return known[id(array)]
-
-    return replace(problem, nodes=tuple(replace(node, costs=bare(node.costs)) for node in problem.nodes),
-                   edges=tuple(replace(edge, costs=bare(edge.costs)) for edge in problem.edges))
 
 
 def _master(cuts: list[tuple[float, np.ndarray]], active: list[int], num_times: int, highest: float,

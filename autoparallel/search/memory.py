@@ -7,12 +7,12 @@ end are not. A time is *slack* when even the greediest choices fit. What is left
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 
-from autoparallel.search.problem import FORBIDDEN, Edge, MemoryLimitError, Node, Problem
+from autoparallel.search.problem import FORBIDDEN, NOTHING, MemoryLimitError, Problem
+from autoparallel.search.shared import Shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Memory:
 
     times: np.ndarray
     room: np.ndarray
-    extra: tuple[np.ndarray, ...]
+    extra: Shared
     spans: np.ndarray
     num_nodes: int
 
@@ -39,17 +39,7 @@ class Memory:
 
     def load(self, problem: Problem, choice: Sequence[int]) -> np.ndarray:
         """Extra usage of a choice at each of ``times``. O(users + times)."""
-        change = np.zeros(len(self.times) + 1)
-        for user in np.flatnonzero(self.spans[:, 0] < self.spans[:, 1]).tolist():
-            low, high = self.spans[user]
-            if user < self.num_nodes:
-                usage = self.extra[user][choice[user]]
-            else:
-                edge = problem.edges[user - self.num_nodes]
-                usage = self.extra[user][choice[edge.source], choice[edge.target]]
-            change[low] += usage
-            change[high] -= usage
-        return np.cumsum(change)[:-1]
+        return load_of(self.spans, self.extra.take(problem.cells(choice)), len(self.times))
 
     def prices_per_user(self, prices: np.ndarray) -> np.ndarray:
         """Seconds per byte of each user, from seconds per byte at each of ``times``."""
@@ -57,60 +47,19 @@ class Memory:
         return np.maximum(0.0, total[self.spans[:, 1]] - total[self.spans[:, 0]])
 
 
-@dataclass(frozen=True)
-class _Use:
-    """Usages of one or more users, and the least and the most of those that are allowed."""
-
-    usages: np.ndarray
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, usages: np.ndarray, costs: np.ndarray) -> _Use:
-        allowed = usages[costs < FORBIDDEN]
-        return cls(usages, float(allowed.min()), float(allowed.max())) if allowed.size else cls(usages, 0.0, 0.0)
-
-    @cached_property
-    def extra(self) -> np.ndarray:
-        return np.maximum(self.usages - self.low, 0.0)
-
-
-@dataclass(frozen=True)
 class _Users:
-    """All nodes, then all edges; edges without usages live never, equal users (repeated blocks) share an object."""
+    """All nodes, then all edges, with the least and the most usages of those choices that are allowed."""
 
-    uses: list[_Use]
-    intervals: np.ndarray
-    num_nodes: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Users:
-        nothing = np.zeros((1, 1))
-        made: dict[tuple[int, int], _Use] = {}
-
-        def use(user: Node | Edge) -> _Use:
-            usages, costs = (nothing, nothing) if user.usages is None else (user.usages, user.costs)
-            key = id(usages), id(costs)
-            if key not in made:
-                made[key] = _Use.of(usages, costs)
-            return made[key]
-
-        intervals = np.array([*(node.interval for node in problem.nodes),
-                              *((0, 0) if edge.usages is None else edge.interval for edge in problem.edges)],
-                             np.int64).reshape(-1, 2)
-        return cls([*map(use, problem.nodes), *map(use, problem.edges)], intervals, len(problem.nodes))
-
-    @cached_property
-    def low(self) -> np.ndarray:
-        return np.array([use.low for use in self.uses])
-
-    @cached_property
-    def high(self) -> np.ndarray:
-        return np.array([use.high for use in self.uses])
-
-    @cached_property
-    def live(self) -> np.ndarray:
-        return (self.intervals[:, 0] < self.intervals[:, 1]) & (self.high > 0)
+    def __init__(self, problem: Problem) -> None:
+        self.intervals, self.num_nodes = problem.intervals, len(problem.nodes)
+        pairs, first, numbers = np.unique(np.stack([problem.usages.numbers, problem.costs.numbers]), axis=1,
+                                          return_index=True, return_inverse=True)
+        ranges = [_range(problem.usages[user], problem.costs[user]) for user in first.tolist()]
+        least, most = np.array(ranges).reshape(-1, 2).T
+        self.low, self.high = least[numbers.reshape(-1)], most[numbers.reshape(-1)]
+        self.live = (self.intervals[:, 0] < self.intervals[:, 1]) & (self.high > 0)
+        self.extra = Shared([np.maximum(problem.usages[user] - low, 0.0) if low else problem.usages[user]
+                             for user, (low, _) in zip(first.tolist(), ranges, strict=True)], numbers.reshape(-1))
 
     def load(self, times: np.ndarray, usages: np.ndarray) -> np.ndarray:
         return load_at(times, self.intervals[self.live], usages[self.live])
@@ -118,8 +67,12 @@ class _Users:
     def memory(self, times: np.ndarray, limit: float) -> Memory:
         spans = np.searchsorted(times, self.intervals)
         spans[self.high <= self.low] = 0
-        room = limit - self.load(times, self.low)
-        return Memory(times, room, tuple(use.extra for use in self.uses), spans, self.num_nodes)
+        return Memory(times, limit - self.load(times, self.low), self.extra, spans, self.num_nodes)
+
+
+def _range(usages: np.ndarray, costs: np.ndarray) -> tuple[float, float]:
+    allowed = usages if usages is NOTHING else usages[costs < FORBIDDEN]
+    return (float(allowed.min()), float(allowed.max())) if allowed.size else (0.0, 0.0)
 
 
 def undominated_times(intervals: np.ndarray) -> np.ndarray:
@@ -134,9 +87,14 @@ def undominated_times(intervals: np.ndarray) -> np.ndarray:
 
 def load_at(times: np.ndarray, intervals: np.ndarray, usages: np.ndarray) -> np.ndarray:
     """Summed usage of the intervals that hold each of the ascending ``times``."""
-    change = np.zeros(len(times) + 1)
-    np.add.at(change, np.searchsorted(times, intervals[:, 0]), usages)
-    np.subtract.at(change, np.searchsorted(times, intervals[:, 1]), usages)
+    return load_of(np.searchsorted(times, intervals), usages, len(times))
+
+
+def load_of(spans: np.ndarray, usages: np.ndarray, num_times: int) -> np.ndarray:
+    """Summed usage at each time, from half-open ranges of times."""
+    change = np.zeros(num_times + 1)
+    np.add.at(change, spans[:, 0], usages)
+    np.subtract.at(change, spans[:, 1], usages)
     return np.cumsum(change)[:-1]
 
 
@@ -144,7 +102,7 @@ def memory_of(problem: Problem) -> Memory:
     """Set up the rows. Raises MemoryLimitError when the least usages alone exceed the limit. O(n log n)."""
     if problem.limit == FORBIDDEN:
         return memory_at(problem, np.zeros(0, np.int64))
-    users = _Users.of(problem)
+    users = _Users(problem)
     times = undominated_times(users.intervals[users.live])
     least, most = users.load(times, users.low), users.load(times, users.high)
     if len(times) and least.max() > problem.limit:
@@ -154,13 +112,13 @@ def memory_of(problem: Problem) -> Memory:
 
 def memory_at(problem: Problem, times: np.ndarray) -> Memory:
     """Rows at these (ascending) times, whether they matter or not. O(n log n)."""
-    return _Users.of(problem).memory(times, problem.limit)
+    return _Users(problem).memory(times, problem.limit)
 
 
 def least_peak(problem: Problem) -> float:
     """Peak bytes if every node and edge could take its least usage: no plan needs less. O(n log n)."""
     try:
-        memory_of(replace(problem, limit=0.0))
+        memory_of(problem.with_limit(0.0))
     except MemoryLimitError as error:
         return error.needed_bytes
     return 0.0

@@ -6,7 +6,7 @@ above the plan in hand, no better plan has that choice. What is left is eliminat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,8 +14,9 @@ import numpy as np
 from autoparallel.search.elimination import Eliminator
 from autoparallel.search.lagrange import Dual, priced, raise_bound
 from autoparallel.search.memory import Memory
-from autoparallel.search.presolve import Reduced, keep
+from autoparallel.search.presolve import Reduced, keep, selected
 from autoparallel.search.problem import Problem
+from autoparallel.search.shared import Shared
 
 SLACK = 1e-6
 
@@ -33,12 +34,12 @@ class Priced:
     def problem(self) -> Problem:
         return self.reduced.problem
 
-    def relax(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> tuple[float, tuple[int, ...]]:
-        return self.eliminator.solve(costs, tables)
+    def relax(self, costs: Shared) -> tuple[float, tuple[int, ...]]:
+        return self.eliminator.solve(costs)
 
     def work(self) -> float:
         """Cells of one elimination."""
-        return self.eliminator.work(*priced(self.problem, self.memory, self.dual.prices))
+        return self.eliminator.work(priced(self.problem, self.memory, self.dual.prices))
 
     def raised(self, deadline: float, rounds: int, on_plan: Callable[[tuple[int, ...]], float], gap: float) -> Priced:
         """Better prices, in so many more rounds; ``on_plan`` sees plans of the whole problem."""
@@ -57,15 +58,15 @@ class Priced:
         room = (objective - self.dual.bound) * (1 + SLACK) + 1e-9 * abs(objective)
         wanted = self.reduced.forward(choice)
         needed: dict[tuple[int, int], np.ndarray] = {}
-        regrets = self.eliminator.regrets(*priced(problem, self.memory, self.dual.prices))
+        regrets = self.eliminator.regrets(priced(problem, self.memory, self.dual.prices))
         kinds = [(id(node.costs), id(node.usages)) for node in problem.nodes]
         for kind, regret, pick in zip(kinds, regrets, wanted, strict=True):
             mask = regret <= room
             mask[pick] = True
             needed[kind] = needed[kind] | mask if kind in needed else mask
         left = keep(problem, [np.flatnonzero(needed[kind]) for kind in kinds])
-        return Priced(self.reduced.then(left), _narrowed(self.memory, problem, left), Eliminator.of(left.problem),
-                      _surviving(self.dual, left))
+        memory = replace(self.memory, extra=selected(self.memory.extra, problem.ends, left.kept))
+        return Priced(self.reduced.then(left), memory, Eliminator.of(left.problem), _surviving(self.dual, left))
 
 
 def _surviving(dual: Dual, left: Reduced) -> Dual:
@@ -74,23 +75,3 @@ def _surviving(dual: Dual, left: Reduced) -> Dual:
     alive = [i for i, plan in enumerate(plans) if left.restore(plan) == dual.plans[i]]
     return replace(dual, plans=[plans[i] for i in alive], cuts=[dual.cuts[i] for i in alive], active=[*dual.active],
                    exact=False)
-
-
-def _narrowed(memory: Memory, problem: Problem, left: Reduced) -> Memory:
-    """The same rows, for the choices that are left; equal users share their arrays."""
-    made: dict[tuple[object, ...], np.ndarray] = {}
-    names = [kept.tobytes() for kept in left.kept]
-
-    def part(user: int, *owners: int) -> np.ndarray:
-        extra = memory.extra[user]
-        if extra.shape == (1, 1) and len(owners) == 2:  # an edge without usages
-            return extra
-        key = (id(extra), *(names[v] for v in owners))
-        if key not in made:
-            made[key] = extra[np.ix_(*(left.kept[v] for v in owners))]
-        return made[key]
-
-    count = memory.num_nodes
-    extra = [part(v, v) for v in range(count)]
-    extra += [part(count + e, edge.source, edge.target) for e, edge in enumerate(problem.edges)]
-    return replace(memory, extra=tuple(extra))

@@ -18,6 +18,7 @@ from autoparallel.search.merge import shrink
 from autoparallel.search.messages import Messenger
 from autoparallel.search.problem import FORBIDDEN
 from autoparallel.search.program import Program
+from autoparallel.search.shared import Shared
 from autoparallel.search.walk import Walk
 
 PROGRAM_CELLS = (4_000, 15_000, 40_000)
@@ -131,7 +132,8 @@ class Parts:
         for factor in self._random.choice(FACTORS, PRICINGS, replace=False).tolist():
             if time.monotonic() >= self.deadline:
                 return
-            value, picks = eliminator.solve(*inner.priced(factor * self.prices))
+            costs, tables = inner.priced(factor * self.prices)
+            value, picks = eliminator.solve(Shared.of([*costs, *tables]))
             if value < FORBIDDEN:
                 self._try(part, picks)
 

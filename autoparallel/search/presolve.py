@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoparallel.search.problem import FORBIDDEN, Edge, Node, Problem
+from autoparallel.search.problem import FORBIDDEN, NOTHING, Edge, Node, Problem
+from autoparallel.search.shared import Shared
 
 MAX_COMPARED = 1024
 
@@ -63,32 +64,36 @@ def drop_dominated(problem: Problem, rounds: int = 2) -> Reduced:
 
 def select(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
     """The problem with only these choices of each node; arrays that were shared stay shared."""
-    made: dict[tuple[object, ...], np.ndarray] = {}
-    names = [pick.tobytes() for pick in kept]
-    in_order = {size: np.arange(size, dtype=np.int64).tobytes() for size in {len(n.costs) for n in problem.nodes}}
-    whole = [name == in_order[len(node.costs)] for name, node in zip(names, problem.nodes, strict=True)]
-
-    def part(array: np.ndarray, *owners: int) -> np.ndarray:
-        if all(whole[v] for v in owners):
-            return array
-        key = (id(array), *(names[v] for v in owners))
-        found = made.get(key)
-        if found is None:
-            found = made[key] = array[np.ix_(*(kept[v] for v in owners))]
-        return found
-
+    if all(len(pick) == size for pick, size in zip(kept, problem.sizes.tolist(), strict=True)):
+        return problem
+    costs, usages = selected(problem.costs, problem.ends, kept), selected(problem.usages, problem.ends, kept)
     nodes = tuple(
-        node if whole[v] else
-        replace(node, costs=part(node.costs, v), usages=part(node.usages, v),
-                labels=None if node.labels is None else tuple(node.labels[i] for i in kept[v]))
-        for v, node in enumerate(problem.nodes)
+        replace(node, costs=cost, usages=usage,
+                labels=None if node.labels is None else tuple(node.labels[i] for i in pick))
+        for node, cost, usage, pick in zip(problem.nodes, costs, usages, kept, strict=False)
     )
-    edges = tuple(
-        replace(e, costs=part(e.costs, e.source, e.target),
-                usages=None if e.usages is None else part(e.usages, e.source, e.target))
-        for e in problem.edges
-    )
+    count = len(nodes)
+    edges = tuple(replace(edge, costs=cost, usages=None if edge.usages is None else usage)
+                  for edge, cost, usage in zip(problem.edges, costs[count:], usages[count:], strict=True))
     return replace(problem, nodes=nodes, edges=edges)
+
+
+def selected(arrays: Shared, ends: np.ndarray, kept: Sequence[np.ndarray]) -> Shared:
+    """Of nodes' arrays, then edges' tables, only the choices kept of each node; what was shared stays shared."""
+    seen: dict[bytes, int] = {}
+    names = np.array([seen.setdefault(pick.tobytes(), len(seen)) for pick in kept], np.int64)
+    owners = np.concatenate([np.repeat(np.arange(len(kept))[:, None], 2, axis=1), ends])
+    keys = np.concatenate([arrays.numbers[None], names[owners].T])
+    _, first, numbers = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+
+    def part(user: int) -> np.ndarray:
+        array = arrays[user]
+        within = [kept[v] for v in owners[user, :array.ndim].tolist()]
+        if array is NOTHING or array.shape == tuple(map(len, within)):
+            return array
+        return array[np.ix_(*within)]
+
+    return Shared([part(user) for user in first.tolist()], numbers.reshape(-1))
 
 
 def _needed(problem: Problem) -> list[np.ndarray]:

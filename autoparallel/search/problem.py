@@ -14,17 +14,21 @@ memory of its own class. A node that uses memory of two classes, or at two times
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
 from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.search.shared import Shared
 
 FORBIDDEN = float("inf")
 Label = tuple[int, ...]
+NOTHING = np.zeros((1, 1))
 
 
 class MemoryLimitError(InfeasibleError):
@@ -143,6 +147,56 @@ class Problem:
                 raise SearchError(f"{self.name}: edge {number} ({edge.source} -> {edge.target}) has a table of "
                                   f"{edge.costs.shape} for nodes with {shape} choices")
 
+    def with_limit(self, limit: float) -> Problem:
+        """The same decisions under another limit of class 0, without checking them again."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "limit", limit)
+        return changed
+
+    def with_costs(self, costs: Shared, limit: float) -> Problem:
+        """Other costs and tables, and another limit."""
+        nodes = tuple(replace(node, costs=cost) for node, cost in zip(self.nodes, costs, strict=False))
+        edges = tuple(replace(edge, costs=table) for edge, table in zip(self.edges, costs[len(nodes):], strict=True))
+        return replace(self, nodes=nodes, edges=edges, limit=limit)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Choices of each node."""
+        return np.array([len(node.costs) for node in self.nodes], np.int64)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """A row (source, target) per edge."""
+        return np.array([(edge.source, edge.target) for edge in self.edges], np.int64).reshape(-1, 2)
+
+    @cached_property
+    def costs(self) -> Shared:
+        """Of the nodes, then of the edges."""
+        return Shared.of([*[node.costs for node in self.nodes], *[edge.costs for edge in self.edges]])
+
+    @cached_property
+    def usages(self) -> Shared:
+        """Of the nodes, then of the edges; `NOTHING` of an edge that uses no memory."""
+        return Shared.of([*[node.usages for node in self.nodes],
+                          *[NOTHING if edge.usages is None else edge.usages for edge in self.edges]])
+
+    @cached_property
+    def intervals(self) -> np.ndarray:
+        """A row (start, end) per node, then per edge; (0, 0) of an edge that uses no memory."""
+        return np.array([*[node.interval for node in self.nodes],
+                         *[(0, 0) if edge.usages is None else edge.interval for edge in self.edges]],
+                        np.int64).reshape(-1, 2)
+
+    @cached_property
+    def device_classes(self) -> np.ndarray:
+        return np.array([user.device_class for user in (*self.nodes, *self.edges)], np.int64)
+
+    def cells(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Which entry of each node's costs and of each edge's table, row by row, a choice takes."""
+        picks = np.asarray(choice, np.int64)
+        source, target = self.ends.T
+        return np.concatenate([picks, picks[source] * self.sizes[target] + picks[target]])
+
 
 class Pricer(Protocol):
     """What a search may ask for beyond one problem: the same nodes with other choices.
@@ -224,24 +278,20 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
 
     Costs are summed exactly (`math.fsum`), so that the order of nodes does not matter.
     """
-    nodes, edges = problem.nodes, problem.edges
-    if len(choice) != len(nodes):
-        raise SearchError(f"{problem.name}: {len(choice)} choices for {len(nodes)} nodes")
-    for number, (node, pick) in enumerate(zip(nodes, choice, strict=True)):
-        if not 0 <= pick < len(node.costs):
-            raise SearchError(f"{problem.name}: choice {pick} of node {number} ({node.name!r}) is not in "
-                              f"0..{len(node.costs) - 1}")
-    costs = [node.costs.item(pick) for node, pick in zip(nodes, choice, strict=True)]
-    costs += [edge.costs.item(choice[edge.source], choice[edge.target]) for edge in edges]
-    users = [(node.device_class, node.interval, node.usages.item(pick))
-             for node, pick in zip(nodes, choice, strict=True)]
-    users += [(edge.device_class, edge.interval, edge.usages.item(choice[edge.source], choice[edge.target]))
-              for edge in edges if edge.usages is not None]
-    objective, peaks = math.fsum(costs), []
+    if len(choice) != len(problem.nodes):
+        raise SearchError(f"{problem.name}: {len(choice)} choices for {len(problem.nodes)} nodes")
+    picks = np.asarray(choice, np.int64)
+    wrong = np.flatnonzero((picks < 0) | (picks >= problem.sizes))
+    if len(wrong):
+        node = problem.nodes[wrong[0]]
+        raise SearchError(f"{problem.name}: choice {picks[wrong[0]]} of node {wrong[0]} ({node.name!r}) is not in "
+                          f"0..{len(node.costs) - 1}")
+    cells = problem.cells(picks)
+    objective = math.fsum(problem.costs.take(cells).tolist())
+    usages, peaks = problem.usages.take(cells), []
     for number in range(len(problem.limits)):
-        own = [(interval, usage) for device_class, interval, usage in users if device_class == number]
-        times, load = load_profile(np.array([interval for interval, _ in own], np.int64).reshape(-1, 2),
-                                   np.array([usage for _, usage in own]))
+        own = problem.device_classes == number
+        times, load = load_profile(problem.intervals[own], usages[own])
         peaks.append((float(load.max()), int(times[load.argmax()])))
     tightest = max(range(len(peaks)), key=lambda number: (peaks[number][0] - problem.limits[number], -number))
     fits = all(peak <= limit for (peak, _), limit in zip(peaks, problem.limits, strict=True))

@@ -192,7 +192,7 @@ class Recursion:
         problem = pricer.problem(allowed)
         eliminator = Eliminator.of(problem)
         if affordable(eliminator, problem, WORK_CELLS):
-            _, plan = eliminator.solve([node.costs for node in problem.nodes], [edge.costs for edge in problem.edges])
+            _, plan = eliminator.solve(problem.costs)
             self._want(allowed, plan)
 
     def _beside(self, v: int, wanted: Plan, axis: int) -> tuple[Label, ...]:

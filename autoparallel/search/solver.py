@@ -88,7 +88,7 @@ class Run:
 
     def drop_dominated(self) -> None:
         start = time.monotonic()
-        if not self.can_eliminate and self.eliminator.order.max_cells < HOPELESS_CELLS:
+        if not self.can_eliminate and self.eliminator.max_cells < HOPELESS_CELLS:
             self.reduce(drop_dominated(self.reduced.problem))
         self.best.seconds["presolve"] += time.monotonic() - start
 
@@ -170,7 +170,7 @@ class Run:
         self.drop_dominated()
         if self.can_eliminate:
             free = self.reduced.problem
-            bound, _ = self.eliminator.solve([node.costs for node in free.nodes], [edge.costs for edge in free.edges])
+            bound, _ = self.eliminator.solve(free.costs)
             self.note(Outcome(None, FORBIDDEN, bound, self.best.stop_reason, {"bound": time.monotonic() - start}))
 
     def program(self, max_cells: int = MAX_CELLS) -> None:

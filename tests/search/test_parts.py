@@ -13,17 +13,13 @@ from hypothesis import given, settings
 
 from autoparallel.errors import SearchError
 from autoparallel.search import Edge, Node, Problem, evaluate, iopddl
-from autoparallel.search.elimination import Eliminator
+from autoparallel.search.elimination import Eliminator, elimination_order
 from autoparallel.search.lagrange import lowest_peak, raise_bound
 from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
 from autoparallel.search.memory import least_peak, memory_of
 from autoparallel.search.narrow import Priced
 from autoparallel.search.presolve import drop_dominated, keep
 from tests.search.problems import all_plans, block_chain, random_problem, seeds
-
-
-def arrays(problem: Problem) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    return [node.costs for node in problem.nodes], [edge.costs for edge in problem.edges]
 
 
 def test_judge_counts_half_open_intervals_and_edges() -> None:
@@ -95,14 +91,14 @@ def test_presolve_keeps_an_optimum(seed: int) -> None:
 def test_elimination_and_its_regrets(seed: int) -> None:
     problem = random_problem(seed, limited=False)
     eliminator = Eliminator.of(problem)
-    value, choice = eliminator.solve(*arrays(problem))
+    value, choice = eliminator.solve(problem.costs)
     plans = all_plans(problem)
     best = min(judged.objective for _, judged in plans)
     assert value == best
     if best == math.inf:
         return
     assert evaluate(problem, choice).objective == best
-    for v, regrets in enumerate(eliminator.regrets(*arrays(problem))):
+    for v, regrets in enumerate(eliminator.regrets(problem.costs)):
         for pick, regret in enumerate(regrets):
             assert regret == min(judged.objective for plan, judged in plans if plan[v] == pick) - best
 
@@ -110,11 +106,11 @@ def test_elimination_and_its_regrets(seed: int) -> None:
 def test_equal_blocks_are_worked_out_once() -> None:
     problem = block_chain(64, choices=16)
     eliminator = Eliminator.of(problem)
-    order = eliminator.order
+    order = elimination_order(problem.sizes.tolist(), problem.ends.tolist())
     one_by_one = sum(math.prod(eliminator.sizes[u] for u in (v, *near))
                      for v, near in zip(order.nodes, order.neighbours, strict=True))
-    assert eliminator.work(*arrays(problem)) < 0.9 * one_by_one
-    value, choice = eliminator.solve(*arrays(problem))
+    assert eliminator.work(problem.costs) < 0.9 * one_by_one
+    value, choice = eliminator.solve(problem.costs)
     assert evaluate(problem, choice).objective == value
 
 

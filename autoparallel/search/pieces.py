@@ -1,0 +1,118 @@
+"""Which parts of a graph repeat: what greedy elimination takes away before chains of blocks are left.
+
+In each round those nodes go whose step is smaller than each neighbour's: many, as long as there are blocks with an
+inside; a few, once only what joins the blocks is left. The nodes that went fall into pieces, and pieces of one form
+are eliminated by one rule, once for all of equal costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+PIECE_CELLS = 2e6
+FEW = 1 / 8
+FORM_BITS = 40
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of one form, one per row: ``nodes`` inside, ``border`` nodes around them, and ``inputs``.
+
+    Inputs are numbers: a node's costs, or number of nodes + an edge's table. ``scopes`` say which of (nodes, border)
+    each input is about, by position.
+    """
+
+    nodes: np.ndarray
+    border: np.ndarray
+    inputs: np.ndarray
+    scopes: tuple[tuple[int, ...], ...]
+
+
+def repeated_pieces(sizes: np.ndarray, ends: np.ndarray) -> list[Pieces]:
+    """Forms with at least two pieces. ``ends`` has a row (source, target) per edge. O((n + m) log(n + m)) a round."""
+    count = len(sizes)
+    scopes = np.where((sizes[ends] > 1).any(axis=1)[:, None], ends, ends[:, [1, 1]])
+    scopes = np.where(sizes[scopes] > 1, scopes, scopes[:, ::-1])  # a node with one choice joins nothing
+    inside = _inside(sizes, scopes[scopes[:, 0] != scopes[:, 1]])
+    piece = _components(count, scopes[inside[scopes].all(axis=1)])
+    piece[~inside] = -1
+    own, other = piece[scopes[:, 0]], piece[scopes[:, 1]]
+    edges = np.flatnonzero((own >= 0) | (other >= 0))
+    owner = np.maximum(own, other)
+    users = np.concatenate([np.flatnonzero(inside), edges + count])
+    belongs = np.concatenate([piece[inside], owner[edges]])
+    both = np.concatenate([np.repeat(np.flatnonzero(inside)[:, None], 2, axis=1), scopes[edges]])
+    order = np.argsort(belongs, kind="stable")
+    users, belongs, both = users[order], belongs[order], both[order]
+    starts = np.flatnonzero(np.diff(belongs, prepend=-1))
+    found: dict[tuple[object, ...], list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    for low, high in zip(starts.tolist(), [*starts[1:].tolist(), len(users)], strict=False):
+        near, place = np.unique(both[low:high], return_inverse=True)
+        within = inside[near]
+        rank = np.where(within, np.cumsum(within) - 1, within.sum() + np.cumsum(~within) - 1)
+        local = rank[place.reshape(-1, 2)]
+        nodes, border = near[within], near[~within]
+        form = (sizes[nodes].tobytes(), sizes[border].tobytes(), local.tobytes())
+        found.setdefault(form, []).append((nodes, border, users[low:high]))
+    made = []
+    for form, pieces in found.items():
+        if len(pieces) > 1:
+            local = np.frombuffer(form[2], np.int64).reshape(-1, 2)  # type: ignore[arg-type]
+            made.append(Pieces(*(np.array(rows) for rows in zip(*pieces, strict=True)),  # type: ignore[call-arg]
+                               tuple((u,) if u == v else (u, v) for u, v in local.tolist())))
+    return made
+
+
+def _inside(sizes: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Nodes that go while many go at once, each in a step of few cells."""
+    count = len(sizes)
+    log = np.log2(sizes)
+    left = np.ones(count, bool)
+    pairs = _distinct(pairs, count)
+    while left.any():
+        u, v = pairs.T
+        work = log + np.bincount(u, log[v], count) + np.bincount(v, log[u], count)
+        rank = np.empty(count, np.int64)
+        rank[np.argsort(np.rint(work * 1e6), kind="stable")] = np.arange(count)
+        go = left & (work <= np.log2(PIECE_CELLS))
+        go[np.where(rank[u] > rank[v], u, v)] = False
+        if go.sum() <= FEW * left.sum():
+            break
+        left &= ~go
+        pairs = _without(pairs, go, count)
+    return ~left
+
+
+def _without(pairs: np.ndarray, go: np.ndarray, count: int) -> np.ndarray:
+    """The pairs once these nodes, of which no two are a pair, are eliminated."""
+    touched = go[pairs].any(axis=1)
+    gone = np.where(go[pairs[touched]][:, :1], pairs[touched], pairs[touched][:, ::-1])
+    gone = gone[np.argsort(gone[:, 0], kind="stable")]
+    degree = np.bincount(gone[:, 0], minlength=count)[gone[:, 0]]
+    more = [pairs[~touched]]
+    for number in np.unique(degree).tolist():
+        near = gone[degree == number, 1].reshape(-1, number)
+        first, second = np.triu_indices(number, 1)
+        more.append(np.stack([near[:, first], near[:, second]], axis=-1).reshape(-1, 2))
+    return _distinct(np.concatenate(more), count)
+
+
+def _distinct(pairs: np.ndarray, count: int) -> np.ndarray:
+    low, high = np.minimum(pairs[:, 0], pairs[:, 1]), np.maximum(pairs[:, 0], pairs[:, 1])
+    keys = np.unique(low * count + high)
+    return np.stack([keys // max(1, count), keys % max(1, count)], axis=1)
+
+
+def _components(count: int, pairs: np.ndarray) -> np.ndarray:
+    """The least node of each node's component."""
+    name = np.arange(count)
+    while True:
+        low = name.copy()
+        np.minimum.at(low, pairs[:, 0], name[pairs[:, 1]])
+        np.minimum.at(low, pairs[:, 1], name[pairs[:, 0]])
+        low = low[low]
+        if (low == name).all():
+            return name
+        name = low
