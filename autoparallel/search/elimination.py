@@ -8,6 +8,7 @@ inputs, so that equal blocks of a model (which share their arrays) are computed 
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import heapq
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel.search.pieces import repeated_pieces
+from autoparallel.search.pieces import Pieces, repeated_pieces
 from autoparallel.search.problem import FORBIDDEN, Problem
 from autoparallel.search.shared import Shared
 
@@ -345,8 +346,17 @@ class Eliminator:
     def __init__(self, sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> None:
         self.sizes = np.asarray(sizes, np.int64)
         ends = np.asarray(pairs, np.int64).reshape(-1, 2)
+        self._lay_out(ends, repeated_pieces(self.sizes, ends))
+        if CHUNK_CELLS < self.max_cells and self._pieces:  # as a whole it may be narrower
+            whole = copy.copy(self)
+            whole._lay_out(ends, [])
+            if whole.max_cells < self.max_cells:
+                self.__dict__.update(whole.__dict__)
+
+    def _lay_out(self, ends: np.ndarray, pieces: list[Pieces]) -> None:
+        """The rules: one per form of pieces, and one for what joins them."""
         count = len(self.sizes)
-        self._pieces = repeated_pieces(self.sizes, ends)
+        self._pieces = pieces
         self._rules = [Sweep(self.sizes[np.concatenate([form.nodes[0], form.border[0]])].tolist(), form.scopes,
                              form.nodes.shape[1]) for form in self._pieces]
         outside, left = np.ones(count, bool), np.ones(count + len(ends), bool)

@@ -23,6 +23,7 @@ MIXED_GAP = 5e-4
 MIXTURES = ((1.1, True), (1.1, False), (1.03, True), (1.3, True), (1.3, False))
 LEAST_PRICINGS = 5
 TARGET_GAP = 1e-6
+WITHIN_REACH = 0.05  # of the best plan; dearer ones are not worth a descent
 FIRST_ROUNDS = 6
 WORTHWHILE = 0.5
 NARROWING_PRICINGS = 5
@@ -62,25 +63,27 @@ class Incumbent:
         if plan in self._seen:
             return self.objective
         self._seen.add(plan)
-        self._take(plan)
+        self.take(plan)
         if self.memory.binds:
             self._near = self._near or Neighbourhood(self.problem, self.memory)
             state = LocalState(self._near, plan)
-            if repair(state, self.deadline):
+            if repair(state, self.deadline) and self.take(tuple(state.choice)) <= (1 + WITHIN_REACH) * self.objective:
                 descend(state, self.deadline)
-                self._take(tuple(state.choice))
+                self.take(tuple(state.choice))
         return self.objective
 
     def within(self, bound: float, gap: float) -> bool:
         """Whether a bound is so near, as a share of the plan's cost."""
         return self.choice is not None and self.objective - bound <= gap * abs(self.objective)
 
-    def _take(self, plan: tuple[int, ...]) -> None:
+    def take(self, plan: tuple[int, ...]) -> float:
+        """Keep the plan if it fits and is the best so far; returns its cost."""
         judged = evaluate(self.problem, plan)
         if judged.feasible and judged.objective < self.objective:
             self.choice, self.objective = plan, judged.objective
             if self._on_better is not None:
                 self._on_better(plan, judged.objective)
+        return judged.objective
 
 
 def trivial_bound(problem: Problem) -> float:
@@ -135,10 +138,14 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
     incumbent = Incumbent(problem, memory, deadline, lambda plan, cost: tell(Outcome(plan, cost, value, "better")))
     if start is not None:
         incumbent.offer(tuple(start))
+    least = None
     if incumbent.choice is None:
-        _take_least(incumbent, lowest_peak(problem, relax, min(deadline, began + LEAST_S), LEAST_ROUNDS, problem.limit))
+        quick = min(deadline, began + LEAST_S)
+        least = _take_least(incumbent, lowest_peak(problem, relax, quick, LEAST_ROUNDS, problem.limit))
     rounds = FIRST_ROUNDS if mix else MAX_ROUNDS
     dual = raise_bound(problem, memory, relax, deadline, rounds, incumbent.offer, gap, unpriced, dual)
+    if least is not None and incumbent.choice == least:
+        incumbent.offer(least)
     left = Priced(keep(problem, [np.arange(len(node.costs)) for node in problem.nodes]), memory, eliminator, dual)
     if mix:
         left = _narrowed(left, incumbent, deadline, gap, spent)
@@ -149,7 +156,9 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
                                  dear_last):
             incumbent.offer(left.reduced.restore(mixed))
     if incumbent.choice is None:
-        _take_least(incumbent, lowest_peak(problem, relax, deadline, MAX_ROUNDS, problem.limit))
+        least = _take_least(incumbent, lowest_peak(problem, relax, deadline, MAX_ROUNDS, problem.limit))
+        if least is not None and incumbent.choice is not None:
+            incumbent.offer(least)
     bound = min(left.dual.bound, incumbent.objective)
     reason = ("optimal" if incumbent.within(bound, TARGET_GAP) else
               "time limit" if time.monotonic() >= deadline else "gap")
@@ -178,10 +187,11 @@ def _narrowed(left: Priced, incumbent: Incumbent, deadline: float, gap: float, p
     return left
 
 
-def _take_least(incumbent: Incumbent, least: LowestPeak) -> None:
-    """Offer the plan with the least memory. Raises MemoryLimitError where no plan fits."""
+def _take_least(incumbent: Incumbent, least: LowestPeak) -> tuple[int, ...] | None:
+    """Have the plan with the least memory in hand, as it is. Raises MemoryLimitError where no plan fits."""
     limit = incumbent.problem.limit
     if limit < least.bound < FORBIDDEN:
         raise MemoryLimitError(incumbent.problem.name, least.bound, limit, least.peak)
     if least.plan is not None and least.peak <= limit:
-        incumbent.offer(least.plan)
+        incumbent.take(least.plan)
+    return least.plan

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -51,30 +50,58 @@ class Neighbourhood:
 
     def __init__(self, problem: Problem, memory: Memory) -> None:
         self.problem, self.memory = problem, memory
-        self.around: list[list[tuple[int, int, bool]]] = [[] for _ in problem.nodes]
-        for number, edge in enumerate(problem.edges):
-            self.around[edge.source].append((number, edge.target, True))
-            self.around[edge.target].append((number, edge.source, False))
+        count, source, target = len(problem.nodes), problem.ends[:, 0], problem.ends[:, 1]
         self.spans: list[tuple[int, int]] = [(low, high) for low, high in memory.spans.tolist()]
-        self.uses = [low < high for low, high in self.spans]
-        self.users = [[edge for edge in edges if self.uses[memory.num_nodes + edge[0]]] for edges in self.around]
-        pairs = [frozenset((edge.source, edge.target)) for edge in problem.edges]
-        repeated = Counter(pairs)
-        self._alone = [repeated[pair] == 1 for pair in pairs]
-        self._kinds = [(id(node.costs), *((id(problem.edges[number].costs), side) for number, _, side in edges))
-                       for node, edges in zip(problem.nodes, self.around, strict=True)]
-        numbers: dict[tuple[object, ...], int] = {}
-        self._kind = [numbers.setdefault(kind, len(numbers)) for kind in self._kinds]
+        self.uses: list[bool] = (memory.spans[:, 0] < memory.spans[:, 1]).tolist()
+        order = np.argsort(np.concatenate([source, target]), kind="stable")
+        self._edge = np.tile(np.arange(len(source)), 2)[order]
+        self._other = np.concatenate([target, source])[order]
+        self._is_source = np.repeat([True, False], len(source))[order]
+        self._degree = np.bincount(problem.ends.reshape(-1), minlength=count)
+        self._start = np.cumsum(self._degree) - self._degree
+        _, repeated, times = np.unique(np.sort(problem.ends, axis=1), axis=0, return_inverse=True, return_counts=True)
+        self.alone = times[repeated.reshape(-1)] == 1
+        arrays = _paired(problem.costs.numbers, memory.extra.numbers)
+        self._kind = self._alike(arrays[:count], _paired(arrays[count + self._edge], self._is_source))
+        self._around: dict[int, list[tuple[int, int, bool]]] = {}
         self._costs: dict[tuple[int, ...], Costs] = {}
         self._pairs: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         self._kept = 0
 
+    def around(self, v: int) -> list[tuple[int, int, bool]]:
+        """Every edge of v: its number, its other end, and whether v is its source."""
+        if v not in self._around:
+            part = slice(self._start[v], self._start[v] + self._degree[v])
+            self._around[v] = list(zip(self._edge[part].tolist(), self._other[part].tolist(),
+                                       self._is_source[part].tolist(), strict=True))
+        return self._around[v]
+
+    def _alike(self, numbers: np.ndarray, beside: np.ndarray) -> np.ndarray:
+        """Equal numbers for nodes that have equal ``numbers`` and, edge by edge, equal numbers ``beside`` them."""
+        found = _paired(numbers, self._degree)
+        for place in range(int(self._degree.max(initial=0))):
+            who = np.flatnonzero(self._degree > place)
+            found[who] = _paired(found[who], beside[self._start[who] + place])
+        return _paired(found, self._degree)
+
+    def surroundings(self, choice: np.ndarray) -> np.ndarray:
+        """Equal numbers for nodes of one kind whose neighbours' choices are equal."""
+        return self._alike(self._kind, choice[self._other])
+
+    def live(self, numbers: np.ndarray, at: int) -> np.ndarray:
+        """Nodes' numbers, further apart by which of their and their edges' memory is in use at a time."""
+        low, high = self.memory.spans.T
+        live = (low <= at) & (at < high)
+        count = len(numbers)
+        return self._alike(_paired(numbers, live[:count]), live[count + self._edge])
+
     def costs(self, v: int, choice: Sequence[int]) -> Costs:
-        key = (self._kind[v], *[choice[other] for _, other, _ in self.around[v]])
+        around = self.around(v)
+        key = (self._kind[v], *[choice[other] for _, other, _ in around])
         known = self._costs.get(key)
         if known is None:
             total = self.problem.nodes[v].costs
-            for number, other, is_source in self.around[v]:
+            for number, other, is_source in around:
                 table = self.problem.edges[number].costs
                 total = total + (table[:, choice[other]] if is_source else table[choice[other]])
             known = self._costs[key] = Costs(total)
@@ -91,13 +118,19 @@ class Neighbourhood:
     def pairs(self, number: int, at: tuple[int, int], costs: tuple[Costs, Costs]) -> list[tuple[int, int]]:
         """The cheapest few joint moves of an edge's two nodes, both of them moving; ``costs`` are theirs now."""
         table = self.problem.edges[number].costs
-        if not self._alone[number] or table.size == 1 or table.size > PAIR_CELLS:
+        if not self.alone[number] or table.size == 1 or table.size > PAIR_CELLS:
             return []
         key = id(table), at, costs
         known = self._pairs.get(key)
         if known is None:
             known = self._pairs[key] = _joint_moves(table, at, costs[0].array, costs[1].array)
         return known
+
+
+def _paired(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Small numbers for pairs of numbers (>= 0): equal pairs, equal number."""
+    keys = first * (int(second.max(initial=0)) + 1) + second
+    return np.unique(keys, return_inverse=True)[1].reshape(-1)
 
 
 def _joint_moves(table: np.ndarray, at: tuple[int, int], costs_u: np.ndarray, costs_v: np.ndarray
@@ -126,22 +159,69 @@ class LocalState:
         self.near, self.choice = neighbourhood, list(choice)
         self.problem, self.memory = neighbourhood.problem, neighbourhood.memory
         self.load = self.memory.load(self.problem, choice)
-        self._known: list[Costs | None] = [None] * len(self.problem.nodes)
+        self._known: dict[int, Costs] = {}
 
     def costs(self, v: int) -> Costs:
         """Cost of each choice of v plus its edges, the neighbours as they are."""
-        known = self._known[v]
+        known = self._known.get(v)
         if known is None:
             known = self._known[v] = self.near.costs(v, self.choice)
         return known
+
+    def improvable(self) -> list[int]:
+        """Nodes with a choice that costs less, the neighbours as they are, and fits at the time with the least room."""
+        picks, at, room = np.array(self.choice), *self._tightest()
+        alike = self.near.live(_paired(self.near.surroundings(picks), picks), at)
+        _, first = np.unique(alike, return_index=True)
+        better = [any(self._rise(v, pick, at) <= room for pick in self.costs(v).cheaper_than(self.choice[v]))
+                  for v in first.tolist()]
+        return np.flatnonzero(np.array(better, bool)[alike]).tolist()
+
+    def _tightest(self) -> tuple[int, float]:
+        """The time with the least room, and that room."""
+        room = self.memory.room - self.load
+        at = int(room.argmin()) if len(room) else -1
+        return at, max(0.0, float(room[at])) if len(room) else FORBIDDEN
+
+    def _rise(self, v: int, pick: int, at: int) -> float:
+        """By how many bytes the load at a time rises if v moves."""
+        return sum(float(deltas[pick]) for low, high, deltas in self.changes(v) if low <= at < high)
+
+    def improvable_pairs(self) -> list[int]:
+        """Edges whose two nodes have a joint move that costs less, and fits at the time with the least room."""
+        picks, (source, target), (at, room) = np.array(self.choice), self.problem.ends.T, self._tightest()
+        alike = self.near.live(_paired(self.near.surroundings(picks), picks), at)
+        tables = _paired(self.problem.costs.numbers[len(picks):], self.near.alone)
+        edges = _paired(_paired(alike[source], alike[target]), tables)
+        _, first = np.unique(edges, return_index=True)
+        better = [any(self._joint_rise(number, moves, at) <= room for moves in self.pairs(number))
+                  for number in first.tolist()]
+        return np.flatnonzero(np.array(better, bool)[edges]).tolist()
+
+    def _joint_rise(self, number: int, moves: tuple[int, int], at: int) -> float:
+        """By how many bytes the load at a time rises if both of an edge's nodes move."""
+        u, v = self.problem.ends[number].tolist()
+        before, rise = self.choice[u], self._rise(u, moves[0], at)
+        self.choice[u] = moves[0]
+        rise += self._rise(v, moves[1], at)
+        self.choice[u] = before
+        return rise
+
+    def pairs(self, number: int) -> list[tuple[int, int]]:
+        """The cheapest few joint moves of an edge's two nodes."""
+        edge = self.problem.edges[number]
+        at = self.choice[edge.source], self.choice[edge.target]
+        return self.near.pairs(number, at, (self.costs(edge.source), self.costs(edge.target)))
 
     def changes(self, v: int) -> list[tuple[int, int, np.ndarray]]:
         """Ranges of times and the bytes by which v's move to each of its choices changes them."""
         memory, old, found = self.memory, self.choice[v], []
         if self.near.uses[v]:
             found.append((*self.near.spans[v], memory.extra[v] - memory.extra[v][old]))
-        for number, other, is_source in self.near.users[v]:
+        for number, other, is_source in self.near.around(v):
             user = memory.num_nodes + number
+            if not self.near.uses[user]:
+                continue
             row = memory.extra[user][:, self.choice[other]] if is_source else memory.extra[user][self.choice[other]]
             found.append((*self.near.spans[user], row - row[old]))
         return found
@@ -165,8 +245,8 @@ class LocalState:
         for low, high, deltas in self.changes(v):
             self.load[low:high] += deltas[pick]
         self.choice[v] = pick
-        for _, other, _ in self.near.around[v]:
-            self._known[other] = None
+        for _, other, _ in self.near.around(v):
+            self._known.pop(other, None)
 
     def excess(self) -> float:
         """Bytes over the limit at the worst time (<= 0: feasible)."""
@@ -188,15 +268,16 @@ def repair(state: LocalState, deadline: float = FORBIDDEN) -> bool:
     return state.excess() <= 0
 
 
-def _owners(state: LocalState, at: int) -> list[int]:
-    """Nodes whose choice changes the load at a time."""
-    spans, num_nodes = state.memory.spans, state.memory.num_nodes
-    live = np.flatnonzero((spans[:, 0] <= at) & (at < spans[:, 1]))
-    owners = {int(user) for user in live if user < num_nodes}
-    for user in live[live >= num_nodes]:
-        edge = state.problem.edges[user - num_nodes]
-        owners.update((edge.source, edge.target))
-    return sorted(owners)
+def _reliefs(state: LocalState, at: int) -> list[tuple[float, int, int]]:
+    """Of every node whose choice changes the load at a time `_relief`'s rate and choice, and the node."""
+    spans, num_nodes, picks = state.memory.spans, state.memory.num_nodes, np.array(state.choice)
+    live = (spans[:, 0] <= at) & (at < spans[:, 1])
+    owns = live[:num_nodes].copy()
+    owns[state.problem.ends[live[num_nodes:]]] = True
+    alike = state.near.live(_paired(_paired(state.near.surroundings(picks), picks), owns), at)
+    _, first = np.unique(alike, return_index=True)
+    known = [_relief(state, v, at) if owns[v] else (FORBIDDEN, 0) for v in first.tolist()]
+    return [(*known[number], v) for v, number in enumerate(alike.tolist())]
 
 
 def _relief(state: LocalState, v: int, at: int) -> tuple[float, int]:
@@ -216,7 +297,7 @@ def _relief(state: LocalState, v: int, at: int) -> tuple[float, int]:
 
 def _relieve(state: LocalState, at: int) -> bool:
     """Moves in order of cost per byte, until this time fits; False when no move is left. Rates are kept current."""
-    heap = [(rate, v, pick) for v in _owners(state, at) for rate, pick in [_relief(state, v, at)] if rate < FORBIDDEN]
+    heap = [(rate, v, pick) for rate, pick, v in _reliefs(state, at) if rate < FORBIDDEN]
     heapq.heapify(heap)
     worst = state.excess()
     moves = 0
@@ -239,22 +320,23 @@ def _relieve(state: LocalState, at: int) -> bool:
 
 def descend(state: LocalState, deadline: float = FORBIDDEN, pairs: bool = True) -> None:
     """Moves that lower the cost and fit, first of single nodes, then of pairs, until none is left."""
-    stale = dict.fromkeys(range(len(state.problem.nodes)))
-    while stale:
+    stale = dict.fromkeys(state.improvable())
+    while True:
         while stale and time.monotonic() < deadline:
             v = next(iter(stale))
             del stale[v]
             if _move_one(state, v):
-                stale.update(dict.fromkeys(other for _, other, _ in state.near.around[v]))
+                stale.update(dict.fromkeys(other for _, other, _ in state.near.around(v)))
         if time.monotonic() >= deadline or not pairs:
             return
-        for number in range(len(state.problem.edges)):
+        for number in state.improvable_pairs():
             if _move_pair(state, number):
-                edge = state.problem.edges[number]
-                for v in (edge.source, edge.target):
-                    stale.update(dict.fromkeys(other for _, other, _ in state.near.around[v]))
+                for v in state.problem.ends[number].tolist():
+                    stale.update(dict.fromkeys(other for _, other, _ in state.near.around(v)))
             if time.monotonic() >= deadline:
                 return
+        if not stale:
+            return
 
 
 def _move_one(state: LocalState, v: int) -> bool:
@@ -267,10 +349,9 @@ def _move_one(state: LocalState, v: int) -> bool:
 
 def _move_pair(state: LocalState, number: int) -> bool:
     """Try the cheapest few joint moves of an edge's two nodes."""
-    edge = state.problem.edges[number]
-    u, v = edge.source, edge.target
+    u, v = state.problem.ends[number].tolist()
     at_u, at_v = state.choice[u], state.choice[v]
-    for i, j in state.near.pairs(number, (at_u, at_v), (state.costs(u), state.costs(v))):
+    for i, j in state.pairs(number):
         state.move(u, i)
         if state.excess_after(v, j) <= 0:
             state.move(v, j)

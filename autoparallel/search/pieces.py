@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PIECE_CELLS = 2e6
+PIECE_CELLS = 2e5
 FEW = 1 / 8
 FORM_BITS = 40
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -26,7 +27,16 @@ class Reduced:
 
     def restore(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The same plan in the original's choices."""
-        return tuple(int(kept[pick]) for kept, pick in zip(self.kept, choice, strict=True))
+        return tuple(self._rows[self._starts + np.asarray(choice, np.int64)].tolist())
+
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        """All of ``kept`` in one row."""
+        return np.concatenate(self.kept)
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.cumsum([0, *map(len, self.kept)])[:-1]
 
     def forward(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The original's plan in this problem's choices; a choice that was dropped becomes the first one."""
