@@ -117,25 +117,22 @@ class _Names:
         return known[1]
 
 
-class Factor(NamedTuple):
-    """A table over the choices of the nodes in ``scope``, called ``name``."""
-
-    scope: tuple[int, ...]
-    name: int
+Places = tuple[int, ...]
+Factor = tuple[Places, int]  # which nodes of a scope a table is about, by position, and the table's name
 
 
 class Slot(NamedTuple):
     """What a step is, whatever the costs: elimination of ``node``, by adding up ``inputs`` and minimising over it.
 
     An input is a number: the sweep's factors first, then the results of earlier slots, which are tables over their
-    ``near``; ``scopes`` are the nodes of each. Slots of equal ``layout`` add up their inputs alike.
+    ``near``; ``layout`` says of each which of (node, near) it is about. ``shape`` is that of the sum.
     """
 
     node: int
     near: tuple[int, ...]
     inputs: tuple[int, ...]
-    scopes: tuple[tuple[int, ...], ...]
-    layout: tuple[object, ...]
+    layout: tuple[Places, ...]
+    shape: tuple[int, ...]
 
 
 class Step(NamedTuple):
@@ -147,7 +144,7 @@ class Step(NamedTuple):
 
     @property
     def factors(self) -> list[Factor]:
-        return list(map(Factor, self.slot.scopes, self.inputs))
+        return list(zip(self.slot.layout, self.inputs, strict=True))
 
 
 class Tables:
@@ -187,15 +184,13 @@ class Tables:
             self._arrays[name] = _less(total, self[part])
         return name
 
-    def project(self, factors: list[Factor], scope: tuple[int, ...], onto: Sequence[tuple[int, ...]]
-                ) -> list[np.ndarray]:
-        """Minima of the factors' sum over all of ``scope`` but each of ``onto``, less the least.
+    def project(self, factors: list[Factor], shape: tuple[int, ...], onto: Sequence[Places]) -> list[np.ndarray]:
+        """Minima of the factors' sum over all of a scope but each of ``onto``, less the least.
 
-        All of ``onto`` mention the first of ``scope``, along which the sum is worked out in pieces.
+        All of ``onto`` mention the first of the scope, along which the sum is worked out in pieces.
         """
-        place = {u: axis for axis, u in enumerate(scope)}
-        rest = [tuple(axis for axis, u in enumerate(scope) if u not in part) for part in onto]
-        parts, shape = self._parts(factors, scope)
+        rest = [tuple(axis for axis in range(len(shape)) if axis not in part) for part in onto]
+        parts = self._parts(factors, len(shape))
         rows = max(1, int(CHUNK_CELLS * shape[0] / math.prod(shape)))
         pieces: list[list[np.ndarray]] = [[] for _ in onto]
         for low in range(0, shape[0], rows):
@@ -203,37 +198,38 @@ class Tables:
             full = np.broadcast_to(total, (min(rows, shape[0] - low), *shape[1:]))
             for found, axes in zip(pieces, rest, strict=True):
                 found.append(full.min(axis=axes))
-        least: list[np.ndarray] = []
-        for part, found in zip(onto, pieces, strict=True):
-            joined = np.concatenate(found)
-            left = [place[u] for u in scope if u in part]
-            least.append(joined.transpose([left.index(place[u]) for u in part]))
+        least = [np.concatenate(found).transpose(np.argsort(np.argsort(part)))
+                 for part, found in zip(onto, pieces, strict=True)]
         return [array - min(float(array.min()), 1e300) for array in least]
 
-    def _parts(self, factors: Sequence[Factor], scope: tuple[int, ...]) -> tuple[list[np.ndarray], tuple[int, ...]]:
-        """The factors' tables laid out over ``scope`` (size 1 along absent nodes), small ones first; all their shape."""
-        place = {u: axis for axis, u in enumerate(scope)}
-        shape = [1] * len(scope)
-        parts = []
-        for factor in factors:
-            axes = [place[u] for u in factor.scope]
-            array, spread = self[factor.name], [1] * len(scope)
-            for axis, size in zip(axes, array.shape, strict=True):
-                spread[axis] = shape[axis] = size
-            parts.append(array.transpose(np.argsort(axes)).reshape(spread))
-        return sorted(parts, key=lambda part: part.size), tuple(shape)
+    def _parts(self, factors: Sequence[Factor], rank: int) -> list[np.ndarray]:
+        """The factors' tables laid out over a scope of so many nodes (size 1 along absent ones)."""
+        found = []
+        for places, name in factors:
+            order, index = _spread(places, rank)
+            found.append(self._arrays[name].transpose(order)[index])
+        return found
 
     def _minimise(self, step: Step) -> np.ndarray:
         """The table over the step's ``near``, computed in pieces that stay in the cache."""
-        parts, shape = self._parts(step.factors, (step.slot.node, *step.slot.near))
-        if len(shape) == 1:
-            return functools.reduce(np.add, parts).min(axis=0)
-        rows = max(1, int(CHUNK_CELLS * shape[1] / math.prod(shape)))
+        shape, cells = step.slot.shape, math.prod(step.slot.shape)
+        parts = self._parts(step.factors, len(shape))
+        if cells <= CHUNK_CELLS or len(shape) == 1:
+            least = np.minimum.reduce(functools.reduce(np.add, parts), axis=0)
+            return least if least.shape == shape[1:] else np.broadcast_to(least, shape[1:])
+        rows = max(1, int(CHUNK_CELLS * shape[1] / cells))
         pieces = [functools.reduce(np.add, [part if part.shape[1] == 1 else part[:, low:low + rows] for part in parts])
                   .min(axis=0) for low in range(0, shape[1], rows)]
         full = shape[1:]
         return np.concatenate([np.broadcast_to(piece, (min(rows, full[0] - low), *full[1:])) for piece, low
-                               in zip(pieces, range(0, full[0], rows), strict=True)]) if len(pieces) > 1 else pieces[0]
+                               in zip(pieces, range(0, full[0], rows), strict=True)])
+
+
+@functools.lru_cache(maxsize=4096)
+def _spread(places: Places, rank: int) -> tuple[Places, tuple[slice | None, ...]]:
+    """How to lay out a table over these places among so many: the order of its axes, then where new ones go."""
+    order = tuple(sorted(range(len(places)), key=places.__getitem__))
+    return order, tuple(slice(None) if axis in places else None for axis in range(rank))
 
 
 class Sweep:
@@ -269,11 +265,12 @@ class Sweep:
         slots: list[Slot] = []
         for v, near in zip(self.order.nodes, self.order.neighbours, strict=True):
             place = {u: axis for axis, u in enumerate((v, *near))}
-            inputs, scopes = zip(*waiting[v], strict=True)
-            layout = tuple(tuple(place[u] for u in scope) for scope in scopes)
+            small_first = sorted(waiting[v], key=lambda given: math.prod(self.sizes[u] for u in given[1]))
+            layout = tuple(tuple(place[u] for u in scope) for _, scope in small_first)
+            shape = tuple(self.sizes[u] for u in place)
             if (after := self._first(near)) is not None:
                 waiting[after].append((len(self.scopes) + len(slots), near))
-            slots.append(Slot(v, near, inputs, scopes, layout))
+            slots.append(Slot(v, near, tuple(number for number, _ in small_first), layout, shape))
         return slots
 
     def steps(self, called: Sequence[int], tables: Tables) -> list[Step]:
@@ -287,21 +284,19 @@ class Sweep:
 
     def cells(self, steps: Sequence[Step]) -> dict[int, float]:
         """Cells that each distinct step touches."""
-        return {step.name: math.prod(float(self.sizes[u]) for u in (step.slot.node, *step.slot.near))
-                for step in steps}
+        return {step.name: math.prod(map(float, step.slot.shape)) for step in steps}
 
     def choose(self, steps: Sequence[Step], tables: Tables, choice: list[int]) -> None:
         """Walk back: the best choice of each node given those of the nodes eliminated after it, or that stay."""
         known: dict[tuple[int, ...], int] = {}
         for step in reversed(steps):
             v, near = step.slot.node, step.slot.near
-            key = (step.name, *[choice[u] for u in near])
+            around = [choice[u] for u in near]
+            key = (step.name, *around)
             if key not in known:
-                total = np.zeros(self.sizes[v])
-                for factor in step.factors:
-                    index = tuple(slice(None) if u == v else choice[u] for u in factor.scope)
-                    total = total + tables[factor.name][index]
-                known[key] = int(total.argmin())
+                picks = [slice(None), *around]
+                parts = [tables[name][tuple([picks[place] for place in places])] for places, name in step.factors]
+                known[key] = int(functools.reduce(np.add, parts).argmin())
             choice[v] = known[key]
 
     def regrets(self, steps: Sequence[Step], tables: Tables, wanted: Sequence[int] = (), above: int | None = None
@@ -317,18 +312,15 @@ class Sweep:
         known: dict[tuple[object, ...], list[np.ndarray]] = {}
         for number in range(len(steps) - 1, -1, -1):
             step = steps[number]
-            slot, scope = step.slot, (step.slot.node, *step.slot.near)
-            given = [(i, part, name) for i, part, name in zip(slot.inputs, slot.scopes, step.inputs, strict=True)
+            slot, factors = step.slot, step.factors
+            given = [(i, places, name) for i, (places, name) in zip(slot.inputs, factors, strict=True)
                      if i >= first or i in results]
-            factors = step.factors
             if first + number in over:
-                factors.append(Factor(slot.near, over[first + number]))
-            onto = [(slot.node,), *(part for _, part, _ in given)]
-            place = {u: axis for axis, u in enumerate(scope)}
-            key = (tuple((factor.name, *(place[u] for u in factor.scope)) for factor in factors),
-                   tuple(tuple(place[u] for u in part) for part in onto))
+                factors.append((tuple(range(1, len(slot.shape))), over[first + number]))
+            onto = [(0,), *(places for _, places, _ in given)]
+            key = (tuple(factors), tuple(onto))
             if key not in known:
-                known[key] = tables.project(factors, scope, onto)
+                known[key] = tables.project(factors, slot.shape, onto)
             regrets[slot.node], *totals = known[key]
             for (i, _, name), total in zip(given, totals, strict=True):
                 over[i] = tables.without(total, name)
@@ -343,11 +335,11 @@ class Eliminator:
     in.
     """
 
-    def __init__(self, sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, sizes: Sequence[int] | np.ndarray, pairs: Sequence[tuple[int, int]] | np.ndarray) -> None:
         self.sizes = np.asarray(sizes, np.int64)
         ends = np.asarray(pairs, np.int64).reshape(-1, 2)
         self._lay_out(ends, repeated_pieces(self.sizes, ends))
-        if CHUNK_CELLS < self.max_cells and self._pieces:  # as a whole it may be narrower
+        if self.max_cells > CHUNK_CELLS and self._pieces:  # as a whole it may be narrower
             whole = copy.copy(self)
             whole._lay_out(ends, [])
             if whole.max_cells < self.max_cells:
@@ -364,7 +356,7 @@ class Eliminator:
             outside[form.nodes], left[form.inputs] = False, False
         self._nodes, self._inputs = np.flatnonzero(outside), np.flatnonzero(left)
         place = dict(zip(self._nodes.tolist(), range(len(self._nodes)), strict=True))
-        scopes = [(place[v],) for v in self._nodes.tolist()]
+        scopes: list[tuple[int, ...]] = [(place[v],) for v in self._nodes.tolist()]
         for u, v in ends[self._inputs[len(self._nodes):] - count].tolist():
             open_ends = [w for w in (u, v) if self.sizes[w] > 1] or [v]  # a node with one choice joins nothing
             scopes.append(tuple(place[w] for w in open_ends))

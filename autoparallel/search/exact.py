@@ -13,7 +13,7 @@ from autoparallel.search.lagrange import Dual, LowestPeak, lowest_peak, mixed_pl
 from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
 from autoparallel.search.memory import Memory, memory_at, memory_of
 from autoparallel.search.narrow import Priced
-from autoparallel.search.presolve import keep
+from autoparallel.search.presolve import untouched
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
 
 TABLE_CELLS = 2e7
@@ -146,7 +146,7 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
     dual = raise_bound(problem, memory, relax, deadline, rounds, incumbent.offer, gap, unpriced, dual)
     if least is not None and incumbent.choice == least:
         incumbent.offer(least)
-    left = Priced(keep(problem, [np.arange(len(node.costs)) for node in problem.nodes]), memory, eliminator, dual)
+    left = Priced(untouched(problem), memory, eliminator, dual)
     if mix:
         left = _narrowed(left, incumbent, deadline, gap, spent)
     for contrast, dear_last in MIXTURES if left.dual.bound < FORBIDDEN and mix else ():

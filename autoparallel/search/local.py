@@ -16,6 +16,7 @@ import numpy as np
 
 from autoparallel.search.memory import Memory
 from autoparallel.search.problem import FORBIDDEN, Problem
+from autoparallel.search.shared import firsts, paired
 
 PAIR_CELLS = 4096
 PAIR_TRIES = 8
@@ -53,23 +54,25 @@ class Neighbourhood:
         count, source, target = len(problem.nodes), problem.ends[:, 0], problem.ends[:, 1]
         self.spans: list[tuple[int, int]] = [(low, high) for low, high in memory.spans.tolist()]
         self.uses: list[bool] = (memory.spans[:, 0] < memory.spans[:, 1]).tolist()
-        order = np.argsort(np.concatenate([source, target]), kind="stable")
+        owner = np.concatenate([source, target])
+        order = np.argsort(owner, kind="stable")
+        order = order[problem.sizes[owner[order]] > 1]  # the others never move
         self._edge = np.tile(np.arange(len(source)), 2)[order]
         self._other = np.concatenate([target, source])[order]
         self._is_source = np.repeat([True, False], len(source))[order]
-        self._degree = np.bincount(problem.ends.reshape(-1), minlength=count)
+        self._degree = np.bincount(owner[order], minlength=count)
         self._start = np.cumsum(self._degree) - self._degree
         _, repeated, times = np.unique(np.sort(problem.ends, axis=1), axis=0, return_inverse=True, return_counts=True)
         self.alone = times[repeated.reshape(-1)] == 1
-        arrays = _paired(problem.costs.numbers, memory.extra.numbers)
-        self._kind = self._alike(arrays[:count], _paired(arrays[count + self._edge], self._is_source))
+        arrays = paired(problem.costs.numbers, memory.extra.numbers)
+        self._kind = self._alike(arrays[:count], paired(arrays[count + self._edge], self._is_source))
         self._around: dict[int, list[tuple[int, int, bool]]] = {}
         self._costs: dict[tuple[int, ...], Costs] = {}
         self._pairs: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         self._kept = 0
 
     def around(self, v: int) -> list[tuple[int, int, bool]]:
-        """Every edge of v: its number, its other end, and whether v is its source."""
+        """Every edge of v, which has several choices: its number, its other end, and whether v is its source."""
         if v not in self._around:
             part = slice(self._start[v], self._start[v] + self._degree[v])
             self._around[v] = list(zip(self._edge[part].tolist(), self._other[part].tolist(),
@@ -78,11 +81,11 @@ class Neighbourhood:
 
     def _alike(self, numbers: np.ndarray, beside: np.ndarray) -> np.ndarray:
         """Equal numbers for nodes that have equal ``numbers`` and, edge by edge, equal numbers ``beside`` them."""
-        found = _paired(numbers, self._degree)
+        found = paired(numbers, self._degree)
         for place in range(int(self._degree.max(initial=0))):
             who = np.flatnonzero(self._degree > place)
-            found[who] = _paired(found[who], beside[self._start[who] + place])
-        return _paired(found, self._degree)
+            found[who] = paired(found[who], beside[self._start[who] + place])
+        return paired(found, self._degree)
 
     def surroundings(self, choice: np.ndarray) -> np.ndarray:
         """Equal numbers for nodes of one kind whose neighbours' choices are equal."""
@@ -93,7 +96,7 @@ class Neighbourhood:
         low, high = self.memory.spans.T
         live = (low <= at) & (at < high)
         count = len(numbers)
-        return self._alike(_paired(numbers, live[:count]), live[count + self._edge])
+        return self._alike(paired(numbers, live[:count]), live[count + self._edge])
 
     def costs(self, v: int, choice: Sequence[int]) -> Costs:
         around = self.around(v)
@@ -118,19 +121,13 @@ class Neighbourhood:
     def pairs(self, number: int, at: tuple[int, int], costs: tuple[Costs, Costs]) -> list[tuple[int, int]]:
         """The cheapest few joint moves of an edge's two nodes, both of them moving; ``costs`` are theirs now."""
         table = self.problem.edges[number].costs
-        if not self.alone[number] or table.size == 1 or table.size > PAIR_CELLS:
+        if not self.alone[number] or min(table.shape) == 1 or table.size > PAIR_CELLS:
             return []
         key = id(table), at, costs
         known = self._pairs.get(key)
         if known is None:
             known = self._pairs[key] = _joint_moves(table, at, costs[0].array, costs[1].array)
         return known
-
-
-def _paired(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Small numbers for pairs of numbers (>= 0): equal pairs, equal number."""
-    keys = first * (int(second.max(initial=0)) + 1) + second
-    return np.unique(keys, return_inverse=True)[1].reshape(-1)
 
 
 def _joint_moves(table: np.ndarray, at: tuple[int, int], costs_u: np.ndarray, costs_v: np.ndarray
@@ -171,10 +168,9 @@ class LocalState:
     def improvable(self) -> list[int]:
         """Nodes with a choice that costs less, the neighbours as they are, and fits at the time with the least room."""
         picks, at, room = np.array(self.choice), *self._tightest()
-        alike = self.near.live(_paired(self.near.surroundings(picks), picks), at)
-        _, first = np.unique(alike, return_index=True)
+        first, alike = firsts(self.near.live(paired(self.near.surroundings(picks), picks), at))
         better = [any(self._rise(v, pick, at) <= room for pick in self.costs(v).cheaper_than(self.choice[v]))
-                  for v in first.tolist()]
+                  for v in first]
         return np.flatnonzero(np.array(better, bool)[alike]).tolist()
 
     def _tightest(self) -> tuple[int, float]:
@@ -190,12 +186,11 @@ class LocalState:
     def improvable_pairs(self) -> list[int]:
         """Edges whose two nodes have a joint move that costs less, and fits at the time with the least room."""
         picks, (source, target), (at, room) = np.array(self.choice), self.problem.ends.T, self._tightest()
-        alike = self.near.live(_paired(self.near.surroundings(picks), picks), at)
-        tables = _paired(self.problem.costs.numbers[len(picks):], self.near.alone)
-        edges = _paired(_paired(alike[source], alike[target]), tables)
-        _, first = np.unique(edges, return_index=True)
+        alike = self.near.live(paired(self.near.surroundings(picks), picks), at)
+        tables = paired(self.problem.costs.numbers[len(picks):], self.near.alone)
+        first, edges = firsts(paired(paired(alike[source], alike[target]), tables))
         better = [any(self._joint_rise(number, moves, at) <= room for moves in self.pairs(number))
-                  for number in first.tolist()]
+                  for number in first]
         return np.flatnonzero(np.array(better, bool)[edges]).tolist()
 
     def _joint_rise(self, number: int, moves: tuple[int, int], at: int) -> float:
@@ -274,9 +269,8 @@ def _reliefs(state: LocalState, at: int) -> list[tuple[float, int, int]]:
     live = (spans[:, 0] <= at) & (at < spans[:, 1])
     owns = live[:num_nodes].copy()
     owns[state.problem.ends[live[num_nodes:]]] = True
-    alike = state.near.live(_paired(_paired(state.near.surroundings(picks), picks), owns), at)
-    _, first = np.unique(alike, return_index=True)
-    known = [_relief(state, v, at) if owns[v] else (FORBIDDEN, 0) for v in first.tolist()]
+    first, alike = firsts(state.near.live(paired(paired(state.near.surroundings(picks), picks), owns), at))
+    known = [_relief(state, v, at) if owns[v] else (FORBIDDEN, 0) for v in first]
     return [(*known[number], v) for v, number in enumerate(alike.tolist())]
 
 

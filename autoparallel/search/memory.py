@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoparallel.search.problem import FORBIDDEN, NOTHING, MemoryLimitError, Problem
-from autoparallel.search.shared import Shared
+from autoparallel.search.shared import Shared, firsts, paired
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +52,13 @@ class _Users:
 
     def __init__(self, problem: Problem) -> None:
         self.intervals, self.num_nodes = problem.intervals, len(problem.nodes)
-        pairs, first, numbers = np.unique(np.stack([problem.usages.numbers, problem.costs.numbers]), axis=1,
-                                          return_index=True, return_inverse=True)
-        ranges = [_range(problem.usages[user], problem.costs[user]) for user in first.tolist()]
+        first, numbers = firsts(paired(problem.usages.numbers, problem.costs.numbers))
+        ranges = [_range(problem.usages[user], problem.costs[user]) for user in first]
         least, most = np.array(ranges).reshape(-1, 2).T
-        self.low, self.high = least[numbers.reshape(-1)], most[numbers.reshape(-1)]
+        self.low, self.high = least[numbers], most[numbers]
         self.live = (self.intervals[:, 0] < self.intervals[:, 1]) & (self.high > 0)
         self.extra = Shared([np.maximum(problem.usages[user] - low, 0.0) if low else problem.usages[user]
-                             for user, (low, _) in zip(first.tolist(), ranges, strict=True)], numbers.reshape(-1))
+                             for user, (low, _) in zip(first, ranges, strict=True)], numbers)
 
     def load(self, times: np.ndarray, usages: np.ndarray) -> np.ndarray:
         return load_at(times, self.intervals[self.live], usages[self.live])

@@ -1,8 +1,8 @@
 """Which parts of a graph repeat: what greedy elimination takes away before chains of blocks are left.
 
-In each round those nodes go whose step is smaller than each neighbour's: many, as long as there are blocks with an
-inside; a few, once only what joins the blocks is left. The nodes that went fall into pieces, and pieces of one form
-are eliminated by one rule, once for all of equal costs.
+In each round those nodes go whose step is smaller than each neighbour's (or as large, and the node of a kind that comes
+first): many, as long as there are blocks with an inside; a few, once one node per block is left. The nodes that went
+fall into pieces, and pieces of one form are eliminated by one rule, once for all of equal costs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 PIECE_CELLS = 2e5
-FEW = 1 / 8
-FORM_BITS = 40
+FEW, FEW_SHARE = 4, 1 / 8
+KIND_ROUNDS = 3
+KIND_BITS = 40
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def repeated_pieces(sizes: np.ndarray, ends: np.ndarray) -> list[Pieces]:
     order = np.argsort(belongs, kind="stable")
     users, belongs, both = users[order], belongs[order], both[order]
     starts = np.flatnonzero(np.diff(belongs, prepend=-1))
-    found: dict[tuple[object, ...], list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    found: dict[tuple[bytes, bytes, bytes], list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     for low, high in zip(starts.tolist(), [*starts[1:].tolist(), len(users)], strict=False):
         near, place = np.unique(both[low:high], return_inverse=True)
         within = inside[near]
@@ -57,11 +58,11 @@ def repeated_pieces(sizes: np.ndarray, ends: np.ndarray) -> list[Pieces]:
         form = (sizes[nodes].tobytes(), sizes[border].tobytes(), local.tobytes())
         found.setdefault(form, []).append((nodes, border, users[low:high]))
     made = []
-    for form, pieces in found.items():
+    for (_, _, scopes_of), pieces in found.items():
         if len(pieces) > 1:
-            local = np.frombuffer(form[2], np.int64).reshape(-1, 2)  # type: ignore[arg-type]
-            made.append(Pieces(*(np.array(rows) for rows in zip(*pieces, strict=True)),  # type: ignore[call-arg]
-                               tuple((u,) if u == v else (u, v) for u, v in local.tolist())))
+            local = np.frombuffer(scopes_of, np.int64).reshape(-1, 2).tolist()
+            nodes, border, inputs = (np.array(rows) for rows in zip(*pieces, strict=True))
+            made.append(Pieces(nodes, border, inputs, tuple((u,) if u == v else (u, v) for u, v in local)))
     return made
 
 
@@ -71,18 +72,31 @@ def _inside(sizes: np.ndarray, pairs: np.ndarray) -> np.ndarray:
     log = np.log2(sizes)
     left = np.ones(count, bool)
     pairs = _distinct(pairs, count)
+    kinds = _kinds(sizes, pairs)
     while left.any():
         u, v = pairs.T
         work = log + np.bincount(u, log[v], count) + np.bincount(v, log[u], count)
         rank = np.empty(count, np.int64)
-        rank[np.argsort(np.rint(work * 1e6), kind="stable")] = np.arange(count)
+        rank[np.lexsort((kinds, np.rint(work * 1e6)))] = np.arange(count)
         go = left & (work <= np.log2(PIECE_CELLS))
         go[np.where(rank[u] > rank[v], u, v)] = False
-        if go.sum() <= FEW * left.sum():
+        if go.sum() <= max(FEW, FEW_SHARE * left.sum()):
             break
         left &= ~go
         pairs = _without(pairs, go, count)
     return ~left
+
+
+def _kinds(sizes: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Equal numbers for nodes whose surroundings look alike as far as a few pairs away (or by rare chance)."""
+    kinds = sizes
+    for _ in range(KIND_ROUNDS):
+        marks = np.random.default_rng(0).integers(1 << KIND_BITS, size=int(kinds.max(initial=0)) + 1)
+        sums = marks[kinds]
+        np.add.at(sums, pairs[:, 0], marks[kinds[pairs[:, 1]]] // 3)
+        np.add.at(sums, pairs[:, 1], marks[kinds[pairs[:, 0]]] // 3)
+        kinds = np.unique(sums, return_inverse=True)[1].reshape(-1)
+    return kinds
 
 
 def _without(pairs: np.ndarray, go: np.ndarray, count: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from autoparallel.search.problem import FORBIDDEN, NOTHING, Edge, Node, Problem
-from autoparallel.search.shared import Shared
+from autoparallel.search.shared import Shared, firsts, paired
 
 MAX_COMPARED = 1024
 
@@ -49,6 +49,13 @@ class Reduced:
     def then(self, inner: Reduced) -> Reduced:
         """A further reduction of this problem, as one of the original."""
         return Reduced(inner.problem, tuple(old[new] for old, new in zip(self.kept, inner.kept, strict=True)))
+
+
+def untouched(problem: Problem) -> Reduced:
+    """All choices kept."""
+    sizes = problem.sizes.tolist()
+    whole = {size: np.arange(size) for size in set(sizes)}
+    return Reduced(problem, tuple([whole[size] for size in sizes]))
 
 
 def keep(problem: Problem, kept: Sequence[np.ndarray]) -> Reduced:
@@ -93,8 +100,7 @@ def selected(arrays: Shared, ends: np.ndarray, kept: Sequence[np.ndarray]) -> Sh
     seen: dict[bytes, int] = {}
     names = np.array([seen.setdefault(pick.tobytes(), len(seen)) for pick in kept], np.int64)
     owners = np.concatenate([np.repeat(np.arange(len(kept))[:, None], 2, axis=1), ends])
-    keys = np.concatenate([arrays.numbers[None], names[owners].T])
-    _, first, numbers = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    first, numbers = firsts(paired(paired(arrays.numbers, names[owners[:, 0]]), names[owners[:, 1]]))
 
     def part(user: int) -> np.ndarray:
         array = arrays[user]
@@ -103,7 +109,7 @@ def selected(arrays: Shared, ends: np.ndarray, kept: Sequence[np.ndarray]) -> Sh
             return array
         return array[np.ix_(*within)]
 
-    return Shared([part(user) for user in first.tolist()], numbers.reshape(-1))
+    return Shared([part(user) for user in first], numbers)
 
 
 def _needed(problem: Problem) -> list[np.ndarray]:

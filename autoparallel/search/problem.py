@@ -189,7 +189,8 @@ class Problem:
 
     @cached_property
     def device_classes(self) -> np.ndarray:
-        return np.array([user.device_class for user in (*self.nodes, *self.edges)], np.int64)
+        return np.array([*[node.device_class for node in self.nodes],
+                         *[edge.device_class for edge in self.edges]], np.int64)
 
     def cells(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """Which entry of each node's costs and of each edge's table, row by row, a choice takes."""

@@ -18,9 +18,10 @@ class Shared(Sequence[np.ndarray]):
     def of(cls, arrays: Iterable[np.ndarray]) -> Shared:
         """By identity. O(owners)."""
         arrays = list(arrays)
-        distinct = {id(array): array for array in arrays}
-        place = dict(zip(distinct, range(len(distinct)), strict=True))
-        return cls(list(distinct.values()), np.array([place[id(array)] for array in arrays], np.int64))
+        place: dict[int, int] = {}
+        numbers = np.array([place.setdefault(id(array), len(place)) for array in arrays], np.int64)
+        _, first = np.unique(numbers, return_index=True)
+        return cls([arrays[owner] for owner in first.tolist()], numbers)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -51,10 +52,10 @@ class Shared(Sequence[np.ndarray]):
     def priced(self, extra: Shared, rates: np.ndarray) -> Shared:
         """Each array plus so many times the extra one of the same owner; equal sums once, unchanged arrays the same."""
         free = rates == 0.0
-        keys = np.stack([self.numbers, np.where(free, -1, extra.numbers), rates.astype(float).view(np.int64)])
-        _, first, numbers = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-        return Shared([self[owner] if free[owner] else self[owner] + rates[owner] * extra[owner]
-                       for owner in first.tolist()], numbers.reshape(-1))
+        kinds = paired(self.numbers, np.where(free, 0, extra.numbers + 1))
+        first, numbers = firsts(paired(kinds, np.unique(rates, return_inverse=True)[1].reshape(-1)))
+        return Shared([self[owner] if free[owner] else self[owner] + rates[owner] * extra[owner] for owner in first],
+                      numbers)
 
     def take(self, cells: np.ndarray) -> np.ndarray:
         """The entry of each owner's array at its cell, counted row by row (of an array with one entry: that)."""
@@ -62,3 +63,14 @@ class Shared(Sequence[np.ndarray]):
         for row, owners in self._groups:
             found[owners] = row[cells[owners]] if len(row) > 1 else row[0]
         return found
+
+
+def firsts(numbers: np.ndarray) -> tuple[list[int], np.ndarray]:
+    """Where each distinct number is first, and which of these every one is."""
+    _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+    return first.tolist(), which.reshape(-1)
+
+
+def paired(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Small numbers for pairs of numbers (>= 0): equal pairs, equal number."""
+    return np.unique(first * (int(second.max(initial=0)) + 1) + second, return_inverse=True)[1].reshape(-1)

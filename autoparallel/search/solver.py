@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.search.compact import compact_of, num_events
 from autoparallel.search.elimination import HOPELESS_CELLS, Eliminator
@@ -30,7 +28,7 @@ from autoparallel.search.least import least_memory
 from autoparallel.search.memory import least_peak, memory_of
 from autoparallel.search.merge import Shrunk, shrink
 from autoparallel.search.narrow import Priced
-from autoparallel.search.presolve import Reduced, drop_dominated, keep
+from autoparallel.search.presolve import Reduced, drop_dominated, untouched
 from autoparallel.search.problem import (
     FORBIDDEN,
     MemoryLimitError,
@@ -72,7 +70,7 @@ class Run:
         self._left: Priced | None = None
         start = time.monotonic()
         self._work = min(WORK_CELLS, WORK_CELLS_PER_S * (deadline - start))
-        self.reduced = keep(problem, [np.arange(len(node.costs)) for node in problem.nodes])
+        self.reduced = untouched(problem)
         self.eliminator = Eliminator.of(problem)
         self._prices: TimedPrices | None = None
         cells = elimination_cells(self.eliminator, problem)

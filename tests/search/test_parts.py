@@ -18,6 +18,7 @@ from autoparallel.search.lagrange import lowest_peak, raise_bound
 from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
 from autoparallel.search.memory import least_peak, memory_of
 from autoparallel.search.narrow import Priced
+from autoparallel.search.pieces import repeated_pieces
 from autoparallel.search.presolve import drop_dominated, keep
 from tests.search.problems import all_plans, block_chain, random_problem, seeds
 
@@ -112,6 +113,22 @@ def test_equal_blocks_are_worked_out_once() -> None:
     assert eliminator.work(problem.costs) < 0.9 * one_by_one
     value, choice = eliminator.solve(problem.costs)
     assert evaluate(problem, choice).objective == value
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pieces_that_repeat_are_eliminated_by_one_rule(seed: int) -> None:
+    problem = block_chain(12, choices=3, seed=seed)
+    rates = np.random.default_rng(seed).choice([0.0, 0.5], len(problem.costs))  # blocks of several kinds
+    costs = problem.costs.priced(problem.usages, rates)
+    pieces = repeated_pieces(problem.sizes, problem.ends)
+    assert sum(form.nodes.size for form in pieces if form.border.size) > len(problem.nodes) / 2
+    by_pieces, whole = Eliminator.of(problem), Eliminator.of(problem)
+    whole._lay_out(problem.ends, [])
+    value, choice = by_pieces.solve(costs)
+    assert value == pytest.approx(whole.solve(costs)[0])
+    assert costs.take(problem.cells(choice)).sum() == pytest.approx(value)
+    for regret, expected in zip(by_pieces.regrets(costs), whole.regrets(costs), strict=True):
+        assert np.allclose(regret, expected)
 
 
 @settings(max_examples=40, deadline=None)
