@@ -294,7 +294,7 @@ class Sweep:
             around = [choice[u] for u in near]
             key = (step.name, *around)
             if key not in known:
-                picks = [slice(None), *around]
+                picks: list[int | slice] = [slice(None), *around]
                 parts = [tables[name][tuple([picks[place] for place in places])] for places, name in step.factors]
                 known[key] = int(functools.reduce(np.add, parts).argmin())
             choice[v] = known[key]

@@ -60,9 +60,9 @@ def repeated_pieces(sizes: np.ndarray, ends: np.ndarray) -> list[Pieces]:
     made = []
     for (_, _, scopes_of), pieces in found.items():
         if len(pieces) > 1:
-            local = np.frombuffer(scopes_of, np.int64).reshape(-1, 2).tolist()
+            about = np.frombuffer(scopes_of, np.int64).reshape(-1, 2).tolist()
             nodes, border, inputs = (np.array(rows) for rows in zip(*pieces, strict=True))
-            made.append(Pieces(nodes, border, inputs, tuple((u,) if u == v else (u, v) for u, v in local)))
+            made.append(Pieces(nodes, border, inputs, tuple((u,) if u == v else (u, v) for u, v in about)))
     return made
 
 
