@@ -128,7 +128,7 @@ def fit_links(cluster: Cluster, measured: Sequence[Measured]) -> tuple[Cluster, 
     it crosses. Alphas and bandwidths are those of all_reduce, of which every link needs two measurements or more; other
     collectives get a factor by link.
     """
-    links = tuple(replace(link, slowdown={}, protocols={}) for link in cluster.links)
+    links = tuple(replace(link, slowdown={}, protocols={}, relay_s_per_byte=0.0) for link in cluster.links)
     blank = replace(cluster, algorithms=("ring",), call_s=dict.fromkeys(COLLECTIVES, 0.0), links=links)
     outermost = [_outermost(blank, m) for m in measured if m.collective == "all_reduce"]
     short = [link.name for number, link in enumerate(links) if outermost.count(number) < 2]
@@ -169,7 +169,7 @@ def _error(cluster: Cluster, measured: Sequence[Measured]) -> float:
 
 def _parts(cluster: Cluster, measured: Sequence[Measured]) -> np.ndarray:
     """By measurement, what its messages and what its bytes take alone, in its seconds."""
-    endless = tuple(replace(link, bandwidth_bytes_per_s=ENDLESS) for link in cluster.links)
+    endless = tuple(replace(link, bandwidth_bytes_per_s=ENDLESS, relay_s_per_byte=0.0) for link in cluster.links)
     prompt = tuple(replace(link, alpha_s=0.0) for link in cluster.links)
     calls = dict.fromkeys(cluster.call_s, 0.0)
     alone = replace(cluster, links=endless), replace(cluster, links=prompt, call_s=calls)
@@ -185,27 +185,29 @@ def _weights(cluster: Cluster, measured: Sequence[Measured]) -> np.ndarray:
 
 
 def _all_reduce_fits(blank: Cluster, measured: Sequence[Measured]) -> Iterator[Fitted]:
-    """Time of a call, alphas and bandwidths. A ring is linear in the first two and 1/bandwidth once the weights of its
+    """Time of a call, alphas, bandwidths and relays. A ring is linear in them (in 1/bandwidth) once the weights of its
     parts are known; they are those of the fit before."""
     numbers, weights = range(len(blank.links)), np.ones((len(measured), 2))
-    alphas, betas = _shown_by_rings(blank, measured)
+    alphas, betas, relays = _shown_by_rings(blank, measured)
     least = np.array([link.beta_s_per_byte for link in blank.links])
     for _ in range(ROUNDS):
         messages, traffic = weights[:, :1], weights[:, 1:]
         call = np.array([[1 / m.seconds] for m in measured])
-        columns = np.concatenate([messages * call, messages * alphas, traffic * betas], axis=1)
+        columns = np.concatenate([messages * call, messages * alphas, traffic * betas, traffic * relays], axis=1)
         call_s, *rest = _non_negative(columns, 1 - (traffic * betas) @ least)
-        alpha_s, rates = rest[:len(numbers)], 1 / np.maximum(least + rest[len(numbers):], 1e-15)
-        links = tuple(replace(link, alpha_s=float(alpha_s[i]), bandwidth_bytes_per_s=float(rates[i]))
-                      for i, link in enumerate(blank.links))
+        alpha_s, more, relay_s = np.split(np.array(rest), 3)
+        rates = 1 / np.maximum(least + more, 1e-15)
+        links = tuple(replace(link, alpha_s=float(alpha_s[i]), bandwidth_bytes_per_s=float(rates[i]),
+                              relay_s_per_byte=float(relay_s[i])) for i, link in enumerate(blank.links))
         fitted = replace(blank, links=links, call_s={**blank.call_s, "all_reduce": float(call_s)})
         yield _error(fitted, measured), fitted
         weights = _weights(fitted, measured)
 
 
-def _shown_by_rings(blank: Cluster, measured: Sequence[Measured]) -> tuple[np.ndarray, np.ndarray]:
-    """By measurement and link, what a second of alpha and of beta adds to its time, in its seconds: what is predicted
-    where all others are nothing."""
+def _shown_by_rings(blank: Cluster, measured: Sequence[Measured]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By measurement and link, what a second of alpha, of beta and of relay adds to its time, in its seconds: what is
+    predicted where all others are nothing. A relay shows beside a beta as long, on links that groups had to themselves
+    and shared; else it cannot be told from the beta."""
     nothing = tuple(replace(link, alpha_s=0.0, bandwidth_bytes_per_s=ENDLESS) for link in blank.links)
 
     def alone(number: int, link: Link, m: Measured) -> float:
@@ -213,9 +215,13 @@ def _shown_by_rings(blank: Cluster, measured: Sequence[Measured]) -> tuple[np.nd
         return predicted_s(replace(blank, links=links), m) / m.seconds
 
     alphas = [[alone(i, replace(link, alpha_s=1.0), m) for i, link in enumerate(nothing)] for m in measured]
-    betas = [[alone(i, replace(link, bandwidth_bytes_per_s=1.0), m) if i == _outermost(blank, m) else 0.0
-              for i, link in enumerate(nothing)] for m in measured]
-    return np.array(alphas), np.array(betas)
+    betas, both = (np.array([[alone(i, replace(link, bandwidth_bytes_per_s=1.0, relay_s_per_byte=relay), m)
+                              if i == _outermost(blank, m) else 0.0 for i, link in enumerate(nothing)]
+                             for m in measured]) for relay in (0.0, 1.0))
+    relays = both - betas
+    crossing = betas > 0
+    told = np.any(crossing & (relays < 0.5 * betas), axis=0) & np.any(crossing & (relays > 0.5 * betas), axis=0)
+    return np.array(alphas), betas, relays * told
 
 
 def _other_fits(cluster: Cluster, collective: str, measured: Sequence[Measured]) -> Iterator[Fitted]:
@@ -311,8 +317,8 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
         reached: object = "unlimited" if link.num_devices == UNLIMITED else link.num_devices
         lines += ["", "[[links]]", f"name = {_toml(link.name)}", line(f"links.{i}.num_devices", reached)]
         lines += [line(f"links.{i}.{key}", getattr(link, key)) for key in ("alpha_s", "bandwidth_bytes_per_s")]
-        if link.burst_bytes:
-            lines.append(line(f"links.{i}.burst_bytes", link.burst_bytes))
+        lines += [line(f"links.{i}.{key}", getattr(link, key)) for key in ("burst_bytes", "relay_s_per_byte")
+                  if getattr(link, key)]
         if link.nics_per_host is not None:
             lines.append(line(f"links.{i}.nics_per_host", link.nics_per_host))
         lines += table(f"links.{i}.slowdown", link.slowdown, "links.slowdown")

@@ -147,6 +147,8 @@ class Link:
     ``protocols`` are alternatives by name; a collective uses the cheapest that all links it crosses have.
     ``burst_bytes``: the link is shaped by a token bucket, so that what it does not send for a while, it may send at
     once later, up to so many bytes (of all that share it).
+    ``relay_s_per_byte``: before a rank of a ring takes its next piece, it sums and hands on the last. Its link is idle
+    meanwhile, but for other groups that share it (`Group.pace_s_per_byte`).
     """
 
     name: str
@@ -157,6 +159,7 @@ class Link:
     nics_per_host: int | None = None
     protocols: Mapping[str, Protocol] = field(default_factory=dict)
     burst_bytes: float = 0.0
+    relay_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_devices < 1 or not 0 <= self.alpha_s < math.inf or not 0 < self.bandwidth_bytes_per_s < math.inf:
@@ -164,6 +167,8 @@ class Link:
                                f"has {self.num_devices}, {self.alpha_s}, {self.bandwidth_bytes_per_s}")
         if not 0 <= self.burst_bytes < math.inf:
             raise ClusterError(f"link {self.name}: burst_bytes must be at least 0, not {self.burst_bytes}")
+        if not 0 <= self.relay_s_per_byte < math.inf:
+            raise ClusterError(f"link {self.name}: relay_s_per_byte must be at least 0, not {self.relay_s_per_byte}")
         if self.nics_per_host is not None and self.nics_per_host < 1:
             raise ClusterError(f"link {self.name}: nics_per_host must be at least 1, not {self.nics_per_host}")
         for kind, factor in self.slowdown.items():
@@ -182,7 +187,8 @@ class Link:
         if protocol is not None:
             alpha_s, share = self.protocols[protocol].alpha_s, self.protocols[protocol].share
         bandwidth = self.bandwidth_bytes_per_s * share / slow
-        return replace(self, alpha_s=alpha_s * slow, bandwidth_bytes_per_s=bandwidth, slowdown={}, protocols={})
+        return replace(self, alpha_s=alpha_s * slow, bandwidth_bytes_per_s=bandwidth, slowdown={}, protocols={},
+                       relay_s_per_byte=self.relay_s_per_byte * slow)
 
 
 @dataclass(frozen=True)
@@ -229,6 +235,17 @@ class Group:
         return tuple((count, link, link.bandwidth_bytes_per_s * lanes)
                      for (count, link), lanes in zip(self.levels, self.lanes, strict=True) if count > 1)
 
+    @cached_property
+    def pace_s_per_byte(self) -> float:
+        """Of a ring through all ranks, where it is slowest: the time of its bytes by all groups that share the link, or
+        its own by the link and through a rank, whichever is longer."""
+        found = 0.0
+        for number, (_, link, bandwidth) in enumerate(self.crossed, start=1):
+            sharing = self.sharing if number == len(self.crossed) else 1
+            alone = max(bandwidth, min(bandwidth * sharing, link.bandwidth_bytes_per_s))
+            found = max(found, 1 / bandwidth, 1 / alone + link.relay_s_per_byte)
+        return found
+
     @property
     def burst_bytes(self) -> float:
         """Of the outermost link crossed."""
@@ -243,7 +260,8 @@ class Group:
     def outside(self) -> Group:
         """This group where a second is a byte by one wire of the outermost link crossed, and nothing else counts."""
         outermost = max((number for number, (count, _) in enumerate(self.levels) if count > 1), default=-1)
-        levels = tuple((count, replace(link, alpha_s=0.0, bandwidth_bytes_per_s=1.0 if i == outermost else ENDLESS))
+        levels = tuple((count, replace(link, alpha_s=0.0, relay_s_per_byte=0.0,
+                                       bandwidth_bytes_per_s=1.0 if i == outermost else ENDLESS))
                        for i, (count, link) in enumerate(self.levels))
         return replace(self, levels=levels, launch_s=0.0)
 

@@ -4,12 +4,13 @@ A group has c_l members on level l, n in all; W_l is the bandwidth that its memb
 together (`Group.crossed`). Each link's slow-down for the collective multiplies its alpha and divides its bandwidth.
 For b bytes, one direction:
 
-    ring           sum_l (steps on l) alpha_l  +  (n - 1)/n b max_l 1/W_l
+    ring           sum_l (steps on l) alpha_l  +  (n - 1)/n b max_l P_l
     hierarchical   sum_l ((c_l - 1) alpha_l  +  (c_l - 1)/c_l b/W_l)                                  even groups only
-    tree           2 ((c_0 - 1) alpha_0 + sum_{l>0} log2(c_l) alpha_l)  +  2 b max_l 1/W_l            all-reduce only
+    tree           2 ((c_0 - 1) alpha_0 + sum_{l>0} log2(c_l) alpha_l)  +  2 b max_l P_l              all-reduce only
 
 A ring over n ranks in H hosts takes n - 1 steps, H - 1 of them between hosts, and passes every host boundary once, so
-that all of a host's NICs carry it together. Reduce-scatter and all-gather are one ring; all-reduce is both. The
+that all of a host's NICs carry it together. Its pace P_l is 1/W_l, and not below 1/(W_l with no other group on the
+link) + `Link.relay_s_per_byte`: a ring works piece by piece, and only another one fills its gaps. Reduce-scatter and all-gather are one ring; all-reduce is both. The
 cheapest valid algorithm by the cheapest protocol counts. Every call adds the cluster's time of a call (the protocol's;
 the device's launch time where none is known); a group of one is free. Where the outermost link crossed saves up what it
 does not send (`Link.burst_bytes`), a collective's messages (M seconds with the call) and its bytes (B seconds, of all
@@ -51,7 +52,7 @@ def reduce_scatter_s(nbytes: Bytes, group: Group) -> Any:
 
 
 def broadcast_s(nbytes: Bytes, group: Group) -> Any:
-    """``nbytes``: the tensor. A pipelined chain, ring steps + b max_l 1/W_l; or a tree on each level,
+    """``nbytes``: the tensor. A pipelined chain, ring steps + b max_l P_l; or a tree on each level,
     ceil(log2(c_l)) (alpha_l + b/W_l)."""
     return _cheapest(nbytes, group, "broadcast", _broadcast)
 
@@ -115,11 +116,6 @@ def _least(costs: list[Any]) -> Any:
     return least
 
 
-def _worst_beta(group: Group) -> float:
-    """Seconds per byte where a chain through all ranks is slowest."""
-    return max(1.0 / bandwidth for _, _, bandwidth in group.crossed)
-
-
 def _ring_alpha_s(group: Group) -> float:
     """n - 1 steps: on each level as many as there are boundaries of it."""
     parts, seconds = group.size, 0.0
@@ -131,7 +127,7 @@ def _ring_alpha_s(group: Group) -> float:
 
 
 def _ring(b: Any, group: Group) -> Any:
-    return _ring_alpha_s(group) + (group.size - 1) / group.size * b * _worst_beta(group)
+    return _ring_alpha_s(group) + (group.size - 1) / group.size * b * group.pace_s_per_byte
 
 
 def _by_levels(b: Any, group: Group) -> Any:
@@ -155,7 +151,7 @@ def _one_way(b: Any, group: Group) -> Any:
 def _all_reduce(b: Any, group: Group) -> Any:
     ways = [2 * way for way in _ways(b, group)]
     if "tree" in group.algorithms:
-        ways.append(2 * _tree_alpha_s(group) + 2 * b * _worst_beta(group))
+        ways.append(2 * _tree_alpha_s(group) + 2 * b * group.pace_s_per_byte)
     return _least(ways or [2 * _ring(b, group)])
 
 
@@ -168,7 +164,7 @@ def _tree_alpha_s(group: Group) -> float:
 
 
 def _broadcast(b: Any, group: Group) -> Any:
-    chain = _ring_alpha_s(group) + b * _worst_beta(group)
+    chain = _ring_alpha_s(group) + b * group.pace_s_per_byte
     tree = sum(math.ceil(math.log2(count)) * (link.alpha_s + b / bandwidth) for count, link, bandwidth in group.crossed)
     return np.minimum(chain, tree)
 

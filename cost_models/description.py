@@ -213,9 +213,10 @@ def _link(table: _Table, outermost: bool) -> Link:
     alpha = table.number("alpha_s", "seconds per message")
     bandwidth = table.number("bandwidth_bytes_per_s", "bytes per second of one device in one direction")
     burst = table.number("burst_bytes", "bytes of a collective that pass at once", 0.0)
+    relay = table.number("relay_s_per_byte", "seconds of a rank for a byte before it takes the next", 0.0)
     table.finish()
     try:
         shared = int(nics) if "nics_per_host" in table.data else None
-        return Link(name, reached, alpha, bandwidth, factors, shared, protocols, burst)
+        return Link(name, reached, alpha, bandwidth, factors, shared, protocols, burst, relay)
     except ClusterError as error:
         raise ClusterError(f"{table.file}: {error}") from error

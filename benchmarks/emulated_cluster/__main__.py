@@ -93,7 +93,8 @@ def _calibrated(built: Network, folder: Path, console: Console) -> Calibration:
     for link in found.cluster.links:
         slow = ", ".join(f"{kind} {factor:.2f}" for kind, factor in link.slowdown.items())
         rate = link.bandwidth_bytes_per_s / 1e6
-        console.print(f"  {link.name}: {link.alpha_s * 1e3:.2f} ms, {rate:.1f} MB/s; {slow}")
+        relay = f", relay {link.relay_s_per_byte * 1e9:.2f} ns/B" if link.relay_s_per_byte else ""
+        console.print(f"  {link.name}: {link.alpha_s * 1e3:.2f} ms, {rate:.1f} MB/s{relay}; {slow}")
     console.print("  a call: " + ", ".join(f"{k} {s * 1e3:.1f} ms" for k, s in found.cluster.call_s.items()))
     return found
 

@@ -50,7 +50,8 @@ def cluster_of(*links: Link, call_s: dict[str, float] | None = None) -> Cluster:
 
 def any_rate(cluster: Cluster) -> Cluster:
     """Names and structure only."""
-    links = tuple(replace(link, alpha_s=0.0, bandwidth_bytes_per_s=1e15, slowdown={}) for link in cluster.links)
+    links = tuple(replace(link, alpha_s=0.0, bandwidth_bytes_per_s=1e15, slowdown={}, relay_s_per_byte=0.0)
+                  for link in cluster.links)
     return replace(cluster, links=links, call_s={})
 
 
@@ -69,6 +70,15 @@ def test_links_that_save_up_are_recovered() -> None:
     for link, expected in zip(fitted.links, true.links, strict=True):
         assert link.bandwidth_bytes_per_s == pytest.approx(expected.bandwidth_bytes_per_s, rel=0.01)
         assert link.burst_bytes == expected.burst_bytes
+
+
+def test_relays_are_recovered_where_rings_have_a_card_alone_and_share_one() -> None:
+    true = cluster_of(Link("inside", 2, 2e-6, 5e9), Link("card", 64, 9e-6, 1e9, nics_per_host=1, relay_s_per_byte=2e-10),
+                      call_s={"all_reduce": 3e-4, "all_gather": 2e-4})
+    found, residuals = fit_links(any_rate(true), measured_on(true, ["all_reduce", "all_gather"]))
+    assert [link.relay_s_per_byte for link in found.links] == pytest.approx([0.0, 2e-10])
+    assert found.links[1].bandwidth_bytes_per_s == pytest.approx(1e9)
+    assert max(map(abs, residuals)) < 1e-6
 
 
 def test_no_link_is_fitted_to_be_faster_than_it_can_be() -> None:
@@ -119,6 +129,8 @@ def test_fitted_curves_go_through_the_samples() -> None:
 @pytest.mark.parametrize("name", known_clusters())
 def test_files_read_back_as_written(name: str, tmp_path: Path) -> None:
     cluster = Cluster.load(name, num_devices=16)
+    outer = replace(cluster.links[-1], burst_bytes=2.0**15, relay_s_per_byte=1e-9)
+    cluster = replace(cluster, links=(*cluster.links[:-1], outer))
     path = tmp_path / "copy.toml"
     calibrate.write_cluster(path, cluster, source='measured "today"')
     again = Cluster.load(path, num_devices=16)

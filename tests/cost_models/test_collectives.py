@@ -28,8 +28,8 @@ MESHES = [(64,), (8, 8), (4, 16), (2, 4, 8), (16, 4), (3,), (6, 2), (4, 3), (61,
 def groups(draw: st.DrawFn, bursts: tuple[float, ...] = (0.0, 2.0**15, 1e9)) -> Group:
     cluster = MACHINES[draw(st.sampled_from(sorted(MACHINES)))]
     mesh = draw(st.sampled_from(MESHES))
-    burst = draw(st.sampled_from(bursts))
-    links = tuple(replace(link, burst_bytes=burst) for link in cluster.links)
+    burst, relay = draw(st.sampled_from(bursts)), draw(st.sampled_from((0.0, 1e-11, 1e-8)))
+    links = tuple(replace(link, burst_bytes=burst, relay_s_per_byte=relay) for link in cluster.links)
     return replace(cluster, links=links).group(mesh, draw(st.integers(0, len(mesh) - 1)))
 
 
@@ -177,6 +177,17 @@ def test_links_that_save_up_take_the_longer_of_messages_and_bytes() -> None:
     assert float(send_recv_s(1e5 / 8, one)) == 1e-3
     assert float(send_recv_s(1e7, one)) == pytest.approx(80.0 - 0.1, rel=1e-6)
     assert float(send_recv_s(2e5 / 8, one)) == pytest.approx((1e-3**2 + 0.1**2) ** 0.5)
+
+
+def test_a_lone_ring_leaves_gaps_that_another_fills() -> None:
+    """Ranks that hand on half as fast as their card sends: one ring takes half as long again, two by one card do not."""
+    card = Link("card", 4096, 0.0, 1e6, nics_per_host=1, relay_s_per_byte=0.5e-6)
+    loopback = Link("loopback", 2, 0.0, 1e9)
+    slow, prompt = (replace(H100, links=(loopback, link), algorithms=("ring",), call_s={"all_reduce": 0.0})
+                    for link in (card, replace(card, relay_s_per_byte=0.0)))
+    ratios = [float(all_reduce_s(1e6, slow.group(mesh, 0)) / all_reduce_s(1e6, prompt.group(mesh, 0)))
+              for mesh in ((8,), (4, 2))]
+    assert ratios == pytest.approx([1.5, 1.0])
 
 
 def test_measured_gloo() -> None:
