@@ -187,7 +187,7 @@ def _weights(cluster: Cluster, measured: Sequence[Measured]) -> np.ndarray:
 def _all_reduce_fits(blank: Cluster, measured: Sequence[Measured]) -> Iterator[Fitted]:
     """Time of a call, alphas, bandwidths and relays. A ring is linear in them (in 1/bandwidth) once the weights of its
     parts are known; they are those of the fit before."""
-    numbers, weights = range(len(blank.links)), np.ones((len(measured), 2))
+    weights = np.ones((len(measured), 2))
     alphas, betas, relays = _shown_by_rings(blank, measured)
     least = np.array([link.beta_s_per_byte for link in blank.links])
     for _ in range(ROUNDS):

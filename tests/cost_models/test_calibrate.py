@@ -73,7 +73,8 @@ def test_links_that_save_up_are_recovered() -> None:
 
 
 def test_relays_are_recovered_where_rings_have_a_card_alone_and_share_one() -> None:
-    true = cluster_of(Link("inside", 2, 2e-6, 5e9), Link("card", 64, 9e-6, 1e9, nics_per_host=1, relay_s_per_byte=2e-10),
+    true = cluster_of(Link("inside", 2, 2e-6, 5e9),
+                      Link("card", 64, 9e-6, 1e9, nics_per_host=1, relay_s_per_byte=2e-10),
                       call_s={"all_reduce": 3e-4, "all_gather": 2e-4})
     found, residuals = fit_links(any_rate(true), measured_on(true, ["all_reduce", "all_gather"]))
     assert [link.relay_s_per_byte for link in found.links] == pytest.approx([0.0, 2e-10])

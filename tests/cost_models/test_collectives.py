@@ -180,7 +180,7 @@ def test_links_that_save_up_take_the_longer_of_messages_and_bytes() -> None:
 
 
 def test_a_lone_ring_leaves_gaps_that_another_fills() -> None:
-    """Ranks that hand on half as fast as their card sends: one ring takes half as long again, two by one card do not."""
+    """Ranks that hand on half as fast as their card sends: one ring takes half as long again, two by a card do not."""
     card = Link("card", 4096, 0.0, 1e6, nics_per_host=1, relay_s_per_byte=0.5e-6)
     loopback = Link("loopback", 2, 0.0, 1e9)
     slow, prompt = (replace(H100, links=(loopback, link), algorithms=("ring",), call_s={"all_reduce": 0.0})
