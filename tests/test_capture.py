@@ -221,6 +221,13 @@ def derivatives_of_functions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return slope * value + steep * each["w"] + twice * tables.sum(2) + along * back(made)[1]
 
 
+def gaussian_likelihood(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Of variances of each number, of each row, and of all; some are below the least."""
+    loss, means = nn.functional.gaussian_nll_loss, x * w
+    return (loss(means, x, means.square(), full=True, eps=0.3) + loss(means, x, w[:4].square(), reduction="sum")
+            + loss(means, x, 2.0, reduction="none"))
+
+
 def counts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     groups = torch.tensor([1, 4, 1, 0])
     return x * w * torch.bincount(groups, (x * w).detach()[:, 0], minlength=6) * groups.bincount(minlength=6)
@@ -251,8 +258,8 @@ def reading_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("function", [vmapped, twice_differentiated, differentiated_norms, a_step_of_descent,
-                                      gradients_of_convolutions, derivatives_of_functions, counts, distributions,
-                                      temporal_classification, reading_data], ids=lambda f: f.__name__)
+                                      gradients_of_convolutions, derivatives_of_functions, counts, gaussian_likelihood,
+                                      distributions, temporal_classification, reading_data], ids=lambda f: f.__name__)
 def test_what_a_trace_does_not_see_is_traced(function: Any) -> None:
     """Value and gradient are the model's own, in float64."""
     model, x = Weighed(function).double(), torch.randn(4, 6, dtype=torch.float64)

@@ -112,6 +112,11 @@ def test_linear() -> None:
     ]
 
 
+def test_attention_of_three_dims_is_cut_by_the_first() -> None:
+    attention = call(aten.scaled_dot_product_attention.default, f(4, 6, 2), f(4, 7, 2), f(4, 7, 3))
+    assert {row.factor for row in attention.rule()[0].rows()} == {"", "h", "s"}
+
+
 def test_attention_with_grouped_queries() -> None:
     """Batch, heads, queries; the pieces of the heads must divide the key-value heads too."""
     attention = call(aten.scaled_dot_product_attention.default, f(2, 8, 5, 4), f(2, 4, 5, 4), f(2, 4, 5, 4),
@@ -331,6 +336,12 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
     "attention": lambda: [
         call(aten.scaled_dot_product_attention.default, f(4, 6, 5, 2), f(4, 6, 7, 2), f(4, 6, 7, 3)),
         call(aten.scaled_dot_product_attention.default, f(2, 6, 5, 2), f(2, 6, 5, 2), f(2, 6, 5, 2), is_causal=True),
+        call(aten.scaled_dot_product_attention.default, f(2, 6, 5, 2), f(2, 1, 5, 2), f(2, 1, 5, 2), enable_gqa=True),
+        call(aten.scaled_dot_product_attention.default, f(4, 6, 2), f(4, 7, 2), f(4, 7, 3)),
+        call(aten.scaled_dot_product_attention.default, f(4, 6, 2), f(1, 7, 2), f(1, 7, 2), mask(6, 7)),
+        call(aten.scaled_dot_product_attention.default, f(6, 2), f(7, 2), f(7, 2)),
+        call(aten.scaled_dot_product_attention.default, f(2, 2, 4, 6, 2), f(2, 2, 4, 6, 2), f(2, 2, 4, 6, 2),
+             mask(2, 1, 1, 6, 6)),
         call(aten.scaled_dot_product_attention.default, f(2, 8, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), enable_gqa=True),
         call(aten.scaled_dot_product_attention.default, f(2, 4, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), mask(2, 1, 5, 5)),
         call(aten.scaled_dot_product_attention.default, f(2, 4, 5, 2), f(2, 4, 5, 2), f(2, 4, 5, 2), f(4, 5, 5)),

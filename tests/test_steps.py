@@ -90,6 +90,23 @@ def test_steps_keep_value_and_gradient(ranks: Any, num_ranks: int) -> None:
         torch.testing.assert_close(global_value([g for _, g in held], dual(a)), gradient, msg=f"gradient of {a} -> {b}")
 
 
+def conjugated() -> list[torch.Tensor]:
+    """Pieces along dim 1 of numbers that are conjugated only when they are read."""
+    axes = groups.bind(mesh_of(torch.distributed.get_world_size()))
+    (axis,) = axes.values()
+    whole = torch.complex(*torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(1)))
+    sizes = [pieces(SHAPE[dim], axis.size) for dim in (0, 1)]
+    with groups.use(axes):
+        made = STEP_FUNCTIONS["S", "S"](whole.split(list(sizes[0]))[axis.rank].conj(), axis.name, "S(0)", "S(1)",
+                                        source_sizes=sizes[0], target_sizes=sizes[1])
+    return [made, whole]
+
+
+def test_conjugates_change_their_dim(ranks: Any) -> None:
+    held = ranks(2).run(conjugated)
+    torch.testing.assert_close(torch.cat([made for made, _ in held], 1), held[0][1].conj().resolve_conj())
+
+
 def judge_steps() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The same by spmd-types, for even pieces (dim 1 of size 8)."""
     import spmd_types

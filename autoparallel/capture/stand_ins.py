@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -82,6 +83,16 @@ def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     return module
 
 
+def _gaussian_likelihood(x: torch.Tensor, target: torch.Tensor, var: torch.Tensor | float, full: bool = False,
+                         eps: float = 1e-6, reduction: str = "mean") -> torch.Tensor:
+    """Whether variances are negative is not looked at; they are clamped where gradients do not see it."""
+    var = torch.full_like(x, var) if isinstance(var, float) else var
+    var = var.unsqueeze(-1) if var.shape == x.shape[:-1] else var
+    var = var + (var.clamp(min=eps) - var).detach()
+    losses = 0.5 * (torch.log(var) + (x - target).square() / var + (math.log(2 * math.pi) if full else 0.0))
+    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
+
+
 def _counts(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
     """`torch.bincount` of numbers below ``minlength``; of others the scatter fails."""
     if not minlength:
@@ -104,6 +115,8 @@ class TracedCalls(TorchFunctionMode):
         if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError("the model assigns to a tensor's data, which a trace does not see\n"
                                "  Write buffer.copy_(value) under torch.no_grad() instead of buffer.data = value.")
+        if function is torch.nn.functional.gaussian_nll_loss:
+            return _gaussian_likelihood(*args, **(kwargs or {}))
         if function in (torch.bincount, torch.Tensor.bincount):
             return _counts(*args, **(kwargs or {}))
         if function is torch.autograd.grad:

@@ -68,8 +68,8 @@ def all_to_all_tensor(
 ) -> torch.Tensor:
     """Cut along ``target``, send each rank its piece, join what comes along ``source``."""
     if x.is_complex():  # gloo exchanges real numbers only
-        parts = all_to_all_tensor(torch.view_as_real(x), axis, source, source_sizes, target, target_sizes)
-        return torch.view_as_complex(parts)
+        real = torch.view_as_real(x.resolve_conj())
+        return torch.view_as_complex(all_to_all_tensor(real, axis, source, source_sizes, target, target_sizes))
     pieces = [p.contiguous() for p in x.split(list(target_sizes), dim=target)]
     shape = list(pieces[axis.rank].shape)
     shapes = [[*shape[:source], size, *shape[source + 1 :]] for size in source_sizes]

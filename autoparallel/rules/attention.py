@@ -1,5 +1,5 @@
 """Scaled dot-product attention: batch, heads and queries may be cut (causal ones by a variant), and the whole sequence
-by ring attention; grouped queries are cut with their key-value head."""
+by ring attention; grouped queries are cut with their key-value head, or all have one."""
 
 from __future__ import annotations
 
@@ -15,34 +15,44 @@ aten = torch.ops.aten
 @rule_for(aten.scaled_dot_product_attention.default)
 def attention(op: OpView) -> Rule | None:
     q, k, v = op.shapes[:3]
-    if len(q) != 4:
+    rank = len(q)
+    if not len(k) == len(v) == rank or q[:-2] != op.out.shape[:-2]:
         return None
-    batch, heads, s, d = q
-    kv_heads, t, e = k[1], k[2], v[3]
+    *_, s, d = q
+    t, e = k[-2], v[-1]
+    heads = {x[-3] for x in (q, k, v)} - {1} if rank > 2 else set()
     mask = op.arg("attn_mask")
+    named = [*(f"b{i or ''}" for i in range(rank - 3)), "h"][: rank - 2]
     rows = () if op.arg("is_causal") else (("s", s),)  # a causal mask counts them
-    sizes = {f: n for f, n in (("b", batch), ("h", heads), *rows) if n != 1}
-    b, h, queries = (f if f in sizes else None for f in ("b", "h", "s"))
-    inputs: list[Dims] = [(b, h, queries, None), (b, h, None, None), (b, h, None, None)]
+    sizes = {f: n for f, n in (*zip(named, q, strict=False), *rows) if n != 1}
+    *leading, queries = (f if f in sizes else None for f in (*named, "s"))
+    inputs: list[Dims] = [(*leading, queries, None)]
+    inputs += [(*(f if n != 1 else None for f, n in zip(leading, x, strict=False)), None, None) for x in (k, v)]
     saves, extra = frozenset({0, 1, 2}), {0: 4.0 / d}  # the logarithm of each row's sum
     if mask is not None:
         if mask.dtype == torch.bool:  # torch makes numbers of it
             extra[3] = float(op.inputs[0].dtype.itemsize)
         else:
             saves |= {3}
-        own = (b, h, queries, None)[4 - len(mask.shape) :]
+        own = inputs[0][rank - len(mask.shape) :]
         inputs.append(tuple(f if n != 1 else None for f, n in zip(own, mask.shape, strict=True)))
-    even = {"h": (heads, kv_heads)} if heads != kv_heads else {}
+    even = {"h": tuple(sorted(heads, reverse=True))} if len(heads) > 1 else {}
     dropout = float(op.arg("dropout_p") or 0.0)
-    alike = mask is None and not dropout and s == t != 1
+    alike = rank == 4 and mask is None and not dropout and s == t != 1 and _match(op)
     causal = 0.5 if op.arg("is_causal") else 1.0
-    points = float(batch * heads * s * t)
+    points = float(op.inputs[0].num_elements // d * t)
     return Rule(
-        tuple(inputs), ((b, h, queries, None),), sizes, even=even,
+        tuple(inputs), (inputs[0],), sizes, even=even,
         linear=() if dropout else (frozenset({2}),), flops=2.0 * points * (d + e) * causal,
         op_class="attention", saves=saves, saves_output=True, random=dropout > 0, backward_flops=2.5, extra_bytes=extra,
         variants=_of_sequence(op) if alike else (),
     )
+
+
+def _match(op: OpView) -> bool:
+    """Whether queries and keys have the same batch and heads, but for grouped heads."""
+    q, k, v = (x[: 1 if op.arg("enable_gqa") else 2] for x in op.shapes[:3])
+    return q == k == v
 
 
 def _of_sequence(op: OpView) -> tuple[Row, ...]:

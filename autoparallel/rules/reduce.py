@@ -54,17 +54,15 @@ def of_everything(op: OpView) -> Rule | None:
 
 def _reduction(op: OpView, dim: object, keepdim: bool, adds: bool = False, linear: bool = False) -> Rule | None:
     """``adds``: results of pieces of a reduced dim add up; ``linear``: so do those of summands."""
-    shape = op.shapes[0]
-    if not shape:
-        return None
+    shape = op.shapes[0] or (1,)  # of a number it is the number
     dims = [dim] if isinstance(dim, int) else list(dim or range(len(shape)))  # type: ignore[call-overload]
     reduced = {d % len(shape) for d in dims}
     names = tuple(f"d{i}" if n != 1 and (adds or i not in reduced) else None for i, n in enumerate(shape))
     out = tuple(None if i in reduced else names[i] for i in range(len(shape)) if keepdim or i not in reduced)
     sizes = {n: shape[i] for i, n in enumerate(names) if n is not None}
     return Rule(
-        (names,),
-        (out,) * len(op.outputs),
+        (names[: len(op.shapes[0])],),
+        (out[: len(op.out.shape)],) * len(op.outputs),
         sizes,
         reduce=frozenset(f"d{i}" for i in reduced if names[i] is not None),
         linear=(frozenset({0}),) if linear else (),
