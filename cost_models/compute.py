@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import ITEM_BYTES, Curve, Device
+from cost_models.cluster import ITEM_BYTES, Curve, Device, Tiles
 
 #: Op classes whose arithmetic runs on the matrix units; everything else counts as memory traffic with fp32 arithmetic.
 MATRIX = frozenset({"matmul", "attention", "conv"})
@@ -48,20 +48,29 @@ def matmul_time_s(m: float, n: float, k: float, dtype: str, device: Device, coun
 
     by the best of the usual tiles and splits of k (NVIDIA, "Matrix Multiplication Background User's Guide": tile and
     wave quantisation), and never less than the operands' traffic. Rows of an operand that do not start on 128-byte
-    boundaries slow the main loop.
+    boundaries slow the main loop; more so those that do not even start on the 16 bytes of one load (`_aligned_share`).
     """
     width = ITEM_BYTES.get(dtype, 4)
     nbytes = width * count * (m * k + k * n + m * n)
     if device.tiles is None:
         return float(op_time_s("matmul", 2.0 * m * n * k * count, nbytes, dtype, device))
-    cut, lines = device.tiles, 128 // min(width, 2)
-    share = cut.share if width > 1 else cut.low_precision_share or cut.share
-    if n % lines or k % lines:
-        share *= cut.misaligned
+    cut = device.tiles
+    share = (cut.share if width > 1 else cut.low_precision_share or cut.share) * _aligned_share(n, k, width, cut)
     unit = peak_flops_per_s("matmul", dtype, device) * share / cut.units
     best = _tiled_flops(m, n, k, count, cut.units, cut.ramp) / unit
     memory = nbytes / (device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency)
     return max(best, memory) + device.launch_s
+
+
+def _aligned_share(n: float, k: float, width: float, cut: Tiles) -> float:
+    """What is left of the main loop's speed where rows of n or k elements of ``width`` bytes do not start on 128 bytes.
+    Loads move at most 16 bytes at once, and only what starts on as many (PTX: cp.async of 4, 8 or 16 bytes): where rows
+    start on 8, 4 or 2, each halving costs the square root of the factor again. A broken number is the mean of many."""
+    lines, whole = int(128 / min(width, 2)), [int(size) for size in (n, k) if size == int(size)]
+    row = math.gcd(*whole, lines)
+    if row == lines and len(whole) == 2:
+        return 1.0
+    return cut.misaligned ** (1 + max(0.0, math.log2(16 / (row * width))) / 2)
 
 
 @lru_cache(maxsize=1 << 16)

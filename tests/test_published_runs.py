@@ -28,7 +28,7 @@ from benchmarks.published_runs.fit import (
     lookup,
     outward,
 )
-from benchmarks.published_runs.price import Pricer, larger, places
+from benchmarks.published_runs.price import Pass, Pricer, larger, places
 from benchmarks.published_runs.rows import Model, read
 
 
@@ -252,6 +252,26 @@ def test_the_smooth_maximum() -> None:
     assert 1.0 < larger(1.0, 1.0) < 1.15
 
 
+def test_ranks_tied_by_collectives_hide_less_of_their_hosts() -> None:
+    constants = replace(Constants.of(read(row()), load()), tied=2.0, hide_tensor=0.0)
+    assert Pass(1.0, 0.0, 0.0, 1.0).seconds(constants) == larger(1.0, 1.0) < 1.15
+    assert Pass(0.5, 0.5, 0.0, 1.0).seconds(constants) == pytest.approx(2**0.5)
+
+
+def test_an_odd_vocabulary_slows_the_head() -> None:
+    """Megatron pads it; vTrain's traces have 50,257 columns on one rank, 25,128, which start on 16 bytes, on two."""
+    traced = {"source__title": "vTrain", "plan__virtual_stages": 1, "plan__sequence_parallel": None,
+              "source__locator": "data/ground_truth_single.csv", "hardware__n_gpus": 8, "plan__pp": 1}
+
+    def head(vocab: int, tensor: int) -> float:
+        run = read(row(**traced, model__vocab=vocab, plan__tp=tensor, plan__dp=8 // tensor))
+        constants = Constants.of(run, load())
+        return Pricer(run, replace(constants, loss_bytes=0.0)).head_s()
+
+    assert head(50257, 1) > 1.3 * head(50304, 1)
+    assert head(50257, 2) < 0.45 * head(50257, 1)
+
+
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +291,13 @@ def test_what_is_missing_is_named(changes: dict[str, Any], says: str) -> None:
     assert predict(row(**changes)) is None
     with pytest.raises(AbstainError, match=says):
         explain(row(**changes))
+
+
+def test_the_rates_of_a_simulator_are_not_the_machines() -> None:
+    """vTrain's configurations say 150 GB/s; gradients of 1.3 GB are summed over two of its GPUs in 6.7 ms."""
+    rates = [read(row(hardware__intra_bw=words)).cluster.links[0].bandwidth_bytes_per_s
+             for words in (None, "150 GB/s (vTrain config intra_node_bandwidth)", "200 GB/s")]
+    assert rates[0] == rates[1] > 2.2e11 and rates[2] == 2e11
 
 
 @pytest.mark.parametrize("part", ["source", "measured", "derived", "id"])

@@ -44,6 +44,8 @@ class Constants:
       host_experts            for a layer with experts, in those; host_expert: for each of a rank's experts beside
       host_graphed            what CUDA graphs over parts of a layer leave of host_experts
       host_call_s             for a collective
+      tied                    sharpness with which the longer of the host's and the device's time counts on several
+                              tensor ranks, which wait for one another's hosts (6 on one: the shorter is all but hidden)
       micro_s, step_s         fixed time of a micro-batch on a stage; of a step
       sync_s                  what each other rank adds to a tensor-parallel collective by being late
       update_bytes            moved for an element beside the optimizer's own: norm, scaling and copies of gradients
@@ -80,6 +82,7 @@ class Constants:
     host_expert: float
     host_graphed: float
     host_call_s: float
+    tied: float
     micro_s: float
     step_s: float
     sync_s: float

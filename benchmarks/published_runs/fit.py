@@ -33,7 +33,7 @@ NOISE = 0.055
 SPREAD = {
     "share": 0.25, "share8": 0.25, "share4": 0.25, "ramp": 0.4, "misaligned": 0.5, "memory": 0.3, "attention": 0.25,
     "legacy": 0.3, "library": 0.5, "attend": 0.5, "passes": 0.35, "eager": 0.4, "quantise": 0.4, "loss_bytes": 0.3,
-    "host_s": 0.4, "host_backward": 0.2, "host_experts": 0.7, "host_expert": 0.7, "host_graphed": 0.7,
+    "host_s": 0.4, "host_backward": 0.2, "tied": 0.7, "host_experts": 0.7, "host_expert": 0.7, "host_graphed": 0.7,
     "host_call_s": 0.5, "micro_s": 0.7, "step_s": 0.7, "sync_s": 0.7, "update_bytes": 0.5,
     "hide_tensor": 0.7, "hide_experts": 1.0, "hide_data": 0.7, "hide_pipe": 0.7,
     "interference": 0.5, "network": 0.5,
@@ -51,12 +51,12 @@ FREE: tuple[Free, ...] = tuple(
         ("devices", "gb200 gb300", "share4"),
         ("devices", "a100 hopper blackwell", "ramp memory"),
         ("stacks", "default", "passes eager quantise loss_bytes host_s host_backward host_experts host_expert "
-                              "host_graphed host_call_s micro_s step_s sync_s update_bytes interference"),
+                              "host_graphed host_call_s tied micro_s step_s sync_s update_bytes interference"),
         ("stacks", "megatron", "loss_bytes"),
         ("stacks", "megatron megatron-2021 megatron-2022 megatron-deepspeed", "library passes hide_tensor"),
         ("stacks", "megatron-deepspeed", "host_s micro_s step_s sync_s update_bytes"),
-        ("stacks", "traced", "library passes loss_bytes hide_tensor host_s host_backward host_call_s micro_s step_s "
-                             "sync_s update_bytes"),
+        ("stacks", "traced", "library passes loss_bytes hide_tensor host_s host_backward host_call_s tied micro_s "
+                             "step_s sync_s update_bytes"),
         ("stacks", "composer", "attend passes loss_bytes interference step_s"),
         ("stacks", "torch torch-fsdp", "passes quantise interference"),
         ("stacks", "core", "passes quantise hide_tensor hide_pipe"),

@@ -38,7 +38,7 @@ class Pass:
         share = c.hide_experts if overlap is None else 0.9 * overlap
         hidden = c.hide_tensor * min(self.tensor_s, self.compute_s) + share * min(self.experts_s, self.compute_s)
         device = self.compute_s + self.tensor_s + self.experts_s - hidden
-        return larger(device, self.host_s)
+        return larger(device, self.host_s, c.tied if self.tensor_s > 0 else 6.0)
 
 
 def larger(a: float, b: float, sharpness: float = 6.0) -> float:
@@ -340,8 +340,8 @@ class Pricer:
         """Logits and loss of one micro-batch, forward and backward."""
         m, p, t = self.m, self.p, self.tokens
         block = 128 * p.tensor if self.run.stack.startswith(("megatron", "nemo")) else 1    # what Megatron pads to
-        vocab = -(-m.vocab // block) * block / p.tensor
-        products = [(t, vocab, m.hidden, 1), (t, m.hidden, vocab, 1), (vocab, m.hidden, t, 1)]
+        vocab = -(-m.vocab // block) * block // p.tensor
+        products = [(t, vocab, m.hidden, 1), (t, m.hidden, vocab, 1), (m.hidden, vocab, t, 1)]
         loss = self.c.loss_bytes * t * vocab
         collective = float(collectives.all_reduce_s(t * m.hidden * 2, self.group("tensor")))
         return self.product_s(products, "float16") + self.traffic_s(loss) / self.passes + collective

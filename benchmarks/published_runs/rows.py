@@ -469,7 +469,7 @@ def _cluster(row: Row, machine: str, devices: int) -> Cluster:
     if inner.num_devices <= 16 and per_host != inner.num_devices:
         inner = replace(inner, num_devices=per_host)
         outer = replace(outer, nics_per_host=min(outer.nics_per_host or per_host, per_host))
-    stated = re.match(r"(\d+\.?\d*) GB/s", inside)
+    stated = None if "vTrain config" in inside else re.match(r"(\d+\.?\d*) GB/s", inside)    # a simulator's
     if stated and float(stated[1]) > 0:
         inner = replace(inner, bandwidth_bytes_per_s=float(stated[1]) * 1e9)
     elif re.search("[AH]800", str(_get(row, "hardware", "gpu")).upper()):    # 400 GB/s of NVLink, not 600 or 900
