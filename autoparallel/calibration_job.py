@@ -63,14 +63,15 @@ def _links(found: Calibration) -> Any:
     from rich.table import Table
 
     table = Table(title=found.cluster.name, title_justify="left")
-    for column in ("link", "alpha", "bandwidth", "slow-downs"):
+    for column in ("link", "alpha", "bandwidth", "relay", "slow-downs"):
         table.add_column(column)
     for link in found.cluster.links:
         slow = ", ".join(f"{kind} {factor:.2f}" for kind, factor in link.slowdown.items())
-        table.add_row(link.name, f"{link.alpha_s * 1e6:.1f} us", f"{link.bandwidth_bytes_per_s / 1e9:.3f} GB/s", slow)
+        table.add_row(link.name, f"{link.alpha_s * 1e6:.1f} us", f"{link.bandwidth_bytes_per_s / 1e9:.3f} GB/s",
+                      f"{link.relay_s_per_byte * 1e9:.3f} ns/B", slow)
     device = found.cluster.device
     table.add_row(device.name, f"launch {device.launch_s * 1e6:.1f} us",
-                  f"{device.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s",
+                  f"{device.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s", "",
                   f"{device.peak_flops_per_s['float32'] / 1e9:.0f} GFLOP/s in float32")
     return table
 
