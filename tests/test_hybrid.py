@@ -285,10 +285,10 @@ def test_a_sketch_counts_for_the_model() -> None:
         assert solve(part.full(), "exact").objective == pytest.approx(solve(whole.full(), "exact").objective, rel=0.02)
 
 
-@pytest.mark.parametrize(("stages", "ranks", "schedule"), [
-    (4, 4, "1f1b"), (4, 2, "interleaved"), (4, 2, "zero_bubble"),
+@pytest.mark.parametrize(("stages", "ranks", "schedule", "recompute"), [
+    (4, 4, "1f1b", "none"), (4, 2, "interleaved", "none"), (4, 2, "zero_bubble", "none"), (4, 2, "zero_bubble", "full"),
 ])
-def test_a_sketch_takes_the_bytes_of_a_rank(stages: int, ranks: int, schedule: str) -> None:
+def test_a_sketch_takes_the_bytes_of_a_rank(stages: int, ranks: int, schedule: str, recompute: str) -> None:
     """Of the fullest rank of the pipeline, with all its stages, whose cuts between ops are not quite even."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -297,7 +297,7 @@ def test_a_sketch_takes_the_bytes_of_a_rank(stages: int, ranks: int, schedule: s
     args, kwargs = CASES["llama"].inputs(16)
     model, cluster = LlamaForCausalLM(config), Cluster.load("h100-sxm", num_devices=ranks)
     whole = autoparallel.plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(ranks,),
-                              pipeline_stages=stages, schedule=schedule, micro_batches=8)
+                              pipeline_stages=stages, schedule=schedule, micro_batches=8, recompute=recompute)
     small = sketch(capture(model, args, kwargs))
     space = StrategySpace(split_batch(small.graph, 8).body, (1,))
     hybrid = dataclasses.replace(whole.hybrid, cuts=())

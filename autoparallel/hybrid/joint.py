@@ -37,6 +37,8 @@ SPREAD, UNFIT = 0.25, 4.0
 MOST_DRAFTS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, DRAFT_S = 40, 8, 1.5, 1.15, 2.0
 #: A candidate that is expected to take so many times as long as the best plan is not searched on.
 SEARCH_ON = 1.02
+#: Above so many times the best estimate a bound is enough.
+WORTH = 1.35
 MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
 
 
@@ -65,6 +67,11 @@ class Candidate:
     mesh_shape: tuple[int, ...]
     estimate_s: float = math.inf
     first: First | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the seconds are a bound, of no plan."""
+        return self.first is None and self.estimate_s < math.inf
 
 
 @dataclass(frozen=True)
@@ -194,8 +201,8 @@ class JointSearch:
             self._prices[key] = Prices(space, self.cluster, self.optimizer, stages=ranks)
         return self._prices[key]
 
-    def estimate(self, candidate: Candidate) -> Candidate:
-        """The candidate with its estimated seconds."""
+    def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
+        """The candidate with its estimated seconds; with a bound only (and no `first`) above `WORTH` times the best."""
         h = candidate.hybrid
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
         counts, held = self.sketch.counts(prices.space), self.sketch.held(prices.space, h)
@@ -203,9 +210,12 @@ class JointSearch:
         problem = pricer.full()
         if least_live_bytes(problem, len(prices.space)) > self.limit:
             return candidate
-        found = plan_within(problem, SOLVE_GAP, SOLVE_S, pricer)
-        if found is None or found.choice is None:
+        least = min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)  # seconds of a step for one of all its ranks
+        found = plan_within(problem, SOLVE_GAP, SOLVE_S, pricer, WORTH * best_s / least)
+        if found is None:
             return candidate
+        if found.choice is None:
+            return replace(candidate, estimate_s=least * found.lower_bound)
         labels = pricer.labels_of(found.choice)
         first = partial(self.sketch.labels, small=prices.space, labels=labels)
         # Many blocks that do not all do the same come near the bound, which the few of a sketch cannot.
@@ -296,7 +306,9 @@ class JointSearch:
         best = min((c.estimate_s for c in known.values()), default=math.inf)
         rest = {(c.hybrid, c.mesh_shape): c for c in tried if (c.hybrid, c.mesh_shape) not in known}.values()
         left = sum(self.least_bytes(c) <= self.limit and self.floor(c) < best for c in rest)
-        return Survey(tuple(sorted(known.values(), key=lambda c: c.estimate_s)), len(rest) - left, left)
+        estimated = [c for c in known.values() if not c.is_bound]
+        return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), len(rest) - left + len(known) - len(estimated),
+                      left)
 
     def _estimate_all(self, candidates: Sequence[Candidate], known: dict[object, Candidate], share: float,
                       patience: float) -> None:
@@ -310,7 +322,7 @@ class JointSearch:
         for estimated in known.values():
             order.learn(estimated, self.floor(estimated))
         while (candidate := order.next(best, patience)) is not None and time.monotonic() < deadline:
-            made = known[candidate.hybrid, candidate.mesh_shape] = self.estimate(candidate)
+            made = known[candidate.hybrid, candidate.mesh_shape] = self.estimate(candidate, best)
             order.learn(made, self.floor(made))
             best = min(best, made.estimate_s)
 

@@ -53,12 +53,14 @@ class Sketch:
 
         Each rank has an even share of the blocks; the first has what comes before them, the last what comes after. One
         rank is taken to have both, which is a little more than any has. Of a zero-bubble pipeline the last rank has the
-        most gradients of products with parameters that wait for the weights' turn.
+        most gradients of products with parameters that wait for the weights' turn (and where blocks are computed again, all
+        that these need: see `Turns`).
         """
         first = in_flight(hybrid, 0)
         chunks = range(0, hybrid.stages, hybrid.pipeline_ranks)
         share = sum(in_flight(hybrid, stage) for stage in chunks) / len(chunks) / first
-        put_off = (hybrid.pipeline_ranks - 1) / first if hybrid.schedule == "zero_bubble" else 0.0
+        counted = hybrid.schedule == "zero_bubble" and hybrid.recompute == "none"
+        put_off = (hybrid.pipeline_ranks - 1) / first if counted else 0.0
         weighed = {link.target for link in space.links if space.sites[link.source].kind == "parameter"}
         last = in_flight(hybrid, hybrid.stages - 1) / first
         inside = self.inside(space)

@@ -74,6 +74,7 @@ class Turns:
                  counts: Sequence[int] | None = None, held: Sequence[float] | None = None) -> None:
         self.space, self.hybrid = space, hybrid or Hybrid()
         self.counts, self.held = counts or [1] * len(space), held or [1] * len(space)
+        self.one_for_all = held is not None
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
         self.within = [link for link in space.links if not self._crosses(link)]
         self.kept = self._kept_values() if training else frozenset()
@@ -280,6 +281,8 @@ class Turns:
 
     def _late_of(self, stage: int) -> int:
         h = self.hybrid
+        if self.one_for_all and h.recompute != "none":  # the last rank, which puts off most; else part of `held`
+            stage = h.pipeline_ranks - 1
         return min(stage % h.pipeline_ranks, h.micro_batches) if h.schedule == "zero_bubble" else 0
 
     def _kept_life(self, index: int, inside: bool, gradients: int = 0) -> Life:

@@ -20,10 +20,17 @@ from autoparallel.search.problem import Problem
 from autoparallel.search.walk import finite_limit
 
 NO_PRICES = np.zeros(0, np.int64), np.zeros(0)
-SWEEPS = 2
+SWEEPS, QUICK_SWEEPS = 2, 5
 MAX_SETTLES = 40
 SLOW = 0.01  # of what is missing
 SLACK = 1e-9
+
+
+def bound_without_limit(problem: Problem) -> float:
+    """A lower bound for every plan, whatever memory it takes, in little time."""
+    free, _ = at_prices(problem, *NO_PRICES)
+    messenger = Messenger(compact := compact_of(free), finite_limit(compact))
+    return messenger.settle(messenger.costs(np.zeros(0)), QUICK_SWEEPS)
 
 
 def screen(problem: Problem, choice: Sequence[int], objective: float, prices: TimedPrices | None, gap: float,

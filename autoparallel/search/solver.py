@@ -40,7 +40,7 @@ from autoparallel.search.problem import (
 )
 from autoparallel.search.program import Program, cells
 from autoparallel.search.recursive import search_axes
-from autoparallel.search.screen import screen
+from autoparallel.search.screen import bound_without_limit, screen
 from autoparallel.search.wide import WideSearch, quick_plan
 
 Progress = Callable[[str, float, float], None]
@@ -283,11 +283,13 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
                     best.stop_reason, search, seconds)
 
 
-def plan_within(problem: Problem, gap: float, time_limit_s: float, pricer: Pricer | None = None
-                ) -> Outcome | None:
+def plan_within(problem: Problem, gap: float, time_limit_s: float, pricer: Pricer | None = None,
+                enough_s: float = FORBIDDEN) -> Outcome | None:
     """A plan whose cost is within ``gap`` (a share) of the least, or the best that was found in time, with its bound;
     None where none fits, or none was found. Without explanation or a second search: for problems of which there are
-    many."""
+    many. Where no plan costs less than ``enough_s``, even without a memory limit, that bound is all."""
+    if enough_s < FORBIDDEN and (bound := bound_without_limit(problem)) >= enough_s:
+        return Outcome(None, FORBIDDEN, bound, "bound")
     run = Run(problem, time.monotonic() + time_limit_s, pricer, None, gap)
     try:
         if run.can_eliminate:
