@@ -363,11 +363,11 @@ def test_drafts_go_by_what_their_kind_took() -> None:
 
     alone, two, four, six = candidate(1, 1, 1.1), candidate(2, 8, 1.0), candidate(4, 8, 1.2), candidate(2, 16, 0.9)
     took.update({alone: 1.2, two: 1.0})
-    drafts = _Drafts([alone, two, four, six], in_full)
+    drafts = _Drafts([alone, two, four, six], in_full, nothing_tighter)
     drafts.run(math.inf)
     assert order == [six, alone, two] and drafts.best_s == pytest.approx(1.0)
     assert list(drafts.in_order()) == [two, alone, six]
-    lost = _Drafts([dataclasses.replace(two, estimate_s=math.inf, first=None)], in_full)
+    lost = _Drafts([dataclasses.replace(two, estimate_s=math.inf, first=None)], in_full, nothing_tighter)
     lost.run(-math.inf)
     assert len(list(lost.in_order())) == 1 and lost.best is None
 

@@ -26,7 +26,7 @@ from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.breakdown import equal_stages_s, estimate
 from autoparallel.pricing.turns import in_flight
 from autoparallel.rules.space import Label, StrategySpace
-from autoparallel.search import plan_within
+from autoparallel.search import NotRepairedError, plan_within
 from autoparallel.search.problem import Problem
 from cost_models import Cluster
 
@@ -39,6 +39,8 @@ MOST_DRAFTS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, DRAFT_S = 40, 8, 1.5, 1
 SEARCH_ON = 1.02
 #: Above so many times the best estimate a bound is enough.
 WORTH = 1.35
+#: What a sketch is given of the memory at least, where plans in full need more than sketches say.
+LEAST_ROOM = 0.5
 MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
 
 
@@ -61,12 +63,14 @@ First = Callable[[StrategySpace], Sequence[Label]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination, with its estimated seconds (inf: does not fit) and the plan of a sketch that they are of."""
+    """One combination, with its estimated seconds (inf: does not fit) and the plan of a sketch that they are of, which
+    was given ``room``, a share of the memory limit."""
 
     hybrid: Hybrid
     mesh_shape: tuple[int, ...]
     estimate_s: float = math.inf
     first: First | None = field(default=None, compare=False, repr=False)
+    room: float = 1.0
 
     @property
     def is_bound(self) -> bool:
@@ -203,17 +207,17 @@ class JointSearch:
 
     def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
         """The candidate with its estimated seconds; with a bound only (and no `first`) above `WORTH` times the best."""
-        h = candidate.hybrid
+        h, limit = candidate.hybrid, candidate.room * self.limit
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
         counts, held = self.sketch.counts(prices.space), self.sketch.held(prices.space, h)
-        pricer = SpacePricer(prices, self.limit, turns=Turns(prices.space, h, counts=counts, held=held))
+        pricer = SpacePricer(prices, limit, turns=Turns(prices.space, h, counts=counts, held=held))
         problem = pricer.full()
-        if least_live_bytes(problem, len(prices.space)) > self.limit:
-            return candidate
+        if least_live_bytes(problem, len(prices.space)) > limit:
+            return replace(candidate, estimate_s=math.inf)
         least = min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)  # seconds of a step for one of all its ranks
         found = plan_within(problem, SOLVE_GAP, SOLVE_S, pricer, WORTH * best_s / least)
         if found is None:
-            return candidate
+            return replace(candidate, estimate_s=math.inf)
         if found.choice is None:
             return replace(candidate, estimate_s=least * found.lower_bound)
         labels = pricer.labels_of(found.choice)
@@ -399,7 +403,7 @@ def search_jointly(
     started = time.monotonic()
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes, started + SHARE_OF_ESTIMATES * time_limit_s)
     survey = search.run()
-    drafts = _Drafts(survey.candidates, in_full)
+    drafts = _Drafts(survey.candidates, in_full, search.estimate)
     drafts.run(started + SHARE_OF_DRAFTS * time_limit_s)
     for candidate in drafts.in_order():
         left = started + time_limit_s - time.monotonic()
@@ -407,7 +411,7 @@ def search_jointly(
             break
         drafts.take(candidate, max(LEAST_FULL_S, left))
     if drafts.best is None:
-        raise drafts.failure or InfeasibleError("no combination of pipeline, mesh and micro-batches is possible")
+        raise drafts.nearest or InfeasibleError("no combination of pipeline, mesh and micro-batches is possible")
     return JointResult(drafts.best, survey, drafts.planned, time.monotonic() - started)
 
 
@@ -419,13 +423,17 @@ class _Drafts:
     """Plans of the whole model, those first that are expected to be best: by their estimate, times what plans of their
     kind of pipeline turned out to be over theirs. (Stages are never quite equal, and the more of them the less.) Of a
     kind of pipeline not tried yet the least that others turned out to be over theirs is expected, and at first
-    `PIPELINE_EXCESS`."""
+    `PIPELINE_EXCESS`. What a sketch says fits, and in full does not (some stage has more than its share), is estimated
+    again with as much less room."""
 
-    def __init__(self, candidates: Sequence[Candidate], in_full: InFull) -> None:
+    def __init__(self, candidates: Sequence[Candidate], in_full: InFull,
+                 estimate: Callable[[Candidate, float], Candidate]) -> None:
+        self.estimate = estimate
         self.left = [c for c in candidates if c.estimate_s < math.inf] or list(candidates[:MOST_FAILED])
         self.in_full = in_full
         self.best: Plan | None = None
         self.failure: AutoparallelError | None = None
+        self.nearest: AutoparallelError | None = None
         self.drafted: dict[Candidate, float] = {}
         self.plans: dict[Candidate, Plan] = {}
         self.ratios: dict[tuple[int, int, str], float] = {}
@@ -470,17 +478,32 @@ class _Drafts:
             self.left.remove(candidate)
             step_s = self.take(candidate, DRAFT_S, "local") if candidate.first is not None else math.inf
             self.drafted[candidate] = step_s
-            if step_s == math.inf:  # on other meshes it may need more than sketches say too
+            if step_s == math.inf and (again := self._tighter(candidate)) is not None:
+                self.left.append(again)
+            elif step_s == math.inf:  # on other meshes it may need more than sketches say too
                 self.failed[candidate.hybrid] = FAILED_RATIO * self.failed.get(candidate.hybrid, 1.0)
             elif math.isfinite(candidate.estimate_s):
                 self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
+
+    def _tighter(self, candidate: Candidate) -> Candidate | None:
+        """What was just found not to fit, estimated so that it should; None where that is not known, or comes to
+        nothing."""
+        error = self.failure if candidate.first is not None else None
+        if not isinstance(error, NotRepairedError):
+            return None
+        room = candidate.room * error.limit_bytes / error.peak_bytes
+        if room < LEAST_ROOM:
+            return None
+        again = self.estimate(replace(candidate, room=room), self.best_s)
+        return again if again.first is not None and again.estimate_s < math.inf else None
 
     def take(self, candidate: Candidate, seconds: float, *search: str) -> float:
         """Plan it; returns its seconds (inf: none that fits was found)."""
         try:
             made = self.in_full(candidate, seconds, *search)
         except (InfeasibleError, SearchError) as error:
-            self.failure = min(self.failure or error, error, key=_needed_bytes)
+            self.failure = error
+            self.nearest = min(self.nearest or error, error, key=_needed_bytes)
             return math.inf
         if made.prediction.step_s < self.best_s:
             self.best = made

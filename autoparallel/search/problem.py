@@ -48,6 +48,15 @@ class MemoryLimitError(InfeasibleError):
             "more devices, or remove pins that keep values whole.")
 
 
+class NotRepairedError(SearchError):
+    """A choice to begin with takes ``peak_bytes``, and could not be made to fit into ``limit_bytes``."""
+
+    def __init__(self, name: str, peak_bytes: float, limit_bytes: float) -> None:
+        self.peak_bytes, self.limit_bytes = peak_bytes, limit_bytes
+        super().__init__(f"{name}: the choice given takes {peak_bytes:,.0f} bytes, and cannot be made to fit into "
+                         f"{limit_bytes:,.0f} by moving a node or two at a time. Begin with one that takes less.")
+
+
 def _check_table(owner: str, what: str, values: np.ndarray, finite: bool) -> None:
     """Raise SearchError unless values are numbers >= 0 (and finite, where asked)."""
     low, high = values.min(), values.max()

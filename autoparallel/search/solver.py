@@ -32,6 +32,7 @@ from autoparallel.search.presolve import Reduced, drop_dominated, untouched
 from autoparallel.search.problem import (
     FORBIDDEN,
     MemoryLimitError,
+    NotRepairedError,
     Pricer,
     Problem,
     Solution,
@@ -307,7 +308,7 @@ def _local(problem: Problem, first: Sequence[int], deadline: float) -> Solution:
     incumbent = Incumbent(problem, memory_of(problem), deadline)
     incumbent.offer(tuple(first))
     if incumbent.choice is None:
-        raise SearchError(f"{problem.name}: the choice given cannot be made to fit by moving a node or two at a time")
+        raise NotRepairedError(problem.name, evaluate(problem, first).peak_bytes, problem.limit)
     judged, seconds = evaluate(problem, incumbent.choice), time.monotonic() - start
     return Solution(incumbent.choice, judged.objective, min(trivial_bound(problem), judged.objective),
                     judged.peak_bytes, "made to fit", "local", {"total": seconds})
