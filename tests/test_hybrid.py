@@ -326,8 +326,8 @@ def test_a_pipeline_without_a_mesh_shape() -> None:
 def test_bounds_lie_below_estimates() -> None:
     """So that what is bounded away cannot have been the best."""
     cluster = Cluster.load("h100-sxm", num_devices=8)
-    search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"), time.monotonic() + 60)
-    estimated = [c for c in search.run().candidates if c.estimate_s < float("inf")]
+    search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"))
+    estimated = [c for c in search.run(time.monotonic() + 60).candidates if c.estimate_s < float("inf")]
     assert len({c.mesh_shape for c in estimated}) > 2 and len({c.hybrid for c in estimated}) > 2
     assert all(search.floor(c) <= c.estimate_s for c in estimated)
     for candidate in estimated[::7]:
@@ -363,11 +363,13 @@ def test_drafts_go_by_what_their_kind_took() -> None:
 
     alone, two, four, six = candidate(1, 1, 1.1), candidate(2, 8, 1.0), candidate(4, 8, 1.2), candidate(2, 16, 0.9)
     took.update({alone: 1.2, two: 1.0})
-    drafts = _Drafts([alone, two, four, six], in_full, nothing_tighter)
+    drafts = _Drafts(in_full, lambda candidate, best_s: candidate)
+    drafts.add([alone, two, four, six])
     drafts.run(math.inf)
     assert order == [six, alone, two] and drafts.best_s == pytest.approx(1.0)
     assert list(drafts.in_order()) == [two, alone, six]
-    lost = _Drafts([dataclasses.replace(two, estimate_s=math.inf, first=None)], in_full, nothing_tighter)
+    lost = _Drafts(in_full, lambda candidate, best_s: candidate)
+    lost.add([dataclasses.replace(two, estimate_s=math.inf, first=None)])
     lost.run(-math.inf)
     assert len(list(lost.in_order())) == 1 and lost.best is None
 
@@ -377,8 +379,8 @@ def test_what_promises_most_is_estimated_first() -> None:
     from autoparallel.hybrid.joint import Candidate, _Promise
 
     near, far = (Candidate(Hybrid(m), (8,)) for m in (2, 64))
-    order = _Promise([near, far], lambda c: 1.0 + 0.01 * c.hybrid.micro_batches, lambda c: 0.0)
-    order.learn(Candidate(Hybrid(1), (8,), 3.0), 1.0)
+    order = _Promise([near, far], lambda c: 0.99 + 0.01 * c.hybrid.micro_batches, lambda c: 0.0, lambda c: 0.0)
+    order.learn(Candidate(Hybrid(1), (8,), 3.0))
     assert order.next(2.0, 1.0) is far
     assert order.next(2.0, 1.0) is None
     assert order.next(2.0, float("inf")) is near and order.next(2.0, float("inf")) is None

@@ -31,7 +31,9 @@ from autoparallel.search.problem import Problem
 from cost_models import Cluster
 
 SOLVE_S, SOLVE_GAP, LEAST_FULL_S = 3.0, 0.02, 10.0
-SHARE_OF_ESTIMATES, SHARE_OF_DRAFTS, SHARE_OF_FIRST = 0.55, 0.8, 0.7
+#: Until which share of the time there are estimates, and drafts, the first and the second time.
+ROUNDS = ((0.4, 0.6), (0.75, 0.85))
+SHARE_OF_FIRST = 0.7
 #: How much of the logarithm of estimate / bound another candidate need not share, for each step between the two.
 SPREAD, UNFIT = 0.25, 4.0
 MOST_DRAFTS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, DRAFT_S = 40, 8, 1.5, 1.15, 2.0
@@ -73,6 +75,11 @@ class Candidate:
     room: float = 1.0
 
     @property
+    def key(self) -> tuple[Hybrid, tuple[int, ...]]:
+        """What it combines."""
+        return self.hybrid, self.mesh_shape
+
+    @property
     def is_bound(self) -> bool:
         """Whether the seconds are a bound, of no plan."""
         return self.first is None and self.estimate_s < math.inf
@@ -110,9 +117,8 @@ def divisors(n: int) -> list[int]:
 class JointSearch:
     """Estimates combinations for one program on one cluster."""
 
-    def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
-                 deadline: float = math.inf) -> None:
-        self.deadline = deadline
+    def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float) -> None:
+        self.known: dict[tuple[Hybrid, tuple[int, ...]], Candidate] = {}
         self.cluster, self.fixed, self.optimizer, self.limit = cluster, fixed, optimizer, limit_bytes
         self.sketch: Sketch = sketch(graph)
         self.batch = batch_size(graph)
@@ -176,20 +182,34 @@ class JointSearch:
             return [(fixed.schedule or "1f1b", 1)]
         return [(fixed.schedule or ("1f1b" if n == ranks else "interleaved"), n) for n in counts]
 
-    def around(self, best: Candidate) -> Iterator[Hybrid]:
-        """The second round: what the first left out, around one of its best."""
+    def around(self, best: Candidate) -> Iterator[Candidate]:
+        """What the first round left out around one of its best: other schedules, ZeRO stages and recompute; half and
+        twice the micro-batches and inner axis, with as many stages on a rank as there may be."""
         h, fixed = best.hybrid, self.fixed
-        more = 2 * h.stages if 2 * h.stages <= self.sketch.num_blocks else h.stages
-        stages = [h.stages] if fixed.pipeline_stages else sorted({h.pipeline_ranks, h.stages, more})
-        for schedule, recompute, zero, count in itertools.product(
-            [fixed.schedule] if fixed.schedule else ["1f1b", "zero_bubble", "interleaved"],
-            [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
-            [fixed.zero_stage] if fixed.zero_stage is not None else [1, 2, 3],
-            stages if h.stages > 1 else [1],
+        recompute = [fixed.recompute] if fixed.recompute else ["none", "selective", "full"]
+        counts = [fixed.pipeline_stages] if fixed.pipeline_stages else [c * h.pipeline_ranks for c in self._chunks(h)]
+        for schedule, again, zero, count in itertools.product(
+            [fixed.schedule] if fixed.schedule else ["1f1b", "zero_bubble", "interleaved"], recompute,
+            [fixed.zero_stage] if fixed.zero_stage is not None else [1, 2, 3], counts,
         ):
             if h.stages > 1 or schedule == h.schedule:
-                yield from _valid(h.micro_batches, count, h.pipeline_ranks, schedule, (), zero, recompute, None,
-                                  fixed.reduce_dtype)
+                for hybrid in _valid(h.micro_batches, count, h.pipeline_ranks, schedule, (), zero, again, None,
+                                     fixed.reduce_dtype):
+                    yield Candidate(hybrid, best.mesh_shape)
+        for turns, shape, again, count in itertools.product(
+            _beside(h.micro_batches, self.turns(h.pipeline_ranks)),
+            [shape for ranks, shape in self.shapes() if ranks == h.pipeline_ranks and _near(shape, best.mesh_shape)],
+            recompute, counts,
+        ):
+            schedule = fixed.schedule or ("interleaved" if count > h.pipeline_ranks else "1f1b")
+            for hybrid in _valid(turns, count, h.pipeline_ranks, schedule, (), h.zero_stage, again, None,
+                                 fixed.reduce_dtype):
+                yield Candidate(hybrid, shape)
+
+    def _chunks(self, hybrid: Hybrid) -> list[int]:
+        """How many stages a rank may have."""
+        most = MOST_CHUNKS if hybrid.stages > 1 else 1
+        return [c for c in range(1, most + 1) if c * hybrid.pipeline_ranks <= max(1, self.sketch.num_blocks)]
 
     # --- what it costs ----------------------------------------------------------------------------------------------
 
@@ -293,41 +313,45 @@ class JointSearch:
             self._least[pieces] = (found[0], found[1])
         return self._least[pieces]
 
-    def run(self) -> Survey:
-        """All candidates worth an estimate, best first."""
+    def run(self, deadline: float = math.inf) -> Survey:
+        """All candidates worth an estimate, best first; those known already are not estimated again."""
         first = [
             Candidate(hybrid, shape)
             for ranks, shape in self.shapes() for turns in self.turns(ranks) for hybrid in self.hybrids(ranks, turns)
         ]
-        known: dict[object, Candidate] = {}
-        tried = list(first)
+        tried = {c.key: c for c in first}
         for patience in (1.0, math.inf):  # what promises to be better, then whatever may be
-            self._estimate_all(first, known, SHARE_OF_FIRST, patience)
-            for candidate in sorted(known.values(), key=lambda c: c.estimate_s)[:3]:
-                second = [Candidate(hybrid, candidate.mesh_shape) for hybrid in self.around(candidate)]
-                self._estimate_all(second, known, 1.0, patience)
-                tried += second
-        best = min((c.estimate_s for c in known.values()), default=math.inf)
-        rest = {(c.hybrid, c.mesh_shape): c for c in tried if (c.hybrid, c.mesh_shape) not in known}.values()
-        left = sum(self.least_bytes(c) <= self.limit and self.floor(c) < best for c in rest)
-        estimated = [c for c in known.values() if not c.is_bound]
-        return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), len(rest) - left + len(known) - len(estimated),
-                      left)
+            now = time.monotonic()
+            self._estimate_all(first, now + SHARE_OF_FIRST * (deadline - now), patience)
+            seen: set[object] = set()
+            while (best := self._best_outside(seen)) is not None:
+                seen.add(best.key)
+                second = {c.key: c for c in self.around(best)}
+                self._estimate_all(list(second.values()), deadline, patience)
+                tried.update(second)
+        best_s = min((c.estimate_s for c in self.known.values()), default=math.inf)
+        rest = [c for key, c in tried.items() if key not in self.known]
+        left = sum(self.least_bytes(c) <= self.limit and self.floor(c) < best_s for c in rest)
+        estimated = [c for c in self.known.values() if not c.is_bound]
+        pruned = len(rest) - left + len(self.known) - len(estimated)
+        return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), pruned, left)
 
-    def _estimate_all(self, candidates: Sequence[Candidate], known: dict[object, Candidate], share: float,
-                      patience: float) -> None:
+    def _best_outside(self, seen: set[object]) -> Candidate | None:
+        """Of the three best that fit one that was not seen yet."""
+        fit = [c for c in self.known.values() if c.estimate_s < math.inf]
+        return next((c for c in sorted(fit, key=lambda c: c.estimate_s)[:3] if c.key not in seen), None)
+
+    def _estimate_all(self, candidates: Sequence[Candidate], deadline: float, patience: float) -> None:
         """Estimate those whose bound is below the best estimate and that may fit, the most promising first, as long as
-        they promise less than ``patience`` times the best, for a share of the time left."""
-        now = time.monotonic()
-        deadline = now + share * (self.deadline - now)
-        best = min((c.estimate_s for c in known.values()), default=math.inf)
-        new = [c for c in candidates if (c.hybrid, c.mesh_shape) not in known and self.least_bytes(c) <= self.limit]
-        order = _Promise(new, self.floor, self.oddity)
-        for estimated in known.values():
-            order.learn(estimated, self.floor(estimated))
+        they promise less than ``patience`` times the best."""
+        best = min((c.estimate_s for c in self.known.values()), default=math.inf)
+        new = [c for c in candidates if c.key not in self.known and self.least_bytes(c) <= self.limit]
+        order = _Promise(new, self.floor, self.oddity, self.least_bytes)
+        for estimated in self.known.values():
+            order.learn(estimated)
         while (candidate := order.next(best, patience)) is not None and time.monotonic() < deadline:
-            made = known[candidate.hybrid, candidate.mesh_shape] = self.estimate(candidate, best)
-            order.learn(made, self.floor(made))
+            made = self.known[candidate.key] = self.estimate(candidate, best)
+            order.learn(made)
             best = min(best, made.estimate_s)
 
 
@@ -340,8 +364,9 @@ class _Promise:
     """
 
     def __init__(self, candidates: Sequence[Candidate], floor: Callable[[Candidate], float],
-                 oddity: Callable[[Candidate], float]) -> None:
-        self.candidates = list(candidates)
+                 oddity: Callable[[Candidate], float], least_bytes: Callable[[Candidate], float]) -> None:
+        self.candidates, self.floor, self.least_bytes = list(candidates), floor, least_bytes
+        self.bytes = np.array([least_bytes(c) for c in self.candidates])
         self.floors = np.array([floor(c) for c in self.candidates])
         self.places = np.array([_place(c) for c in self.candidates])
         self.excess = SPREAD * np.array([oddity(c) for c in self.candidates])
@@ -356,12 +381,15 @@ class _Promise:
         self.open[number] = False
         return self.candidates[number]
 
-    def learn(self, candidate: Candidate, floor_s: float) -> None:
-        """Take an estimate into account; what does not fit counts as `UNFIT` times its bound."""
-        if len(self.candidates):
-            steps = np.abs(self.places - np.array(_place(candidate))).sum(axis=1)
-            excess = math.log(min(candidate.estimate_s / floor_s, UNFIT))
-            self.excess = np.maximum(self.excess, excess - SPREAD * steps)
+    def learn(self, candidate: Candidate) -> None:
+        """Take an estimate into account; what does not fit counts as `UNFIT` times its bound, for what needs as much
+        memory or more."""
+        if not len(self.candidates):
+            return
+        steps = np.abs(self.places - np.array(_place(candidate))).sum(axis=1)
+        excess = math.log(min(candidate.estimate_s / self.floor(candidate), UNFIT)) - SPREAD * steps
+        alike = (candidate.estimate_s < math.inf) | (self.bytes >= self.least_bytes(candidate))
+        self.excess = np.where(alike, np.maximum(self.excess, excess), self.excess)
 
 
 def _place(candidate: Candidate) -> tuple[float, ...]:
@@ -371,6 +399,18 @@ def _place(candidate: Candidate) -> tuple[float, ...]:
     sizes = (h.pipeline_ranks, h.stages / h.pipeline_ranks, h.micro_batches, inner)
     return (*(math.log2(n) for n in sizes), float(h.zero_stage == 3), float(RECOMPUTE.index(h.recompute)),
             float(h.schedule == "zero_bubble"))
+
+
+def _beside(count: int, counts: Sequence[int]) -> list[int]:
+    """The count, the one before it and the one after it."""
+    place = counts.index(count) if count in counts else 0
+    return list(counts[max(0, place - 1) : place + 2])
+
+
+def _near(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether the inner axis is the same, half or twice the other."""
+    inner, by = (s[-1] if len(s) > 1 else 1 for s in (shape, other))
+    return max(inner, by) <= 2 * min(inner, by)
 
 
 def _valid(*arguments: object) -> Iterator[Hybrid]:
@@ -395,16 +435,19 @@ def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
     in_full: InFull,
 ) -> JointResult:
-    """Estimate all combinations, make drafts of the best until no estimate left beats the best draft, and search on
-    from that.
+    """Estimate all combinations, make drafts of the best until no estimate left beats the best draft, both once more
+    with what the drafts turned out to be, and search on from the best.
 
     A draft does in each block what the sketch's did, made to fit. Raises InfeasibleError when nothing fits.
     """
     started = time.monotonic()
-    search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes, started + SHARE_OF_ESTIMATES * time_limit_s)
-    survey = search.run()
-    drafts = _Drafts(survey.candidates, in_full, search.estimate)
-    drafts.run(started + SHARE_OF_DRAFTS * time_limit_s)
+    search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes)
+    drafts = _Drafts(in_full, search.estimate)
+    for share_of_estimates, share_of_drafts in ROUNDS:
+        survey = search.run(started + share_of_estimates * time_limit_s)
+        drafts.add(survey.candidates)
+        drafts.run(started + share_of_drafts * time_limit_s)
+        search.known.update({c.key: c for c in drafts.learnt()})
     for candidate in drafts.in_order():
         left = started + time_limit_s - time.monotonic()
         if drafts.best is not None and (left <= 0 or drafts.expected_s(candidate) > SEARCH_ON * drafts.best_s):
@@ -426,11 +469,9 @@ class _Drafts:
     `PIPELINE_EXCESS`. What a sketch says fits, and in full does not (some stage has more than its share), is estimated
     again with as much less room."""
 
-    def __init__(self, candidates: Sequence[Candidate], in_full: InFull,
-                 estimate: Callable[[Candidate, float], Candidate]) -> None:
-        self.estimate = estimate
-        self.left = [c for c in candidates if c.estimate_s < math.inf] or list(candidates[:MOST_FAILED])
-        self.in_full = in_full
+    def __init__(self, in_full: InFull, estimate: Callable[[Candidate, float], Candidate]) -> None:
+        self.in_full, self.estimate = in_full, estimate
+        self.left: list[Candidate] = []
         self.best: Plan | None = None
         self.failure: AutoparallelError | None = None
         self.nearest: AutoparallelError | None = None
@@ -438,6 +479,20 @@ class _Drafts:
         self.plans: dict[Candidate, Plan] = {}
         self.ratios: dict[tuple[int, int, str], float] = {}
         self.failed: dict[Hybrid, float] = {}
+
+    def add(self, candidates: Sequence[Candidate]) -> None:
+        """More to make drafts of; while none has an estimate that fits, a few of those that have none."""
+        known = {c.key for c in (*self.drafted, *self.left)}
+        new = [c for c in candidates if c.key not in known]
+        self.left += [c for c in new if c.estimate_s < math.inf]
+        if not self.left and not self.drafted:
+            self.left = new[:MOST_FAILED]
+
+    def learnt(self) -> Iterator[Candidate]:
+        """Candidates with the seconds of their drafts, or with estimates for less room."""
+        for candidate, seconds in self.drafted.items():
+            yield replace(candidate, estimate_s=seconds)
+        yield from (c for c in self.left if c.room < 1.0)
 
     @property
     def planned(self) -> int:

@@ -53,8 +53,8 @@ class Sketch:
 
         Each rank has an even share of the blocks; the first has what comes before them, the last what comes after. One
         rank is taken to have both, which is a little more than any has. Of a zero-bubble pipeline the last rank has the
-        most gradients of products with parameters that wait for the weights' turn (and where blocks are computed again, all
-        that these need: see `Turns`).
+        most gradients of products with parameters that wait for the weights' turn (where blocks run again, all that
+        these need: see `Turns`).
         """
         first = in_flight(hybrid, 0)
         chunks = range(0, hybrid.stages, hybrid.pipeline_ranks)

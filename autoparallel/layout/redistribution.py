@@ -134,6 +134,28 @@ class LayoutSpace:
             for layout in self.layouts
         ])
 
+    @cached_property
+    def single_steps(self) -> list[tuple[int, Placement, Placement, np.ndarray, np.ndarray]]:
+        """(axis, source, target, layout numbers before, after) of all steps on one axis between legal layouts."""
+        base, found = len(self.placements), []
+        numbers = np.arange(len(self.layouts))
+        codes = (numbers[:, None] // self.radices) % base
+        for axis in range(len(self.mesh_shape)):
+            inner = codes[:, axis + 1 :]
+            for source, target in itertools.permutations(range(base), 2):
+                p, q = self.placements[source], self.placements[target]
+                if (p.kind, q.kind) not in ACTIONS:
+                    continue
+                before = numbers[codes[:, axis] == source]
+                after = before + (target - source) * self.radices[axis]
+                ok = self.legal[before] & self.legal[after]
+                for placement in (p, q):
+                    if placement.is_shard:
+                        ok &= ~(inner[before] == 3 + placement.dim).any(axis=1)
+                if ok.any():
+                    found.append((axis, p, q, before[ok], after[ok]))
+        return found
+
     def code(self, placement: Placement) -> int:
         return 3 + placement.dim if placement.is_shard else {"I": 0, "R": 1, "P": 2}[placement.kind]
 
@@ -165,28 +187,12 @@ class RedistributionTable:
             self.seconds = self.sum_along(step_cost)
 
     def _single_steps(self, step_cost: StepCost, item_bytes: int) -> np.ndarray:
-        space = self.space
-        count, base = len(space.layouts), len(space.placements)
+        count = len(self.space.layouts)
         seconds = np.full((count, count), np.inf)
         np.fill_diagonal(seconds, 0.0)
-        local_bytes = space.local_elements * item_bytes
-        numbers = np.arange(count)
-        codes = (numbers[:, None] // space.radices) % base
-        for axis in range(len(space.mesh_shape)):
-            inner = codes[:, axis + 1 :]
-            for source, target in itertools.permutations(range(base), 2):
-                p, q = space.placements[source], space.placements[target]
-                if (p.kind, q.kind) not in ACTIONS:
-                    continue
-                before = numbers[codes[:, axis] == source]
-                after = before + (target - source) * space.radices[axis]
-                ok = space.legal[before] & space.legal[after]
-                for placement in (p, q):
-                    if placement.is_shard:
-                        ok &= ~(inner[before] == 3 + placement.dim).any(axis=1)
-                before, after = before[ok], after[ok]
-                if len(before):
-                    seconds[before, after] = step_cost(axis, p, q, local_bytes[before], local_bytes[after])
+        local_bytes = self.space.local_elements * item_bytes
+        for axis, p, q, before, after in self.space.single_steps:
+            seconds[before, after] = step_cost(axis, p, q, local_bytes[before], local_bytes[after])
         return seconds
 
     def sum_along(self, value: StepCost) -> np.ndarray:

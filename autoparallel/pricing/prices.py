@@ -180,16 +180,17 @@ class Prices:
         table, grad = self.table(meta), meta.requires_grad and self.training
         if times[0] == times[1] or not grad:
             return times[0] * table.seconds
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, times)
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward")
         if key not in self._weighted:
 
             def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                forward, backward = ACTIONS[source.kind, target.kind]
-                return (times[0] * self.action_s(forward, axis, source, target, before, after)
-                        + times[1] * self.action_s(backward, axis, target, source, after, before))
+                return self.action_s(ACTIONS[source.kind, target.kind][0], axis, source, target, before, after)
 
             self._weighted[key] = table.sum_along(cost)
-        return self._weighted[key]
+        more = times[0] - times[1]  # then the whole as often as the other, and the rest one way
+        forward = np.minimum(self._weighted[key], table.seconds)
+        one_way = forward if more > 0 else table.seconds - np.where(forward < np.inf, forward, 0.0)
+        return min(times) * table.seconds + abs(more) * one_way
 
     def link_copies(self, link: Link) -> np.ndarray:
         """Bytes that the redistributed copy takes, by (strategy of source, strategy of target)."""
