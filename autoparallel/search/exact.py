@@ -139,7 +139,7 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
     if start is not None:
         incumbent.offer(tuple(start))
     least = None
-    if incumbent.choice is None:
+    if incumbent.choice is None and mix:
         quick = min(deadline, began + LEAST_S)
         least = _take_least(incumbent, lowest_peak(problem, relax, quick, LEAST_ROUNDS, problem.limit))
     rounds = FIRST_ROUNDS if mix else MAX_ROUNDS
