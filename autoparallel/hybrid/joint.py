@@ -36,6 +36,8 @@ ROUNDS = ((0.4, 0.6), (0.75, 0.85))
 SHARE_OF_FIRST = 0.7
 #: How much of the logarithm of estimate / bound another candidate need not share, for each step between the two.
 SPREAD, UNFIT = 0.25, 4.0
+#: Steps between gathering parameters for each use and not: what the one takes says little of the other.
+FAR = 3.0
 MOST_DRAFTS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, DRAFT_S = 40, 8, 1.5, 1.15, 2.0
 #: A candidate that is expected to take so many times as long as the best plan is not searched on.
 SEARCH_ON = 1.02
@@ -393,11 +395,11 @@ class _Promise:
 
 
 def _place(candidate: Candidate) -> tuple[float, ...]:
-    """Coordinates in which a step is one difference."""
+    """Coordinates in which a step is one difference (gathering parameters for each use is `FAR` from not)."""
     h, shape = candidate.hybrid, candidate.mesh_shape
     inner = shape[-1] if len(shape) > 1 else 1
     sizes = (h.pipeline_ranks, h.stages / h.pipeline_ranks, h.micro_batches, inner)
-    return (*(math.log2(n) for n in sizes), float(h.zero_stage == 3), float(RECOMPUTE.index(h.recompute)),
+    return (*(math.log2(n) for n in sizes), FAR * (h.zero_stage == 3), float(RECOMPUTE.index(h.recompute)),
             float(h.schedule == "zero_bubble"))
 
 
@@ -466,8 +468,8 @@ class _Drafts:
     """Plans of the whole model, those first that are expected to be best: by their estimate, times what plans of their
     kind of pipeline turned out to be over theirs. (Stages are never quite equal, and the more of them the less.) Of a
     kind of pipeline not tried yet the least that others turned out to be over theirs is expected, and at first
-    `PIPELINE_EXCESS`. What a sketch says fits, and in full does not (some stage has more than its share), is estimated
-    again with as much less room."""
+    `PIPELINE_EXCESS`; of what was given less room nothing more. What a sketch says fits, and in full does not (some
+    stage has more than its share), is estimated again with as much less room."""
 
     def __init__(self, in_full: InFull, estimate: Callable[[Candidate, float], Candidate]) -> None:
         self.in_full, self.estimate = in_full, estimate
@@ -514,7 +516,7 @@ class _Drafts:
             return drafted
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
         typical = min(pipelined, default=PIPELINE_EXCESS) if candidate.hybrid.stages > 1 else 1.0
-        ratio = self.ratios.get(self._kind(candidate), typical)
+        ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
         return candidate.estimate_s * ratio * self.failed.get(candidate.hybrid, 1.0)
 
     def in_order(self) -> Iterator[Candidate]:
