@@ -278,6 +278,16 @@ def test_what_a_trace_does_not_see_is_traced(function: Any) -> None:
                                *torch.autograd.grad(expected.sum(), model.std))
 
 
+def test_an_assert_of_values_is_refused_with_its_line() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        assert torch.all(w > -9).item(), "weights"
+        return x * w
+
+    with pytest.raises(CaptureError, match=r"(?s)decides by the values .*test_capture.py:\d+ in function: assert .*"
+                                           "leave out asserts of values"):
+        capture(Weighed(function), (torch.randn(4, 6),))
+
+
 def test_an_output_that_does_not_depend_on_an_input_is_refused() -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad((x * w).sum(), [w, x.detach()])[0]

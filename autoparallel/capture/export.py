@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,8 +63,10 @@ def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
 
 def _explain(model: torch.nn.Module, error: Exception) -> str:
     text = str(error)
-    where = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)', text)
-    user = [w for w in where if "/torch/" not in w[0]]
+    told = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)', text)
+    passed = [(f.filename, f.lineno, f.name, f.line) for f in traceback.extract_tb(error.__traceback__)]
+    user = [w for w in told if "/torch/" not in w[0]] or [
+        w for w in passed if "/torch/" not in w[0] and w[0] != __file__]
     place = ""
     if user:
         path, line, function, code = user[-1]
@@ -72,7 +75,8 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
         return (
             f"{type(model).__name__} decides by the values of a tensor, which no traced program can follow.{place}\n"
             "  Required: control flow that depends on shapes and Python values only.\n"
-            "  Write torch.where(condition, a, b) instead of `if condition:`, or torch.cond for large branches."
+            "  Write torch.where(condition, a, b) instead of `if condition:`, or torch.cond for large branches; "
+            "leave out asserts of values."
         )
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}{place}"

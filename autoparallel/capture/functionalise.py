@@ -98,7 +98,8 @@ class _Memory:
             raise CaptureError(
                 f"{write.target} writes in place to memory that is read later under another name, or to what gradients "
                 f"flow through without their knowing{source_line(write)}\n"
-                "  Write the out-of-place form instead (x = x.add(y), torch.where, torch.cat, ...)."
+                "  Write the out-of-place form instead (x = x.add(y), torch.where, torch.cat, ...); change parameters "
+                "between steps, as optimizers do."
             )
         if node not in self.base:
             return self.value.get(node, node)
