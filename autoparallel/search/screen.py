@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,7 +24,6 @@ NO_PRICES = np.zeros(0, np.int64), np.zeros(0)
 SWEEPS, QUICK_SWEEPS = 2, 5
 MAX_SETTLES = 40
 SLOW = 0.01  # of what is missing
-SLACK = 1e-9
 
 
 def bound_without_limit(problem: Problem) -> float:
@@ -33,10 +33,23 @@ def bound_without_limit(problem: Problem) -> float:
     return messenger.settle(messenger.costs(np.zeros(0)), QUICK_SWEEPS)
 
 
-def screen(problem: Problem, choice: Sequence[int], objective: float, prices: TimedPrices | None, gap: float,
-           deadline: float) -> tuple[float, Reduced]:
-    """A lower bound for every plan that fits, and the choices of plans that cost less than ``objective``, the cost of
-    ``choice``, which keeps its own. Sweeps end within ``gap`` (a share), or where they gain little.
+@dataclass(frozen=True, eq=False)
+class Screened:
+    """A lower bound for every plan that fits, and by how much one with each choice of each node must exceed it."""
+
+    problem: Problem
+    bound: float
+    regrets: tuple[np.ndarray, ...]
+
+    def within(self, reach: float, choice: Sequence[int]) -> Reduced:
+        """Without the choices of which no plan costs less than ``bound + reach``, but with those of ``choice``."""
+        kept = [np.union1d(np.flatnonzero(regret <= reach), [pick])
+                for regret, pick in zip(self.regrets, choice, strict=True)]
+        return keep(self.problem, kept)
+
+
+def screen(problem: Problem, objective: float, prices: TimedPrices | None, gap: float, deadline: float) -> Screened:
+    """Sweeps end within ``gap`` (a share) of ``objective``, the cost of a plan, or where they gain little.
 
     ``prices``: of memory, any at all. Takes a few times the memory of all tables; O(cells) a sweep.
     """
@@ -50,9 +63,4 @@ def screen(problem: Problem, choice: Sequence[int], objective: float, prices: Ti
         missing = objective - bound
         if missing <= gap * abs(objective) or bound - before <= SLOW * missing or time.monotonic() >= deadline:
             break
-    reach = objective - bound + SLACK * abs(objective)
-    kept = []
-    for regret, pick in zip(messenger.regrets(costs), choice, strict=True):
-        regret[pick] = 0.0
-        kept.append(np.flatnonzero(regret <= reach))
-    return bound, keep(problem, kept)
+    return Screened(problem, bound, tuple(messenger.regrets(costs)))

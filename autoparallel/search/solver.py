@@ -41,13 +41,17 @@ from autoparallel.search.problem import (
 )
 from autoparallel.search.program import Program, cells
 from autoparallel.search.recursive import search_axes
-from autoparallel.search.screen import bound_without_limit, screen
+from autoparallel.search.screen import Screened, bound_without_limit, screen
 from autoparallel.search.wide import WideSearch, quick_plan
 
 Progress = Callable[[str, float, float], None]
 AUTO_GAP = 1e-3
 SMALL_CELLS = 20_000
 AT_ONCE_CELLS = 5e7  # a fifth of a second
+SCREENINGS = 3
+SHARES = (0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)  # of the reach
+NEAR_CELLS = 1e9
+SLACK = 1e-9
 SCREEN_CELLS = 3e7  # tables of 240 MB; messages need a few times as much
 MAX_CELLS = 500_000
 WORK_CELLS_PER_S = 2e8  # a quarter of what one elimination does; if the limit binds, `solve_exact` knows its time
@@ -116,7 +120,7 @@ class Run:
         labelled = any(node.labels for node in self.problem.nodes)
         if self._dear and labelled:
             self.recursive()
-            self.screen()
+            self.screen(SCREENINGS)
         self.drop_dominated()
         if self.can_eliminate:
             self.eliminate()
@@ -130,15 +134,42 @@ class Run:
         search.run()
         self.note(search.outcome, self.reduced)
 
-    def screen(self) -> None:
-        """Bound, and drop choices, by messages at the prices of double recursion."""
-        start = time.monotonic()
+    def screen(self, turns: int = 1) -> None:
+        """Bound, and drop choices, by messages at the prices of double recursion; while too many are left to eliminate,
+        and there are turns, first a better plan and its prices from those with the least regrets."""
         if self.best.choice is None or table_cells(self.problem) > SCREEN_CELLS:
             return
-        bound, left = screen(self.problem, self.best.choice, self.best.objective, self._prices, self.gap,
-                             self.deadline)
-        self.reduce(left)
-        self.note(Outcome(None, FORBIDDEN, bound, "bound", {"messages": time.monotonic() - start}))
+        for turn in range(turns):
+            start, objective, choice = time.monotonic(), self.best.objective, self.reduced.forward(self.best.choice)
+            found = screen(self.reduced.problem, objective, self._prices, self.gap, self.deadline)
+            reach = max(0.0, objective - found.bound) + SLACK * abs(objective)
+            self.note(Outcome(None, FORBIDDEN, found.bound, "bound", {"messages": time.monotonic() - start}))
+            within = found.within(reach, choice)
+            if turn + 1 < turns and not self._affords(within):
+                self._look_near(found, reach, choice)
+            self.reduce(within)
+            if self.can_eliminate or self.best.objective == objective or time.monotonic() >= self.deadline:
+                break
+
+    def _affords(self, left: Reduced, work_cells: float | None = None) -> bool:
+        return affordable(Eliminator.of(left.problem), left.problem, self._work if work_cells is None else work_cells)
+
+    def _look_near(self, found: Screened, reach: float, choice: tuple[int, ...]) -> None:
+        """Look for a better plan, and prices, among as many choices with small regrets as are quickly eliminated."""
+        near = (found.within(share * reach, choice) for share in SHARES)
+        left = next((left for left in near if self._affords(left, NEAR_CELLS)), None)
+        if left is None:
+            return
+        way_back = self.reduced.then(left)
+
+        def better(outcome: Outcome) -> None:
+            self.note(replace(outcome, lower_bound=-FORBIDDEN), way_back)  # its bound is one for what is near
+
+        best = solve_exact(left.problem, self.deadline, Eliminator.of(left.problem), better, self.gap, 1,
+                           left.forward(choice), prices=self._prices)
+        if best.left is not None:
+            self._prices = best.left.memory.times, best.left.dual.prices
+        better(best)
 
     def eliminate(self, quick: bool = False) -> None:
         first = self.best.choice or self.first

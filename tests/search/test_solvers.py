@@ -18,7 +18,7 @@ from autoparallel.search.labelled import LabelledPricer
 from autoparallel.search.memory import memory_at
 from autoparallel.search.recursive import AtPrices
 from autoparallel.search.screen import screen
-from autoparallel.search.solver import lowest_memory
+from autoparallel.search.solver import Run, lowest_memory
 from tests.search.problems import EXAMPLE, all_plans, block_chain, lateness, random_problem, seeds, two_axes
 
 
@@ -68,6 +68,19 @@ def test_brute_force_as_if_elimination_were_dear(limited: bool, monkeypatch: pyt
         check_against_brute_force(random_problem(seed, limited))
 
 
+@pytest.mark.parametrize("limited", [False, True])
+def test_brute_force_as_if_elimination_were_too_wide(limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans and prices come from the choices with the least regrets, of which some can be eliminated."""
+    monkeypatch.setattr("autoparallel.search.solver.AT_ONCE_CELLS", 0)
+    monkeypatch.setattr("autoparallel.search.solver.WORK_CELLS", 30)
+    looked = []
+    near = Run._look_near
+    monkeypatch.setattr(Run, "_look_near", lambda *given: (looked.append(1), near(*given)))
+    for seed in range(25):
+        check_against_brute_force(random_problem(seed, limited))
+    assert looked
+
+
 @settings(max_examples=60, deadline=None)
 @given(seeds)
 def test_a_screen_keeps_every_better_plan(seed: int) -> None:
@@ -78,7 +91,8 @@ def test_a_screen_keeps_every_better_plan(seed: int) -> None:
         return
     rng = np.random.default_rng(seed)
     known, objective = plans[int(rng.integers(len(plans)))]
-    bound, left = screen(problem, known, objective, (np.arange(6), rng.random(6) / 4), 0.0, math.inf)
+    found = screen(problem, objective, (np.arange(6), rng.random(6) / 4), 0.0, math.inf)
+    left, bound = found.within(objective - found.bound + 1e-9, known), found.bound
     assert left.restore(left.forward(known)) == known
     for choice, cost in plans:
         assert bound <= cost + 1e-9
