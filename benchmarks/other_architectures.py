@@ -125,6 +125,10 @@ DINO = {"model_type": "dinov2", **VISION, "out_indices": [1, 2], "reshape_hidden
 TEXT_TOWER = {**CORE, "attention_dropout": 0.0, "projection_dim": 32, **TOKENS}
 VISION_TOWER = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
                 "image_size": 32, "patch_size": 8, "projection_dim": 32, "attention_dropout": 0.0}
+ROUTED = {**EXPERTS, "n_routed_experts": 4, "num_experts": 4, "num_local_experts": 4, "n_shared_experts": 1,
+          "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 16}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+          "num_key_value_heads": 4}
 
 TRANSFORMERS: dict[str, Architecture] = {
     "cohere": _lm("cohere"), "cohere2": _lm("cohere2", sliding_window=8), "nemotron": _lm("nemotron", head_dim=16),
@@ -298,6 +302,16 @@ TRANSFORMERS: dict[str, Architecture] = {
     "owlvit_vision": Architecture("owlvit_vision_model", "OwlViTVisionModel", _pixels, VISION_TOWER,
                                  Squared),
 }
+
+#: Decoders whose fields are usual ones, without experts, with experts, and with latent keys and values.
+for _name in ("cwm", "granite_swa", "granitemoe_swa", "granitemoeshared", "hyperclovax", "internlm3", "iquestcoder",
+              "jais2", "ministral", "ministral3", "nanochat", "vaultgemma", "flint", "lfm3", "olmo_hybrid"):
+    TRANSFORMERS[_name] = _lm(_name, head_dim=16, sliding_window=8)
+for _name in ("afmoe", "aria_text", "exaone_moe", "flex_olmo", "hunyuan_v1_moe", "hy_v3", "minimax_m2",
+              "mimo_v2_flash", "solar_open", "laguna", "cohere2_moe"):
+    TRANSFORMERS[_name] = _lm(_name, **ROUTED)
+for _name in ("deepseek_v2", "glm4_moe_lite", "minicpm3", "dots3_note_text"):
+    TRANSFORMERS[_name] = _lm(_name, **{**ROUTED, **LATENT})
 
 
 def _by_hand(make: Callable[[], nn.Module], inputs: Callable[[], Inputs]) -> Architecture:
