@@ -26,6 +26,7 @@ from autoparallel.search.shared import Shared
 
 CHUNK_CELLS = 1_000_000
 HOPELESS_CELLS = 1e10
+WHOLE_NODES = 5_000  # beyond, a second order takes seconds
 
 
 @dataclass(frozen=True)
@@ -339,7 +340,7 @@ class Eliminator:
         self.sizes = np.asarray(sizes, np.int64)
         ends = np.asarray(pairs, np.int64).reshape(-1, 2)
         self._lay_out(ends, repeated_pieces(self.sizes, ends))
-        if self.max_cells > CHUNK_CELLS and self._pieces:  # as a whole it may be narrower
+        if self.max_cells > CHUNK_CELLS and self._pieces and len(self.sizes) <= WHOLE_NODES:  # it may be narrower
             whole = copy.copy(self)
             whole._lay_out(ends, [])
             if whole.max_cells < self.max_cells:

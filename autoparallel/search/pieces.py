@@ -7,6 +7,7 @@ fall into pieces, and pieces of one form are eliminated by one rule, once for al
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,22 +47,25 @@ def repeated_pieces(sizes: np.ndarray, ends: np.ndarray) -> list[Pieces]:
     belongs = np.concatenate([piece[inside], owner[edges]])
     both = np.concatenate([np.repeat(np.flatnonzero(inside)[:, None], 2, axis=1), scopes[edges]])
     order = np.argsort(belongs, kind="stable")
-    users, belongs, both = users[order], belongs[order], both[order]
-    starts = np.flatnonzero(np.diff(belongs, prepend=-1))
+    users, belongs, both = users[order], np.unique(belongs[order], return_inverse=True)[1], both[order]
+    keys = (2 * belongs[:, None] + ~inside[both]) * count + both  # inside first, each in order
+    near, place = np.unique(keys, return_inverse=True)
+    pieces = np.arange(belongs.max(initial=-1) + 2)
+    starts, borders = np.searchsorted(belongs, pieces), np.searchsorted(near, 2 * pieces * count)
+    middles = np.searchsorted(near, (2 * pieces[:-1] + 1) * count).tolist()
+    place = place.reshape(-1, 2) - borders[belongs][:, None]
+    near = near % max(1, count)
+    bounds = zip(itertools.pairwise(starts.tolist()), itertools.pairwise(borders.tolist()), middles, strict=True)
     found: dict[tuple[bytes, bytes, bytes], list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
-    for low, high in zip(starts.tolist(), [*starts[1:].tolist(), len(users)], strict=False):
-        near, place = np.unique(both[low:high], return_inverse=True)
-        within = inside[near]
-        rank = np.where(within, np.cumsum(within) - 1, within.sum() + np.cumsum(~within) - 1)
-        local = rank[place.reshape(-1, 2)]
-        nodes, border = near[within], near[~within]
-        form = (sizes[nodes].tobytes(), sizes[border].tobytes(), local.tobytes())
+    for (low, high), (first, last), middle in bounds:
+        nodes, border = near[first:middle], near[middle:last]
+        form = (sizes[nodes].tobytes(), sizes[border].tobytes(), place[low:high].tobytes())
         found.setdefault(form, []).append((nodes, border, users[low:high]))
     made = []
-    for (_, _, scopes_of), pieces in found.items():
-        if len(pieces) > 1:
+    for (_, _, scopes_of), alike in found.items():
+        if len(alike) > 1:
             about = np.frombuffer(scopes_of, np.int64).reshape(-1, 2).tolist()
-            nodes, border, inputs = (np.array(rows) for rows in zip(*pieces, strict=True))
+            nodes, border, inputs = (np.array(rows) for rows in zip(*alike, strict=True))
             made.append(Pieces(nodes, border, inputs, tuple((u,) if u == v else (u, v) for u, v in about)))
     return made
 
