@@ -509,13 +509,14 @@ class _Drafts:
         h = candidate.hybrid
         return h.stages, h.pipeline_ranks, h.schedule
 
-    def expected_s(self, candidate: Candidate) -> float:
-        """Seconds of the plan of a candidate: of its draft, where there is one that fits."""
+    def expected_s(self, candidate: Candidate, excess: float = PIPELINE_EXCESS) -> float:
+        """Seconds of the plan of a candidate: of its draft, where there is one that fits. ``excess``: what pipelines are
+        over their estimates, before there is a draft of any."""
         drafted = self.drafted.get(candidate, math.inf)
         if drafted < math.inf:
             return drafted
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
-        typical = min(pipelined, default=PIPELINE_EXCESS) if candidate.hybrid.stages > 1 else 1.0
+        typical = min(pipelined, default=excess) if candidate.hybrid.stages > 1 else 1.0
         ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
         return candidate.estimate_s * ratio * self.failed.get(candidate.hybrid, 1.0)
 
@@ -529,9 +530,10 @@ class _Drafts:
         while self.left and self.planned < MOST_DRAFTS:
             if time.monotonic() >= deadline and (self.best is not None or self.planned >= MOST_FAILED):
                 break
-            candidate = min(self.left, key=self.expected_s)
-            if self.best is not None and self.expected_s(candidate) >= self.best_s:
+            promising = [c for c in self.left if self.best is None or self.expected_s(c, 1.0) < self.best_s]
+            if not promising:
                 break
+            candidate = min(promising, key=self.expected_s)
             self.left.remove(candidate)
             step_s = self.take(candidate, DRAFT_S, "local") if candidate.first is not None else math.inf
             self.drafted[candidate] = step_s
