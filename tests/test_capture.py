@@ -288,6 +288,14 @@ def test_an_assert_of_values_is_refused_with_its_line() -> None:
         capture(Weighed(function), (torch.randn(4, 6),))
 
 
+def test_functions_that_the_data_choose_are_refused() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.cond(w.sum() > 0, lambda x: x * 2, lambda x: x.sin(), (x * w,))
+
+    with pytest.raises(CaptureError, match=r"(?s)torch.cond of functions .*Write torch.where"):
+        capture(Weighed(function), (torch.randn(4, 6),))
+
+
 def test_an_output_that_does_not_depend_on_an_input_is_refused() -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad((x * w).sum(), [w, x.detach()])[0]

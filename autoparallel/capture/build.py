@@ -114,7 +114,11 @@ class _Builder:
                 outputs = tuple(self.refs[v] if isinstance(v, FxNode) else v for v in user)
                 self._add("output", "output", None, outputs, {}, ())
             else:
-                raise CaptureError(f"{node.op} {node.target} is left in the traced graph and is not supported")
+                users: list[FxNode] = [*node.users, node]
+                place = _module_path(users[0])
+                raise CaptureError(f"torch.{users[0].target} of functions is not supported"
+                                   f"{f' (in {place})' if place else ''}\n"
+                                   "  Write torch.where(condition, a, b), or a Python loop of fixed length.")
         mutations = {buffers[name]: self.refs[value] for name, value in mutated.items()}
         aliases = {name: first for name, first in self.aliases.items() if name != first}
         return OpGraph(tuple(self.nodes), self.in_spec, self.program.call_spec.out_spec, self.constants, outputs,

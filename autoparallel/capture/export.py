@@ -75,8 +75,7 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
         return (
             f"{type(model).__name__} decides by the values of a tensor, which no traced program can follow.{place}\n"
             "  Required: control flow that depends on shapes and Python values only.\n"
-            "  Write torch.where(condition, a, b) instead of `if condition:`, or torch.cond for large branches; "
-            "leave out asserts of values."
+            "  Write torch.where(condition, a, b) instead of `if condition:`, and leave out asserts of values."
         )
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}{place}"
