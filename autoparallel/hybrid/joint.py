@@ -510,8 +510,8 @@ class _Drafts:
         return h.stages, h.pipeline_ranks, h.schedule
 
     def expected_s(self, candidate: Candidate, excess: float = PIPELINE_EXCESS) -> float:
-        """Seconds of the plan of a candidate: of its draft, where there is one that fits. ``excess``: what pipelines are
-        over their estimates, before there is a draft of any."""
+        """Seconds of the plan of a candidate: of its draft, where there is one that fits. ``excess``: by what pipelines
+        exceed their estimates, before there is a draft of any."""
         drafted = self.drafted.get(candidate, math.inf)
         if drafted < math.inf:
             return drafted
