@@ -18,12 +18,13 @@ from autoparallel.search.exact import affordable
 from autoparallel.search.messages import Messenger
 from autoparallel.search.presolve import select
 from autoparallel.search.problem import FORBIDDEN, Problem, Solution, evaluate, single_limit
-from autoparallel.search.solver import lowest_memory, solve
+from autoparallel.search.solver import AUTO_GAP, lowest_memory, solve
 from autoparallel.search.walk import finite_limit
 
 Pins = Mapping[int, Sequence[int]]
 CHECK_S = 5.0
 SETTLE_SWEEPS = 50
+SLACK = 1e-9
 
 
 def pinned(problem: Problem, pins: Pins) -> Problem:
@@ -46,6 +47,25 @@ def solve_pinned(problem: Problem, pins: Pins, search: str = "auto", time_limit_
             for v, node in enumerate(pinned(problem, pins).nodes)]
     found = solve(select(problem, kept), search, time_limit_s)
     return replace(found, choice=tuple(int(rows[pick]) for rows, pick in zip(kept, found.choice, strict=True)))
+
+
+def solve_with(problem: Problem, least: Sequence[np.ndarray], node: int, pick: int, search: str = "auto",
+               time_limit_s: float | None = None) -> Solution:
+    """`solve_pinned` with one choice of one node, where the `least_costs` are known: where memory does not bind, the
+    best plan with it has no choice with which every plan costs more."""
+    start, bound = time.monotonic(), least[node][pick]
+    kept = [np.flatnonzero(costs <= bound + SLACK * abs(bound)) for costs in least]
+    kept[node] = np.array([pick])
+    if all(len(rows) for rows in kept):
+        try:
+            found = solve(select(problem, kept), search, time_limit_s)
+            if found.objective <= bound + AUTO_GAP * abs(bound):
+                choice = tuple(int(rows[one]) for rows, one in zip(kept, found.choice, strict=True))
+                return replace(found, choice=choice, lower_bound=float(bound))
+        except (InfeasibleError, SearchError):
+            pass
+    left = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - start))
+    return solve_pinned(problem, {node: [pick]}, search, left)
 
 
 def least_costs(problem: Problem) -> list[np.ndarray]:
@@ -76,16 +96,20 @@ def alternatives(problem: Problem, solution: Solution, k: int, min_changed: int 
     order = sorted((float(least[v][pick]), v, pick) for v in matter for pick in range(len(least[v]))
                    if pick != solution.choice[v] and least[v][pick] < FORBIDDEN)
     found: list[Solution] = []
+    seen: list[Solution] = []
     for bound, v, pick in order:
         if len(found) >= k and bound >= found[k - 1].objective:
             break
+        if any(one.choice[v] == pick and one.objective <= bound + SLACK * abs(bound) for one in seen):
+            continue
         left = None if time_limit_s is None else time_limit_s - (time.monotonic() - start)
         if left is not None and left <= 0:
             break
         try:
-            other = solve_pinned(problem, {v: [pick]}, search, left)
+            other = solve_with(problem, least, v, pick, search, left)
         except (InfeasibleError, SearchError):
             continue
+        seen.append(other)
         known = [solution, *found]
         if all(_changed(other, one, matter) >= min_changed for one in known):
             found = sorted([*found, other], key=lambda one: (one.objective, one.choice))
@@ -114,7 +138,8 @@ def explain(problem: Problem, solution: Solution, node: int, resolve: Sequence[i
             time_limit_s: float | None = None) -> list[Option]:
     """What every choice of a node would cost, cheapest first; those of ``resolve`` by searching again with them."""
     floor = max(solution.lower_bound, 0.0)
-    least = np.maximum(least_costs(problem)[node], floor)
+    every = least_costs(problem)
+    least = np.maximum(every[node], floor)
     options = []
     for pick in range(len(problem.nodes[node].costs)):
         choice = [pick if v == node else old for v, old in enumerate(solution.choice)]
@@ -124,7 +149,7 @@ def explain(problem: Problem, solution: Solution, node: int, resolve: Sequence[i
             resolved = solution.objective
         elif pick in resolve:
             try:
-                resolved = solve_pinned(problem, {node: [pick]}, search, time_limit_s).objective
+                resolved = solve_with(problem, every, node, pick, search, time_limit_s).objective
             except InfeasibleError:
                 resolved = FORBIDDEN
         options.append(Option(pick, judged.objective if judged.feasible else FORBIDDEN, float(least[pick]), resolved))
