@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -19,13 +20,13 @@ from autoparallel.capture import OpGraph, capture
 from autoparallel.cli import load_model
 from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchError
 from autoparallel.hybrid import fewest_recomputed, split_batch
-from autoparallel.hybrid.joint import Fixed, JointSearch
+from autoparallel.hybrid.joint import WORTH, Candidate, Fixed, JointSearch, _Drafts, _Promise
 from autoparallel.hybrid.sketch import sketch
 from autoparallel.hybrid.stages import cut_evenly, flow_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.rules.space import StrategySpace
-from autoparallel.search import evaluate, solve
+from autoparallel.search import NotRepairedError, evaluate, solve
 from cost_models import Cluster
 from tests.models import CASES
 from tests.plans import half_recomputed
@@ -343,8 +344,6 @@ def test_bounds_lie_below_estimates() -> None:
 def test_drafts_go_by_what_their_kind_took() -> None:
     """Pipelines are expected to take longer than estimated, until one did not; one that does not fit holds back only
     what runs like it; without an estimate that fits, all are searched in full."""
-    from autoparallel.hybrid.joint import Candidate, _Drafts
-
     case, machine = CASES["mlp"], Cluster.load("h100-sxm", num_devices=2)
     some = autoparallel.plan(case.build(), machine, example_inputs=case.inputs(8)[0], mesh_shape=(2,))
     took: dict[Candidate, float] = {}
@@ -374,9 +373,61 @@ def test_drafts_go_by_what_their_kind_took() -> None:
     assert len(list(lost.in_order())) == 1 and lost.best is None
 
 
+def test_what_takes_more_memory_than_its_sketch_is_estimated_with_less_room() -> None:
+    """As much less as the draft took too much; what cannot be estimated so is left."""
+    case, machine = CASES["mlp"], Cluster.load("h100-sxm", num_devices=2)
+    some = autoparallel.plan(case.build(), machine, example_inputs=case.inputs(8)[0], mesh_shape=(2,))
+    rooms: list[float] = []
+
+    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
+        if candidate.room == 1.0:
+            raise NotRepairedError("a draft", 125.0, 100.0)
+        return some
+
+    def estimate(candidate: Candidate, best_s: float) -> Candidate:
+        rooms.append(candidate.room)
+        return dataclasses.replace(candidate, estimate_s=2.0 if candidate.hybrid.micro_batches == 8 else math.inf)
+
+    def drafts_of(turns: int) -> _Drafts:
+        drafts = _Drafts(in_full, estimate)
+        drafts.add([Candidate(Hybrid(turns, 2, 2), (2,), 1.0, lambda space: [])])
+        drafts.run(math.inf)
+        return drafts
+
+    found, lost = drafts_of(8), drafts_of(4)
+    assert found.best == some and lost.best is None and rooms == [0.8, 0.8]
+    assert [c.estimate_s for c in found.learnt()] == [math.inf, some.prediction.step_s]
+    assert isinstance(lost.failure, NotRepairedError)
+
+
+def test_what_cannot_come_near_the_best_costs_a_bound_only() -> None:
+    """Which lies below the estimate; a survey counts it as bounded away."""
+
+    search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=8), Fixed(), "adamw", float("inf"))
+    candidate = Candidate(Hybrid(), (2, 4))
+    made = search.estimate(candidate)
+    assert not made.is_bound and not search.estimate(candidate, made.estimate_s).is_bound
+    bound = search.estimate(candidate, made.estimate_s / WORTH / 2)
+    assert bound.is_bound and made.estimate_s / 2 <= bound.estimate_s <= made.estimate_s
+    search.known[candidate.key] = bound
+    assert bound not in search.run(deadline=0.0).candidates
+
+
+def test_the_second_round_looks_beside_the_best() -> None:
+
+    search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=16), Fixed(), "adamw", float("inf"))
+    best = Candidate(Hybrid(4, 2, 2, zero_stage=1), (2, 4))
+    near = {(c.hybrid.micro_batches, c.mesh_shape) for c in search.around(best)}
+    assert {(2, (2, 4)), (8, (2, 4)), (4, (4, 2))} <= near
+    assert near <= set(itertools.product((2, 4, 8), [(4, 2), (2, 4), (1, 8)]))
+    assert {"1f1b", "zero_bubble"} <= {c.hybrid.schedule for c in search.around(best)}
+    only = Fixed(micro_batches=4, schedule="1f1b", recompute="none", zero_stage=1, pipeline_stages=2)
+    fixed = JointSearch(graph_of("llama"), search.cluster, only, "adamw", float("inf"))
+    assert {c.hybrid for c in fixed.around(best)} == {best.hybrid}
+
+
 def test_what_promises_most_is_estimated_first() -> None:
     """What lies near a dear estimate comes last, unless nothing else is left and there is patience."""
-    from autoparallel.hybrid.joint import Candidate, _Promise
 
     near, far = (Candidate(Hybrid(m), (8,)) for m in (2, 64))
     order = _Promise([near, far], lambda c: 0.99 + 0.01 * c.hybrid.micro_batches, lambda c: 0.0, lambda c: 0.0)
