@@ -316,18 +316,22 @@ class JointSearch:
         return self._least[pieces]
 
     def run(self, deadline: float = math.inf) -> Survey:
-        """All candidates worth an estimate, best first; those known already are not estimated again."""
+        """All candidates worth an estimate, best first; those known already are not estimated again. One of each length
+        of pipeline comes before all others."""
         first = [
             Candidate(hybrid, shape)
             for ranks, shape in self.shapes() for turns in self.turns(ranks) for hybrid in self.hybrids(ranks, turns)
         ]
         tried = {c.key: c for c in first}
+        seen = {c.hybrid.pipeline_ranks for c in self.known.values()}
+        for ranks in sorted({c.hybrid.pipeline_ranks for c in first} - seen):
+            self._estimate_all([c for c in first if c.hybrid.pipeline_ranks == ranks], deadline, math.inf, most=1)
         for patience in (1.0, math.inf):  # what promises to be better, then whatever may be
             now = time.monotonic()
             self._estimate_all(first, now + SHARE_OF_FIRST * (deadline - now), patience)
-            seen: set[object] = set()
-            while (best := self._best_outside(seen)) is not None:
-                seen.add(best.key)
+            expanded: set[object] = set()
+            while (best := self._best_outside(expanded)) is not None:
+                expanded.add(best.key)
                 second = {c.key: c for c in self.around(best)}
                 self._estimate_all(list(second.values()), deadline, patience)
                 tried.update(second)
@@ -343,15 +347,17 @@ class JointSearch:
         fit = [c for c in self.known.values() if c.estimate_s < math.inf]
         return next((c for c in sorted(fit, key=lambda c: c.estimate_s)[:3] if c.key not in seen), None)
 
-    def _estimate_all(self, candidates: Sequence[Candidate], deadline: float, patience: float) -> None:
+    def _estimate_all(self, candidates: Sequence[Candidate], deadline: float, patience: float, most: float = math.inf
+                      ) -> None:
         """Estimate those whose bound is below the best estimate and that may fit, the most promising first, as long as
-        they promise less than ``patience`` times the best."""
+        they promise less than ``patience`` times the best; at ``most`` so many."""
         best = min((c.estimate_s for c in self.known.values()), default=math.inf)
         new = [c for c in candidates if c.key not in self.known and self.least_bytes(c) <= self.limit]
         order = _Promise(new, self.floor, self.oddity, self.least_bytes)
         for estimated in self.known.values():
             order.learn(estimated)
-        while (candidate := order.next(best, patience)) is not None and time.monotonic() < deadline:
+        while most > 0 and time.monotonic() < deadline and (candidate := order.next(best, patience)) is not None:
+            most -= 1
             made = self.known[candidate.key] = self.estimate(candidate, best)
             order.learn(made)
             best = min(best, made.estimate_s)
