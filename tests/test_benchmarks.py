@@ -42,6 +42,7 @@ def test_planning_time_by_phase() -> None:
     json.dumps(as_json(row))
 
 
+@pytest.mark.slow
 def test_step_times_are_ratios_to_ours() -> None:
     rows = step_time.run(["wide_mlp"], repeats=2)
     by_name = {row["variant"]: row for row in rows}

@@ -29,7 +29,7 @@ from tests.reference import (
 
 MODELS = ["mlp", "transformer_encoder", "gpt2", "llama", "bert", "vit", "resnet"]
 #: Those of the default run; `test_the_whole_table` has all.
-FEW = ["mlp", "gpt2", "llama"]
+FEW = ["mlp", "llama"]
 SEARCHES = ["ilp", "recursive", "exact"]
 STEPS = 5
 Way = tuple[str, Any]
@@ -81,7 +81,7 @@ def test_chosen_plan_baselines_and_random_plans(ranks: Any, case_name: str) -> N
     check(ranks, case_name, (2, 2), ways, "sgd")
 
 
-@pytest.mark.parametrize("case_name", ["mlp", "llama"])
+@pytest.mark.parametrize("case_name", ["mlp", pytest.param("llama", marks=pytest.mark.slow)])
 def test_searches_on_one_axis_with_adamw(ranks: Any, case_name: str) -> None:
     check(ranks, case_name, (4,), [("search", s) for s in SEARCHES] + [("random", 3)], "adamw")
 
