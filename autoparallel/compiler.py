@@ -95,8 +95,9 @@ class Options:
         """How a step runs, on so many ranks of the pipeline axis. Raises PlanError for what does not go together."""
         turns = 1 if self.micro_batches is None else self.micro_batches
         zero_stage = (2 if turns == 1 else 1) if self.zero_stage is None else self.zero_stage
-        return Hybrid(turns, self.stages, pipeline_ranks, self.schedule or "1f1b", (), zero_stage,
-                      "none" if self.recompute in (None, "auto") else self.recompute, None, self.reduce_dtype)
+        return Hybrid(turns, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
+                      recompute="none" if self.recompute in (None, "auto") else self.recompute,
+                      reduce_dtype=self.reduce_dtype)
 
     def limit_bytes(self, cluster: Cluster) -> float:
         """Bytes that a plan may take on a device."""
@@ -245,7 +246,8 @@ def compile(
     ) -> Compiled:
         graph = capture(model, args, kwargs)
         given = None if placed or plain else plan
-        return _compile_call(graph, site, machine, chosen, Hybrid() if plain else hybrid, given, placed)
+        how = Hybrid(reduce_dtype=hybrid.reduce_dtype) if plain else hybrid
+        return _compile_call(graph, site, machine, chosen, how, given, placed)
 
     parallel = ParallelModule(model, site, hybrid, compile_call)
     if given:

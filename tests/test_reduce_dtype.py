@@ -85,6 +85,22 @@ def test_float32_gradients_may_be_summed_in_bfloat16(ranks: Any) -> None:
         assert types == {torch.bfloat16} and grads == {torch.float32} and 1e-5 < error < 0.02
 
 
+def types_of_a_call(options: Options) -> set[torch.dtype]:
+    """Types that a call and its backward sum in, where steps take turns."""
+    case = CASES[CASE]
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build().bfloat16(), mesh_of(4), example_inputs=args, example_kwargs=kwargs,
+                                    **options)
+    with SummedTypes() as summed:
+        case.loss(parallel(*args, **kwargs)).backward()
+    return summed.found
+
+
+def test_a_call_beside_steps_in_turns_sums_in_it_too(ranks: Any) -> None:
+    options = {"baseline": "fsdp", "zero_stage": 2, "micro_batches": 4, "reduce_dtype": "float32"}
+    assert ranks(4).run(types_of_a_call, options, timeout_s=100) == [{torch.float32}] * 4
+
+
 def summed_bytes(mesh_shape: tuple[int, ...], options: Options) -> tuple[int, float]:
     """Bytes that sums of gradients take during a step, and by how much more a plan expects than without them."""
     case = CASES[CASE]

@@ -10,6 +10,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Protocol
@@ -171,14 +172,20 @@ class JointSearch:
             [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
             [fixed.zero_stage] if fixed.zero_stage is not None else [2 if turns == 1 else 1, 3],
         ):
-            yield from _valid(turns, stages, ranks, schedule, (), zero, recompute, None, fixed.reduce_dtype)
+            yield from self._valid(turns, stages, ranks, schedule, zero, recompute)
+
+    def _valid(self, turns: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str) -> Iterator[Hybrid]:
+        """The combination, if it is one."""
+        with suppress(PlanError):
+            yield Hybrid(turns, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
+                         reduce_dtype=self.fixed.reduce_dtype)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """Schedules of the first round, with their stages."""
         fixed = self.fixed
-        blocks = self.sketch.num_blocks
-        several = [c for c in range(1, MOST_CHUNKS + 1) if c * ranks <= blocks]
-        chunks = max((c for c in several if blocks % (c * ranks) == 0), default=max(several, default=1))
+        several = self._chunks(ranks)
+        even = [c for c in several if self.sketch.num_blocks % (c * ranks) == 0]
+        chunks = max(even or several, default=1)
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
         if ranks == 1:
             return [(fixed.schedule or "1f1b", 1)]
@@ -187,31 +194,29 @@ class JointSearch:
     def around(self, best: Candidate) -> Iterator[Candidate]:
         """What the first round left out around one of its best: other schedules, ZeRO stages and recompute; half and
         twice the micro-batches and inner axis, with as many stages on a rank as there may be."""
-        h, fixed = best.hybrid, self.fixed
+        h, fixed, ranks = best.hybrid, self.fixed, best.hybrid.pipeline_ranks
         recompute = [fixed.recompute] if fixed.recompute else ["none", "selective", "full"]
-        counts = [fixed.pipeline_stages] if fixed.pipeline_stages else [c * h.pipeline_ranks for c in self._chunks(h)]
+        counts = [fixed.pipeline_stages] if fixed.pipeline_stages else [c * ranks for c in self._chunks(ranks)]
         for schedule, again, zero, count in itertools.product(
             [fixed.schedule] if fixed.schedule else ["1f1b", "zero_bubble", "interleaved"], recompute,
             [fixed.zero_stage] if fixed.zero_stage is not None else [1, 2, 3], counts,
         ):
             if h.stages > 1 or schedule == h.schedule:
-                for hybrid in _valid(h.micro_batches, count, h.pipeline_ranks, schedule, (), zero, again, None,
-                                     fixed.reduce_dtype):
+                for hybrid in self._valid(h.micro_batches, count, ranks, schedule, zero, again):
                     yield Candidate(hybrid, best.mesh_shape)
         for turns, shape, again, count in itertools.product(
-            _beside(h.micro_batches, self.turns(h.pipeline_ranks)),
-            [shape for ranks, shape in self.shapes() if ranks == h.pipeline_ranks and _near(shape, best.mesh_shape)],
+            _beside(h.micro_batches, self.turns(ranks)),
+            [shape for count, shape in self.shapes() if count == ranks and _near(shape, best.mesh_shape)],
             recompute, counts,
         ):
-            schedule = fixed.schedule or ("interleaved" if count > h.pipeline_ranks else "1f1b")
-            for hybrid in _valid(turns, count, h.pipeline_ranks, schedule, (), h.zero_stage, again, None,
-                                 fixed.reduce_dtype):
+            schedule = fixed.schedule or ("interleaved" if count > ranks else "1f1b")
+            for hybrid in self._valid(turns, count, ranks, schedule, h.zero_stage, again):
                 yield Candidate(hybrid, shape)
 
-    def _chunks(self, hybrid: Hybrid) -> list[int]:
-        """How many stages a rank may have."""
-        most = MOST_CHUNKS if hybrid.stages > 1 else 1
-        return [c for c in range(1, most + 1) if c * hybrid.pipeline_ranks <= max(1, self.sketch.num_blocks)]
+    def _chunks(self, ranks: int) -> list[int]:
+        """How many stages a rank of so many may have."""
+        most = MOST_CHUNKS if ranks > 1 else 1
+        return [c for c in range(1, most + 1) if c * ranks <= max(1, self.sketch.num_blocks)]
 
     # --- what it costs ----------------------------------------------------------------------------------------------
 
@@ -419,13 +424,6 @@ def _near(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Whether the inner axis is the same, half or twice the other."""
     inner, by = (s[-1] if len(s) > 1 else 1 for s in (shape, other))
     return max(inner, by) <= 2 * min(inner, by)
-
-
-def _valid(*arguments: object) -> Iterator[Hybrid]:
-    try:
-        yield Hybrid(*arguments)  # type: ignore[arg-type]
-    except PlanError:
-        return
 
 
 def least_live_bytes(problem: Problem, turn: int) -> float:

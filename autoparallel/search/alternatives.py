@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,13 +19,14 @@ from autoparallel.search.exact import affordable
 from autoparallel.search.messages import Messenger
 from autoparallel.search.presolve import select
 from autoparallel.search.problem import FORBIDDEN, Problem, Solution, evaluate, single_limit
-from autoparallel.search.solver import AUTO_GAP, lowest_memory, solve
+from autoparallel.search.solver import AUTO_GAP, SLACK, lowest_memory, solve
 from autoparallel.search.walk import finite_limit
 
 Pins = Mapping[int, Sequence[int]]
 CHECK_S = 5.0
 SETTLE_SWEEPS = 50
-SLACK = 1e-9
+#: Of the time that a choice has, the share for a search among what plans of the least cost can have.
+NEAR_SHARE = 0.5
 
 
 def pinned(problem: Problem, pins: Pins) -> Problem:
@@ -45,6 +47,10 @@ def solve_pinned(problem: Problem, pins: Pins, search: str = "auto", time_limit_
     """`solve` with some nodes' choices fixed, as a smaller problem; the choice is in the problem's own numbers."""
     kept = [np.arange(len(node.costs)) if v not in pins else np.unique(list(pins[v]))
             for v, node in enumerate(pinned(problem, pins).nodes)]
+    return _solve_kept(problem, kept, search, time_limit_s)
+
+
+def _solve_kept(problem: Problem, kept: Sequence[np.ndarray], search: str, time_limit_s: float | None) -> Solution:
     found = solve(select(problem, kept), search, time_limit_s)
     return replace(found, choice=tuple(int(rows[pick]) for rows, pick in zip(kept, found.choice, strict=True)))
 
@@ -53,19 +59,24 @@ def solve_with(problem: Problem, least: Sequence[np.ndarray], node: int, pick: i
                time_limit_s: float | None = None) -> Solution:
     """`solve_pinned` with one choice of one node, where the `least_costs` are known: where memory does not bind, the
     best plan with it has no choice with which every plan costs more."""
-    start, bound = time.monotonic(), least[node][pick]
+    start, bound = time.monotonic(), float(least[node][pick])
     kept = [np.flatnonzero(costs <= bound + SLACK * abs(bound)) for costs in least]
     kept[node] = np.array([pick])
+    near: Solution | None = None
     if all(len(rows) for rows in kept):
-        try:
-            found = solve(select(problem, kept), search, time_limit_s)
-            if found.objective <= bound + AUTO_GAP * abs(bound):
-                choice = tuple(int(rows[one]) for rows, one in zip(kept, found.choice, strict=True))
-                return replace(found, choice=choice, lower_bound=float(bound))
-        except (InfeasibleError, SearchError):
-            pass
+        with suppress(InfeasibleError, SearchError):  # where memory binds, it may leave none of those
+            near = replace(_solve_kept(problem, kept, search, time_limit_s and NEAR_SHARE * time_limit_s),
+                           lower_bound=bound)
+    if near is not None and near.objective <= bound + AUTO_GAP * abs(bound):
+        return near
     left = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - start))
-    return solve_pinned(problem, {node: [pick]}, search, left)
+    try:
+        found = solve_pinned(problem, {node: [pick]}, search, left)
+    except SearchError:
+        if near is None:
+            raise
+        return near
+    return found if near is None else min(near, found, key=lambda one: one.objective)
 
 
 def least_costs(problem: Problem) -> list[np.ndarray]:

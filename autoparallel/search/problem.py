@@ -14,12 +14,11 @@ memory of its own class. A node that uses memory of two classes, or at two times
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -157,10 +156,14 @@ class Problem:
                                   f"{edge.costs.shape} for nodes with {shape} choices")
 
     def with_limit(self, limit: float) -> Problem:
-        """The same decisions under another limit of class 0, without checking them again."""
-        changed = copy.copy(self)
-        object.__setattr__(changed, "limit", limit)
+        """The same decisions under another limit of class 0, without checking them or deriving arrays again."""
+        changed = object.__new__(Problem)
+        changed.__dict__.update(self.__dict__, limit=limit)
         return changed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields only: what was derived from them knows arrays by identity, which a copy has not."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def with_costs(self, costs: Shared, limit: float) -> Problem:
         """Other costs and tables, and another limit."""

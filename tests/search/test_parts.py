@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from autoparallel.errors import SearchError
-from autoparallel.search import Edge, Node, Problem, evaluate, iopddl
+from autoparallel.search import Edge, Node, Problem, evaluate, iopddl, solve
 from autoparallel.search.elimination import Eliminator, elimination_order
 from autoparallel.search.lagrange import lowest_peak, raise_bound
 from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
@@ -33,6 +35,15 @@ def test_judge_counts_half_open_intervals_and_edges() -> None:
     assert evaluate(replace(problem, limit=8.0), (1, 0, 0)).feasible is False
     with pytest.raises(SearchError, match="choice 2 of node 0"):
         evaluate(problem, (2, 0, 0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_problem_that_was_searched_can_be_copied(seed: int) -> None:
+    problem = random_problem(seed, limited=False)
+    found = solve(problem, "exact")
+    for again in (pickle.loads(pickle.dumps(problem)), copy.deepcopy(problem), problem.with_limit(problem.limit)):
+        assert evaluate(again, found.choice) == evaluate(problem, found.choice)
+        assert solve(again, "exact").choice == found.choice
 
 
 @pytest.mark.parametrize(("make", "message"), [
