@@ -278,14 +278,101 @@ def test_what_a_trace_does_not_see_is_traced(function: Any) -> None:
                                *torch.autograd.grad(expected.sum(), model.std))
 
 
-def test_an_assert_of_values_is_refused_with_its_line() -> None:
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        assert torch.all(w > -9).item(), "weights"
-        return x * w
+def asserting(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    assert torch.all(w > -9).item(), "weights"
+    assert w.max().item() < 9
+    assert x.isnan().sum() == 0 and w.isnan().sum() == 0
+    if x is not None and not (w < 9).all():
+        raise ValueError("weights")
+    return x * w
 
-    with pytest.raises(CaptureError, match=r"(?s)decides by the values .*test_capture.py:\d+ in function: assert .*"
-                                           "leave out asserts of values"):
+
+def clamped(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """As transformers' detr does, only that 0.4 is too large."""
+    h = x * w
+    if h.isinf().any() or (h.abs() > 0.4).any():
+        most = torch.finfo(h.dtype).tiny + 0.4
+        h = torch.clamp(h, min=-most, max=most)
+    return h
+
+
+def clamped_twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    for bound in (0.5, 0.3):
+        if x.dtype == torch.float32 and not (x <= bound).all():
+            x = x.clamp(max=bound)
+    return x * w
+
+
+@pytest.mark.parametrize("large", [0.1, 0.35, 2.0])
+@pytest.mark.parametrize("function", [clamped, clamped_twice])
+def test_a_branch_that_clamps_is_a_choice(function: Any, large: float) -> None:
+    """Whichever way the example's values had it go, forward and gradient."""
+    model, x = Weighed(function), torch.full((4, 6), 0.01)
+    graph = capture(model, (x,))
+    x[1, 2] = large
+    known = {Ref(n.index): x for n in graph.of_kind("input")} | {Ref(n.index): model.std
+                                                                 for n in graph.of_kind("parameter")}
+    actual = values_of(graph, graph.outputs, known, torch.device("cpu"))[graph.outputs[0]]
+    expected = model(x)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(made.sum(), model.std) for made in (actual, expected)))
+
+
+def test_asserts_of_values_are_left_out_and_told() -> None:
+    """prophetnet's and ibert's."""
+    with pytest.warns(UserWarning, match=r"does not check what .*test_capture.py:\d+ checks: ") as told:
+        graph = capture(Weighed(asserting), (torch.randn(4, 6),))
+    assert [node.op_name for node in graph.of_kind("op")] == ["aten.mul.Tensor"] and len(told) == 5
+
+
+def rooted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if (w > 0).all():
+        x = x.sqrt()  # whose gradient is infinite where it would not be computed
+    return x * w
+
+
+def counting(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    positive = 0
+    if (x > 0).all():
+        positive = 1
+    return x * w + positive
+
+
+def either(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        x = x.clamp(max=1)
+    else:
+        x = x * 2.0
+        x = x.clamp(min=0)
+    return x * w
+
+
+def writing(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = x * w
+    if (h > 0).all():
+        h = torch.clamp(h, max=1, out=h.detach())
+    return h
+
+
+@pytest.mark.parametrize("function", [rooted, counting, either, writing])
+def test_other_branches_on_values_are_refused_with_their_line(function: Any) -> None:
+    with pytest.raises(CaptureError, match=rf"(?s)decides by the values .*test_capture.py:\d+ in {function.__name__}: "
+                                           "if .*Write torch.where"):
         capture(Weighed(function), (torch.randn(4, 6),))
+
+
+def test_any_and_all_are_counts() -> None:
+    """Of which each rank has a summand; over no dims they reduce nothing."""
+    x = torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, float("nan")]])
+    for function in (torch.any, torch.all):
+        assert traced(function, x)[0] == "aten.count_nonzero.dim_IntList"
+        for arguments in ((), (0,), (1, True), ((0, 1),), ((),)):
+            for value in (x, x > 0, x[0, 0], (x > 0).to(torch.uint8)):
+                if value.dim() == 0 and arguments and arguments[0] not in (0, ()):
+                    continue
+                made, expected = outputs(captured(lambda x, f=function, a=arguments: f(x, *a), value), value)[0], \
+                    function(value, *arguments)
+                assert made.dtype == expected.dtype and torch.equal(made, expected)
 
 
 def test_functions_that_the_data_choose_are_refused() -> None:

@@ -386,7 +386,6 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
         call(aten.max.dim, f(4, 6), 1),
         call(aten.argmax.default, f(4, 6), -1),
         call(aten.argmax.default, f(4, 6)),
-        call(aten.any.dim, mask(4, 6), 0),
         call(aten.cumsum.default, f(4, 6), 1),
         call(aten.softmax.int, f(4, 6, 5), -1),
         call(aten.var.correction, f(4, 6, 5), [1], correction=1),

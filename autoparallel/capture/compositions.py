@@ -272,7 +272,24 @@ def _convolution_of(x: Node, transposed: bool) -> Any:
     return (inverse if transposed else plain)[len(_shape(x)) - 3]
 
 
+def counted(graph: Graph, node: Node) -> Node:
+    """any, all: how many there are is a sum, of which each rank may have a summand."""
+    x, value = node.args[0], node.meta["val"]
+    dims = argument(node, "dim") if len(node.args) > 1 or "dim" in node.kwargs else None
+    dims = list(range(len(_shape(x)))) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+    number = emit(graph, node, aten.count_nonzero.dim_IntList, x, dims) if dims and _shape(x) else x
+    if node.target._schema.name == "aten::any" or number is x:
+        made = emit(graph, node, aten.ne.Scalar, number, 0)
+    else:
+        made = emit(graph, node, aten.eq.Scalar, number, math.prod(_shape(x)[d] for d in dims))
+    if value.dtype is not torch.bool:  # of bytes
+        made = emit(graph, node, aten.to.dtype, made, value.dtype)
+    return emit(graph, node, aten.reshape.default, made, _shape(node))
+
+
 COMPOSITIONS: dict[Any, Rewrite] = {
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims),
+                    counted),
     aten.mH.default: adjoint, aten.matrix_H.default: adjoint, aten.adjoint.default: adjoint,
     **dict.fromkeys(RAISED, stacked), aten.column_stack.default: columns,
     aten.tensordot.default: tensordot, aten.inner.default: inner, aten.kron.default: kron,

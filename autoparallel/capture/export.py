@@ -6,6 +6,7 @@ import logging
 import re
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from autoparallel.capture.caches import register_caches
 from autoparallel.capture.functions import functions_as_ops
 from autoparallel.capture.stand_ins import TracedCalls, traced_methods, without_checks
 from autoparallel.errors import CaptureError
+
+_OWN = str(Path(__file__).parent)
 
 
 def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExportedProgram:
@@ -65,8 +68,8 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
     text = str(error)
     told = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)', text)
     passed = [(f.filename, f.lineno, f.name, f.line) for f in traceback.extract_tb(error.__traceback__)]
-    user = [w for w in told if "/torch/" not in w[0]] or [
-        w for w in passed if "/torch/" not in w[0] and w[0] != __file__]
+    user = [w for w in told if "/torch/" not in w[0] and not w[0].startswith(_OWN)] or [
+        w for w in passed if "/torch/" not in w[0] and not w[0].startswith(_OWN)]
     place = ""
     if user:
         path, line, function, code = user[-1]
@@ -75,7 +78,7 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
         return (
             f"{type(model).__name__} decides by the values of a tensor, which no traced program can follow.{place}\n"
             "  Required: control flow that depends on shapes and Python values only.\n"
-            "  Write torch.where(condition, a, b) instead of `if condition:`, and leave out asserts of values."
+            "  Write torch.where(condition, a, b) instead of `if condition:`."
         )
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}{place}"

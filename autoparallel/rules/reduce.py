@@ -33,9 +33,9 @@ def count(op: OpView) -> Rule | None:
     return _reduction(op, op.arg("dim"), False, adds=True)
 
 
-@rule_for(aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims,
-          aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.dim, aten.mode.default,
-          aten.kthvalue.default, aten.logsumexp.default, aten.prod.dim_int, aten.linalg_vector_norm.default,
+@rule_for(aten.amax.default, aten.amin.default, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim,
+          aten.median.dim, aten.mode.default, aten.kthvalue.default, aten.logsumexp.default, aten.prod.dim_int,
+          aten.linalg_vector_norm.default,
           aten.norm.ScalarOpt_dim, aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction,
           aten.var_mean.correction, aten.var_mean.dim, aten.std_mean.correction, aten.std_mean.dim,
           aten.nanmedian.dim, aten.aminmax.default, aten.quantile.scalar, aten.nanquantile.scalar,
@@ -46,8 +46,8 @@ def other(op: OpView) -> Rule | None:
     return _reduction(op, op.arg("dim"), bool(op.arg("keepdim")), adds=adds)
 
 
-@rule_for(aten.max.default, aten.min.default, aten.any.default, aten.all.default, aten.prod.default,
-          aten.median.default, aten.nanmedian.default, aten.var.default, aten.std.default, aten.norm.Scalar)
+@rule_for(aten.max.default, aten.min.default, aten.prod.default, aten.median.default, aten.nanmedian.default,
+          aten.var.default, aten.std.default, aten.norm.Scalar)
 def of_everything(op: OpView) -> Rule | None:
     return _reduction(op, None, False)
 

@@ -1,0 +1,222 @@
+"""Branches on the values of tensors, which no trace can follow, where what they do can be had without a branch.
+
+    assert (x > 0).all()                                         not checked, and a warning says so
+    if mask.any(): raise ValueError(...)                         the same
+    if not x.isfinite().all(): x = x.clamp(-m, m)        ->      x = torch.where(~x.isfinite().all(), x.clamp(-m, m), x)
+
+They are read off the source of the function that asks for a tensor's truth. Every other branch is refused by the trace.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import inspect
+import operator
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, reduce
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+Tensor = torch.Tensor
+#: What reads a tensor's truth, or its only number.
+READS = (Tensor.__bool__, Tensor.item)
+#: What a branch may do to be made a choice: where its result is not chosen, the gradient of what was not to be computed
+#: is zero, and no zero times infinity.
+CHOSEN = frozenset({"clamp", "clip", "clamp_min", "clamp_max", "nan_to_num", "where", "masked_fill", "zeros_like",
+                    "ones_like", "full_like", "isfinite", "isnan", "isinf", "logical_not", "logical_and", "logical_or",
+                    "__get__", "detach", "clone", "dim", "size"})
+
+
+class Branches:
+    """The branches of one trace."""
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[FrameType, ast.If], int] = {}  # -> at which instruction first
+
+    def answer(self, tensor: Any) -> Any:
+        """What the function that reads ``tensor`` is to be told so that it goes on; None: nothing can be said."""
+        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
+            return None
+        frame = _caller()
+        statement = _statement(frame)
+        if statement is None:
+            return None
+        negated = _negated(statement.test, {**frame.f_globals, **frame.f_locals})
+        if negated is None:
+            return None
+        if isinstance(statement, ast.Assert) or _only_raises(statement):
+            place = f"{frame.f_code.co_filename}:{statement.lineno}"
+            warnings.warn(f"the parallel program does not check what {place} checks: {ast.unparse(statement.test)}",
+                          stacklevel=2)
+            truth = isinstance(statement, ast.Assert) != negated
+            return truth if tensor.dtype is torch.bool else _Number(truth)
+        return negated if self._chosen(frame, statement) else None  # so that the branch is not taken
+
+    def _chosen(self, frame: FrameType, statement: ast.If) -> bool:
+        """Whether what the branch assigns is now a choice of the function's variables."""
+        if self._asked.setdefault((frame, statement), frame.f_lasti) < frame.f_lasti:
+            return True  # the same condition's next part: all was done when the first was asked for
+        body = [s for s in statement.body if isinstance(s, ast.Assign) and len(s.targets) == 1
+                and isinstance(s.targets[0], ast.Name)]
+        if statement.orelse or len(body) != len(statement.body):
+            return False
+        names = {**frame.f_globals, **frame.f_locals}
+        before = dict(frame.f_locals)
+        try:
+            condition = _condition(statement.test, names)
+            with _Checked():
+                exec(_compiled(ast.Module(list(body), []), "exec"), names)
+        except _NotChosenError:
+            return False
+        for name in {s.targets[0].id for s in body if isinstance(s.targets[0], ast.Name)} & before.keys():
+            new, old = names[name], before[name]
+            if not (isinstance(new, Tensor) and isinstance(old, Tensor)):
+                return False
+            if (new.shape, new.dtype) != (old.shape, old.dtype):
+                return False
+            _assign(frame, name, torch.where(condition, new, old))
+        return True
+
+
+class _Number:
+    """A number of which every comparison comes out as wanted."""
+
+    def __init__(self, truth: bool) -> None:
+        self._truth = truth
+
+    def _compared(self, other: object) -> bool:
+        return self._truth
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _compared
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _NotChosenError(Exception):
+    pass
+
+
+class _Checked(TorchFunctionMode):
+    """Only what may be computed for nothing."""
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        if getattr(function, "__name__", "") not in CHOSEN or "out" in (kwargs or {}):
+            raise _NotChosenError
+        return function(*args, **(kwargs or {}))
+
+
+def _caller() -> FrameType:
+    """The function that reads the tensor: torch's and our handlers of its calls are between."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _statement(frame: FrameType) -> ast.If | ast.Assert | None:
+    """The branch or assertion whose condition the frame is at."""
+    line, _, column, _ = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    place = (line or 0, column or 0)
+    for node in ast.walk(_source(frame.f_code)):
+        if isinstance(node, ast.If | ast.Assert):  # Python has the jump at the statement's place, or at its condition's
+            test = node.test
+            start, end = (test.lineno, test.col_offset), (test.end_lineno or 0, test.end_col_offset or 0)
+            if place == (node.lineno, node.col_offset) or start <= place < end:
+                return node
+    return None
+
+
+@lru_cache(maxsize=256)
+def _source(code: CodeType) -> ast.Module:
+    """The function's source, parsed, with the lines and columns of its file; empty where there is none."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        indented = lines[0][:1].isspace()
+        tree = ast.parse("".join(["if 1:\n", *lines] if indented else lines))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
+    ast.increment_lineno(tree, first - (2 if indented else 1))
+    if indented:
+        tree.body = tree.body[0].body  # type: ignore[attr-defined]
+    return tree
+
+
+def _leaves(test: ast.expr, negated: bool = False) -> Iterator[tuple[ast.expr, bool]]:
+    """What a condition is made of by and, or and not; and whether it is negated."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _leaves(test.operand, not negated)
+    elif isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from _leaves(value, negated)
+    else:
+        yield test, negated
+
+
+def _negated(test: ast.expr, names: dict[str, Any]) -> bool | None:
+    """Whether the tensors of a condition are negated; None where one is and another is not."""
+    leaves = list(_leaves(test))
+    if len({negated for _, negated in leaves}) > 1:  # of tensors only, then
+        leaves = [(leaf, negated) for leaf, negated in leaves if isinstance(_value(leaf, names), Tensor)]
+    found = {negated for _, negated in leaves}
+    return found.pop() if len(found) == 1 else None
+
+
+def _value(leaf: ast.expr, names: dict[str, Any]) -> Any:
+    """None where another part of the condition sees to it that it is not computed."""
+    try:
+        return eval(_compiled(ast.Expression(leaf), "eval"), names)
+    except (AttributeError, TypeError, IndexError, KeyError):
+        return None
+
+
+def _only_raises(statement: ast.If) -> bool:
+    return not statement.orelse and isinstance(statement.body[-1], ast.Raise)
+
+
+def _condition(test: ast.expr, names: dict[str, Any]) -> Any:
+    """The condition as a tensor; what is no tensor ends it as in Python."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        made = _condition(test.operand, names)
+        return made.logical_not() if isinstance(made, Tensor) else not made
+    if isinstance(test, ast.BoolOp):
+        every = isinstance(test.op, ast.And)
+        parts = []
+        for value in test.values:
+            part = _condition(value, names)
+            if isinstance(part, Tensor):
+                parts.append(part)
+            elif bool(part) != every:
+                return not every
+        if not parts:
+            return every
+        return reduce(operator.and_ if every else operator.or_, parts)
+    value = _value(test, names)
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise _NotChosenError
+        return value.reshape(()) != 0
+    return value
+
+
+def _compiled(tree: Any, mode: str) -> Any:
+    return compile(ast.fix_missing_locations(tree), "<branch>", mode)
+
+
+def _assign(frame: FrameType, name: str, value: Any) -> None:
+    """Let a running function's variable have another value."""
+    frame.f_locals[name] = value
+    if sys.version_info < (3, 13):  # there f_locals is a copy, to be written back
+        local = frame.f_locals
+        local[name] = value
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    assert frame.f_locals[name] is value
+
+
+__all__ = ["READS", "Branches"]
