@@ -19,11 +19,11 @@ from autoparallel.search import SEARCHES, evaluate, iopddl, solve
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.iopddl", description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds, reading the file included")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds, from the start of the process")
     parser.add_argument("--output", type=Path, help="where to write the choices")
     parser.add_argument("--search", choices=SEARCHES, default="auto")
     given = parser.parse_args(arguments)
-    start = time.monotonic()
+    start = time.monotonic() - time.process_time()  # of imports
     try:
         problem = iopddl.read(given.file)
         left = max(0.1, given.time_limit - (time.monotonic() - start))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoparallel.search.compact import Compact, moved_prices, profiles
+from autoparallel.search.compact import Compact, moved_prices
 from autoparallel.search.merge import Shrunk, shrink
 from autoparallel.search.messages import Messenger, raise_prices
 from autoparallel.search.problem import FORBIDDEN
@@ -68,7 +68,7 @@ def memory_groups(compact: Compact) -> dict[int, list[np.ndarray]]:
     """The choices of each node that uses memory, those that use the same together; who uses most of a row first."""
     found: dict[int, list[np.ndarray]] = {}
     tops: dict[int, float] = {}
-    for owner, rows, usage in profiles(compact.events, compact.firsts):
+    for owner, rows, usage in compact.each_profile:
         if owner < len(compact.costs):
             _, group = np.unique(usage, axis=0, return_inverse=True)
             found[owner] = [np.flatnonzero(group.ravel() == number) for number in range(int(group.max()) + 1)]

@@ -9,10 +9,10 @@ Loads count from the least that each owner of slots can use at a time; ``room`` 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,9 +63,10 @@ class Compact:
     def around(self) -> list[list[tuple[int, int, np.ndarray]]]:
         """For every node: edge, other end, and the table with this node's choices as rows."""
         found: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in self.costs]
-        for e, ((u, v), table) in enumerate(zip(self.ends, self.tables, strict=True)):
+        turned = contiguous(self.tables, turn=True)
+        for e, ((u, v), table, back) in enumerate(zip(self.ends, self.tables, turned, strict=True)):
             found[u].append((e, v, table))
-            found[v].append((e, u, np.ascontiguousarray(table.T)))
+            found[v].append((e, u, back))
         return found
 
     @cached_property
@@ -88,6 +89,17 @@ class Compact:
     def owners(self) -> np.ndarray:
         """The owner of each event's slot."""
         return np.searchsorted(self.firsts, self.events.slots, side="right") - 1
+
+    @cached_property
+    def profiles(self) -> list[Profiles]:
+        return list(profiles_of(self.events, self.firsts))
+
+    @property
+    def each_profile(self) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """For every owner with events (ascending): its rows of change, and its slots' usage from each of them on."""
+        found = [(owner, rows, group.usage[low:low + count]) for group in self.profiles for owner, rows, low, count in
+                 zip(group.owners.tolist(), group.rows, group.starts.tolist(), group.counts.tolist(), strict=True)]
+        return sorted(found, key=lambda one: one[0])
 
     def slots(self, plan: Sequence[int]) -> np.ndarray:
         """The slots that a plan takes."""
@@ -164,39 +176,85 @@ def _events_of(memory: Memory, firsts: np.ndarray) -> Events:
 def merged(slots: np.ndarray, rows: np.ndarray, values: np.ndarray, num_rows: int) -> Events:
     """One event per slot and row, none of 0 bytes, none after the last row."""
     inside = (rows < num_rows) & (values != 0)
-    key, where = np.unique(slots[inside] * (num_rows + 1) + rows[inside], return_inverse=True)
-    total = np.bincount(where, values[inside], len(key))
+    key, values = slots[inside] * (num_rows + 1) + rows[inside], values[inside]
+    if (key[1:] >= key[:-1]).all():
+        new = np.append(True, key[1:] != key[:-1])[:len(key)]
+        key, where = key[new], np.cumsum(new) - 1
+    else:
+        key, where = np.unique(key, return_inverse=True)
+    total = np.bincount(where, values, len(key))
     key, total = key[total != 0], total[total != 0]
     return Events(key // (num_rows + 1), key % (num_rows + 1), total)
 
 
-def profiles(events: Events, firsts: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """For every owner with events: its rows of change, and each of its slots' usage from each of them on."""
+class Profiles(NamedTuple):
+    """Usage over time of all owners of slots that change at equally many rows.
+
+    ``rows[i]`` are those of ``owners[i]``, whose slots are ``counts[i]`` lines of ``usage`` from ``starts[i]`` on;
+    a line has a slot's usage from each row on. ``slots`` names the lines.
+    """
+
+    owners: np.ndarray
+    rows: np.ndarray
+    counts: np.ndarray
+    starts: np.ndarray
+    slots: np.ndarray
+    usage: np.ndarray
+
+    def spread(self, per_owner: np.ndarray) -> np.ndarray:
+        """A line per slot, from one per owner."""
+        return np.repeat(per_owner, self.counts, axis=0)
+
+
+def profiles_of(events: Events, firsts: np.ndarray) -> Iterator[Profiles]:
+    if not len(events.slots):
+        return
     owners = np.searchsorted(firsts, events.slots, side="right") - 1
-    borders = np.append(np.flatnonzero(np.diff(owners, prepend=-1)), len(owners)).tolist()
-    for low, high in itertools.pairwise(borders):
-        owner = int(owners[low])
-        rows = np.array(sorted(set(events.rows[low:high].tolist())))
-        at = np.searchsorted(rows, events.rows[low:high])
-        usage = np.zeros((firsts[owner + 1] - firsts[owner], len(rows)))
-        usage[events.slots[low:high] - firsts[owner], at] = events.values[low:high]
-        yield owner, rows, np.cumsum(usage, axis=1, out=usage)
+    stride = int(events.rows.max()) + 1
+    keys, at = np.unique(owners * stride + events.rows, return_inverse=True)
+    begins = np.flatnonzero(np.diff(keys // stride, prepend=-1))
+    users, widths = keys[begins] // stride, np.diff(begins, append=len(keys))
+    which = np.searchsorted(users, owners)
+    sizes = firsts[users + 1] - firsts[users]
+    for width in np.unique(widths).tolist():
+        these, inside = np.flatnonzero(widths == width), np.flatnonzero(widths[which] == width)
+        counts = sizes[these]
+        starts = np.cumsum(counts) - counts
+        slots = np.arange(int(counts.sum())) + np.repeat(firsts[users[these]] - starts, counts)
+        place = np.zeros(len(users), np.int64)
+        place[these] = starts
+        usage = np.zeros((len(slots), width))
+        owner = which[inside]
+        usage[place[owner] + events.slots[inside] - firsts[owners[inside]], at[inside] - begins[owner]] = (
+            events.values[inside])
+        rows = keys[begins[these][:, None] + np.arange(width)] % stride
+        yield Profiles(users[these], rows, counts, starts, slots, np.cumsum(usage, axis=1, out=usage))
+
+
+def contiguous(tables: Sequence[np.ndarray], turn: bool = False) -> tuple[np.ndarray, ...]:
+    """Row by row in memory, and transposed where asked; what was shared stays shared."""
+    known: dict[int, np.ndarray] = {}
+    for table in tables:
+        if id(table) not in known:
+            known[id(table)] = np.ascontiguousarray(table.T if turn else table)
+    return tuple(known[id(table)] for table in tables)
 
 
 def normalised(events: Events, firsts: np.ndarray, room: np.ndarray) -> tuple[Events, np.ndarray, np.ndarray]:
     """Usage above each owner's least, the room that is left, and only rows where the limit can bind; also which."""
     nothing = (events.slots[:0], events.rows[:0], events.values[:0])
     parts, borders = [nothing], [(nothing[1], nothing[2], nothing[2])]
-    for owner, rows, usage in profiles(events, firsts):
-        low = usage.min(axis=0)
-        borders.append((rows, _steps(low), _steps(usage.max(axis=0))))
-        change = _steps(usage - low)
-        slots, at = np.nonzero(change)
-        parts.append((slots + firsts[owner], rows[at], change[slots, at]))
+    for group in profiles_of(events, firsts):
+        low, high = (what.reduceat(group.usage, group.starts, axis=0) for what in (np.minimum, np.maximum))
+        borders.append((group.rows.ravel(), _steps(low).ravel(), _steps(high).ravel()))
+        change = _steps(group.usage - group.spread(low))
+        lines, at = np.nonzero(change)
+        parts.append((group.slots[lines], group.spread(group.rows)[lines, at], change[lines, at]))
     slots, rows, values = (np.concatenate(part) for part in zip(*parts, strict=True))
     at, low, high = (np.concatenate(part) for part in zip(*borders, strict=True))
     least, most = (np.cumsum(np.bincount(at, change, len(room)))[:len(room)] for change in (low, high))
-    return _fewer_rows(Events(slots, rows, values), firsts, room - least, most > room)
+    events = merged(slots, rows, values, len(room))
+    return _fewer_rows(events, firsts, room - least, most > room)
 
 
 def _steps(levels: np.ndarray) -> np.ndarray:

@@ -19,7 +19,8 @@ from autoparallel.errors import SearchError
 from autoparallel.search.problem import FORBIDDEN
 
 RELATIVE_GAP = 1e-9
-GRACE_S = 0.3  # HiGHS is given that much to hand in what it has
+GRACE_S = 0.3  # HiGHS is given that much, or a share of its time, to hand in what it has
+GRACE_SHARE = 0.1
 
 
 class LinearModel:
@@ -81,7 +82,7 @@ class _Process:
         self._running: subprocess.Popen[bytes] | None = None
 
     def ask(self, model: dict[str, Any], deadline: float) -> Any:
-        """The answer, or None when the process was ended: by us at the deadline (and a little after), or for memory."""
+        """The answer, or None when the process was ended: by us at the deadline, or for memory."""
         if self._running is None or self._running.poll() is not None:
             self._running = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("_highs.py"))], start_new_session=True,
@@ -90,7 +91,7 @@ class _Process:
         assert running.stdin is not None and running.stdout is not None
         timer = None
         if deadline < FORBIDDEN:
-            timer = threading.Timer(max(0.0, deadline - time.monotonic()) + GRACE_S, running.kill)
+            timer = threading.Timer(max(0.0, deadline - time.monotonic()), running.kill)
             timer.start()
         try:
             pickle.dump(model, running.stdin)
@@ -131,8 +132,8 @@ def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN, br
     left = deadline - time.monotonic()
     if left <= 0:
         return Answer(None, -FORBIDDEN, "time limit")
-    answer = _process.ask({**model.message(scale), "gap": RELATIVE_GAP, "nodes": branches,
-                           "until": None if left == FORBIDDEN else time.time() + left}, deadline)
+    until = None if left == FORBIDDEN else time.time() + left - min(GRACE_S, GRACE_SHARE * left)
+    answer = _process.ask({**model.message(scale), "gap": RELATIVE_GAP, "nodes": branches, "until": until}, deadline)
     if answer is None:
         return Answer(None, -FORBIDDEN, "time limit" if time.monotonic() >= deadline else "ended")
     if isinstance(answer, str):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,85 @@ from typing import Any
 import numpy as np
 
 from autoparallel.errors import SearchError
-from autoparallel.search.problem import FORBIDDEN, Edge, Node, Problem
+from autoparallel.search.problem import FORBIDDEN, Edge, Node, Problem, unchecked
 
 FORBIDDEN_NUMBER = 10**18
+STRING_OR_LIST = re.compile(rb'"(?:[^"\\]|\\.)*"|\[[^][{}"]*\]')
 
 
-def _array(numbers: list[float], shared: dict[tuple[float, ...], np.ndarray]) -> np.ndarray:
-    """A float64 array, the same object for equal contents."""
-    key = tuple(numbers)
-    if key not in shared:
-        values = np.array(numbers, np.float64)
-        values[values >= FORBIDDEN_NUMBER] = FORBIDDEN
-        shared[key] = values
-    return shared[key]
+class _Lists:
+    """Every list of plain values by its text: files repeat a few thousand tables and costs tens of thousands of times.
+
+    ``outline`` is the document with a name in place of each such list.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        names: dict[bytes, bytes] = {}
+
+        def name(found: re.Match[bytes]) -> bytes:
+            text = found.group()
+            return text if text.startswith(b'"') else names.setdefault(text, b'"[%d"' % len(names))
+
+        self.outline = json.loads(STRING_OR_LIST.sub(name, raw))
+        contents = json.loads(b"[" + b",".join(names) + b"]")
+        self._contents = {f"[{number}": content for number, content in enumerate(contents)}
+        self._arrays: dict[str, np.ndarray] = {}
+        self._tables: dict[tuple[str, int, int], np.ndarray] = {}
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._contents[name]
+
+    def names(self, outer: list[str] | str) -> list[str]:
+        """The names in a list of lists, which may be empty."""
+        if isinstance(outer, list):
+            return outer
+        if self[outer]:
+            raise TypeError("expected a list of lists")
+        return []
+
+    def array(self, name: str) -> np.ndarray:
+        """A float64 array, the same object for equal contents."""
+        if name not in self._arrays:
+            values = np.array(self[name], np.float64)
+            values[values >= FORBIDDEN_NUMBER] = FORBIDDEN
+            self._arrays[name] = values
+        return self._arrays[name]
+
+    def table(self, name: str, rows: int, columns: int) -> np.ndarray:
+        key = name, rows, columns
+        if key not in self._tables:
+            self._tables[key] = self.array(name).reshape(rows, columns)
+        return self._tables[key]
+
+
+def _nodes(data: dict[str, Any], lists: _Lists) -> tuple[Node, ...]:
+    names = [lists.names(data[key]) for key in ("intervals", "costs", "usages")]
+    classes = lists[data["device_classes"]] if "device_classes" in data else []
+    alike: dict[tuple[str, str, int], Node] = {}
+    found = []
+    for i, (interval, costs, usages, number) in enumerate(zip(*names, classes or [0] * len(names[1]), strict=True)):
+        start, end = map(int, lists[interval])
+        key = costs, usages, int(number)
+        if key not in alike or start > end:
+            alike[key] = Node(f"n{i}", lists.array(costs), lists.array(usages), (start, end), None, int(number))
+            found.append(alike[key])
+        else:
+            found.append(unchecked(alike[key], name=f"n{i}", interval=(start, end)))
+    return tuple(found)
+
+
+def _edges(data: dict[str, Any], lists: _Lists, nodes: tuple[Node, ...]) -> tuple[Edge, ...]:
+    alike: dict[int, Edge] = {}
+    found = []
+    for pair, costs in zip(lists.names(data["nodes"]), lists.names(data["costs"]), strict=True):
+        source, target = lists[pair]
+        table = lists.table(costs, len(nodes[source].costs), len(nodes[target].costs))
+        if id(table) not in alike or source == target:
+            alike[id(table)] = Edge(source, target, table)
+            found.append(alike[id(table)])
+        else:
+            found.append(unchecked(alike[id(table)], source=source, target=target))
+    return tuple(found)
 
 
 def read(path: str | Path) -> Problem:
@@ -41,26 +108,16 @@ def read(path: str | Path) -> Problem:
     path = Path(path)
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        data = json.loads(raw)["problem"]
-        shared: dict[tuple[float, ...], np.ndarray] = {}
-        nodes = tuple(
-            Node(f"n{i}", _array(costs, shared), _array(usages, shared), (int(start), int(end)), None, int(number))
-            for i, ((start, end), costs, usages, number) in enumerate(zip(
-                data["nodes"]["intervals"], data["nodes"]["costs"], data["nodes"]["usages"],
-                data["nodes"].get("device_classes") or [0] * len(data["nodes"]["costs"]), strict=True)))
-        tables: dict[tuple[int, int, int], np.ndarray] = {}
-        edges = []
-        for (source, target), costs in zip(data["edges"]["nodes"], data["edges"]["costs"], strict=True):
-            flat = _array(costs, shared)
-            key = id(flat), len(nodes[source].costs), len(nodes[target].costs)
-            if key not in tables:
-                tables[key] = flat.reshape(key[1:])
-            edges.append(Edge(source, target, tables[key]))
+        lists = _Lists(raw)
+        data = lists.outline["problem"]
+        nodes = _nodes(data["nodes"], lists)
+        edges = _edges(data["edges"], lists, nodes)
+        limits = data.get("usage_limit"), *(lists[data["usage_limits"]] if "usage_limits" in data else ())
         limit, *more = (FORBIDDEN if number is None or number >= FORBIDDEN_NUMBER else float(number)
-                        for number in (data.get("usage_limit"), *data.get("usage_limits", ())))
+                        for number in limits)
     except (OSError, EOFError, KeyError, IndexError, TypeError, ValueError) as error:
         raise SearchError(f"{path}: not a problem in IOPDDL JSON: {type(error).__name__}: {error}") from error
-    return Problem(nodes, tuple(edges), limit, data.get("name", path.name), tuple(more))
+    return Problem(nodes, edges, limit, data.get("name", path.name), tuple(more))
 
 
 def edges_as_nodes(problem: Problem) -> Problem:

@@ -7,19 +7,23 @@ often a tenth of it or less. Every step is undone by `Merger.restore`, and optim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoparallel.search.compact import ROUNDING, Compact, moved, normalised, profiles
+from autoparallel.search.compact import ROUNDING, Compact, contiguous, moved, normalised
 from autoparallel.search.problem import FORBIDDEN
 
 FOLDED_CELLS = 20_000
 ROUNDS = 4
 MAX_COMPARED = 40_000_000
 PAIRWISE = 200_000
+ONE = np.zeros((1, 1))
 
 
 class _Follows(NamedTuple):
@@ -40,11 +44,89 @@ class _Folded(NamedTuple):
     picks: np.ndarray
 
 
-def _functional(allowed: np.ndarray) -> tuple[bool, bool]:
-    """Whether rows decide columns, and columns rows."""
+class _Once:
+    """What is worked out of arrays, once for all that share them; repeated blocks do, before merging and after."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[tuple[np.ndarray, ...], Any]] = {}
+
+    def __call__(self, what: Callable[..., Any], *arrays: np.ndarray) -> Any:
+        key = (what, *map(id, arrays))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = arrays, what(*arrays)  # kept alive, so that no other gets its id
+        return known[1]
+
+    def turned(self, table: np.ndarray) -> np.ndarray:
+        """The transpose, whose transpose is the table itself."""
+        key = np.transpose, id(table)
+        if key not in self._known:
+            turned = table.T
+            self._known[key] = (table,), turned
+            self._known[np.transpose, id(turned)] = (turned,), table
+        found: np.ndarray = self._known[key][1]
+        return found
+
+
+class _Facts(NamedTuple):
+    """Of a table: whether rows decide columns, and columns rows; which rows, columns, allow anything (None: all)."""
+
+    decides: bool
+    decided: bool
+    rows: np.ndarray | None
+    columns: np.ndarray | None
+
+
+def _facts(table: np.ndarray) -> _Facts:
+    allowed = table < FORBIDDEN
     if allowed.all():
-        return allowed.shape[1] == 1, allowed.shape[0] == 1
-    return bool(allowed.sum(axis=1).max() <= 1), bool(allowed.sum(axis=0).max() <= 1)
+        return _Facts(table.shape[1] == 1, table.shape[0] == 1, None, None)
+    by_row, by_column = np.add.reduce(allowed, axis=1), np.add.reduce(allowed, axis=0)
+    return _Facts(bool(by_row.max() <= 1), bool(by_column.max() <= 1), _some(by_row > 0), _some(by_column > 0))
+
+
+def _some(kept: np.ndarray) -> np.ndarray | None:
+    """Which are kept; None: all."""
+    return None if kept.all() else np.flatnonzero(kept)
+
+
+def _allowed(costs: np.ndarray) -> np.ndarray | None:
+    return _some(costs < FORBIDDEN)
+
+
+def _rows(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return table[rows]
+
+
+def _separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """A table that is a sum of what its rows cost and what its columns cost, as these; None: it is none."""
+    if (table < FORBIDDEN).all() and (table - table[:, :1] == table[0] - table[0, 0]).all():
+        return table[:, 0], table[0] - table[0, 0]
+    return None
+
+
+def _picks(table: np.ndarray) -> np.ndarray:
+    """The column that each row allows."""
+    return (table < FORBIDDEN).argmax(axis=1)
+
+
+def _led(leader: np.ndarray, table: np.ndarray, follower: np.ndarray, picks: np.ndarray) -> np.ndarray:
+    """A leader's costs with those of what follows it."""
+    return leader + table[np.arange(len(picks)), picks] + follower[picks]
+
+
+def _with_first(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
+    return costs + table[0]
+
+
+def _minimised(choices: np.ndarray, costs: np.ndarray, *tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What a node and its tables cost at least, and the choice that does, by its neighbours' choices."""
+    total = costs
+    if len(tables) == 1:
+        total = total[:, None] + tables[0]
+    elif len(tables) == 2:
+        total = (total[:, None] + tables[0])[:, :, None] + tables[1][:, None]
+    return total.min(axis=0), choices[total.argmin(axis=0)]
 
 
 class Merger:
@@ -57,7 +139,9 @@ class Merger:
     def __init__(self, compact: Compact) -> None:
         self.costs = list(compact.costs)
         self.uses = compact.uses.tolist()
-        self.choices = [np.arange(len(costs)) for costs in self.costs]
+        self._once = _Once()
+        whole = {size: np.arange(size) for size in set(compact.sizes)}
+        self.choices = [whole[size] for size in compact.sizes]
         self.near: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
         self.alive = [True] * len(self.costs)
         self.constant = compact.constant
@@ -78,13 +162,15 @@ class Merger:
                     self._check_pair(u, v)
             else:
                 self._check_node(self._nodes.pop())
+        self._once = _Once()
 
     def keep(self, v: int, rows: np.ndarray) -> None:
         """Leave only these positions of v's choices (ascending)."""
         self.feasible = self.feasible and len(rows) > 0
-        self.choices[v], self.costs[v] = self.choices[v][rows], self.costs[v][rows]
+        once = self._once
+        self.choices[v], self.costs[v] = once(_rows, self.choices[v], rows), once(_rows, self.costs[v], rows)
         for w in self.near[v]:
-            self._set(v, w, self.near[v][w][rows])
+            self._set(v, w, once(_rows, self.near[v][w], rows))
         self._nodes.append(v)
 
     def roots(self) -> list[int]:
@@ -93,10 +179,11 @@ class Merger:
     def followers(self) -> dict[int, tuple[int, np.ndarray]]:
         """For every merged or surviving node: its root, and its original choice for each of the root's."""
         found = {v: (v, self.choices[v]) for v in self.roots()}
+        once = _Once()
         for entry in reversed(self._log):
             if isinstance(entry, _Follows) and entry.leader in found:
                 root, picks = found[entry.leader]
-                found[entry.node] = root, entry.picks[np.searchsorted(entry.when, picks)]
+                found[entry.node] = root, once(_rows, entry.picks, once(np.searchsorted, entry.when, picks))
         return found
 
     def restore(self, picks: dict[int, int]) -> tuple[int, ...]:
@@ -114,10 +201,10 @@ class Merger:
         return tuple(plan)
 
     def _join(self, u: int, v: int, table: np.ndarray) -> None:
-        self._set(u, v, table + self.near[u][v] if v in self.near[u] else table)
+        self._set(u, v, self._once(np.add, table, self.near[u][v]) if v in self.near[u] else table)
 
     def _set(self, u: int, v: int, table: np.ndarray) -> None:
-        self.near[u][v], self.near[v][u] = table, table.T
+        self.near[u][v], self.near[v][u] = table, self._once.turned(table)
         self._pairs.append((min(u, v), max(u, v)))
 
     def _part(self, u: int, v: int) -> np.ndarray:
@@ -128,36 +215,34 @@ class Merger:
 
     def _check_pair(self, u: int, v: int) -> None:
         table = self.near[u][v]
-        allowed = table < FORBIDDEN
-        u_decides, v_decides = _functional(allowed)
+        u_decides, v_decides, rows, columns = self._once(_facts, table)
         if u_decides and v_decides and self._weight[u] < self._weight[v]:
             u_decides = False
         if u_decides:
             self._follow(v, u)
         elif v_decides:
             self._follow(u, v)
-        elif not allowed.any(axis=1).all():
-            self.keep(u, np.flatnonzero(allowed.any(axis=1)))
-        elif not allowed.any(axis=0).all():
-            self.keep(v, np.flatnonzero(allowed.any(axis=0)))
-        elif allowed.all() and (table - table[:, :1] == table[0] - table[0, 0]).all():
+        elif rows is not None:
+            self.keep(u, rows)
+        elif columns is not None:
+            self.keep(v, columns)
+        elif (parts := self._once(_separate, table)) is not None:
             self._part(u, v)
-            self.costs[u] = self.costs[u] + table[:, 0]
-            self.costs[v] = self.costs[v] + (table[0] - table[0, 0])
+            self.costs[u], self.costs[v] = (self._once(np.add, self.costs[w], part)
+                                            for w, part in zip((u, v), parts, strict=True))
 
     def _follow(self, v: int, leader: int) -> None:
         """Merge v into a leader each of whose choices leaves v at most one."""
-        allowed = self.near[leader][v] < FORBIDDEN
-        possible = allowed.any(axis=1)
-        if not possible.all():
-            self.keep(leader, np.flatnonzero(possible))
+        once, table = self._once, self.near[leader][v]
+        possible = once(_facts, table).rows
+        if possible is not None:
+            self.keep(leader, possible)
             return
-        picks = allowed.argmax(axis=1)
-        table = self._part(leader, v)
-        self.costs[leader] = self.costs[leader] + table[np.arange(len(picks)), picks] + self.costs[v][picks]
-        self._log.append(_Follows(v, leader, self.choices[leader], self.choices[v][picks]))
+        picks = once(_picks, self._part(leader, v))
+        self.costs[leader] = once(_led, self.costs[leader], table, self.costs[v], picks)
+        self._log.append(_Follows(v, leader, self.choices[leader], once(_rows, self.choices[v], picks)))
         for w in list(self.near[v]):
-            self._join(leader, w, self._part(v, w)[picks])
+            self._join(leader, w, once(_rows, self._part(v, w), picks))
         self.alive[v] = False
         self.uses[leader] = self.uses[leader] or self.uses[v]
         self._weight[leader] += self._weight[v]
@@ -165,35 +250,28 @@ class Merger:
     def _check_node(self, v: int) -> None:
         if not self.alive[v]:
             return
-        allowed = self.costs[v] < FORBIDDEN
-        if not allowed.all():
-            self.keep(v, np.flatnonzero(allowed))
-        elif len(allowed) == 1 and self.near[v]:
+        allowed = self._once(_allowed, self.costs[v])
+        if allowed is not None:
+            self.keep(v, allowed)
+        elif len(self.costs[v]) == 1 and self.near[v]:
             for w in list(self.near[v]):
-                self.costs[w] = self.costs[w] + self._part(v, w)[0]
+                self.costs[w] = self._once(_with_first, self.costs[w], self._part(v, w))
         elif not self.uses[v] and len(self.near[v]) <= 2:
             self._fold(v)
 
     def _fold(self, v: int) -> None:
         """Minimise v out: its costs and tables become a constant, costs of one neighbour, or a table between two."""
         neighbours = tuple(self.near[v])
-        shape = tuple(self.near[v][w].shape[1] for w in neighbours)
-        if np.prod(shape) > FOLDED_CELLS:
+        if math.prod(self.near[v][w].shape[1] for w in neighbours) > FOLDED_CELLS:
             return
         tables = [self._part(v, w) for w in neighbours]
-        total = self.costs[v]
-        if len(tables) == 1:
-            total = total[:, None] + tables[0]
-        elif len(tables) == 2:
-            total = (total[:, None] + tables[0])[:, :, None] + tables[1][:, None]
-        least = total.min(axis=0)
-        picks = self.choices[v][total.argmin(axis=0)]
+        least, picks = self._once(_minimised, self.choices[v], self.costs[v], *tables)
         self._log.append(_Folded(v, neighbours, tuple(self.choices[w] for w in neighbours), picks))
         self.alive[v] = False
         if not neighbours:
             self.constant += float(least)
         elif len(neighbours) == 1:
-            self.costs[neighbours[0]] = self.costs[neighbours[0]] + least
+            self.costs[neighbours[0]] = self._once(np.add, self.costs[neighbours[0]], least)
         else:
             self._join(neighbours[0], neighbours[1], least)
 
@@ -236,17 +314,22 @@ class Shrunk:
         return tuple(found)
 
 
-def shrink(compact: Compact, limited: bool = True, outer: Shrunk | None = None) -> Shrunk:
+def shrink(compact: Compact, limited: bool = True, outer: Shrunk | None = None, until: float = FORBIDDEN) -> Shrunk:
     """Merge, fold, and drop what is dominated or cannot fit until nothing changes; forbidden choices go first.
 
     Without ``limited`` what cannot fit stays: the room may grow later. ``outer``: what ``compact`` was shrunk from.
+    ``until``: no round begins that would end later, if it takes as long as the last one.
     """
+    start = time.monotonic()
     found = _merge(compact, None, outer)
+    known: dict[tuple[int, bytes], np.ndarray] = {}
     for _ in range(ROUNDS):
-        if not found.allowed:
+        now = time.monotonic()
+        if not found.allowed or now + (now - start) > until:
             break
+        start = now
         fitting = without_overfull(found.compact) if limited else found.compact
-        needed = _needed(fitting)
+        needed = _needed(fitting, known)
         if fitting is found.compact and all(len(rows) == size for rows, size in
                                             zip(needed, fitting.sizes, strict=True)):
             break
@@ -264,34 +347,43 @@ def without_overfull(compact: Compact) -> Compact:
         return compact
     most = room + ROUNDING * float(np.abs(room).max())
     costs, tables = list(compact.costs), list(compact.tables)
-    usages: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    tops: dict[int, float] = {}
-    spare: dict[int, float] = {}
+    tops, spare = np.full(len(compact.firsts), -FORBIDDEN), np.full(len(compact.firsts), FORBIDDEN)
     changed = False
-    for owner, rows, usage in profiles(compact.events, compact.firsts):
-        least_room = np.minimum.reduceat(most, rows)
-        over = (usage > least_room).any(axis=1)
-        if over.any():
+    for group in compact.profiles:
+        least_room = _least_from(most, group.rows)
+        over = np.logical_or.reduce(group.usage > group.spread(least_room), axis=1)
+        tops[group.owners] = np.maximum.reduceat(group.usage.max(axis=1), group.starts)
+        spare[group.owners] = least_room.min(axis=1)
+        for i in np.flatnonzero(np.logical_or.reduceat(over, group.starts)).tolist():
+            owner, own = int(group.owners[i]), over[group.starts[i]:group.starts[i] + group.counts[i]]
             changed = True
             if owner < count:
-                costs[owner] = np.where(over, FORBIDDEN, costs[owner])
+                costs[owner] = np.where(own, FORBIDDEN, costs[owner])
             else:
                 table = tables[owner - count]
-                tables[owner - count] = np.where(over.reshape(table.shape), FORBIDDEN, table)
-        usages[owner], tops[owner], spare[owner] = (rows, usage), float(usage.max()), float(least_room.min())
-    for e, (u, v) in enumerate(compact.ends):
-        if u in usages and v in usages and tops[u] + tops[v] > min(spare[u], spare[v]):
-            over = _over_together(usages[u], usages[v], most) & (tables[e] < FORBIDDEN)
-            if over.any():
-                changed, tables[e] = True, np.where(over, FORBIDDEN, tables[e])
+                tables[owner - count] = np.where(own.reshape(table.shape), FORBIDDEN, table)
+    u, v = np.array(compact.ends, np.int64).reshape(-1, 2).T
+    tight = np.flatnonzero(tops[u] + tops[v] > np.minimum(spare[u], spare[v]))
+    usages = {owner: (rows, usage) for owner, rows, usage in compact.each_profile} if len(tight) else {}
+    for e in tight.tolist():
+        over = _over_together(usages[u[e]], usages[v[e]], most) & (tables[e] < FORBIDDEN)
+        if over.any():
+            changed, tables[e] = True, np.where(over, FORBIDDEN, tables[e])
     return replace(compact, costs=tuple(costs), tables=tuple(tables)) if changed else compact
+
+
+def _least_from(room: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """In each line of (ascending) rows: the least room from each row to the next, from the last to the end."""
+    found = np.minimum.reduceat(room, rows.ravel()).reshape(rows.shape)
+    found[:, -1] = np.minimum.accumulate(room[::-1])[::-1][rows[:, -1]]
+    return found
 
 
 def _over_together(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray], most: np.ndarray
                    ) -> np.ndarray:
     """Which pairs of choices of two owners exceed the room at some row."""
     rows = np.union1d(one[0], other[0])
-    left, right = (np.pad(usage, ((0, 0), (1, 0)))[:, np.searchsorted(at, rows, side="right")]
+    left, right = (np.where((last := np.searchsorted(at, rows, side="right") - 1) < 0, 0.0, usage[:, last])
                    for at, usage in (one, other))
     found = np.zeros((len(left), len(right)), bool)
     for of_left, of_right, limit in zip(left.T, right.T, np.minimum.reduceat(most, rows), strict=True):
@@ -325,11 +417,12 @@ def _what_is_left(compact: Compact, merger: Merger, roots: list[int]) -> Compact
     sizes += [tables[i].size if pair in heavy else 0 for i, pair in enumerate(pairs)]
     firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     first_of = dict(zip([*roots, *pairs], firsts.tolist(), strict=False))
-    old, new = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for v in np.unique(compact.owners[compact.owners < count]).tolist():
-        root, picks = followers[v]
-        old.append(compact.firsts[v] + picks)
-        new.append(first_of[root] + np.arange(len(picks)))
+    users = np.unique(compact.owners[compact.owners < count]).tolist()
+    counts = np.array([len(followers[v][1]) for v in users], np.int64)
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    picks = np.concatenate([np.zeros(0, np.int64), *(followers[v][1] for v in users)])
+    old = [np.repeat(compact.firsts[users], counts) + picks]
+    new = [np.repeat(np.array([first_of[followers[v][0]] for v in users], np.int64), counts) + within]
     for e in compact.heavy_edges:
         (a, b), width = compact.ends[e], compact.sizes[compact.ends[e][1]]
         (u, left), (v, right) = followers[a], followers[b]
@@ -343,15 +436,18 @@ def _what_is_left(compact: Compact, merger: Merger, roots: list[int]) -> Compact
     events = moved(compact, np.concatenate(old), np.concatenate(new))
     events, room, kept = normalised(events, firsts, compact.room)
     return Compact(tuple(merger.costs[v] for v in roots), tuple((place[u], place[v]) for u, v in pairs),
-                   tuple(np.ascontiguousarray(table) for table in tables), firsts, events, room, compact.names[kept],
+                   contiguous(tables), firsts, events, room, compact.names[kept],
                    merger.constant)
 
 
-def _needed(compact: Compact) -> list[np.ndarray]:
-    """For every node the choices for which no other costs and uses no more, whatever the neighbours do."""
+def _needed(compact: Compact, known: dict[tuple[int, bytes], np.ndarray]) -> list[np.ndarray]:
+    """For every node the choices for which no other costs and uses no more, whatever the neighbours do.
+
+    ``known``: what was found by what was compared; equal nodes, and those of an earlier round, are not compared again.
+    """
     columns = [[costs[:, None], *(table for _, _, table in around)]
                for costs, around in zip(compact.costs, compact.around, strict=True)]
-    for owner, _, usage in profiles(compact.events, compact.firsts):
+    for owner, _, usage in compact.each_profile:
         if owner < len(columns):
             columns[owner].append(usage)
             continue
@@ -359,7 +455,14 @@ def _needed(compact: Compact) -> list[np.ndarray]:
         grid = usage.reshape(compact.sizes[u], compact.sizes[v], -1)
         columns[u].append(grid.reshape(len(grid), -1))
         columns[v].append(grid.transpose(1, 0, 2).reshape(grid.shape[1], -1))
-    return [undominated(np.concatenate(parts, axis=1)) if len(parts[0]) > 1 else np.arange(1) for parts in columns]
+    found = []
+    for parts in columns:
+        rows = np.concatenate(parts, axis=1) if len(parts[0]) > 1 else ONE
+        key = len(rows), hashlib.blake2b(rows.data, digest_size=16).digest()
+        if key not in known:
+            known[key] = undominated(rows)
+        found.append(known[key])
+    return found
 
 
 def undominated(rows: np.ndarray) -> np.ndarray:

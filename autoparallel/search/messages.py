@@ -186,7 +186,7 @@ def raise_prices(messenger: Messenger, deadline: float, steps: int, on_plan: Cal
         if bound > best.bound:
             best.values, best.bound = prices, bound
         if number % SHOW_EVERY == 0 and on_plan is not None and number < steps:
-            target = show_plans(messenger, best.values, on_plan)
+            target = show_plans(messenger, best.values, on_plan, deadline)
         near = target < FORBIDDEN and target - best.bound <= 1e-9 * abs(target)
         if time.monotonic() >= deadline or step < SMALLEST_STEP or near:
             break
@@ -202,17 +202,22 @@ def raise_prices(messenger: Messenger, deadline: float, steps: int, on_plan: Cal
         reach = min(max(target - bound, 0.0), 0.5 * abs(bound) + 1e-300)
         prices = np.maximum(0.0, prices + step * reach * scale / (length or 1.0) * way)
     if on_plan is not None:
-        show_plans(messenger, best.values, on_plan)
+        show_plans(messenger, best.values, on_plan, deadline)
     return best
 
 
-def show_plans(messenger: Messenger, prices: np.ndarray, on_plan: Callable[[list[int]], float],
+def show_plans(messenger: Messenger, prices: np.ndarray, on_plan: Callable[[list[int]], float], deadline: float,
                factors: Sequence[float] = (1.0, 0.8, 1.2)) -> float:
-    """Show plans at multiples of the prices, messages left as they were; returns the best cost so far."""
+    """Show plans at multiples of the prices, messages left as they were; returns the best cost so far.
+
+    After the deadline only until there is a plan.
+    """
     before, best = messenger.into.copy(), math.inf
     for factor in factors if prices.any() else (1.0,):
         costs = messenger.costs(factor * prices)
         messenger.settle(costs, 2)
         best = on_plan(messenger.plan(costs))
+        if best < FORBIDDEN and time.monotonic() >= deadline:
+            break
     messenger.into[:] = before
     return best

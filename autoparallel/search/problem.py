@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from autoparallel.search.shared import Shared
 FORBIDDEN = float("inf")
 Label = tuple[int, ...]
 NOTHING = np.zeros((1, 1))
+Made = TypeVar("Made")
 
 
 class MemoryLimitError(InfeasibleError):
@@ -67,6 +68,13 @@ def _check_table(owner: str, what: str, values: np.ndarray, finite: bool) -> Non
 def _check_interval(owner: str, interval: tuple[int, int]) -> None:
     if interval[0] > interval[1]:
         raise SearchError(f"{owner}: interval {interval} ends before it starts; write (start, end) with start <= end")
+
+
+def unchecked(made: Made, **changes: Any) -> Made:
+    """The same with other fields, which are not checked; what was derived from fields stays."""
+    found = object.__new__(type(made))
+    found.__dict__.update(made.__dict__, **changes)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,9 +165,7 @@ class Problem:
 
     def with_limit(self, limit: float) -> Problem:
         """The same decisions under another limit of class 0, without checking them or deriving arrays again."""
-        changed = object.__new__(Problem)
-        changed.__dict__.update(self.__dict__, limit=limit)
-        return changed
+        return unchecked(self, limit=limit)
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields only: what was derived from them knows arrays by identity, which a copy has not."""

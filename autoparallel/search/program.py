@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoparallel.search.compact import Compact, profiles
+from autoparallel.search.compact import Compact
 from autoparallel.search.highs import Answer, LinearModel, run_highs
 from autoparallel.search.problem import FORBIDDEN
 
@@ -63,7 +63,7 @@ def split(table: np.ndarray, usage: np.ndarray | None = None) -> Split:
 def splits(compact: Compact) -> list[Split]:
     """All edges' tables taken apart; equal tables once."""
     count = len(compact.costs)
-    usages = {owner - count: usage for owner, _, usage in profiles(compact.events, compact.firsts) if owner >= count}
+    usages = {owner - count: usage for owner, _, usage in compact.each_profile if owner >= count}
     known: dict[int, Split] = {}
     found = []
     for e, table in enumerate(compact.tables):

@@ -263,7 +263,9 @@ def _recursive(run: Run) -> None:
 def _auto(run: Run) -> None:
     """Elimination first; the program only where a gap is left."""
     run.exact()
-    if run.best.objective - run.best.lower_bound > AUTO_GAP * abs(run.best.objective) or run.best.choice is None:
+    best = run.best
+    left_open = best.objective - best.lower_bound > AUTO_GAP * abs(best.objective) and best.stop_reason != "time limit"
+    if left_open or best.choice is None:
         run.program(MAX_CELLS if run._left is None else AUTO_CELLS)
 
 

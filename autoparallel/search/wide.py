@@ -27,7 +27,10 @@ STEPS = 60
 PRICE_SHARE = 0.35
 REPAIR_SHARE = 0.1
 TELL_S = 10.0
-FIRST_PLAN_SHARE = 0.04  # so much over time is better than no plan
+MERGE_SHARE = 0.3
+FIRST_PLAN_SHARE = 0.04  # so much over time, or so many seconds, are better than no plan
+FIRST_PLAN_S = 2.0
+JUDGINGS = 2.0  # what is left to do when time is up takes as long as judging a plan so many times
 
 
 def quick_plan(compact: Compact, deadline: float) -> list[int] | None:
@@ -58,8 +61,8 @@ class WideSearch:
         self.problem, self.deadline, self._on_better = problem, deadline, on_better
         self.outcome = Outcome(None, FORBIDDEN, -FORBIDDEN, "gap")
         self._start = time.monotonic()
-        self._grace = FIRST_PLAN_SHARE * (deadline - self._start) if deadline < FORBIDDEN else 0.0
-        self.shrunk = shrink(compact_of(problem))
+        self._grace = max(FIRST_PLAN_S, FIRST_PLAN_SHARE * (deadline - self._start)) if deadline < FORBIDDEN else 0.0
+        self.shrunk = shrink(compact_of(problem), until=self._left(MERGE_SHARE))
         if not self.shrunk.allowed:
             raise MemoryLimitError(problem.name, problem.limit, problem.limit)
         self._known = known
@@ -97,6 +100,8 @@ class WideSearch:
         prices = raise_prices(messenger, self._left(PRICE_SHARE), STEPS, offer)
         self._bound(prices.bound)
         self._lap("prices")
+        self._publish()
+        self.deadline -= JUDGINGS * (time.monotonic() - self._start)
         cells = allowed_cells(compact)
         if self._best is not None and not self._closed() and cells > SMALL_CELLS:
             parts = Parts(compact, self._best, messenger, prices.values, self.deadline, self._take)

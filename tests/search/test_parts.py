@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 import tempfile
@@ -23,6 +24,8 @@ from autoparallel.search.narrow import Priced
 from autoparallel.search.pieces import repeated_pieces
 from autoparallel.search.presolve import drop_dominated, keep
 from tests.search.problems import all_plans, block_chain, random_problem, seeds
+
+NO_EDGES = {"nodes": [], "costs": []}
 
 
 def test_judge_counts_half_open_intervals_and_edges() -> None:
@@ -81,6 +84,37 @@ def test_a_file_that_is_none_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text('{"problem": {"nodes": {}}}')
     with pytest.raises(SearchError, match=r"bad\.json: not a problem in IOPDDL JSON"):
+        iopddl.read(path)
+
+
+def document(**changes: object) -> str:
+    nodes = {"intervals": [[0, 2], [0, 2]], "costs": [[1, 2], [1, 2]], "usages": [[3, 4], [3, 4]]}
+    edges = {"nodes": [[0, 1]], "costs": [[0, 1e18, 1, 0]]}
+    whole = {"name": 'a[0] "[1, 2]"', "nodes": nodes, "edges": edges, "usage_limit": 8}
+    return json.dumps({"problem": whole | changes})
+
+
+def test_a_file_has_each_array_once(tmp_path: Path) -> None:
+    path = tmp_path / "small.json"
+    path.write_text(document())
+    problem = iopddl.read(path)
+    first, second = problem.nodes
+    assert problem.name == 'a[0] "[1, 2]"' and (first.name, second.name) == ("n0", "n1")
+    assert first.costs is second.costs and first.usages is second.usages
+    assert problem.edges[0].costs.tolist() == [[0, math.inf], [1, 0]] and problem.limit == 8.0
+
+
+@pytest.mark.parametrize("changes", [
+    {"edges": {"nodes": [[0, 1]], "costs": [0]}}, {"edges": {"nodes": [[0, 1]], "costs": [[[1, 2, 3, 4]]]}},
+    {"edges": {"nodes": [0, 1], "costs": []}}, {"edges": {"nodes": [[0, 1]], "costs": [[1, 2, 3]]}},
+    {"edges": {"nodes": [[1, 1]], "costs": [[1, 2, 3, 4]]}}, {"edges": {"nodes": [[0, 5]], "costs": [[1, 2, 3, 4]]}},
+    {"nodes": {"intervals": [[0, 2], [2, 0]], "costs": [[1], [1]], "usages": [[3], [3]]}, "edges": NO_EDGES},
+    {"nodes": {"intervals": [[0, 2]], "costs": [[1], [1]], "usages": [[3], [3]]}, "edges": NO_EDGES},
+])
+def test_a_malformed_file_is_an_error(changes: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(document(**changes))
+    with pytest.raises(SearchError):
         iopddl.read(path)
 
 

@@ -18,8 +18,9 @@ from autoparallel.search import MemoryLimitError, Problem, branch, evaluate, lea
 from autoparallel.search.compact import Compact, compact_of, part_of
 from autoparallel.search.highs import LinearModel, run_highs
 from autoparallel.search.merge import shrink
-from autoparallel.search.messages import Messenger, raise_prices
+from autoparallel.search.messages import Messenger, raise_prices, show_plans
 from autoparallel.search.problem import single_limit
+from autoparallel.search.solver import Run
 from autoparallel.search.walk import Walk, finite_limit
 from autoparallel.search.wide import WideSearch
 from tests.search.problems import all_plans, block_chain, lateness, random_problem, seeds
@@ -41,14 +42,14 @@ def compact_or_none(problem: Problem) -> Compact | None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seeds)
-def test_merging_keeps_an_optimum(seed: int) -> None:
+@given(seeds, st.booleans())
+def test_merging_keeps_an_optimum(seed: int, to_the_end: bool) -> None:
     problem = random_problem(seed, limited=bool(seed % 2))
     compact = compact_or_none(problem)
     if compact is None:
         assert best_of(problem) == math.inf
         return
-    shrunk = shrink(compact)
+    shrunk = shrink(compact, until=math.inf if to_the_end else 0.0)
     costs = [math.inf]
     for plan in compact_plans(shrunk.compact) if shrunk.allowed else []:
         judged = evaluate(problem, shrunk.restore(plan))
@@ -175,6 +176,38 @@ def test_nothing_that_better_plans_need_is_dropped(seed: int) -> None:
         for plan, judged in all_plans(problem):
             if judged.feasible and judged.objective <= bound + room - 1e-6:
                 assert left.cost(plan) == pytest.approx(judged.objective)
+
+
+def test_merging_leaves_shared_arrays_shared() -> None:
+    """Equal blocks stay equal, also where choices go and tables are turned."""
+    blocks = block_chain(12, limit=0.7 * solve(block_chain(12), "exact").peak_bytes)
+    nodes = tuple(replace(node, interval=(0, 1)) for node in blocks.nodes)
+    forbidden = np.where(np.eye(8) == 1, blocks.nodes[1].costs, math.inf)
+    tables = {id(edge.costs): forbidden for edge in blocks.edges[:1]}
+    edges = tuple(replace(edge, costs=tables.get(id(edge.costs), edge.costs)) for edge in blocks.edges)
+    merged = shrink(compact_of(replace(blocks, nodes=nodes, edges=edges))).compact
+    assert len(merged.tables) > 30 and len({id(table) for table in merged.tables}) <= 12
+
+
+def test_after_the_deadline_one_plan_is_shown() -> None:
+    problem = block_chain(6, limit=0.7 * solve(block_chain(6), "exact").peak_bytes)
+    messenger = Messenger(compact_of(problem), 1e6)
+    for costs, shown in (([math.inf, 5.0, 4.0], 2), ([5.0, 4.0], 1)):
+        answers = iter(costs)
+        show_plans(messenger, np.ones(len(messenger.compact.room)), lambda plan, answers=answers: next(answers), 0.0)
+        assert len(list(answers)) == len(costs) - shown
+
+
+def test_a_search_that_ended_on_time_starts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends a little before time is up, since what is left to do takes time; so a look at the clock does not tell."""
+    monkeypatch.setattr(WideSearch, "_finish", lambda search: setattr(search.outcome, "stop_reason", "time limit"))
+    monkeypatch.setattr(WideSearch, "_bound", lambda search, bound: None)
+    monkeypatch.setattr(Run, "eliminate", lambda run: pytest.fail("too wide"))
+    monkeypatch.setattr(Run, "program", lambda run, cells=0: pytest.fail("a program was started"))
+    monkeypatch.setattr("autoparallel.search.solver.WORK_CELLS", 0)
+    problem = block_chain(6, limit=0.7 * solve(block_chain(6), "recursive").peak_bytes)
+    found = solve(problem, "auto", 60.0)
+    assert found.stop_reason == "time limit" and found.gap > 0.001
 
 
 def test_messages_start_from_those_of_a_larger_problem() -> None:
