@@ -482,9 +482,45 @@ def test_writing_to_memory_seen_elsewhere_is_refused() -> None:
 
 def test_a_shape_that_depends_on_the_data_is_refused() -> None:
     """JetMoE takes as many rows as each expert has tokens."""
-    with pytest.raises(CaptureError, match="shape depends on the data") as caught:
-        traced(lambda x: x[x[:, 0] > 0].sum(), X)
-    assert "test_capture.py" in str(caught.value)
+    for function in (lambda x: x[x[:, 0] > 0].cumsum(0), lambda x: x.unique()):
+        with pytest.raises(CaptureError, match="shape depends on the data") as caught:
+            traced(function, X)
+        assert "test_capture.py" in str(caught.value)
+    with pytest.raises(CaptureError, match=r"(?s)shape depends on the data.*Return all rows"):
+        traced(lambda x: x[x[:, 0] > 0] * 2, X)
+
+
+class Dropping(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share, self.layer = share, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.rand([]) < self.share:
+            return x
+        return self.layer(x)
+
+
+def test_layers_that_are_never_dropped() -> None:
+    """As transformers' time series models have them; those that are dropped now and then are refused."""
+    assert "aten.linear.default" in [node.op_name for node in capture(Dropping(0.0), (X,))]
+    with pytest.raises(CaptureError, match="decides by the values"):
+        capture(Dropping(0.1), (X,))
+
+
+def test_masks_that_read_by_place_inside_vmap() -> None:
+    """Of transformers' models that see images and texts: `mask_function`, with torch's own mode for `x[place]`."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    def function(groups: torch.Tensor) -> torch.Tensor:
+        def same(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return groups[query] == groups[key]
+
+        with TransformGetItemToIndex():
+            return torch.vmap(torch.vmap(same, (None, 0)), (0, None))(torch.arange(5), torch.arange(5))
+
+    groups = torch.tensor([0, 0, 1, 1, 0])
+    assert torch.equal(outputs(captured(function, groups), groups)[0], groups[:, None] == groups)
 
 
 def test_pieces_without_elements_are_dropped() -> None:

@@ -75,6 +75,24 @@ def bfloat16() -> Any:
 
 
 @case
+def experts_in_a_loop() -> Case:
+    """Each on the tokens that chose it, as mixtures of experts are written by hand; and a loss of some tokens."""
+    def forward(m: Any, x: Tensor) -> Tensor:
+        weights, ids = m.router(x).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        chosen = F.one_hot(ids, num_classes=3).permute(2, 1, 0)
+        for number in (chosen.sum((-1, -2)) > 0).nonzero():
+            which, token = torch.where(chosen[number].squeeze(0))
+            rows = m.experts[number](x[None, token].reshape(-1, WIDTH)) * weights[token, which, None]
+            out.index_add_(0, token, rows)
+        counted = x[:, 0] > -0.5
+        return F.cross_entropy(out[counted], ids[counted, 0]) + m.shared(x[counted]).square().mean()
+
+    experts = nn.ModuleList(mlp() for _ in range(3))
+    return Case(Model(forward, router=nn.Linear(WIDTH, 3), experts=experts, shared=mlp()))
+
+
+@case
 def autocast_within() -> Case:
     """One region in another, which turns it off for a norm."""
     def forward(m: Any, x: Tensor) -> Tensor:

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import inspect
 import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, reduce
-from types import CodeType, FrameType
+from functools import reduce
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+
+from autoparallel.capture.ragged import REGIONS
+from autoparallel.capture.sources import caller, statement_at
 
 Tensor = torch.Tensor
 #: What reads a tensor's truth, or its only number.
@@ -44,8 +46,8 @@ class Branches:
         """What the function that reads ``tensor`` is to be told so that it goes on; None: nothing can be said."""
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return None
-        frame = _caller()
-        statement = _statement(frame)
+        frame = caller()
+        statement = statement_at(frame, ast.If, ast.Assert)
         if statement is None:
             return None
         negated = _negated(statement.test, {**frame.f_globals, **frame.f_locals})
@@ -57,7 +59,10 @@ class Branches:
                           stacklevel=2)
             truth = isinstance(statement, ast.Assert) != negated
             return truth if tensor.dtype is torch.bool else _Number(truth)
-        return negated if self._chosen(frame, statement) else None  # so that the branch is not taken
+        if self._chosen(frame, statement):
+            return negated  # so that the branch is not taken
+        taken = self._rows_only(frame, statement)
+        return None if taken is None else taken != negated
 
     def _chosen(self, frame: FrameType, statement: ast.If) -> bool:
         """Whether what the branch assigns is now a choice of the function's variables."""
@@ -85,6 +90,15 @@ class Branches:
         return True
 
 
+    def _rows_only(self, frame: FrameType, statement: ast.If) -> bool | None:
+        """Whether the branch is to be taken, where all that depends on it is to write rows; None where more does."""
+        try:
+            condition = _condition(statement.test, {**frame.f_globals, **frame.f_locals})
+        except _NotChosenError:
+            return None
+        return REGIONS.branch(frame, statement, condition) if isinstance(condition, Tensor) else None
+
+
 class _Number:
     """A number of which every comparison comes out as wanted."""
 
@@ -110,42 +124,6 @@ class _Checked(TorchFunctionMode):
         if getattr(function, "__name__", "") not in CHOSEN or "out" in (kwargs or {}):
             raise _NotChosenError
         return function(*args, **(kwargs or {}))
-
-
-def _caller() -> FrameType:
-    """The function that reads the tensor: torch's and our handlers of its calls are between."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def _statement(frame: FrameType) -> ast.If | ast.Assert | None:
-    """The branch or assertion whose condition the frame is at."""
-    line, _, column, _ = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    place = (line or 0, column or 0)
-    for node in ast.walk(_source(frame.f_code)):
-        if isinstance(node, ast.If | ast.Assert):  # Python has the jump at the statement's place, or at its condition's
-            test = node.test
-            start, end = (test.lineno, test.col_offset), (test.end_lineno or 0, test.end_col_offset or 0)
-            if place == (node.lineno, node.col_offset) or start <= place < end:
-                return node
-    return None
-
-
-@lru_cache(maxsize=256)
-def _source(code: CodeType) -> ast.Module:
-    """The function's source, parsed, with the lines and columns of its file; empty where there is none."""
-    try:
-        lines, first = inspect.getsourcelines(code)
-        indented = lines[0][:1].isspace()
-        tree = ast.parse("".join(["if 1:\n", *lines] if indented else lines))
-    except (OSError, TypeError, SyntaxError):
-        return ast.Module([], [])
-    ast.increment_lineno(tree, first - (2 if indented else 1))
-    if indented:
-        tree.body = tree.body[0].body  # type: ignore[attr-defined]
-    return tree
 
 
 def _leaves(test: ast.expr, negated: bool = False) -> Iterator[tuple[ast.expr, bool]]:

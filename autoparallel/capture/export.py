@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from autoparallel.capture.caches import register_caches
 from autoparallel.capture.functions import functions_as_ops
+from autoparallel.capture.ragged import rows_by_value
 from autoparallel.capture.stand_ins import TracedCalls, traced_methods, without_checks
 from autoparallel.errors import CaptureError
 
@@ -34,7 +35,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     level = export_log.level
     export_log.setLevel(logging.CRITICAL)  # its dump of the half-traced graph is replaced by our message
     try:
-        with torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(), TracedCalls():
+        with (torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(), rows_by_value(),
+              TracedCalls()):
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:
         raise
@@ -80,5 +82,8 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
             "  Required: control flow that depends on shapes and Python values only.\n"
             "  Write torch.where(condition, a, b) instead of `if condition:`."
         )
+    if "capture.ragged." in text:
+        return (f"{type(model).__name__} returns rows that their values choose: a shape depends on the data\n"
+                "  Return all rows, and the mask.")
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     return f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}{place}"

@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
 from torch._functorch import eager_transforms
 from torch.distributions import Distribution
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.capture.branches import READS, Branches
 from autoparallel.capture.ctc import ctc_loss_as_op
 from autoparallel.capture.graph import is_floating
+from autoparallel.capture.ragged import asked
 from autoparallel.capture.regions import gradient_as_op, gradient_of_function, pullback, pushforward
 from autoparallel.errors import CaptureError
 
@@ -43,7 +46,8 @@ def traced_methods() -> Iterator[None]:
     with (_instead(eager_transforms, "grad_and_value_impl", gradient_of_function),
           _instead(eager_transforms, "_vjp_with_argnums", pullback),
           _instead(eager_transforms, "_jvp_with_argnums", pushforward),
-          _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.Module, "to", _to)):
+          _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.Module, "to", _to),
+          _instead(wrapped, "mod_index", torch.ops.aten.index.Tensor)):
         yield
 
 
@@ -112,6 +116,7 @@ class TracedCalls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._branches = Branches()
+        self._drawn = WeakIdKeyDictionary()  # numbers from 0 on, below 1
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -128,8 +133,16 @@ class TracedCalls(TorchFunctionMode):
             return gradient_as_op(*args, **(kwargs or {}))
         if function is torch.nn.functional.ctc_loss:
             return ctc_loss_as_op(*args, **(kwargs or {}))
+        rows = asked(function, args, kwargs or {})
+        if rows is not NotImplemented:
+            return rows
         if function in READS:
             answer = self._branches.answer(args[0])
             if answer is not None:
                 return answer
-        return function(*args, **(kwargs or {}))
+        if function in (torch.Tensor.lt, torch.Tensor.__lt__) and args[0] in self._drawn and args[1] == 0.0:
+            return False  # as layers ask that are never dropped
+        made = function(*args, **(kwargs or {}))
+        if function is torch.rand:
+            self._drawn[made] = True
+        return made

@@ -1,0 +1,661 @@
+"""Rows picked by their values, whose number only the data say: all rows, and a mask of those that are meant.
+
+    place, = torch.where(mask)              no op: place stands for the dim of ``mask``
+    rows = layer(x[place])                  layer(x), of which the rows where ``mask`` is true are meant
+    y.index_add_(0, place, rows)     ->     y + torch.where(mask, layer(x), 0)
+    x[mask].mean()                   ->     torch.where(mask, x, 0).sum() / mask.sum()
+
+So are loops over experts written, over those that are hit too (`for e in hit.nonzero():`), and branches that save work
+(`if mask.any():`). They are done for all, if all that they do beside is to write rows; what would not be written then
+is not. What is computed is dense: every expert of every row, each of which may be cut.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autoparallel.capture.sources import function_source, statement_at
+from autoparallel.errors import CaptureError
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+_OWN = str(Path(__file__).parent)
+#: What each row needs no other row for, beside what is element-wise: and where these have ``dim``, not to be the rows'.
+BY_ROW = {"softmax": 1, "log_softmax": 1, "sum": 1, "mean": 1, "norm": 2, "amax": 1, "amin": 1, "argmax": 1, "chunk": 2,
+          "split": 2, "unsqueeze": 1, "squeeze": 1, "normalize": 2, "glu": 1, "logsumexp": 1, "unflatten": 1}
+#: Those that work on the first argument's last dims, and how many these are.
+TRAILING = {"linear": 1, "layer_norm": 1, "rms_norm": 1, "dropout": 0, "embedding": 0, "one_hot": 0}
+COPIES = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "detach", "clone",
+                    "contiguous", "type"})
+#: Operators' names that are not their ops'.
+NAMED = {"truediv": "div", "rtruediv": "div", "invert": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or",
+         "radd": "add", "rsub": "sub", "rmul": "mul", "rpow": "pow", "iadd": "add", "imul": "mul", "isub": "sub",
+         "itruediv": "div"}
+LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+                    "binary_cross_entropy_with_logits"})
+
+
+class _Tensorlike:
+    """What torch's functions and a tensor's operators take as a tensor, and hand to `_call`."""
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        return _call(function, tuple(args), dict(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(Tensor, name)
+        if callable(method):
+            return lambda *args, **kwargs: _call(method, (self, *args), kwargs)
+        return _call(method.__get__, (self,), {})
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda self, *args: _call(getattr(Tensor, name), (self, *args), {})
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "neg", "abs",
+              "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "invert", "getitem", "iadd", "imul", "isub", "itruediv"):
+    setattr(_Tensorlike, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which cells are meant."""
+
+    cells: Tensor
+    version: int
+
+    def meant(self) -> Tensor:
+        """Those that would be come by: under the conditions of the branches that we are in."""
+        if self.cells._version != self.version:
+            raise _refused("rows picked by a mask that has been written to since")
+        made = self.cells
+        for condition in REGIONS.conditions():
+            made = made & condition
+        return made
+
+    def count(self) -> Tensor:
+        """The number of rows, whatever branch asks for it."""
+        made = self.cells.sum()
+        made.of_rows = self  # type: ignore[attr-defined]
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class Place(_Tensorlike):
+    """One of the tensors that `torch.where(mask)` gives: the places of the cells that are meant, along dim ``dim``."""
+
+    mask: Mask
+    dim: int
+
+    @property
+    def shape(self) -> Shape:
+        return Shape((-1,), self.mask)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> Tensor:
+        return self.mask.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """What `mask.nonzero()` gives."""
+
+    mask: Mask
+
+    def __iter__(self) -> Iterator[Chosen]:
+        cells = self.mask.cells
+        if cells.dim() != 1:
+            raise _refused("a loop over places of several dims")
+        return REGIONS.loop(cells, sys._getframe(1))
+
+    def __getattr__(self, name: str) -> Any:
+        raise _refused(f"{name} of places whose number the data say")
+
+    def flatten(self, *_: int) -> Place:
+        if self.mask.cells.dim() != 1:
+            raise _refused("places of several dims in another shape")
+        return Place(self.mask, 0)
+
+    squeeze = view = reshape = flatten
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and isinstance(index[1], int):
+            return Place(self.mask, index[1] % self.mask.cells.dim())
+        raise _refused("a part of places whose number the data say")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A place in a loop over places: a number; as a tensor it has ``rank`` dims of length 1."""
+
+    number: int
+    rank: int = 1
+
+    def __getitem__(self, index: Any) -> Chosen:
+        return Chosen(self.number, 0)
+
+    def __index__(self) -> int:
+        return self.number
+
+    __int__ = item = tolist = __index__
+
+    def squeeze(self, *_: int) -> Chosen:
+        return Chosen(self.number, 0)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.number, spec)
+
+    def __eq__(self, other: object) -> bool:
+        return self.number == (other.number if isinstance(other, Chosen) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(_Tensorlike):
+    """Of ``value`` the first dims are those of ``mask`` (or of length 1) and stand for one, the rows; ``front`` dims of
+    length 1 are before it."""
+
+    mask: Mask
+    value: Tensor
+    front: int = 0
+
+    @property
+    def extra(self) -> int:
+        return self.mask.cells.dim() - 1
+
+    @property
+    def shape(self) -> Shape:
+        return Shape((*(1,) * self.front, -1, *self.value.shape[self.extra + 1:]), self.mask)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    ndim = property(dim)
+    dtype = property(lambda self: self.value.dtype)
+    device = property(lambda self: self.value.device)
+    requires_grad = property(lambda self: self.value.requires_grad)
+
+    def of(self, value: Tensor) -> Rows:
+        return replace(self, value=value)
+
+    def chosen(self, fill: Any = 0) -> Tensor:
+        """The rows that are meant, and ``fill`` for the others; all dims of the mask."""
+        meant = self.mask.meant()
+        meant = meant.reshape(*meant.shape, *(1,) * (self.value.dim() - meant.dim()))
+        return torch.where(meant, self.value, torch.full_like(self.value, fill))
+
+    def __len__(self) -> int:
+        raise _refused("the number of rows that the data say")
+
+    def numel(self) -> Tensor:
+        return self.mask.count() * math.prod(self.value.shape[self.extra + 1:])
+
+
+class Shape(tuple[int, ...]):
+    """Sizes, of which the rows' is a number that the program computes."""
+
+    mask: Mask
+
+    def __new__(cls, sizes: Sequence[int], mask: Mask) -> Shape:
+        made = super().__new__(cls, sizes)
+        made.mask = mask
+        return made
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if isinstance(found, tuple):
+            return Shape(found, self.mask) if -1 in found else found
+        return self.mask.count() if found == -1 else found
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[d] for d in range(len(self)))
+
+
+def _refused(what: str) -> CaptureError:
+    """The user's line is what it was asked at."""
+    frame = sys._getframe(1)
+    while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(_OWN):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return CaptureError(f"{what}: a shape depends on the data\n  at {place}\n"
+                        "  Write torch.where or a mask, so that the shape is known beforehand.")
+
+
+# ------------------------------------------------------------------------------------------- what torch's functions do
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = getattr(function, "__name__", "")
+    name = name.strip("_")
+    if name == "index_add":
+        return _index_add(function, *args, **kwargs)
+    if name == "index_select" and len(args) == 3 and args[1] == 0 and isinstance(args[2], Place):
+        return picked(args[0], args[2])
+    rows = [a for a in (*args, *kwargs.values()) if isinstance(a, Rows)]
+    if not rows or any(isinstance(a, Place) for a in args):
+        raise _refused(f"{name} of places whose number the data say")
+    first = rows[0]
+    if name == "getitem":
+        return _part(*args)
+    if name in ("view", "reshape"):
+        sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
+        return _reshaped(first, list(sizes))
+    if any(r.mask is not first.mask or r.front for r in rows):
+        raise _refused(f"{name} of rows picked by different masks")
+    if name == "cross_entropy":
+        return _cross_entropy(*args, **kwargs)
+    if name in LOSSES and kwargs.get("reduction", "mean") != "none":
+        reduction = kwargs.pop("reduction", "mean")
+        return _reduced(_call(function, args, {**kwargs, "reduction": "none"}), reduction)
+    if name in ("sum", "mean") and len(args) == 1 and not kwargs:
+        return _reduced(first, name)
+    return _by_row(function, name, first, args, kwargs)
+
+
+def _by_row(function: Callable[..., Any], name: str, first: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rank = first.dim()
+    if name in BY_ROW:
+        at = BY_ROW[name]
+        dim = kwargs.get("dim", args[at] if len(args) > at else None)
+        if not isinstance(dim, int) or dim % (rank + (name == "unsqueeze")) == 0:
+            raise _refused(f"{name} along rows whose number the data say")
+        shifted = dim if dim < 0 else dim + first.extra
+        kwargs = {**kwargs, "dim": shifted} if "dim" in kwargs else kwargs
+        args = args if "dim" in kwargs else (*args[:at], shifted, *args[at + 1:])
+    elif name in ("matmul", "mm"):
+        if not isinstance(args[0], Rows) or isinstance(args[1], Rows) or args[1].dim() != 2 or rank < 2:
+            raise _refused("a product of rows whose number the data say")
+    elif name in TRAILING:
+        rest = TRAILING[name]
+        of_others = any(isinstance(a, Rows) for a in (*args[1:], *kwargs.values()))
+        if of_others or rank <= (len(args[1]) if name.endswith("_norm") else rest):
+            raise _refused(f"{name} of rows whose number the data say")
+    elif name not in COPIES | LOSSES and not _element_wise(name):
+        raise _refused(f"{name} of rows whose number the data say")
+    else:
+        others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor | Rows)]
+        if any(_meets_rows(a, rank) for a in others):
+            raise _refused(f"{name} of rows whose number the data say and of all rows")
+    plain = [a.value if isinstance(a, Rows) else a for a in args]
+    with REGIONS.ours():
+        made = function(*plain, **{k: v.value if isinstance(v, Rows) else v for k, v in kwargs.items()})
+    return type(made)(first.of(m) for m in made) if isinstance(made, tuple | list) else first.of(made)
+
+
+def _meets_rows(other: Tensor | Rows, rank: int) -> bool:
+    """Whether it has a dim that the rows' would be put beside."""
+    if isinstance(other, Rows):
+        return other.dim() != rank
+    return other.dim() > rank or (other.dim() == rank and other.shape[0] != 1)
+
+
+@lru_cache(maxsize=256)
+def _element_wise(name: str) -> bool:
+    """In all its forms (`max` of two tensors is, of one it is not)."""
+    if name in ("where", "masked_fill", "hardswish"):
+        return True
+    packet = getattr(aten, NAMED.get(name, name), None)
+    forms = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
+    of_tensors = [f for f in forms if f._schema.arguments and not any(a.is_out for a in f._schema.arguments)
+                  and any(str(a.type) == "Tensor" for a in f._schema.arguments)]
+    return bool(of_tensors) and all(torch.Tag.pointwise in f.tags for f in of_tensors)
+
+
+def _part(rows: Rows, index: Any) -> Rows:
+    """All rows, and parts of the other dims."""
+    index = index if isinstance(index, tuple) else (index,)
+    if index and index[0] is Ellipsis:
+        return rows.of(rows.value[index])
+    if rows.front or not index or index[0] != slice(None) or any(isinstance(i, Tensor | _Tensorlike) for i in index):
+        raise _refused("a part of rows whose number the data say")
+    return rows.of(rows.value[(slice(None),) * rows.extra + index])
+
+
+def _reshaped(rows: Rows, sizes: list[int]) -> Rows:
+    rest = rows.value.shape[rows.extra + 1:]
+    if sizes and isinstance(sizes[0], Tensor) and getattr(sizes[0], "of_rows", None) is rows.mask:
+        sizes = [-1, *sizes[1:]]
+    known = bool(sizes) and not isinstance(sizes[0], Tensor) and sizes[0] == -1 and -1 not in sizes[1:]
+    if not known or math.prod(sizes[1:]) != math.prod(rest):
+        raise _refused("rows whose number the data say in another shape")
+    return Rows(rows.mask, rows.value.reshape(*rows.value.shape[: rows.extra + 1], *sizes[1:]))
+
+
+def _reduced(rows: Rows, how: str) -> Tensor:
+    shape = torch.broadcast_shapes(rows.value.shape[: rows.extra + 1], rows.mask.cells.shape)
+    total = rows.chosen().sum()
+    if how == "sum":
+        return total
+    each = math.prod(rows.value.shape[len(shape):])
+    return total / (rows.mask.meant().sum() * each).to(total.dtype)
+
+
+def _cross_entropy(logits: Rows, target: Any, *args: Any, **kwargs: Any) -> Tensor:
+    fits = isinstance(target, Rows) and not target.dtype.is_floating_point and logits.dim() == 2
+    if not fits or args or kwargs.get("reduction") == "none":
+        raise _refused("cross_entropy of rows whose number the data say")
+    ignored = kwargs.get("ignore_index", -100)
+    classes = logits.value.shape[-1]
+    labels = target.chosen(ignored)
+    values = logits.value.expand(*labels.shape, classes)
+    return F.cross_entropy(values.reshape(-1, classes), labels.reshape(-1), **kwargs)
+
+
+def _index_add(function: Any, x: Tensor, dim: int, place: Any, rows: Any, *, alpha: float = 1) -> Tensor:
+    if not isinstance(place, Place) or not isinstance(rows, Rows) or place.mask is not rows.mask or dim or rows.front:
+        raise _refused("index_add of rows whose number the data say")
+    if x.shape[0] != place.mask.cells.shape[place.dim]:
+        raise _refused("index_add to fewer rows than the mask is of")
+    added = rows.chosen()
+    others = [d for d in range(rows.extra + 1) if d != place.dim]
+    added = added.sum(others) if others else added
+    added = added if alpha == 1 else added * alpha
+    return x.add_(added) if function.__name__.endswith("_") else x + added
+
+
+# ----------------------------------------------------------------------------------------------- what tensors are asked
+
+
+def nonzero(mask: Tensor, as_tuple: bool = False) -> Any:
+    marked = _mask_of(mask if mask.dtype is torch.bool else mask != 0)
+    return tuple(Place(marked, d) for d in range(mask.dim())) if as_tuple else Places(marked)
+
+
+def picks(index: Any) -> bool:
+    """Whether an index picks rows by their values."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(i, Place | Chosen | Places) or _is_mask(i) for i in parts)
+
+
+def _is_mask(index: Any) -> bool:
+    return unknown(index) and index.dtype is torch.bool and index.dim() > 0
+
+
+def unknown(x: Any) -> bool:
+    """Whether it is a tensor whose values a trace does not have."""
+    return isinstance(x, FakeTensor) and x.constant is None
+
+
+_MASKS: dict[int, Mask] = {}
+
+
+def _mask_of(cells: Tensor) -> Mask:
+    """The same for the same tensor."""
+    known = _MASKS.get(id(cells))
+    if known is None or known.cells is not cells or known.version != cells._version:
+        known = _MASKS[id(cells)] = Mask(cells, cells._version)
+    return known
+
+
+def picked(x: Tensor, index: Any) -> Any:
+    """``x[index]``."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(i, Places) for i in parts):
+        raise _refused("an index of places whose number the data say")
+    plain = [i for i in parts if not isinstance(i, Chosen)]
+    if len(plain) < len(parts):
+        return x[tuple(_number(i, x.shape[d]) if isinstance(i, Chosen) else i for d, i in enumerate(parts))]
+    front = next(n for n, i in enumerate(parts) if i is not None)
+    parts = parts[front:]
+    if _is_mask(parts[0]):
+        mask, used = _mask_of(parts[0]), parts[0].dim()
+        if x.shape[:used] != parts[0].shape:
+            raise _refused("rows picked by a mask of another length")
+        rest, dims = parts[1:], list(range(used))
+    else:
+        places = [i for i in parts if isinstance(i, Place)]
+        mask, used = places[0].mask, len(places)
+        if parts[:used] != places or any(p.mask is not mask for p in places):
+            raise _refused("rows picked by several masks")
+        if any(x.shape[d] != mask.cells.shape[p.dim] for d, p in enumerate(places)):
+            raise _refused("rows picked of fewer than the mask is of")
+        rest, dims = parts[used:], [p.dim for p in places]
+    if len(set(dims)) < len(dims) or any(isinstance(i, Tensor | _Tensorlike) for i in rest):
+        raise _refused("rows picked by several indices")
+    order = sorted(range(used), key=lambda d: dims[d])
+    value = x.permute(*order, *range(used, x.dim())) if order != list(range(used)) else x
+    shape = [mask.cells.shape[d] if d in dims else 1 for d in range(mask.cells.dim())]
+    value = value.reshape(*shape, *x.shape[used:])
+    if rest:
+        value = value[(*(slice(None),) * len(shape), *rest)]
+    return Rows(mask, value.clone(), front)
+
+
+def _number(chosen: Chosen, length: int) -> int | slice:
+    """A place beyond the end is one that is never chosen (dbrx asks for one expert more than there are)."""
+    number = min(chosen.number, length - 1)
+    return slice(number, number + 1) if chosen.rank else number
+
+
+def put(x: Tensor, index: Any, value: Any) -> bool:
+    """``x[index] = value``; False where that is not of rows."""
+    if not isinstance(value, Rows) and not isinstance(index, Place):
+        return False
+    if not isinstance(value, Rows):
+        raise _refused("what is written to places whose number the data say")
+    own = index.mask if isinstance(index, Place) else _mask_of(index) if _is_mask(index) else None
+    if own is not value.mask or (isinstance(index, Place) and own.cells.dim() != 1) or value.front:
+        raise _refused("rows written to other places than they are of")
+    x.copy_(torch.where(_wide(own.meant(), x), value.value, x))
+    return True
+
+
+def _wide(cells: Tensor, x: Tensor) -> Tensor:
+    return cells.reshape(*cells.shape, *(1,) * (x.dim() - cells.dim()))
+
+
+# ------------------------------------------------------------------------------------------- loops and branches of rows
+
+
+@dataclass
+class Region:
+    """Lines of a running function that are run for all, and when they would be."""
+
+    frame: FrameType
+    first: int
+    last: int
+    condition: Tensor | None
+
+
+@dataclass
+class Regions:
+    open: list[Region] = field(default_factory=list)
+    writing: bool = False
+
+    @contextmanager
+    def ours(self) -> Iterator[None]:
+        """What is written in place now are rows, which are meant or not."""
+        before, self.writing = self.writing, True
+        try:
+            yield
+        finally:
+            self.writing = before
+
+    def conditions(self) -> list[Tensor]:
+        """Of the lines that the program is at."""
+        found, frame = [], sys._getframe(1)
+        while frame is not None:
+            found += [r.condition for r in self.open if r.frame is frame and r.first <= frame.f_lineno <= r.last
+                      and r.condition is not None]
+            frame = frame.f_back  # type: ignore[assignment]
+        return found
+
+    def loop(self, hit: Tensor, frame: FrameType) -> Iterator[Chosen]:
+        statement = statement_at(frame, ast.For)
+        if not isinstance(statement, ast.For) or not isinstance(statement.iter, ast.Name | ast.Attribute | ast.Call):
+            raise _refused("a loop over places that the data say")
+        if isinstance(statement.iter, ast.Call) and getattr(statement.iter.func, "attr", "") != "nonzero":
+            raise _refused("a loop over places that the data say, and over more")
+        if statement.orelse or not harmless(statement.body, frame, statement.target):
+            raise _refused("a loop over places that the data say, which does more than write rows")
+        region = Region(frame, statement.body[0].lineno, statement.body[-1].end_lineno or 0, None)
+
+        def run() -> Iterator[Chosen]:
+            self.open.append(region)
+            for number in range(hit.shape[0]):
+                region.condition = hit[number]
+                yield Chosen(number)
+            self.open.remove(region)
+
+        return run()
+
+    def branch(self, frame: FrameType, statement: ast.If, condition: Tensor) -> bool | None:
+        """Whether the branch is to be taken, always, as all that depends on it is to write rows; what would not be come
+        by does not write them. None where it does more."""
+        body, taken = statement.body, True
+        if len(body) == 1 and isinstance(body[0], ast.Continue):
+            body, taken, condition = _rest_of_loop(statement, frame), False, condition.logical_not()
+        elif any(isinstance(n, ast.Continue) for s in body for n in ast.walk(s)):
+            return None
+        if statement.orelse or not body or not harmless(body, frame, None) or body[0].lineno == statement.lineno:
+            return None
+        region = Region(frame, body[0].lineno, body[-1].end_lineno or 0, condition)
+        self.open = [r for r in self.open if (r.frame, r.first, r.last) != (frame, region.first, region.last)]
+        self.open.append(region)
+        return taken
+
+
+def _rest_of_loop(statement: ast.If, frame: FrameType) -> list[ast.stmt]:
+    """What `continue` leaves out."""
+    for loop in ast.walk(function_source(frame.f_code)):
+        if isinstance(loop, ast.For) and statement in loop.body:
+            return loop.body[loop.body.index(statement) + 1:]
+    return []
+
+
+REGIONS = Regions()
+
+
+@contextmanager
+def rows_by_value() -> Iterator[None]:
+    """For one trace."""
+    try:
+        yield
+    finally:
+        REGIONS.open.clear()
+        _MASKS.clear()
+
+
+WRITES = frozenset({"index_add_"})
+
+
+def harmless(body: Sequence[ast.stmt], frame: FrameType, target: ast.expr | None) -> bool:
+    """Whether statements do nothing but write rows: what else they assign is read by themselves only, afterwards."""
+    assigned: set[str] = {target.id} if isinstance(target, ast.Name) else set()
+    own = set[int]()
+
+    def is_tensor(value: ast.expr) -> bool:
+        return isinstance(value, ast.Name) and isinstance(frame.f_locals.get(value.id), Tensor)
+
+    def fits(statement: ast.stmt) -> bool:
+        if any(isinstance(n, ast.NamedExpr | ast.Yield | ast.Await) for n in ast.walk(statement)):
+            return False
+        own.update(id(n) for n in ast.walk(statement))
+        if isinstance(statement, ast.With):
+            return all(item.optional_vars is None for item in statement.items) and all(map(fits, statement.body))
+        if isinstance(statement, ast.If):
+            return all(map(fits, (*statement.body, *statement.orelse)))
+        if isinstance(statement, ast.Continue):
+            return True
+        if isinstance(statement, ast.Expr):
+            call = statement.value
+            return isinstance(call, ast.Constant) or (
+                isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in WRITES
+                and is_tensor(call.func.value))
+        if isinstance(statement, ast.AugAssign):
+            return isinstance(statement.target, ast.Subscript) and is_tensor(statement.target.value)
+        if not isinstance(statement, ast.Assign):
+            return False
+        for each in statement.targets:
+            names = each.elts if isinstance(each, ast.Tuple) else [each]
+            for name in names:
+                if isinstance(name, ast.Name):
+                    assigned.add(name.id)
+                elif not isinstance(name, ast.Subscript) or isinstance(each, ast.Tuple) or not is_tensor(name.value):
+                    return False
+        return True
+
+    if not all(map(fits, body)):
+        return False
+    kept = {id(n) for n in ast.walk(target)} if target is not None else set()
+    source = function_source(frame.f_code)
+    outside = {n.id for n in ast.walk(source) if isinstance(n, ast.Name) and id(n) not in own and id(n) not in kept}
+    return not assigned & outside and _assigned_first(body, assigned, target)
+
+
+def _assigned_first(body: Sequence[ast.stmt], names: set[str], target: ast.expr | None) -> bool:
+    """Whether nothing is read that another round of the loop has left."""
+    known: set[str] = {target.id} if isinstance(target, ast.Name) else set()
+
+    def visit(statement: ast.stmt) -> bool:
+        if isinstance(statement, ast.With | ast.If):
+            heads = [i.context_expr for i in statement.items] if isinstance(statement, ast.With) else [statement.test]
+            inner = [*statement.body, *(statement.orelse if isinstance(statement, ast.If) else [])]
+            fits = all(_reads(h) <= known for h in heads)
+            before = set(known)
+            fits = fits and all(map(visit, inner))
+            if isinstance(statement, ast.If):  # what it assigns may be of another round
+                known.intersection_update(before)
+            return fits
+        if not (_reads(statement) & names) <= known:
+            return False
+        known.update(n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        return True
+
+    def _reads(node: ast.AST) -> set[str]:
+        return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} & names
+
+    return all(map(visit, body))
+
+
+#: What a tensor is asked that picks rows by their values.
+ASKED = {torch.nonzero: nonzero, Tensor.nonzero: nonzero, torch.argwhere: nonzero, Tensor.argwhere: nonzero}
+
+
+def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call of a tensor comes to where it is of rows picked by their values; NotImplemented for any other."""
+    if not args or not isinstance(args[0], Tensor):
+        return NotImplemented
+    if function in ASKED and unknown(args[0]):
+        return nonzero(*args, **kwargs)
+    if function is torch.where and len(args) == 1 and not kwargs and unknown(args[0]):
+        return nonzero(args[0], as_tuple=True)
+    if function in (torch.masked_select, Tensor.masked_select) and _is_mask(args[1]) and args[0].shape == args[1].shape:
+        return picked(args[0], args[1])
+    if function is Tensor.__getitem__ and picks(args[1]):
+        return picked(*args)
+    if function is Tensor.__setitem__ and (isinstance(args[2], Rows) or picks(args[1])) and put(*args):
+        return None
+    name = getattr(function, "__name__", "")
+    writes = function is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
+    ours = function is Tensor.index_add_ and any(isinstance(a, Place) for a in args)
+    if writes and not ours and not REGIONS.writing and REGIONS.open and REGIONS.conditions():
+        raise _refused(f"{name.strip('_')} in place where the data say whether")
+    return NotImplemented
+
+
+__all__ = ["REGIONS", "asked", "rows_by_value"]

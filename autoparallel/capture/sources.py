@@ -1,0 +1,51 @@
+"""The source of functions that are running while a model is traced."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+HANDLERS = frozenset({"__torch_function__", "answer"})
+
+
+def caller() -> FrameType:
+    """The function that calls torch: torch's and our handlers of its calls are between."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name in HANDLERS and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def statement_at(frame: FrameType, *kinds: type[Any]) -> Any:
+    """The statement of these kinds (branch, assertion, loop) whose head the frame is at; None if it is at none."""
+    line, _, column, _ = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    place = (line or 0, column or 0)
+    for node in ast.walk(function_source(frame.f_code)):
+        if isinstance(node, kinds):  # Python has the jump at the statement's place, or at its condition's
+            head = node.iter if isinstance(node, ast.For) else node.test
+            start, end = (head.lineno, head.col_offset), (head.end_lineno or 0, head.end_col_offset or 0)
+            if place == (node.lineno, node.col_offset) or start <= place < end:
+                return node
+    return None
+
+
+@lru_cache(maxsize=256)
+def function_source(code: CodeType) -> ast.Module:
+    """The function's source, parsed, with the lines and columns of its file; empty where there is none."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        indented = lines[0][:1].isspace()
+        tree = ast.parse("".join(["if 1:\n", *lines] if indented else lines))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], [])
+    ast.increment_lineno(tree, first - (2 if indented else 1))
+    if indented:
+        tree.body = tree.body[0].body  # type: ignore[attr-defined]
+    return tree
+
+
+__all__ = ["caller", "function_source", "statement_at"]

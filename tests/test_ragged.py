@@ -1,0 +1,278 @@
+"""Rows picked by their values: loops over experts, masked losses and masked writes compute what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from autoparallel.capture import Ref, capture
+from autoparallel.errors import CaptureError
+from autoparallel.runtime.interpret import values_of
+
+TOKENS, WIDTH, EXPERTS, CHOSEN = 10, 6, 4, 2
+
+
+class Model(nn.Module):
+    """Tokens, and scores of experts for each; the function has the experts."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(inplace=True), nn.Linear(8, WIDTH))
+                                     for _ in range(EXPERTS))
+        self.head = nn.Linear(WIDTH, 5)
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, scores: Tensor) -> Any:
+        return self.function(self, x, scores)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+
+def function(made: Callable[..., Any]) -> Callable[..., Any]:
+    FUNCTIONS[made.__name__] = made
+    return made
+
+
+def routed(scores: Tensor) -> tuple[Tensor, Tensor]:
+    weights, ids = scores.softmax(-1).topk(CHOSEN, dim=-1)
+    return weights / weights.sum(-1, keepdim=True), ids
+
+
+@function
+def mixtral(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """As transformers wrote it."""
+    weights, ids = routed(scores)
+    final = torch.zeros_like(x)
+    mask = F.one_hot(ids, num_classes=EXPERTS).permute(2, 1, 0)
+    for number in range(EXPERTS):
+        idx, top_x = torch.where(mask[number])
+        if top_x.shape[0] == 0:
+            continue
+        current = x[None, top_x].reshape(-1, WIDTH)
+        current = m.experts[number](current) * weights[top_x, idx, None]
+        final.index_add_(0, top_x, current.to(x.dtype))
+    return final
+
+
+@function
+def of_those_hit(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """As dbrx has it, with an expert more than there are."""
+    weights, ids = routed(scores)
+    final = torch.zeros_like(x)
+    with torch.no_grad():
+        mask = F.one_hot(ids, num_classes=EXPERTS + 1).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    stacked = torch.stack([e[0].weight for e in m.experts])
+    for number in hit:
+        number = number[0]
+        if number == EXPERTS:
+            continue
+        with torch.no_grad():
+            idx, top_x = torch.where(mask[number])
+        states = m.experts[number](x[top_x]) + F.linear(x[top_x], stacked[number])[:, :WIDTH]
+        final.index_add_(0, top_x, states * weights[top_x, idx, None])
+    return final
+
+
+@function
+def by_mask(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    weights, ids = routed(scores)
+    out = torch.zeros_like(x)
+    for k in range(CHOSEN):
+        for number, expert in enumerate(m.experts):
+            mask = ids[:, k] == number
+            if mask.any():
+                out[mask] += weights[mask, k].unsqueeze(-1) * expert(x[mask])
+    return out
+
+
+@function
+def by_number(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    choice = scores.argmax(-1)
+    out = x.clone()
+    for number in range(EXPERTS):
+        idx = (choice == number).nonzero().squeeze(-1)
+        if idx.numel() > 0:
+            rows = x.index_select(0, idx)
+            out[idx] = m.experts[number](rows) * scores[idx, number].sigmoid()[:, None]
+    return out
+
+
+@function
+def of_two_dims(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    x, scores = x.view(2, 5, WIDTH), scores.view(2, 5, EXPERTS)
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        mask = scores.argmax(-1) == number
+        out[mask] = m.experts[number](x[mask])
+    return out
+
+
+@function
+def skipped(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        mask = scores[:, number] > 0.5
+        if not mask.any():
+            continue
+        out[mask] += m.experts[number](x[mask])
+    return out
+
+
+@function
+def under_another_condition(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """The rows are written only if some others are there."""
+    out = x * m.bias
+    if (scores[:, 0] > 1.0).any() and out is not None:
+        mask = scores[:, 1] > 0
+        out[mask] = m.head(x[mask])[:, :1] + m.bias
+    return out
+
+
+@function
+def masked_loss(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """Of masked tokens."""
+    mask = scores[:, 0] > -0.5
+    labels = torch.where(scores[:, 1] > -9, scores.argmax(-1), -100)
+    return F.cross_entropy(m.head(x)[mask], labels[mask], label_smoothing=0.1)
+
+
+@function
+def means(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    mask = scores > 0
+    rows = x[mask[:, 0]]
+    return (F.mse_loss(m.head(rows), torch.ones(1, 5)) + (rows * m.bias).mean() + scores[mask].sum()
+            + (rows @ m.head.weight.t()).softmax(dim=1).norm(dim=-1).sum() + scores.masked_select(mask).exp().mean())
+
+
+@function
+def written_in_place(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """Rows that are read are copies."""
+    h = x * m.bias
+    rows = h[scores[:, 0] > 0]
+    rows.mul_(2)
+    rows += 1
+    return h.sum() + rows.square().sum()
+
+
+def draws() -> list[tuple[Tensor, Tensor]]:
+    """All experts are hit; some are not; one is."""
+    g = torch.Generator().manual_seed(1)
+    x, scores = torch.randn(TOKENS, WIDTH, generator=g), torch.randn(TOKENS, EXPERTS, generator=g)
+    few, one = scores.clone(), torch.full_like(scores, -1.0)
+    few[:, 2:] -= 9.0
+    one[:, 1:3] = torch.tensor([2.0, 0.4])
+    return [(x, scores), (x, few), (x.flip(0), one)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_rows_by_value(name: str) -> None:
+    """Forward and gradients, on values that the trace did not see."""
+    torch.manual_seed(0)
+    model = Model(FUNCTIONS[name])
+    graph = capture(model, draws()[0])
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constant_tensors}
+    for inputs in draws():
+        known = {Ref(n.index): inputs[int(n.path)] for n in graph.of_kind("input")}
+        known |= {Ref(n.index): state[n.path] for kind in ("parameter", "buffer") for n in graph.of_kind(kind)}
+        made = values_of(graph, graph.outputs, known, torch.device("cpu"))[graph.outputs[0]]
+        expected = model(*inputs)
+        torch.testing.assert_close(made, expected, equal_nan=True)  # a mean over no rows
+        parameters = list(model.parameters())
+        both = [torch.autograd.grad(y.square().sum(), parameters, allow_unused=True) for y in (made, expected)]
+        for ours, theirs in zip(*both, strict=True):
+            zeros = torch.zeros(())  # an expert that is not hit may have none
+            if ours is None or theirs is None:
+                ours, theirs = (zeros if g is None else g.sum() for g in (ours, theirs))
+            torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+def counted(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    hits = 0
+    for _ in (scores.sum(0) > 0).nonzero():
+        hits += 1
+    return x * hits
+
+
+def added_up(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    total = x * m.bias
+    for number in (scores.sum(0) > 0).nonzero():
+        total = total + m.bias * int(number)
+    return total
+
+
+def numbered(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for place, number in enumerate((scores.sum(0) > 0).nonzero()):
+        mask = scores.argmax(-1) == number
+        out[mask] = x[mask] * place
+    return out
+
+
+def collected(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    found = []
+    for number in (scores.sum(0) > 0).nonzero():
+        found.append(m.bias * int(number))
+    return torch.stack(found).sum() * x
+
+
+def written_whole(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    if (scores > 0).any():
+        out[0] = m.bias
+    return out + x
+
+
+def left_over(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number in (scores.sum(0) > 0).nonzero():
+        rows = m.experts[number](x)
+        out[scores.argmax(-1) == 0] = rows[scores.argmax(-1) == 0]
+    return rows + out
+
+
+def across(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    return x[scores[:, 0] > 0].cumsum(0).sum()
+
+
+def met(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    return (x[scores[:, 0] > 0] + x[scores[:, 1] > 0]).sum()
+
+
+def contracted(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    mask = scores[:, 0] > 0
+    return x[mask].t() @ x[mask]
+
+
+def twice(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    idx, _ = torch.where(scores > 0)
+    out = x.clone()
+    out[idx] = x[idx]
+    return out
+
+
+def mask_written(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    mask = scores[:, 0] > 0
+    rows = x[mask]
+    mask[0] = True
+    return rows.sum()
+
+
+def largest(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    rows = x[scores[:, 0] > 0]
+    return (rows / rows.max()).sum()
+
+
+@pytest.mark.parametrize("refused", [counted, added_up, numbered, collected, written_whole, left_over, across, met,
+                                     contracted, twice, mask_written, largest])
+def test_what_is_more_than_rows_is_refused(refused: Any) -> None:
+    with pytest.raises(CaptureError, match=rf"(?s)(the data|by the values|written to since).*test_ragged.py:\d+ in "
+                                           rf"{refused.__name__}.*Write torch.where"):
+        capture(Model(refused), draws()[0])
