@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining._backward import stage_backward_weight
+from torch.distributed.pipelining.schedules import _Action
 
-from autoparallel.runtime.pipeline import backward_of_inputs
+from autoparallel.lower.recompute import Recomputed
+from autoparallel.runtime.pipeline import backward_of_inputs, received_by
 from autoparallel.runtime.step import _Sent
 
 Tensors = list[torch.Tensor]
@@ -89,3 +91,38 @@ def test_any_stage(data: st.DataObject) -> None:
         return [values[i] for i in results]
 
     assert_two_parts_are_one(stage, inputs, weights)
+
+
+def test_a_block_is_computed_again_once_for_all_parts_of_backward() -> None:
+    """And not for each group of weights, which torch's checkpoint would do."""
+    torch.manual_seed(0)
+    body = torch.fx.symbolic_trace(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)), torch.nn.SiLU()))
+    weights, runs = list(body.parameters()), 0
+
+    def counted(module: torch.nn.Module, args: object) -> None:
+        nonlocal runs
+        runs += 1
+
+    body.register_forward_pre_hook(counted)
+    x = torch.randn(2, 4, requires_grad=True)
+    expected = torch.autograd.grad(body(x).square().sum(), [x, *weights])
+    runs = 0
+    loss = Recomputed(body, "full", in_parts=True)(x).square().sum()
+    (of_input,), groups = backward_of_inputs([loss], None, [x], weights)
+    assert len(groups) == 3 and runs == 2
+    stage_backward_weight(iter(weights), groups)
+    assert runs == 2
+    assert of_input is not None
+    torch.testing.assert_close([of_input, *(w.grad for w in weights)], list(expected))
+
+
+def test_what_is_sent_is_let_go_once_its_receiver_has_asked_for_it() -> None:
+    """Which the sender knows from what was sent after that: to wait for anything else might be for ever."""
+    orders = {
+        0: ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0F2", "0SEND_F2", "0RECV_B1", "0B1", "0B2"],
+        1: ["1RECV_F0", "1F0", "1B0", "1SEND_B0", "1RECV_F1", "1F1", "1RECV_F2", "1B1", "1SEND_B1", "1F2"],
+    }
+    order = {rank: [_Action.from_str(action) for action in actions] for rank, actions in orders.items()}
+    done = {what: sends for what, sends in received_by(order, 0).items() if sends}
+    assert done == {("B", 0, 0): [("SEND_F", 0, 0)], ("B", 0, 1): [("SEND_F", 0, 1), ("SEND_F", 0, 2)]}
+    assert received_by(order, 1)["F", 1, 2] == [("SEND_B", 1, 0)]

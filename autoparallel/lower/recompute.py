@@ -31,11 +31,12 @@ _KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled
 
 class Recomputed(nn.Module):
     """A block that is computed again in backward, under the same random numbers and axes; or, with ``mode`` offload,
-    whose values are brought back then."""
+    whose values are brought back then. ``in_parts``: backward comes in several parts, and what the first computed again
+    is kept for the others."""
 
-    def __init__(self, body: GraphModule, mode: str) -> None:
+    def __init__(self, body: GraphModule, mode: str, in_parts: bool = False) -> None:
         super().__init__()
-        self.body, self.mode = body, mode
+        self.body, self.mode, self.in_parts = body, mode, in_parts
 
     def forward(self, *values: torch.Tensor) -> Any:
         if self.mode == "offload":
@@ -47,10 +48,45 @@ class Recomputed(nn.Module):
             with groups.use(axes), rng.use_seed(seed):
                 return self.body(*again)
 
+        if self.in_parts:
+            return _Again(run, values).first()
         contexts: dict[str, Any] = {}
         if self.mode == "selective":
             contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
         return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+
+class _Again:
+    """One run of a block, and what backward needs of it once that has been computed again, for as long as any part of
+    backward is to come. (torch's `checkpoint` computes it again for each part; of a zero-bubble stage, whose gradients
+    of weights are made layer by layer, for each layer.)"""
+
+    def __init__(self, run: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
+        self.run, self.values, self.count = run, values, 0
+        self.saved: list[torch.Tensor] = []
+
+    def first(self) -> Any:
+        def pack(_: torch.Tensor) -> int:
+            self.count += 1
+            return self.count - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: self._found()[place]):
+            return self.run(*self.values)
+
+    def _found(self) -> list[torch.Tensor]:
+        if not self.saved:
+            found = list[torch.Tensor]()
+            inputs = [value.detach().requires_grad_(value.requires_grad) for value in self.values]
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda value: found.append(value.detach()), _unused)
+            with torch.enable_grad(), hooks:
+                self.run(*inputs)
+            assert len(found) == self.count, "a block saves the same each time"
+            self.saved = found
+        return self.saved
+
+
+def _unused(_: None) -> torch.Tensor:
+    raise AssertionError("only what the first run made goes backward")
 
 
 def host_copy(value: torch.Tensor) -> torch.Tensor:
@@ -86,9 +122,10 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], str | None]) -> GraphModule:
+def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], str | None],
+                   in_parts: bool = False) -> GraphModule:
     """The same program with each run of nodes of one block as a module that is recomputed (full, selective) or
-    offloaded."""
+    offloaded; ``in_parts``: backward does not come all at once."""
     graph = Graph()
     made: dict[FxNode, FxNode] = {}
     blocks: dict[str, nn.Module] = {}
@@ -103,7 +140,7 @@ def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode],
         inputs = list(dict.fromkeys(i for n in members for i in n.all_input_nodes if i not in inside))
         outputs = [n for n in members if any(user not in inside for user in n.users)]
         name = f"{block.replace('.', '_')}_{len(blocks)}"
-        blocks[name] = Recomputed(_block(members, inputs, outputs), mode)
+        blocks[name] = Recomputed(_block(members, inputs, outputs), mode, in_parts)
         result = graph.call_module(name, tuple(made[i] for i in inputs))
         for number, node in enumerate(outputs):
             made[node] = graph.call_function(item, (result, number))

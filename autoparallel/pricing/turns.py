@@ -77,6 +77,7 @@ class Turns:
         self.one_for_all = held is not None
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
         self.within = [link for link in space.links if not self._crosses(link)]
+        self.first_saver: dict[object, int] = {}
         self.kept = self._kept_values() if training else frozenset()
         self.last_use = _last_uses(space, self.within)
         self.block_of = [self._block(index) for index in range(len(space))]
@@ -85,6 +86,7 @@ class Turns:
         self.kept |= self.checkpoints | (self._results_kept() if training else frozenset())
         self.of_parameter = [self._is_parameter(index) for index in range(len(space))]
         self.by_parameter = frozenset(k.target for k in space.links if self.of_parameter[k.source])
+        self.last_learning = {self.stages_of[i][0]: i for i in sorted(self.by_parameter)}
 
     def _crosses(self, link: Link) -> bool:
         """Whether the value is sent to the stage that reads it."""
@@ -94,20 +96,38 @@ class Turns:
     def buffers(self) -> tuple[Buffer, ...]:
         """Of what is sent, on each stage that sends or gets it.
 
-        There is one for each micro-batch in flight, and in 1F1B a gradient on its way (two where chunks take turns,
-        which are received ahead); value and gradient as long as gradients of weights are put off. A stage that passes a
-        value on has it twice.
+        There is one for each micro-batch in flight, and some that are on their way (`_on_the_way`). A stage that passes
+        a value on has it twice.
         """
-        on_its_way = {"1f1b": 1, "interleaved": 2}.get(self.hybrid.schedule, 0)
         crossing = sorted((k for k in self.space.links if self._crosses(k)), key=lambda k: self.stages_of[k.target])
         last = {(k.source, k.output): k for k in crossing}
         found = []
         for link in last.values():
             first, end = self.stages_of[link.source][0], self.stages_of[link.target][0]
             for stage in range(first, end + 1):
-                each = self.in_flight(stage) + 2 * self._late_of(stage) + on_its_way
-                found.append(Buffer(link, stage, ((stage < end) + (stage > first)) * each))
+                sent, received = self._on_the_way(stage)
+                held = self.in_flight(stage)
+                copies = (stage < end) * (held + sent) + (stage > first) * (held + received)
+                found.append(Buffer(link, stage, copies))
         return tuple(found)
+
+    def _on_the_way(self, stage: int) -> tuple[int, int]:
+        """Buffers beyond those of micro-batches in flight, at the fullest moment: of what a stage sends on (gradients
+        that come back), and of what it receives (the next value, gradients that it sends).
+
+        Where a stage takes micro-batches up as it gives others back, torch's 1F1B has the last message of each kind
+        until the next; of a rank's stages that take turns, one has a message under way. While gradients of weights are
+        put off, those of outputs are kept.
+        """
+        h, ranks = self.hybrid, self.hybrid.pipeline_ranks
+        rank, again = stage % ranks, h.micro_batches > ranks
+        if h.schedule == "1f1b":
+            return (2, 1) if h.micro_batches > self.in_flight(stage) else (0, 0)
+        if h.schedule == "interleaved":
+            return int(stage == rank and (again or rank > 0)), (1 + again) * (stage >= h.stages - ranks and rank > 0)
+        if h.schedule == "zero_bubble":
+            return self._late_of(stage) + (rank == 0 and again), int(stage >= h.stages - ranks and rank > 0)
+        return 0, 0
 
     def buffer_life(self, stage: int) -> tuple[int, int]:
         """The whole of a step on the stage's rank."""
@@ -180,7 +200,9 @@ class Turns:
 
     @cached_property
     def _ends_again(self) -> dict[tuple[int, str], int]:
-        """By block, the site before which it ends when it runs again."""
+        """By block, the site before which it ends when it runs again; its own end, if backward comes in parts."""
+        if self.hybrid.schedule == "zero_bubble" and self.hybrid.stages > 1:
+            return {block: end + 1 for block, end in self.block_end.items()}
         found = dict.fromkeys(self.block_end, 0)
         for index, (block, s) in enumerate(zip(self.block_of, self.space.strategies, strict=True)):
             saves = s.rule is not None and (s.rule.saves or s.rule.saves_output)
@@ -259,7 +281,8 @@ class Turns:
             return self._always(index)
         late = self._late(index) if index in self.by_parameter else 0
         if any((index, o) in self.kept for o in outputs):
-            return self._kept_life(index, self._inside(index), late)
+            saver = min(self.first_saver.get((index, o), 0) for o in outputs if (index, o) in self.kept)
+            return self._kept_life(index, self._inside(index), late, saver)
         start, turn = self._at(index)
         if late:
             return Life((start + index, start + turn + 1 - index), self.held[index] * late)
@@ -285,13 +308,18 @@ class Turns:
             stage = h.pipeline_ranks - 1
         return min(stage % h.pipeline_ranks, h.micro_batches) if h.schedule == "zero_bubble" else 0
 
-    def _kept_life(self, index: int, inside: bool, gradients: int = 0) -> Life:
-        """Of what backward needs, and of so many gradients of it."""
+    def _kept_life(self, index: int, inside: bool, gradients: int = 0, saver: int = 0) -> Life:
+        """Of what backward needs, of ``saver`` and later ops, and of so many gradients of it.
+
+        What only ops behind the stage's last parameter need is not kept for gradients of weights that are put off.
+        """
         start, turn = self._at(index)
         late = self._late(index)
         if inside and not late and (block := self.block_of[index]) is not None:
             return Life((start + turn - self.block_end[block], start + turn - index + 1))
-        count = (late if inside else self.in_flight(self.stages_of[index][0])) + gradients
+        stage = self.stages_of[index][0]
+        done = late if saver > self.last_learning.get(stage, saver) else 0
+        count = (late if inside else self.in_flight(stage) - done) + gradients
         return Life((start + index, start + turn + 1 - index), self.held[index] * count)
 
     def copy_life(self, link: Link) -> Life:
@@ -307,7 +335,7 @@ class Turns:
             return Life(always, self.held[link.source] * (2 if sums else 1))  # and the gradient of the whole
         transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3
         if ("copy", link.target, link.position) in self.kept and not transient:
-            return self._kept_life(link.target, self._copy_away(link))
+            return self._kept_life(link.target, self._copy_away(link), saver=link.target)
         return Life((start + link.target, start + link.target + 1))
 
     def _kept_values(self) -> frozenset[object]:
@@ -322,13 +350,17 @@ class Turns:
             passes_on = site.kind == "hub" or (rule is not None and rule.alias)
             if rule is not None and rule.saves_output and strategies.output_metas[0].requires_grad:
                 kept.add((index, 0))
+                self.first_saver[index, 0] = index
             grad = any(m.requires_grad for m in strategies.output_metas)
             for link in space.links_into.get(index, ()):
                 saved = grad and rule is not None and not passes_on and link.position in rule.saves
                 if saved or (passes_on and (index, 0) in kept):
                     kept.add(("copy", index, link.position))
                     if not self._crosses(link):
-                        kept.add((link.source, link.output))
+                        value = (link.source, link.output)
+                        kept.add(value)
+                        saver = self.first_saver.get((index, 0), index) if passes_on else index
+                        self.first_saver[value] = min(saver, self.first_saver.get(value, saver))
         return frozenset(kept)
 
 

@@ -2,7 +2,9 @@
 
 Metadata of what stages exchange is known from the plan, so torch infers nothing; micro-batches are cut by us, so its
 chunking is left out. torch makes a buffer for each micro-batch that a stage will receive, before the first step; ours
-are there from receiving to backward. Where a schedule splits backward in two, `backward_of_inputs` is the first part.
+are there from receiving to backward. Schedules of several stages to a rank keep what they send until the step ends;
+ours is let go once its receiver has surely asked for it (`received_by`). Where a schedule splits backward in two,
+`backward_of_inputs` is the first part.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import pipelining as torch_pp
 from torch.distributed.pipelining import _backward as torch_backward
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from autoparallel.plans import Hybrid
 
@@ -88,6 +91,76 @@ class _Stage(torch_pp.PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
+
+
+#: What a stage computes or sends: what (torch's letters), stage, micro-batch.
+Action = tuple[str, int, int]
+
+
+class _SendingStage(_Stage):
+    """A stage that sends by itself, and keeps what it sends only until it is received.
+
+    ``received_by``: sends of the rank that are done when a computation begins; ``sent``: those under way, of the rank.
+    """
+
+    received_by: Mapping[Action, Sequence[Action]]
+    sent: dict[Action, list[dist.Work]]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send("SEND_F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._send("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _send(self, what: str, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        self.sent[what, self.stage_index, chunk] = torch_schedules._batch_p2p(ops)
+        return []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._let_go("F", fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._let_go("B", bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _let_go(self, what: str, chunk: int) -> None:
+        for send in self.received_by.get((what, self.stage_index, chunk), ()):
+            torch_schedules._wait_batch_p2p(self.sent.pop(send))
+
+
+def received_by(orders: Mapping[int, Sequence[Any]], own: int) -> dict[Action, list[Action]]:
+    """By computation of rank ``own``: its sends that are done by then, as it reads what their receiver sent after it
+    had asked for them. ``orders``: torch's actions of each rank, sends and receives among them; B is any backward that
+    gives gradients of inputs.
+
+    To wait for these takes no time; to wait for others might be for ever.
+    """
+    plain = {rank: [_plain(action) for action in order] for rank, order in orders.items()}
+    places = {action: (rank, n) for rank, order in plain.items() for n, action in enumerate(order)}
+    heard: dict[int, int] = {}  # by rank, how far it has come
+    under_way, found = list[Action](), dict[Action, list[Action]]()
+    for action in plain[own]:
+        if action[0].startswith("SEND"):
+            under_way.append(action)
+        elif action[0] in "FB":
+            what, stage, micro_batch = action
+            rank, n = places.get((f"SEND_{what}", stage + (1 if what == "B" else -1), micro_batch), (own, -1))
+            heard[rank] = max(heard.get(rank, -1), n)
+            found[action] = [send for send in under_way if _asked(places, heard, send)]
+            under_way = [send for send in under_way if send not in found[action]]
+    return found
+
+
+def _plain(action: Any) -> Action:
+    what = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B"}.get(action.computation_type.name)
+    return what or action.computation_type.name, action.stage_index, action.microbatch_index
+
+
+def _asked(places: Mapping[Action, tuple[int, int]], heard: Mapping[int, int], send: Action) -> bool:
+    what, stage, micro_batch = send
+    rank, n = places[what.replace("SEND", "RECV"), stage + (1 if what == "SEND_F" else -1), micro_batch]
+    return heard.get(rank, -1) >= n
 
 
 def backward_of_inputs(outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor | None] | None,
@@ -166,15 +239,22 @@ class Pipeline:
             "interleaved": torch_pp.ScheduleInterleaved1F1B, "zero_bubble": torch_pp.ScheduleInterleavedZeroBubble,
         }
         self.group, self.micro_batches, self.device = group, hybrid.micro_batches, device
+        several = hybrid.schedule in ("interleaved", "zero_bubble")
         self.stages = [
-            _Stage(module, index, hybrid.stages, device, input_args=_metas(module.received),
-                                   output_args=_metas(module.results), group=group)
+            (_SendingStage if several else _Stage)(
+                module, index, hybrid.stages, device, input_args=_metas(module.received),
+                output_args=_metas(module.results), group=group)
             for index, module in sorted(modules.items())
         ]
-        several = hybrid.schedule in ("interleaved", "zero_bubble")
         self.schedule = classes[hybrid.schedule](
             self.stages if several else self.stages[0], hybrid.micro_batches, loss_fn=_loss, scale_grads=False
         )
+        self.sent: dict[Action, list[dist.Work]] = {}
+        if several:
+            done = received_by(self.schedule.pipeline_order_with_comms, dist.get_rank(group))
+            for stage in self.stages:
+                assert isinstance(stage, _SendingStage)
+                stage.received_by, stage.sent = done, self.sent
         self.last_rank = (hybrid.stages - 1) % hybrid.pipeline_ranks
 
     def run(self) -> torch.Tensor:
@@ -187,6 +267,8 @@ class Pipeline:
         self.schedule._step_microbatches(
             [()] * self.micro_batches, turns, [None] * self.micro_batches, losses, return_outputs=False
         )
+        while self.sent:
+            torch_schedules._wait_batch_p2p(self.sent.popitem()[1])
         here = dist.get_rank(self.group) == self.last_rank
         total = torch.stack(losses).detach().float().sum() if here else torch.zeros((), device=self.device)
         dist.broadcast(total, dist.get_global_rank(self.group, self.last_rank), group=self.group)

@@ -32,7 +32,8 @@ def in_turns(program: Program, hybrid: Hybrid) -> Turn:
     split = split_reads(program, gathered_each_turn if regathers else lambda node: False)
     turn = gather_again(split.turn, split.gathers) if regathers else split.turn
     if hybrid.recompute != "none":
-        turn = with_recompute(turn, hybrid.recompute, lambda node: _recomputed(hybrid, node))
+        in_parts = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
+        turn = with_recompute(turn, hybrid.recompute, lambda node: _recomputed(hybrid, node), in_parts)
     return replace(split, turn=turn)
 
 
