@@ -162,6 +162,16 @@ def written_in_place(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return h.sum() + rows.square().sum()
 
 
+@function
+def singular_elsewhere(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """Of other rows gradients would be infinite, or no numbers."""
+    weight = (scores[:, 0] * m.bias[0]).relu()
+    hit, h = weight > 0, x * m.bias
+    small = h.abs() < 0.5
+    return ((h[hit] / weight[hit].unsqueeze(-1)).sum() + weight[hit].log().sum() + (m.bias[0] / weight[hit]).sum()
+            + (1e3 * h[small]).clamp(max=5.0).exp().sum() + (h[small] * m.bias[0] + 2).rsqrt().sum())
+
+
 def draws() -> list[tuple[Tensor, Tensor]]:
     """All experts are hit; some are not; one is."""
     g = torch.Generator().manual_seed(1)

@@ -442,7 +442,18 @@ def picked(x: Tensor, index: Any) -> Any:
     value = value.reshape(*shape, *x.shape[used:])
     if rest:
         value = value[(*(slice(None),) * len(shape), *rest)]
-    return Rows(mask, value.clone(), front)
+    return Rows(mask, _harmless(value, mask), front)
+
+
+def _harmless(value: Tensor, mask: Mask) -> Tensor:
+    """A copy in which rows that are not meant are ones: what is computed of them has finite gradients (of zero)."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return value.clone()
+    meant = mask.meant()
+    for d in range(meant.dim()):
+        if value.shape[d] != meant.shape[d]:
+            meant = meant.any(d, keepdim=True)
+    return torch.where(meant.reshape(*meant.shape, *(1,) * (value.dim() - meant.dim())), value, torch.ones_like(value))
 
 
 def _number(chosen: Chosen, length: int) -> int | slice:
