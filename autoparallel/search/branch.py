@@ -30,6 +30,7 @@ WORTH = 0.8  # another round of prices where this share or less of the cells is 
 PROBED = 10
 PROBED_OTHERS = 4
 PROBE_SWEEPS = 2
+AT_ONCE = 8  # groups, so that their tables less messages stay in a cache
 HALVES = 4
 HARDNESS = 4.0  # a child with all of the gap left is taken to be 10^this times the work of one with none
 EXACT = 1e-9
@@ -177,19 +178,14 @@ class Branching:
 
     def _children(self, found: _Bounded) -> list[_Open]:
         """The problem split by one node's groups of choices, without those that a few sweeps rule out."""
-        messenger, paid = found.messenger, float(found.prices @ found.left.room)
+        messenger = found.messenger
         costs, left = list(found.costs), list(found.left.costs)
-        start = messenger.into.copy()
+        several: dict[int, Messenger] = {}
         gap = self._slack(found.bound) if self.cost < FORBIDDEN else abs(found.bound) + 1.0
         best: tuple[float, int, list[tuple[float, np.ndarray]]] = (FORBIDDEN, -1, [])
         for v, groups in self._groups(found).items():
             open_groups = []
-            for group in groups:
-                trial = list(costs)
-                trial[v] = np.full(len(costs[v]), messenger.limit)
-                trial[v][group] = costs[v][group]
-                messenger.into[:] = start
-                bound = max(found.bound, messenger.settle(trial, PROBE_SWEEPS) - paid)
+            for group, bound in zip(groups, self._probe(found, costs, v, groups, several), strict=True):
                 if self._closes(bound):
                     costs[v], left[v] = costs[v].copy(), left[v].copy()
                     costs[v][group], left[v][group] = messenger.limit, FORBIDDEN
@@ -200,7 +196,6 @@ class Branching:
             work = sum(10.0 ** (HARDNESS * (1.0 - (bound - found.bound) / gap)) for bound, _ in open_groups)
             best = min(best, (work, v, open_groups), key=lambda way: way[:2])
         _, v, open_groups = best
-        messenger.into[:] = start
         children = []
         for bound, group in open_groups:
             only = np.full(len(left[v]), FORBIDDEN)
@@ -208,3 +203,19 @@ class Branching:
             inner = messenger.on([*left[:v], only, *left[v + 1:]])
             children.append(_Open(replace(found.shrunk, compact=inner.compact), bound, found.prices, inner))
         return children
+
+    def _probe(self, found: _Bounded, costs: Sequence[np.ndarray], v: int, groups: Sequence[np.ndarray],
+               several: dict[int, Messenger]) -> list[float]:
+        """What plans with each group cost at least, after a few sweeps; ``several``: messengers to use again."""
+        paid, bounds = float(found.prices @ found.left.room), []
+        for low in range(0, len(groups), AT_ONCE):
+            some = groups[low:low + AT_ONCE]
+            messenger = several.get(len(some)) or several.setdefault(
+                len(some), found.messenger.times(len(some)))
+            messenger.into[:] = found.messenger.into
+            trial = list(costs)
+            trial[v] = np.full((len(some), len(costs[v])), messenger.limit)
+            for line, group in zip(trial[v], some, strict=True):
+                line[group] = costs[v][group]
+            bounds += (messenger.settle(trial, PROBE_SWEEPS) - paid).tolist()
+        return [max(found.bound, bound) for bound in bounds]

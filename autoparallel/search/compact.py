@@ -55,6 +55,11 @@ class Compact:
         return [len(costs) for costs in self.costs]
 
     @cached_property
+    def flat_costs(self) -> np.ndarray:
+        """Of all nodes, one after another."""
+        return np.concatenate([np.zeros(0), *self.costs])
+
+    @cached_property
     def starts(self) -> np.ndarray:
         """Where each slot's events start."""
         return np.searchsorted(self.events.slots, np.arange(self.firsts[-1] + 1))

@@ -8,11 +8,13 @@ tree-reweighted message passing", 2006). No table is larger than an edge's; a sw
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,54 +30,82 @@ SETTLE = 5
 SWEEPS = 2
 SLOW = 1e-4
 SMALLEST_STEP = 1e-3
+LONG = 2  # a table with so many times more rows than columns is read column by column
+ROUNDING = 1e-12
 
 
 class _Ahead(NamedTuple):
-    """A message that a node sends in a sweep: its line as a column, its table, and the line that it fills."""
+    """A message that a node sends in a sweep: its line, the table that it is taken from, along which axis the least is
+    looked for (the table lies so that the other one is not short), and the line that it fills."""
 
     given: np.ndarray
     table: np.ndarray
+    axis: int
     filled: np.ndarray
+
+
+class _Turn(NamedTuple):
+    """What a node does in a sweep: its lines towards the nodes ahead, their messages, how much of its belief each gets
+    and how much stays (0: nothing)."""
+
+    lines: np.ndarray
+    ahead: list[_Ahead]
+    share: float
+    kept: float
 
 
 class Messenger:
     """Messages into every node, one line per edge; kept from sweep to sweep, so that prices can change in small steps.
 
-    Nothing costs more than ``limit`` here, which is more than any allowed plan costs, so bounds stay valid.
+    Nothing costs more than ``limit`` here, which is more than any allowed plan costs, so bounds stay valid. With
+    `times`, several problems that differ in costs of nodes are swept at once: arrays have an axis more, the first.
     """
 
     def __init__(self, compact: Compact, limit: float) -> None:
         self.compact, self.limit = compact, limit
-        self._lines = [{e: i for i, (e, _, _) in enumerate(around)} for around in compact.around]
-        self._tables = [[np.minimum(table, limit) for _, _, table in around] for around in compact.around]
+        self._around = [sorted(around, key=itemgetter(1)) for around in compact.around]
+        self._lines = [{e: i for i, (e, _, _) in enumerate(around)} for around in self._around]
+        self._tables = [[np.minimum(table, limit) for _, _, table in around] for around in self._around]
         self._lay_out(np.zeros(sum(len(around) * size for around, size in
-                                   zip(compact.around, compact.sizes, strict=True))))
+                                   zip(self._around, compact.sizes, strict=True))))
 
     def _lay_out(self, into: np.ndarray) -> None:
         """Take these messages, and look up what each sweep needs of them."""
-        around, sizes = self.compact.around, self.compact.sizes
+        around, sizes = self._around, self.compact.sizes
         ends = np.cumsum([0, *(len(near) * size for near, size in zip(around, sizes, strict=True))]).tolist()
         self.into = into
-        self.views = [into[low:high].reshape(-1, size) for low, high, size in
+        self.views = [into[..., low:high].reshape(*into.shape[:-1], -1, size) for low, high, size in
                       zip(ends[:-1], ends[1:], sizes, strict=True)]
-        columns = [view[:, :, None] for view in self.views]
-        sent = [[_Ahead(columns[v][line], self._tables[v][line], self.views[w][self._lines[w][e]])
-                 for line, (e, w, _) in enumerate(near)] for v, near in enumerate(around)]
-        forward = [[way for way, (_, w, _) in zip(ways, near, strict=True) if w > v]
-                   for v, (ways, near) in enumerate(zip(sent, around, strict=True))]
-        backward = [[way for way, (_, w, _) in zip(ways, near, strict=True) if w < v]
-                    for v, (ways, near) in enumerate(zip(sent, around, strict=True))]
-        self._forward, self._backward = forward, backward
-        self._shares = [1.0 / max(1, len(ahead), len(behind))
-                        for ahead, behind in zip(forward, backward, strict=True)]
+        self._forward, self._backward = [], []
+        for v, near in enumerate(around):
+            behind = sum(w < v for _, w, _ in near)
+            share = 1.0 / max(1, behind, len(near) - behind)
+            sent = [self._ahead(v, line, e, w) for line, (e, w, _) in enumerate(near)]
+            for turns, ways, lines in ((self._forward, sent[behind:], self.views[v][..., behind:, :]),
+                                       (self._backward, sent[:behind], self.views[v][..., :behind, :])):
+                kept = 1.0 - len(ways) * share
+                turns.append(_Turn(lines, ways, share, kept if kept > ROUNDING else 0.0))
+
+    def _ahead(self, v: int, line: int, e: int, w: int) -> _Ahead:
+        back, given = self._lines[w][e], self.views[v][..., line, :]
+        filled, table = self.views[w][..., back, :], self._tables[v][line]
+        if len(table) >= LONG * table.shape[1]:
+            return _Ahead(given[..., None, :], self._tables[w][back], -1, filled)
+        return _Ahead(given[..., :, None], table, -2, filled)
+
+    def times(self, count: int) -> Messenger:
+        """A copy for so many problems at once, each with these messages."""
+        found = copy.copy(self)
+        found._lay_out(np.repeat(self.into[None], count, axis=0))
+        return found
 
     def start_from(self, other: Messenger, origin: Sequence[tuple[int, np.ndarray]]) -> None:
         """Take over the messages of the problem that this one was shrunk from, where edges are still there.
 
         ``origin``: every node's node there, and its choices there. Bounds hold whatever the messages start from.
         """
-        lines = [{w: line for line, (_, w, _) in enumerate(around)} for around in other.compact.around]
-        for view, around, (old, picks) in zip(self.views, self.compact.around, origin, strict=True):
+        lines = [{w: line for line, (_, w, _) in enumerate(around)} for around in other._around]
+        for view, around, (old, picks) in zip(self.views, self._around, origin, strict=True):
             for line, (_, w, _) in enumerate(around):
                 if origin[w][0] in lines[old]:
                     view[line] = other.views[old][lines[old][origin[w][0]]][picks]
@@ -89,27 +119,28 @@ class Messenger:
 
     def costs(self, prices: np.ndarray) -> list[np.ndarray]:
         """Priced node costs without infinities. Edges that use memory keep their tables: a bound all the same."""
-        compact = self.compact
-        extra = compact.slot_prices(prices)
-        return [np.minimum(costs + extra[compact.firsts[v]:compact.firsts[v + 1]], self.limit)
-                for v, costs in enumerate(compact.costs)]
+        whole = self.compact.flat_costs
+        dear = np.minimum(whole + self.compact.slot_prices(prices)[:len(whole)], self.limit)
+        borders = self.compact.firsts[:len(self.compact.costs) + 1].tolist()
+        return [dear[low:high] for low, high in itertools.pairwise(borders)]
 
-    def sweep(self, costs: Sequence[np.ndarray], forward: bool) -> float:
-        """Each node in turn shares what it has among the edges ahead of it; the bound that then holds."""
-        steps = self._forward if forward else self._backward
-        bound = self.compact.constant
+    def sweep(self, costs: Sequence[np.ndarray], forward: bool) -> Any:
+        """Each node in turn shares what it has among the edges ahead of it; the bound that then holds (of each)."""
+        turns, views = self._forward if forward else self._backward, self.views
+        bound: Any = self.compact.constant
         for v in range(len(costs)) if forward else range(len(costs) - 1, -1, -1):
-            ahead, share = steps[v], self._shares[v]
-            belief = costs[v] + np.add.reduce(self.views[v])
-            bound += (1.0 - len(ahead) * share) * np.minimum.reduce(belief)
-            belief = (belief * share)[:, None]
-            for given, table, filled in ahead:
-                given -= belief
-                np.minimum.reduce(table - given, out=filled)
-        return float(bound)
+            lines, ahead, share, kept = turns[v]
+            belief = costs[v] + np.add.reduce(views[v], -2)
+            if kept:
+                bound = bound + kept * np.minimum.reduce(belief, -1)
+            if ahead:
+                lines -= (belief * share)[..., None, :]
+                for given, table, axis, filled in ahead:
+                    np.minimum.reduce(table - given, axis, None, filled)
+        return bound
 
-    def settle(self, costs: Sequence[np.ndarray], sweeps: int = SETTLE) -> float:
-        bound = -FORBIDDEN
+    def settle(self, costs: Sequence[np.ndarray], sweeps: int = SETTLE) -> Any:
+        bound: Any = -FORBIDDEN
         for _ in range(sweeps):
             self.sweep(costs, True)
             bound = self.sweep(costs, False)
@@ -118,7 +149,7 @@ class Messenger:
     def plan(self, costs: Sequence[np.ndarray]) -> list[int]:
         """Nodes in order, each given the choices before it and the messages from those after it."""
         plan: list[int] = []
-        for v, around in enumerate(self.compact.around):
+        for v, around in enumerate(self._around):
             total = costs[v]
             for line, (_, w, table) in enumerate(around):
                 total = total + (table[:, plan[w]] if w < v else self.views[v][line])
