@@ -17,7 +17,7 @@ import numpy as np
 
 from autoparallel.search.compact import Compact, moved_prices
 from autoparallel.search.merge import Shrunk, shrink
-from autoparallel.search.messages import Messenger, raise_prices
+from autoparallel.search.messages import Messenger, Prices, raise_each, raise_prices
 from autoparallel.search.problem import FORBIDDEN
 from autoparallel.search.program import Program
 from autoparallel.search.walk import finite_limit
@@ -40,12 +40,14 @@ DEAREST = 1e3
 
 @dataclass(frozen=True, eq=False)
 class _Open:
-    """A problem that may have a better plan, none of which costs less than ``bound``; messages and prices so far."""
+    """A problem that may have a better plan, none of which costs less than ``bound``; messages and prices so far,
+    the latter raised for this problem or still to be raised."""
 
     shrunk: Shrunk
     bound: float
     prices: np.ndarray
     messenger: Messenger | None = None
+    raised: Prices | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,14 +125,14 @@ class Branching:
 
     def _bounded(self, node: _Open) -> _Bounded | None:
         """Bound, drop and merge, as long as that makes the problem much smaller. None where nothing is left."""
-        shrunk, prices, known = node.shrunk, node.prices, node.bound
+        shrunk, prices, known, raised = node.shrunk, node.prices, node.bound, node.raised
         messenger = node.messenger or self._messenger(shrunk.compact)
         steps = STEPS if node.messenger is None else WARM_STEPS
         while True:
             if not shrunk.compact.costs:
                 self._offer(shrunk, ())
                 return None
-            raised = raise_prices(messenger, self.deadline, steps, None, prices, self.cost)
+            raised = raised or raise_prices(messenger, self.deadline, steps, None, prices, self.cost)
             costs = messenger.costs(raised.values)
             bound = messenger.settle(costs) - float(raised.values @ shrunk.compact.room)
             known = max(known, bound, raised.bound)
@@ -147,7 +149,7 @@ class Branching:
             before, messenger = messenger, self._messenger(smaller.compact)
             messenger.start_from(before, smaller.origin(shrunk))
             prices = moved_prices(raised.values, shrunk.compact, smaller.compact)
-            shrunk, steps = smaller, WARM_STEPS
+            shrunk, steps, raised = smaller, WARM_STEPS, None
 
     def _messenger(self, compact: Compact) -> Messenger:
         return Messenger(compact, min(finite_limit(compact), DEAREST * abs(self.cost) or FORBIDDEN))
@@ -202,7 +204,15 @@ class Branching:
             only[group] = left[v][group]
             inner = messenger.on([*left[:v], only, *left[v + 1:]])
             children.append(_Open(replace(found.shrunk, compact=inner.compact), bound, found.prices, inner))
-        return children
+        parts = [children[low:low + AT_ONCE] for low in range(0, len(children), AT_ONCE)]
+        return [child for part in parts for child in self._raised(part)]
+
+    def _raised(self, children: Sequence[_Open]) -> list[_Open]:
+        """Siblings, with prices raised for each."""
+        messengers = [child.messenger for child in children if child.messenger is not None]
+        found = raise_each(messengers, self.deadline, WARM_STEPS, children[0].prices, self.cost)
+        return [replace(child, bound=max(child.bound, raised.bound), raised=raised)
+                for child, raised in zip(children, found, strict=True)]
 
     def _probe(self, found: _Bounded, costs: Sequence[np.ndarray], v: int, groups: Sequence[np.ndarray],
                several: dict[int, Messenger]) -> list[float]:

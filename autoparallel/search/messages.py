@@ -76,7 +76,8 @@ class Messenger:
         self.into = into
         self.views = [into[..., low:high].reshape(*into.shape[:-1], -1, size) for low, high, size in
                       zip(ends[:-1], ends[1:], sizes, strict=True)]
-        self._forward, self._backward = [], []
+        self._forward: list[_Turn] = []
+        self._backward: list[_Turn] = []
         for v, near in enumerate(around):
             behind = sum(w < v for _, w, _ in near)
             share = 1.0 / max(1, behind, len(near) - behind)
@@ -99,6 +100,12 @@ class Messenger:
         found._lay_out(np.repeat(self.into[None], count, axis=0))
         return found
 
+    def only(self, lines: np.ndarray) -> Messenger:
+        """A copy for some of the problems."""
+        found = copy.copy(self)
+        found._lay_out(self.into[lines])
+        return found
+
     def start_from(self, other: Messenger, origin: Sequence[tuple[int, np.ndarray]]) -> None:
         """Take over the messages of the problem that this one was shrunk from, where edges are still there.
 
@@ -119,10 +126,16 @@ class Messenger:
 
     def costs(self, prices: np.ndarray) -> list[np.ndarray]:
         """Priced node costs without infinities. Edges that use memory keep their tables: a bound all the same."""
+        return self.per_node(self.flat_costs(prices))
+
+    def flat_costs(self, prices: np.ndarray) -> np.ndarray:
+        """The same, those of all nodes in one array."""
         whole = self.compact.flat_costs
-        dear = np.minimum(whole + self.compact.slot_prices(prices)[:len(whole)], self.limit)
+        return np.minimum(whole + self.compact.slot_prices(prices)[:len(whole)], self.limit)
+
+    def per_node(self, flat: np.ndarray) -> list[np.ndarray]:
         borders = self.compact.firsts[:len(self.compact.costs) + 1].tolist()
-        return [dear[low:high] for low, high in itertools.pairwise(borders)]
+        return [flat[..., low:high] for low, high in itertools.pairwise(borders)]
 
     def sweep(self, costs: Sequence[np.ndarray], forward: bool) -> Any:
         """Each node in turn shares what it has among the edges ahead of it; the bound that then holds (of each)."""
@@ -136,7 +149,7 @@ class Messenger:
             if ahead:
                 lines -= (belief * share)[..., None, :]
                 for given, table, axis, filled in ahead:
-                    np.minimum.reduce(table - given, axis, None, filled)
+                    np.minimum.reduce(table - given, axis, out=filled)
         return bound
 
     def settle(self, costs: Sequence[np.ndarray], sweeps: int = SETTLE) -> Any:
@@ -146,15 +159,15 @@ class Messenger:
             bound = self.sweep(costs, False)
         return bound
 
-    def plan(self, costs: Sequence[np.ndarray]) -> list[int]:
-        """Nodes in order, each given the choices before it and the messages from those after it."""
-        plan: list[int] = []
+    def plan(self, costs: Sequence[np.ndarray]) -> Any:
+        """Nodes in order, each given the choices before it and the messages from those after it (a plan of each)."""
+        plan: list[Any] = []
         for v, around in enumerate(self._around):
             total = costs[v]
             for line, (_, w, table) in enumerate(around):
-                total = total + (table[:, plan[w]] if w < v else self.views[v][line])
-            plan.append(int(total.argmin()))
-        return plan
+                total = total + (table.take(plan[w], axis=1).T if w < v else self.views[v][..., line, :])
+            plan.append(total.argmin(-1))
+        return np.array(plan, np.int64).T.tolist()
 
     def regrets(self, costs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """For every choice: at least by how much (priced) plans with it exceed the bound."""
@@ -196,45 +209,92 @@ class Prices:
     steps: int = 0
 
 
-def raise_prices(messenger: Messenger, deadline: float, steps: int, on_plan: Callable[[list[int]], float] | None,
-                 first: np.ndarray | None = None, target: float = FORBIDDEN) -> Prices:
-    """Subgradient steps on the prices of memory from ``first`` on (none: 0), two sweeps of messages each.
+class _Ascent:
+    """Subgradient steps on the prices of memory from ``first`` on.
 
     What the messages' plan uses too much of gets dearer: the cheapest choices one by one say less, since equal ones are
-    many. Step length after Polyak, towards the best plan's cost (``target``: known so far) or half as much again as the
-    bound, whichever is nearer; shorter when the bound does not grow. ``on_plan`` is shown a plan now and then, at
-    prices above and below, and returns the cost of the best plan so far (None: no plans are made).
+    many. Step length after Polyak, towards the best plan's cost or half as much again as the bound, whichever is
+    nearer; shorter when the bound does not grow.
     """
-    compact = messenger.compact
-    room, scale = compact.room, 1.0 / max(float(compact.room.max(initial=0.0)), 1.0)
-    best = Prices(np.zeros(len(room)) if first is None else first, -FORBIDDEN)
-    prices, pull, step, idle = best.values, np.zeros(len(room)), STEP, 0
-    for number in range(1, steps + 1):
-        costs = messenger.costs(prices)
-        bound = messenger.settle(costs, SWEEPS) - float(prices @ room)
-        best.steps = number
-        idle = 0 if bound > best.bound + SLOW * abs(best.bound) else idle + 1
+
+    def __init__(self, compact: Compact, first: np.ndarray) -> None:
+        self.compact, self.best, self.prices = compact, Prices(first, -FORBIDDEN), first
+        self._scale = 1.0 / max(float(compact.room.max(initial=0.0)), 1.0)
+        self._pull, self._step, self._idle, self._bound = np.zeros(len(first)), STEP, 0, -FORBIDDEN
+
+    def take(self, priced_bound: float) -> None:
+        """The messages' bound at the prices."""
+        best, bound = self.best, float(priced_bound) - float(self.prices @ self.compact.room)
+        best.steps += 1
+        self._idle = 0 if bound > best.bound + SLOW * abs(best.bound) else self._idle + 1
         if bound > best.bound:
-            best.values, best.bound = prices, bound
-        if number % SHOW_EVERY == 0 and on_plan is not None and number < steps:
-            target = show_plans(messenger, best.values, on_plan, deadline)
-        near = target < FORBIDDEN and target - best.bound <= 1e-9 * abs(target)
-        if time.monotonic() >= deadline or step < SMALLEST_STEP or near:
-            break
-        over = (compact.load(messenger.plan(costs)) - room) * scale
-        pull = MOMENTUM * pull + (1 - MOMENTUM) * over
-        if idle >= PATIENCE:
-            prices, pull, step, idle = best.values, 0.0 * pull, step * SHRINK, 0
-            continue
-        way = np.where((prices <= 0) & (pull < 0), 0.0, pull)
+            best.values, best.bound = self.prices, bound
+        self._bound = bound
+
+    def ended(self, target: float) -> bool:
+        near = target < FORBIDDEN and target - self.best.bound <= 1e-9 * abs(target)
+        return near or self._step < SMALLEST_STEP
+
+    def move(self, plan: Sequence[int], target: float) -> bool:
+        """A step, from the messages' plan at the prices; False where prices do nothing."""
+        prices, bound = self.prices, self._bound
+        over = (self.compact.load(plan) - self.compact.room) * self._scale
+        self._pull = MOMENTUM * self._pull + (1 - MOMENTUM) * over
+        if self._idle >= PATIENCE:
+            self.prices, self._pull, self._step, self._idle = self.best.values, 0.0 * over, self._step * SHRINK, 0
+            return True
+        way = np.where((prices <= 0) & (self._pull < 0), 0.0, self._pull)
         length = float(way @ way)
-        if length == 0 and not prices.any() and number > SHOW_EVERY:
-            break
+        if length == 0 and not prices.any() and self.best.steps > SHOW_EVERY:
+            return False
         reach = min(max(target - bound, 0.0), 0.5 * abs(bound) + 1e-300)
-        prices = np.maximum(0.0, prices + step * reach * scale / (length or 1.0) * way)
+        self.prices = np.maximum(0.0, prices + self._step * reach * self._scale / (length or 1.0) * way)
+        return True
+
+
+def raise_prices(messenger: Messenger, deadline: float, steps: int, on_plan: Callable[[list[int]], float] | None,
+                 first: np.ndarray | None = None, target: float = FORBIDDEN) -> Prices:
+    """Steps on the prices of memory from ``first`` on (none: 0), two sweeps of messages each.
+
+    ``target``: the cost of the best plan known so far. ``on_plan`` is shown a plan now and then, at prices above and
+    below, and returns the cost of the best plan so far (None: no plans are made).
+    """
+    ascent = _Ascent(messenger.compact, np.zeros(len(messenger.compact.room)) if first is None else first)
+    for number in range(1, steps + 1):
+        costs = messenger.costs(ascent.prices)
+        ascent.take(messenger.settle(costs, SWEEPS))
+        if number % SHOW_EVERY == 0 and on_plan is not None and number < steps:
+            target = show_plans(messenger, ascent.best.values, on_plan, deadline)
+        if time.monotonic() >= deadline or ascent.ended(target) or not ascent.move(messenger.plan(costs), target):
+            break
     if on_plan is not None:
-        show_plans(messenger, best.values, on_plan, deadline)
-    return best
+        show_plans(messenger, ascent.best.values, on_plan, deadline)
+    return ascent.best
+
+
+def raise_each(messengers: Sequence[Messenger], deadline: float, steps: int, first: np.ndarray, target: float
+               ) -> list[Prices]:
+    """The same without plans shown, for problems that differ in costs of nodes, with equal messages: swept at once."""
+    ascents = [_Ascent(messenger.compact, first) for messenger in messengers]
+    climbing, several = list(range(len(messengers))), messengers[0].times(len(messengers))
+    for _ in range(steps):
+        costs = several.per_node(np.stack([messengers[i].flat_costs(ascents[i].prices) for i in climbing]))
+        for i, bound in zip(climbing, several.settle(costs, SWEEPS), strict=True):
+            ascents[i].take(bound)
+        late = time.monotonic() >= deadline
+        goes_on = [not late and not ascents[i].ended(target) and ascents[i].move(plan, target)
+                   for i, plan in zip(climbing, several.plan(costs), strict=True)]
+        if not all(goes_on):
+            for line, i in enumerate(climbing):
+                if not goes_on[line]:
+                    messengers[i].into[:] = several.into[line]
+            climbing = [i for i, on in zip(climbing, goes_on, strict=True) if on]
+            if not climbing:
+                break
+            several = several.only(np.flatnonzero(goes_on))
+    for line, i in enumerate(climbing):
+        messengers[i].into[:] = several.into[line]
+    return [ascent.best for ascent in ascents]
 
 
 def show_plans(messenger: Messenger, prices: np.ndarray, on_plan: Callable[[list[int]], float], deadline: float,

@@ -18,7 +18,7 @@ from autoparallel.search import MemoryLimitError, Problem, branch, evaluate, lea
 from autoparallel.search.compact import Compact, compact_of, part_of
 from autoparallel.search.highs import LinearModel, run_highs
 from autoparallel.search.merge import shrink
-from autoparallel.search.messages import Messenger, raise_prices, show_plans
+from autoparallel.search.messages import Messenger, raise_each, raise_prices, show_plans
 from autoparallel.search.problem import single_limit
 from autoparallel.search.solver import Run
 from autoparallel.search.walk import Walk, finite_limit
@@ -98,6 +98,22 @@ def test_messages_bound_every_plan_and_every_choice(seed: int) -> None:
         if judged.feasible:
             assert max(bound, found.bound) <= judged.objective + 1e-6
             assert all(bound + regrets[v][pick] <= judged.objective + 1e-6 for v, pick in enumerate(plan))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_prices_of_siblings_are_raised_as_if_each_were_alone(seed: int) -> None:
+    compact = compact_or_none(random_problem(seed, limited=True))
+    if compact is None:
+        return
+    messenger, rng = Messenger(compact, finite_limit(compact)), np.random.default_rng(seed)
+    messenger.settle(messenger.costs(np.zeros(len(compact.room))))
+    first, target = rng.random(len(compact.room)), abs(finite_limit(compact))
+    together, alone = ([messenger.on([costs + seed for costs in compact.costs]) for seed in range(3)] for _ in range(2))
+    for found, one, other in zip(raise_each(together, math.inf, 12, first, target), alone, together, strict=True):
+        expected = raise_prices(one, math.inf, 12, None, first, target)
+        assert found.steps == expected.steps and found.bound == pytest.approx(expected.bound)
+        assert found.values == pytest.approx(expected.values) and other.into == pytest.approx(one.into)
 
 
 @settings(max_examples=40, deadline=None)
