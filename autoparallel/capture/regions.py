@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._C import _functorch
 from torch._decomp import get_decompositions
 from torch._functorch import predispatch
 from torch.fx import Graph
@@ -210,12 +211,17 @@ def _operands(region: Sequence[Node], inside: set[Node]) -> list[Node]:
 
 
 def _interpret(region: Sequence[Node], env: dict[Node, Any]) -> None:
-    for node in region:
-        if node.target is gradient:  # of what torch.vmap maps: others are expanded before
-            env[node] = _differentiated(node, env)
-            continue
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        env[node] = node.target(*args, **kwargs)
+    level = _functorch.maybe_current_level()
+    try:
+        for node in region:
+            if node.target is gradient:  # of what torch.vmap maps: others are expanded before
+                env[node] = _differentiated(node, env)
+                continue
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = node.target(*args, **kwargs)
+    finally:
+        while _functorch.maybe_current_level() != level:  # an error within torch.vmap, whose levels are ops here
+            _functorch._vmap_decrement_nesting()
 
 
 def _differentiated(node: Node, env: dict[Node, Any]) -> list[Any]:
