@@ -36,6 +36,7 @@ def plan(
     joint: Annotated[bool, typer.Option(help="search pipeline, micro-batches, ZeRO and recompute too")] = False,
     pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis)")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="turns over the batch")] = None,
+    stage_replicas: Annotated[str | None, typer.Option(help="ranks that take turns on each stage, as 1,3")] = None,
     schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved or zero_bubble")] = None,
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto")] = None,
@@ -62,6 +63,7 @@ def plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
             memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
             joint=joint, pipeline_stages=pipeline_stages, micro_batches=micro_batches, schedule=schedule,
+            stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
             progress=lambda *state: status.update(progress_line(*state)),
         )
@@ -181,11 +183,15 @@ def _hugging_face(
 
 
 def _mesh_shape(text: str | None) -> tuple[int, ...] | None:
+    return _sizes(text, "the mesh", "x", "8x8")
+
+
+def _sizes(text: str | None, what: str, between: str, example: str) -> tuple[int, ...] | None:
     if text is None:
         return None
-    parts = text.lower().split("x")
+    parts = text.lower().split(between)
     if not all(p.isdigit() and int(p) > 0 for p in parts):
-        raise InputError(f"cannot read the mesh {text!r}: write sizes with x between them, for example 8x8")
+        raise InputError(f"cannot read {what} {text!r}: write sizes with {between} between them, for example {example}")
     return tuple(int(p) for p in parts)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,15 @@ from torch import nn
 
 from autoparallel.baselines import baseline
 from autoparallel.capture import OpGraph, capture
-from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError
+from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError, SearchError
 from autoparallel.hybrid import (
     MicroBatches,
     Stages,
     Ungathered,
     blocks_by_stage,
     fewest_recomputed,
+    is_uneven,
+    on_several_ranks,
     place_cuts,
     split_batch,
     stages_of,
@@ -48,8 +51,8 @@ if TYPE_CHECKING:
 
 
 #: Options that a ready plan leaves no room for.
-DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "schedule", "recompute",
-                               "zero_stage", "reduce_dtype"})
+DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
+                               "recompute", "zero_stage", "reduce_dtype"})
 
 #: Into how many searches recompute="auto" divides its time.
 RECOMPUTE_TRIES = 4
@@ -67,10 +70,11 @@ class Options:
     with the best plan so far. ``progress``: called as `search.solve` says.
 
     A step in turns (see `plans.Hybrid`): ``micro_batches``, ``pipeline_stages`` (over the mesh's first axis, of which
-    they are a multiple), ``schedule``, ``recompute`` (none, selective, full, offload; or auto: whole blocks in full, as
-    few as memory allows). ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3 store each in as many pieces
-    as it can be cut into; None leaves that to the search. ``reduce_dtype``: the type in which gradients are summed
-    ("float32", "bfloat16", "float16"; None: each parameter's own).
+    they are a multiple, or ``stage_replicas`` says how many ranks of that axis take turns on each stage), ``schedule``,
+    ``recompute`` (none, selective, full, offload; or auto: whole blocks in full, as few as memory allows).
+    ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3 store each in as many pieces as it can be cut into;
+    None leaves that to the search. ``reduce_dtype``: the type in which gradients are summed ("float32", "bfloat16",
+    "float16"; None: each parameter's own).
     """
 
     search: str = "auto"
@@ -81,6 +85,7 @@ class Options:
     time_limit_s: float = 60.0
     micro_batches: int | None = None
     pipeline_stages: int | None = None
+    stage_replicas: Sequence[int] | None = None
     schedule: str | None = None
     recompute: str | None = None
     zero_stage: int | None = None
@@ -89,7 +94,13 @@ class Options:
 
     @property
     def stages(self) -> int:
-        return self.pipeline_stages or 1
+        return self.pipeline_stages or len(self.stage_replicas or ()) or 1
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """``stage_replicas`` as a plan has it: nothing where each stage has one rank."""
+        found = tuple(self.stage_replicas or ())
+        return found if any(ranks != 1 for ranks in found) or len(found) != self.stages else ()
 
     def hybrid(self, pipeline_ranks: int) -> Hybrid:
         """How a step runs, on so many ranks of the pipeline axis. Raises PlanError for what does not go together."""
@@ -97,7 +108,7 @@ class Options:
         zero_stage = (2 if turns == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(turns, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
-                      reduce_dtype=self.reduce_dtype)
+                      reduce_dtype=self.reduce_dtype, replicas=self.replicas)
 
     def limit_bytes(self, cluster: Cluster) -> float:
         """Bytes that a plan may take on a device."""
@@ -134,7 +145,8 @@ def plan(
             raise PlanError("joint=True picks the axes and the plan: leave out axis_names and baseline")
         best = _plan_jointly(graph, cluster, mesh_shape, chosen)
     else:
-        shapes = [tuple(mesh_shape)] if mesh_shape is not None else mesh_shapes(cluster.num_devices, chosen.stages)
+        shapes = [tuple(mesh_shape)] if mesh_shape is not None else \
+            mesh_shapes(cluster.num_devices, chosen.stages, sum(chosen.replicas))
         best = best_of(graph, cluster, shapes, axis_names, chosen)
     seconds = {"capture": captured, **best.evidence.seconds}
     return replace(best, evidence=replace(best.evidence, seconds=seconds))
@@ -173,15 +185,31 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     started, open_ = time.monotonic(), options.recompute in (None, "auto")
     deadline = started + options.time_limit_s
     options = replace(options, recompute=None if open_ else options.recompute)
-    fixed = Fixed(options.micro_batches, options.pipeline_stages, options.schedule, options.recompute,
-                  options.zero_stage, tuple(mesh_shape) if mesh_shape is not None else None, options.reduce_dtype)
+    stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
+    fixed = Fixed(options.micro_batches, stages, options.schedule, options.recompute, options.zero_stage,
+                  tuple(mesh_shape) if mesh_shape is not None else None, options.reduce_dtype, options.replicas)
 
     split = cache(partial(split_batch, graph))
 
     def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
-        micro = split(candidate.hybrid.micro_batches)
-        within = replace(options, time_limit_s=seconds, search=search)
-        return _plan_on(micro, cluster, candidate.mesh_shape, None, within, candidate.hybrid, candidate.first)
+        micro, end = split(candidate.hybrid.micro_batches), time.monotonic() + seconds
+
+        def plan_as(hybrid: Hybrid, first: First | None, seconds: float) -> Plan:
+            within = replace(options, time_limit_s=seconds, search=search)
+            return _plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first)
+
+        made = plan_as(candidate.hybrid, candidate.first, seconds)
+        fixed_stages = stages is not None or options.schedule not in (None, "gpipe", "1f1b") or candidate.hybrid.cuts
+        if fixed_stages or not is_uneven(made):
+            return made
+        space = StrategySpace(micro.body, made.mesh_shape)
+        prices = Prices(space, cluster, options.optimizer, stages=made.hybrid.pipeline_ranks)
+        other = on_several_ranks(made, prices, micro.loss)
+        with suppress(InfeasibleError, SearchError):
+            if other is not None:
+                again = plan_as(other, made.labels, max(ROUGH_S, end - time.monotonic()))
+                made = min(made, again, key=lambda p: p.prediction.step_s)
+        return made
 
     def with_blocks(whole: Plan, again: tuple[str, ...]) -> Plan:
         candidate = Candidate(replace(whole.hybrid, recompute_blocks=again), whole.mesh_shape, first=whole.labels)
@@ -456,16 +484,19 @@ class _Clock:
         self._last = now
 
 
-def mesh_shapes(num_devices: int, stages: int = 1) -> list[tuple[int, ...]]:
+def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> list[tuple[int, ...]]:
     """Every way to cut a device count into one or two axes of at least two devices, behind a pipeline axis if there
-    are stages.
+    are stages (of ``pipeline_ranks``, if that is given).
 
     Raises PlanError when the stages cannot be dealt out evenly to a part of the devices.
     """
     if stages == 1:
         pairs = [(a, num_devices // a) for a in range(2, num_devices // 2 + 1) if num_devices % a == 0]
         return [(num_devices,), *pairs]
-    ranks = [r for r in range(2, num_devices + 1) if num_devices % r == 0 and stages % r == 0]
+    ranks = [r for r in range(2, num_devices + 1) if num_devices % r == 0
+             and (r == pipeline_ranks if pipeline_ranks else stages % r == 0)]
+    if pipeline_ranks and not ranks:
+        raise PlanError(f"stage_replicas are {pipeline_ranks} ranks together, and do not divide {num_devices} devices")
     if not ranks:
         raise PlanError(f"{stages} pipeline stages cannot be dealt out evenly to {num_devices} devices: a number above "
                         "1 must divide both")

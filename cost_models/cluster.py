@@ -361,16 +361,17 @@ class Cluster:
 
         return description.load(name_or_path, num_devices)
 
-    def group(self, mesh_shape: Sequence[int], axis: int) -> Group:
-        """How the groups along one mesh axis cross the links (of several groups the worst).
+    def group(self, mesh_shape: Sequence[int], axis: int, places: Sequence[int] = ()) -> Group:
+        """How the groups along one mesh axis (or of the ranks at some ``places`` of it) cross the links (of several
+        groups the worst).
 
         >>> cluster = Cluster.load("h100-sxm", num_devices=64)
         >>> [count for count, link in cluster.group((4, 16), 1).levels]     # sixteen ranks in two hosts
         [8, 2]
         """
-        return self.group_of(mesh_shape, (axis,))
+        return self.group_of(mesh_shape, (axis,), places)
 
-    def group_of(self, mesh_shape: Sequence[int], axes: Sequence[int]) -> Group:
+    def group_of(self, mesh_shape: Sequence[int], axes: Sequence[int], places: Sequence[int] = ()) -> Group:
         """The same for the groups over several axes together."""
         mesh_shape, ndim = tuple(int(n) for n in mesh_shape), len(mesh_shape)
         axes = tuple(sorted({axis + ndim if axis < 0 else axis for axis in axes}))
@@ -382,7 +383,7 @@ class Cluster:
             raise ClusterError(f"a mesh of {mesh_shape} needs {needed} devices, the cluster {self.name} has "
                                f"{self.num_devices}: load it with num_devices={needed}")
         domains = tuple(link.num_devices for link in self.links[:-1])
-        counts, members, sharing = _crossings(mesh_shape, axes, domains)
+        counts, members, sharing = _crossings(mesh_shape, axes, domains, tuple(places))
         lanes = [1.0]
         for level, link in enumerate(self.links[1:]):
             lanes.append(_lanes(link, domains[level], members[level], sharing[level]))
@@ -391,7 +392,7 @@ class Cluster:
             levels=tuple(zip(counts, self.links, strict=True)),
             launch_s=self.device.launch_s,
             lanes=tuple(lanes),
-            size=math.prod(mesh_shape[a] for a in axes),
+            size=len(places) or math.prod(mesh_shape[a] for a in axes),
             sharing=sharing[crossed[-1]] if crossed else 1,
             algorithms=self.algorithms,
             call_s=self.call_s,
@@ -406,7 +407,7 @@ def _lanes(link: Link, host_devices: int, members: int, sharing: int) -> float:
 
 @lru_cache(maxsize=1024)
 def _crossings(
-    mesh_shape: tuple[int, ...], axes: tuple[int, ...], domains: tuple[int, ...]
+    mesh_shape: tuple[int, ...], axes: tuple[int, ...], domains: tuple[int, ...], places: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """How the groups over ``axes`` lie in domains of ``domains[level]`` neighbouring ranks.
 
@@ -416,6 +417,7 @@ def _crossings(
     order = [a for a in range(len(mesh_shape)) if a not in axes] + list(axes)
     ranks = np.arange(math.prod(mesh_shape)).reshape(mesh_shape).transpose(order)
     groups = ranks.reshape(-1, math.prod(mesh_shape[a] for a in axes))
+    groups = groups[:, places] if places else groups
     homes = [np.sort(groups // size, axis=1) for size in domains]
     spread = [1 + (np.diff(home, axis=1) > 0).sum(axis=1) for home in homes]
     worst = int(np.lexsort(spread)[-1]) if spread else 0

@@ -22,10 +22,11 @@ from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchEr
 from autoparallel.hybrid import fewest_recomputed, split_batch
 from autoparallel.hybrid.joint import WORTH, Candidate, Fixed, JointSearch, _Drafts, _Promise
 from autoparallel.hybrid.sketch import sketch
-from autoparallel.hybrid.stages import cut_evenly, flow_of
+from autoparallel.hybrid.stages import cut_evenly, flow_of, stages_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.rules.space import StrategySpace
+from autoparallel.runtime.pipeline import with_messages
 from autoparallel.search import NotRepairedError, evaluate, solve
 from cost_models import Cluster
 from tests.models import CASES
@@ -48,10 +49,11 @@ CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
 Options = Mapping[str, Any]
 
 
-def train_by_step(case_name: str, mesh_shape: tuple[int, ...], options: Options, optimizer: str) -> Trained:
+def train_by_step(case_name: str, mesh_shape: tuple[int, ...], options: Options, optimizer: str, batch: int
+                  ) -> Trained:
     """Run on each rank: what `parallel.step` leaves; parameters of other stages are missing."""
     case = CASES[case_name]
-    args, kwargs = case.inputs(8)
+    args, kwargs = case.inputs(batch)
     parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
                                     **options)
     torch.manual_seed(SEED)
@@ -67,11 +69,11 @@ def train_by_step(case_name: str, mesh_shape: tuple[int, ...], options: Options,
 
 
 def assert_one_process(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options,
-                       optimizer: str = "sgd") -> None:
+                       optimizer: str = "sgd", batch: int = 8) -> None:
     """Every rank's loss is the one process's, and so is every tensor of every rank; together the ranks have all."""
-    expected = train_reference(CASES[case_name], optimizer, num_steps=STEPS)
+    expected = train_reference(CASES[case_name], optimizer, num_steps=STEPS, batch_size=batch)
     found = ranks(int(torch.Size(mesh_shape).numel())).run(
-        train_by_step, case_name, mesh_shape, dict(options), optimizer, timeout_s=200
+        train_by_step, case_name, mesh_shape, dict(options), optimizer, batch, timeout_s=200
     )
     for trained in found:
         assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -107,6 +109,64 @@ def test_zero_stages_with_micro_batches(ranks: Any, zero_stage: int) -> None:
 ])
 def test_pipelines(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options) -> None:
     assert_one_process(ranks, case_name, mesh_shape, {"pipeline_stages": 2, **options})
+
+
+@pytest.mark.parametrize(("case_name", "mesh_shape", "options", "batch"), [
+    ("llama", (3,), {"stage_replicas": (1, 2), "micro_batches": 4}, 8),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("gpt2", (3,), {"stage_replicas": (2, 1), "micro_batches": 2, "schedule": "gpipe"}, 8),
+        ("gpt2", (3,), {"stage_replicas": (1, 2), "micro_batches": 8}, 8),
+        ("llama", (4,), {"stage_replicas": (1, 3), "micro_batches": 3}, 6),
+        ("gpt2", (4,), {"stage_replicas": (1, 3), "micro_batches": 6, "schedule": "gpipe"}, 6),
+        ("gpt2", (4,), {"stage_replicas": (3, 1), "micro_batches": 6}, 6),
+        ("gpt2", (4,), {"stage_replicas": (1, 2, 1), "micro_batches": 8, "recompute": "full"}, 8),
+        ("t5", (4,), {"stage_replicas": (2, 1, 1), "micro_batches": 4}, 8),
+        ("llama", (6,), {"stage_replicas": (2, 3, 1), "micro_batches": 6}, 6),
+        ("gpt2", (3, 2), {"stage_replicas": (1, 2), "micro_batches": 4, "zero_stage": 1}, 8),
+        ("llama", (3, 2), {"stage_replicas": (2, 1), "micro_batches": 2, "zero_stage": 2}, 8),
+        ("gpt2", (3, 2), {"stage_replicas": (1, 2), "micro_batches": 4, "zero_stage": 3}, 8),
+    ]),
+])
+def test_stages_on_several_ranks(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options, batch: int
+                                 ) -> None:
+    """Which take turns; what all of them learn is added up."""
+    assert_one_process(ranks, case_name, mesh_shape, options, "adamw", batch)
+
+
+@pytest.mark.slow
+def test_ranks_that_take_turns_drop_the_same(ranks: Any) -> None:
+    """A turn draws its own numbers, wherever it runs."""
+    def losses(mesh_shape: tuple[int, ...], options: Options) -> list[float]:
+        everywhere = ranks(mesh_shape[0]).run(train_by_step, "gpt2_dropout", mesh_shape, dict(options), "sgd", 8,
+                                              timeout_s=100)
+        return list(everywhere[0].losses)
+
+    once = losses((2,), {"pipeline_stages": 2, "micro_batches": 4})
+    assert losses((3,), {"stage_replicas": (1, 2), "micro_batches": 4}) == pytest.approx(once, rel=1e-6)
+    assert losses((2,), {"pipeline_stages": 2, "micro_batches": 2}) != pytest.approx(once, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (3, 1), (2, 3), (2, 1, 3, 1), (3, 2, 2), (1, 4, 1)])
+def test_messages_between_stages_on_several_ranks(replicas: tuple[int, ...], schedule: str) -> None:
+    """Every rank runs its micro-batches there and back, and two ranks see their messages in one order."""
+    turns = 2 * math.lcm(*replicas)
+    hybrid = Hybrid(turns, len(replicas), sum(replicas), schedule, replicas=replicas)
+    made = {rank: [(action.computation_type.value, action.microbatch_index) for action in actions]
+            for rank, actions in with_messages(hybrid).items()}
+    assert set(made) == set(range(hybrid.pipeline_ranks))
+    passed: dict[tuple[int, int], list[object]] = {}
+    for rank, actions in made.items():
+        (stage,) = hybrid.stages_of(rank)
+        for kind in "FB":
+            assert [turn for action, turn in actions if action == kind] == list(hybrid.turns_of(rank))
+        for action, turn in actions:
+            way, _, what = action.partition("_")
+            if what:
+                other = hybrid.rank_of(stage + (1 if (way == "SEND") == (what == "F") else -1), turn)
+                passed.setdefault((rank, other), []).append((rank if way == "SEND" else other, what, turn))
+    assert all(messages == passed[other, rank] for (rank, other), messages in passed.items())
+    assert sum(map(len, passed.values())) == 4 * turns * (hybrid.stages - 1)
 
 
 @pytest.mark.parametrize(("case_name", "options"), [
@@ -181,6 +241,13 @@ def test_recompute_of_some_blocks(ranks: Any, turns: int, stages: int) -> None:
     ({"stages": 2, "pipeline_ranks": 2, "micro_batches": 5, "schedule": "zero_bubble"}, ("rounds of 2",)),
     ({"stages": 2, "pipeline_ranks": 2, "micro_batches": 2, "schedule": "zero_bubble", "recompute": "selective"},
      ("two parts", "'full'")),
+    ({"stages": 2, "pipeline_ranks": 4, "micro_batches": 6, "replicas": (1, 3)}, ()),
+    ({"stages": 2, "pipeline_ranks": 4, "micro_batches": 4, "replicas": (1, 3)}, ("[1, 3]", "multiples of 3")),
+    ({"stages": 2, "pipeline_ranks": 4, "micro_batches": 6, "replicas": (1, 2)}, ("3 ranks together", "has 4")),
+    ({"stages": 2, "pipeline_ranks": 3, "micro_batches": 6, "replicas": (1, 1, 1)}, ("2 pipeline stages",)),
+    ({"stages": 1, "pipeline_ranks": 3, "micro_batches": 6, "replicas": (3,)}, ("of one stage",)),
+    ({"stages": 2, "pipeline_ranks": 3, "micro_batches": 6, "replicas": (1, 2), "schedule": "zero_bubble"},
+     ("'zero_bubble' runs each stage on one rank", "take '1f1b'")),
 ])
 def test_what_does_not_go_together_is_refused(options: Options, parts: tuple[str, ...]) -> None:
     if not parts:
@@ -211,18 +278,29 @@ def test_more_stages_than_ops() -> None:
     micro = split_batch(graph_of("mlp"), 1)
     space = StrategySpace(micro.body, (2,))
     with pytest.raises(InfeasibleError, match="cannot be cut into 50 pipeline stages: take at most"):
-        cut_evenly(flow_of(space, 0), np.ones(len(space)), 50, 50, lambda link: 1.0, np.zeros_like)
+        cut_evenly(flow_of(space, 0), np.ones(len(space)), 50, [1] * 50, lambda link: 1.0, np.zeros_like)
 
 
-@pytest.mark.parametrize(("seconds_per_byte", "width"), [(1 / 512, 8), (1 / 2048, 64)])
-def test_cuts_send_little_where_that_is_faster(seconds_per_byte: float, width: int) -> None:
+@pytest.mark.parametrize(("bytes_per_s", "width"), [(512, 8), (2048, 64)])
+def test_cuts_send_little_where_that_is_faster(bytes_per_s: float, width: int) -> None:
     """Between blocks where an uneven stage costs less than what is sent between even ones."""
     layers = [part for _ in range(3) for part in (torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))]
     graph = capture(torch.nn.Sequential(*layers), (torch.zeros(4, 8),))
     flow = flow_of(space := StrategySpace(graph, (1,)), 0)
     seconds = np.array([float(site.kind == "op") for site in space.sites])
-    (cut,) = cut_evenly(flow, seconds, 2, 2, lambda link: link.meta.num_bytes, lambda sent: sent * seconds_per_byte)
+    (cut,) = cut_evenly(flow, seconds, 2, [1, 1], lambda link: link.meta.num_bytes, lambda sent: sent / bytes_per_s)
     assert space.links_into[cut][0].meta.shape == (4, width)
+
+
+@pytest.mark.parametrize(("groups", "begins"), [([1, 3], [3]), ([3, 1], [9]), ([2, 1, 3], [4, 6])])
+def test_stages_on_several_ranks_get_more(groups: list[int], begins: list[int]) -> None:
+    """As many times the work as they have ranks."""
+    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(12)]
+    flow = flow_of(space := StrategySpace(capture(torch.nn.Sequential(*layers), (torch.zeros(4, 8),)), (1,)), 0)
+    seconds = np.array([float(site.kind == "op") for site in space.sites])
+    cuts = cut_evenly(flow, seconds, len(groups), groups, lambda link: link.meta.num_bytes, np.zeros_like)
+    ops = [site.index for site in space.sites if site.kind == "op"]
+    assert [ops.index(cut) for cut in cuts] == begins
 
 
 def test_a_mixture_of_experts_in_turns() -> None:
@@ -250,19 +328,22 @@ def clipped(case_name: str, mesh_shape: tuple[int, ...], options: Options, norm_
     return float(parallel.clip_grad_norm_(0.05, norm_type)), gradients_of(parallel)
 
 
-@pytest.mark.parametrize(("options", "norm_type"), [
-    ({"pipeline_stages": 2, "micro_batches": 2, "zero_stage": 1}, 2.0), ({"baseline": "tensor_parallel"}, 2.0),
-    ({"pipeline_stages": 2, "micro_batches": 2}, float("inf")),
+@pytest.mark.parametrize(("mesh_shape", "options", "norm_type"), [
+    ((2, 2), {"pipeline_stages": 2, "micro_batches": 2, "zero_stage": 1}, 2.0),
+    ((2, 2), {"baseline": "tensor_parallel"}, 2.0),
+    ((2, 2), {"pipeline_stages": 2, "micro_batches": 2}, float("inf")),
+    pytest.param((4,), {"stage_replicas": (1, 2, 1), "micro_batches": 4}, 2.0, marks=pytest.mark.slow),
 ])
-def test_clipping_by_the_norm_of_all_gradients(ranks: Any, options: Options, norm_type: float) -> None:
-    """Tied embeddings, on both stages, count once."""
+def test_clipping_by_the_norm_of_all_gradients(ranks: Any, mesh_shape: tuple[int, ...], options: Options,
+                                               norm_type: float) -> None:
+    """Tied embeddings, on both stages, count once, and so does what several ranks of a stage have."""
     case = CASES["gpt2"]
     model = case.build()
     args, kwargs = case.inputs(8)
     case.loss(model(*args, **kwargs)).backward()
     expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type))
     wanted = gradients_of(model)
-    for norm, gradients in ranks(4).run(clipped, "gpt2", (2, 2), dict(options), norm_type, timeout_s=100):
+    for norm, gradients in ranks(4).run(clipped, "gpt2", mesh_shape, dict(options), norm_type, timeout_s=100):
         assert norm == pytest.approx(expected, rel=1e-5) and norm > 0.05
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
@@ -322,6 +403,82 @@ def test_a_pipeline_without_a_mesh_shape() -> None:
     best = planned(None)
     assert best.hybrid.pipeline_ranks == 4 and best.hybrid.stages == 4
     assert best.prediction.step_s == pytest.approx(planned((4, 2)).prediction.step_s)
+
+
+def test_a_plan_with_a_stage_on_three_ranks() -> None:
+    """It says so, comes back from JSON, and counts the gradients that these ranks add up."""
+    case, cluster = CASES["llama"], Cluster.load("h100-sxm", num_devices=4)
+    args, kwargs = case.inputs(6)
+
+    def planned(**options: Any) -> autoparallel.Plan:
+        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, **options)
+
+    made = planned(stage_replicas=(1, 3), micro_batches=6)
+    assert (made.hybrid.stages, made.hybrid.pipeline_ranks, made.hybrid.replicas) == (2, 4, (1, 3))
+    assert "2 stages on a pipeline of 4 (1 + 3 ranks taking turns, " in " ".join(made.report().split())
+    assert autoparallel.Plan.from_json(made.to_json()).hybrid == made.hybrid
+    space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 6).body, made.mesh_shape)
+    last = stages_of(space, 0, made.hybrid).parts[-1]
+    learnt = [s.output_metas[0] for site, s in zip(space.sites, space.strategies, strict=True)
+              if site.kind == "parameter" and site.index in last.sites]
+    (shared,) = [use for use in made.prediction.collectives if use.axis == "pipeline"]
+    assert (shared.kind, shared.direction, shared.count) == ("all_reduce", "backward", 3 * len(learnt))
+    assert shared.num_bytes == 3 * sum(meta.num_bytes for meta in learnt) and shared.seconds > 0
+    assert planned(pipeline_stages=4, stage_replicas=(1, 1, 1, 1), micro_batches=6).hybrid.replicas == ()
+    with pytest.raises(PlanError, match="3 ranks together, and do not divide 4 devices"):
+        planned(stage_replicas=(1, 2), micro_batches=6)
+
+
+class _Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(width), torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.gelu(self.linear(self.norm(x)))
+
+
+class _LongThenWide(torch.nn.Module):
+    """First long sequences and few parameters, then none and many: little passes between the two only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long = torch.nn.ModuleList([_Block(256) for _ in range(4)])
+        self.widen, self.wide = torch.nn.Linear(256, 4096), torch.nn.ModuleList([_Block(4096) for _ in range(9)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.long:
+            x = block(x)
+        x = self.widen(x.mean(1))
+        for block in self.wide:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.slow
+def test_stages_on_several_ranks_where_that_pays() -> None:
+    """Three hosts and a slow network: two take turns on the first part, which makes two thirds of the work."""
+    machine = Cluster.load("a100-sxm", num_devices=3)
+    host, network = machine.links[0], machine.links[-1]
+    machine = dataclasses.replace(machine, links=(
+        dataclasses.replace(host, num_devices=1),
+        dataclasses.replace(network, bandwidth_bytes_per_s=1e9, nics_per_host=1),
+    ))
+    with torch.device("meta"):
+        model, x = _LongThenWide(), torch.zeros(12288, 1024, 256)
+
+    def seconds(**options: Any) -> tuple[Hybrid, float]:
+        made = autoparallel.plan(model, machine, example_inputs=(x,), memory_limit_bytes=math.inf, **options)
+        return made.hybrid, made.prediction.step_s
+
+    hybrid, best_s = seconds(joint=True, time_limit_s=30)
+    assert hybrid.replicas == (2, 1)
+    again, again_s = seconds(mesh_shape=(3,), stage_replicas=(2, 1), micro_batches=hybrid.micro_batches)
+    assert again.replicas == (2, 1) and again_s == pytest.approx(best_s, rel=0.05)
+    equal = [seconds(mesh_shape=(3,)), seconds(mesh_shape=(3,), baseline="fsdp")]
+    equal += [seconds(mesh_shape=(3,), pipeline_stages=3, micro_batches=turns) for turns in (6, 12, 24)]
+    equal += [seconds(mesh_shape=(3,), pipeline_stages=12, micro_batches=6, schedule="zero_bubble")]
+    assert min(other_s for _, other_s in equal) > 1.2 * best_s, (best_s, equal)
 
 
 def test_bounds_lie_below_estimates() -> None:

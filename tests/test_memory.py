@@ -129,6 +129,10 @@ PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
     # What is sent is not kept until the step ends: with torch's own stages this one held half as much again.
     ("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "interleaved"}, 0.05),
 ]
+SLOW_PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
+    ("llama", (4,), {"stage_replicas": (1, 2, 1), "micro_batches": 8}, 0.05),
+    ("gpt2", (4,), {"stage_replicas": (1, 2, 1), "micro_batches": 4, "schedule": "gpipe"}, 0.05),
+]
 
 
 @pytest.mark.parametrize("turns", [1, 2])
@@ -163,7 +167,9 @@ def test_as_few_blocks_are_recomputed_as_memory_allows() -> None:
     assert jointly.prediction.step_s < made.prediction.step_s
 
 
-@pytest.mark.parametrize(("case_name", "mesh_shape", "options", "tolerance"), PLANS)
+@pytest.mark.parametrize(("case_name", "mesh_shape", "options", "tolerance"), [
+    *PLANS, *(pytest.param(*plan, marks=pytest.mark.slow) for plan in SLOW_PLANS),
+])
 def test_bytes_are_as_predicted(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options,
                                 tolerance: float) -> None:
     """Of the fullest rank."""

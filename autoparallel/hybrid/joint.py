@@ -23,8 +23,8 @@ from autoparallel.hybrid.microbatch import MicroBatches, batch_size, split_batch
 from autoparallel.hybrid.sketch import Sketch, sketch
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.hybrid import RECOMPUTE
-from autoparallel.pricing import Prices, SpacePricer, Turns
-from autoparallel.pricing.breakdown import equal_stages_s, estimate
+from autoparallel.pricing import Prices, SpacePricer, Turns, equal_stages_s
+from autoparallel.pricing.breakdown import estimate
 from autoparallel.pricing.turns import in_flight
 from autoparallel.rules.space import Label, StrategySpace
 from autoparallel.search import NotRepairedError, plan_within
@@ -60,6 +60,7 @@ class Fixed:
     zero_stage: int | None = None
     mesh_shape: tuple[int, ...] | None = None
     reduce_dtype: str | None = None
+    replicas: tuple[int, ...] = ()
 
 
 #: Labels for the sites of a space of the whole model.
@@ -152,6 +153,8 @@ class JointSearch:
 
     def _pipeline_allowed(self, ranks: int) -> bool:
         stages = self.fixed.pipeline_stages
+        if self.fixed.replicas:
+            return ranks == sum(self.fixed.replicas)
         return stages is None or (stages % ranks == 0 and (ranks > 1) == (stages > 1))
 
     def turns(self, ranks: int) -> list[int]:
@@ -161,6 +164,8 @@ class JointSearch:
         found = [m for m in divisors(self.batch) if m <= max(MOST_TURNS, MOST_ROUNDS * ranks)]
         if ranks == 1:
             return [m for m in found if m & (m - 1) == 0]
+        if self.fixed.replicas:
+            return [m for m in found if m % math.lcm(*self.fixed.replicas) == 0]
         return [m for m in found if m % ranks == 0] or [m for m in found if m >= ranks][:3] or found[-1:]
 
     def hybrids(self, ranks: int, turns: int) -> Iterator[Hybrid]:
@@ -178,7 +183,7 @@ class JointSearch:
         """The combination, if it is one."""
         with suppress(PlanError):
             yield Hybrid(turns, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
-                         reduce_dtype=self.fixed.reduce_dtype)
+                         reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """Schedules of the first round, with their stages."""
@@ -187,8 +192,8 @@ class JointSearch:
         even = [c for c in several if self.sketch.num_blocks % (c * ranks) == 0]
         chunks = max(even or several, default=1)
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
-        if ranks == 1:
-            return [(fixed.schedule or "1f1b", 1)]
+        if ranks == 1 or fixed.replicas:
+            return [(fixed.schedule or "1f1b", fixed.pipeline_stages or 1)]
         return [(fixed.schedule or ("1f1b" if n == ranks else "interleaved"), n) for n in counts]
 
     def around(self, best: Candidate) -> Iterator[Candidate]:
@@ -561,9 +566,12 @@ class _Drafts:
         return again if again.first is not None and again.estimate_s < math.inf else None
 
     def take(self, candidate: Candidate, seconds: float, *search: str) -> float:
-        """Plan it; returns its seconds (inf: none that fits was found)."""
+        """Plan it, with the stages of its draft if it has one; returns its seconds (inf: none that fits was found)."""
+        again = candidate
+        if candidate in self.plans:
+            again = replace(candidate, hybrid=replace(self.plans[candidate].hybrid, cuts=candidate.hybrid.cuts))
         try:
-            made = self.in_full(candidate, seconds, *search)
+            made = self.in_full(again, seconds, *search)
         except (InfeasibleError, SearchError) as error:
             self.failure = error
             self.nearest = min(self.nearest or error, error, key=_needed_bytes)

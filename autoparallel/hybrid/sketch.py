@@ -51,14 +51,16 @@ class Sketch:
         """How much of each site's values the fullest rank of a pipeline holds, in those of one site that has as many
         micro-batches in flight as the first stage has.
 
-        Each rank has an even share of the blocks; the first has what comes before them, the last what comes after. One
-        rank is taken to have both, which is a little more than any has. Of a zero-bubble pipeline the last rank has the
-        most gradients of products with parameters that wait for the weights' turn (where blocks run again, all that
-        these need: see `Turns`).
+        Each rank has an even share of the blocks, and of a stage's on several ranks each has all; the first has what
+        comes before them, the last what comes after. One rank is taken to have both, which is a little more than any
+        has. Of a zero-bubble pipeline the last rank has the most gradients of products with parameters that wait for
+        the weights' turn (where blocks run again, all that these need: see `Turns`).
         """
-        first = in_flight(hybrid, 0)
-        chunks = range(0, hybrid.stages, hybrid.pipeline_ranks)
+        first, groups = in_flight(hybrid, 0), hybrid.groups
+        chunks = range(0, hybrid.stages, len(groups))
         share = sum(in_flight(hybrid, stage) for stage in chunks) / len(chunks) / first
+        if hybrid.replicas:
+            share = max(ranks * in_flight(hybrid, stage) for stage, ranks in enumerate(groups)) / max(groups) / first
         counted = hybrid.schedule == "zero_bubble" and hybrid.recompute == "none"
         put_off = (hybrid.pipeline_ranks - 1) / first if counted else 0.0
         weighed = {link.target for link in space.links if space.sites[link.source].kind == "parameter"}
@@ -70,7 +72,7 @@ class Sketch:
             kept = site.kind in ("parameter", "buffer", "input")
             if inside[site.index]:
                 copies = share * (1 + put_off * (site.index in weighed))
-                found.append(count / hybrid.pipeline_ranks * (1.0 if kept else copies))
+                found.append(count * max(groups) / hybrid.pipeline_ranks * (1.0 if kept else copies))
             else:
                 found.append(1.0 if kept or site.index <= end else last)
         return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,10 +31,9 @@ MOST_LIMITS = 16
 
 @dataclass(frozen=True)
 class Stages:
-    """``parts`` in order; ``shared`` are parameters (sites) of several stages, whose gradients must be added up."""
+    """``parts`` in order."""
 
     parts: tuple[Part, ...]
-    shared: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -104,19 +103,19 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, labels: Sequenc
                ) -> tuple[str, ...]:
     """Names of the sites at which stages 1 .. begin, so that the slowest rank of the pipeline has least to compute and
     to send: of a plan with ``labels``, or else at the ops' best."""
-    space, ranks = prices.space, hybrid.pipeline_ranks
+    space = prices.space
     if labels is None:
         seconds = np.array([prices.op(s).total_s.min() if site.kind == "op" else 0.0
                             for site, s in zip(space.sites, space.strategies, strict=True)])
     else:
         seconds = _alike(space, site_seconds(prices, hybrid, labels))
-    link = prices.cluster.group((ranks, *space.mesh_shape), 0)
+    link = prices.cluster.group((hybrid.pipeline_ranks, *space.mesh_shape), 0)
 
     def send_s(num_bytes: np.ndarray) -> np.ndarray:
         return np.where(num_bytes > 0, 2 * collectives.send_recv_s(num_bytes, link), 0.0)
 
     flow = flow_of(space, _loss(loss))
-    cuts = cut_evenly(flow, seconds, hybrid.stages, ranks, lambda k: _local_bytes(space, k, labels), send_s)
+    cuts = cut_evenly(flow, seconds, hybrid.stages, hybrid.groups, lambda k: _local_bytes(space, k, labels), send_s)
     return tuple(space.sites[index].name for index in cuts)
 
 
@@ -148,7 +147,7 @@ def stages_of(space: StrategySpace, loss: int | None, hybrid: Hybrid) -> Stages:
     Raises PlanError when a cut is not at an op on the way to the loss.
     """
     if hybrid.stages == 1:
-        return Stages((Part(frozenset(range(len(space)))),), ())
+        return Stages((Part(frozenset(range(len(space)))),))
     flow = flow_of(space, _loss(loss))
     places = {space.sites[index].name: index for index in flow.main if space.sites[index].kind == "op"}
     unknown = [name for name in hybrid.cuts if name not in places]
@@ -166,11 +165,12 @@ def _loss(loss: int | None) -> int:
     return loss
 
 
-def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, ranks: int, num_bytes: Callable[[Link], float],
+def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, groups: Sequence[int], num_bytes: Callable[[Link], float],
                send_s: Callable[[np.ndarray], np.ndarray]) -> tuple[int, ...]:
     """Sites at which stages 1 .. count - 1 begin: of all places that send at most so much those that make the slowest
-    stage fastest, for that so much with which the slowest rank is; then moved while that is better still. ``seconds``
-    by site; ``send_s`` of bytes, there and back.
+    stage fastest, for that so much with which the slowest rank is; then moved while that is better still. Stages are
+    dealt out to ``groups`` of so many ranks, which share the seconds of theirs. ``seconds`` by site; ``send_s`` of
+    bytes, there and back.
 
     Raises InfeasibleError when there are fewer ops than stages.
     """
@@ -178,7 +178,7 @@ def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, ranks: int, num_byte
     if len(ops) < count:
         raise InfeasibleError(f"{len(ops)} ops cannot be cut into {count} pipeline stages: take at most {len(ops)}")
     before, sent = np.concatenate([[0.0], np.cumsum(seconds[ops])]), _sent_bytes(flow, ops, num_bytes)
-    loads = _Loads(before, np.append(send_s(sent), 0.0), ranks)
+    loads = _Loads(before, np.append(send_s(sent), 0.0), np.array(groups))
     limits = np.unique(sent[1:])
     tried = [1 + np.flatnonzero(sent[1:] <= limit) for limit in (*limits[:MOST_LIMITS], limits[-1])]
     best = min((loads.even(places, count) for places in tried if len(places) >= count - 1),
@@ -188,63 +188,72 @@ def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, ranks: int, num_byte
 
 @dataclass(frozen=True, eq=False)
 class _Loads:
-    """Seconds that ranks take: ``before[c]`` is computed before place c, a cut there takes ``sends[c]`` to send."""
+    """Seconds that ranks take: ``before[c]`` is computed before place c, a cut there takes ``sends[c]`` to send; ranks
+    of one of the ``groups`` share what its stages take."""
 
     before: np.ndarray
     sends: np.ndarray
-    ranks: int
+    groups: np.ndarray
+
+    def _ranks(self, stage: int) -> int:
+        return int(self.groups[stage % len(self.groups)])
 
     def of_ranks(self, cuts: np.ndarray) -> np.ndarray:
         ends = np.append(cuts, len(self.before) - 1)
         stages = np.diff(self.before[np.append(0, ends)]) + self.sends[ends]
-        return np.array([stages[rank::self.ranks].sum() for rank in range(self.ranks)])
+        of_group = np.array([stages[g :: len(self.groups)].sum() for g in range(len(self.groups))])
+        return of_group / self.groups
 
     def even(self, places: np.ndarray, count: int) -> np.ndarray:
         """The count - 1 places whose slowest stage takes least; of equally good ones those nearest to even parts."""
         end = len(self.before) - 1
         stops = np.append(places, end)
-        low, high = self.before[-1] / count, float(self.before[-1] + self.sends.max())
+        ranks = np.cumsum([self._ranks(stage) for stage in range(count)])
+        low, high = self.before[-1] / ranks[-1], float(self.before[-1] + self.sends.max())
         while high - low > 1e-4 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._enough(stops, middle, count) else (middle, high)
-        furthest, needed = self._stages_needed(stops, high)
+        furthest = self._furthest(stops, high)
+        reaching = self._reaching(furthest, count)
         cuts: list[int] = []
         for stage in range(1, count):
             last = cuts[-1] if cuts else -1
-            enough = np.flatnonzero(needed[1:] <= count - stage)
-            most = min(int(furthest[last + 1]), len(places) - (count - stage))
-            least = min(max(last + 1, int(enough[0])), most)
-            near = np.abs(self.before[stops[least : most + 1]] - self.before[-1] * stage / count)
+            furthest_stop = int(furthest[self._ranks(stage - 1)][last + 1])
+            most = min(max(furthest_stop, last + 1), len(places) - (count - stage))
+            least = min(max(last + 1, reaching[stage]), most)
+            near = np.abs(self.before[stops[least : most + 1]] - self.before[-1] * ranks[stage - 1] / ranks[-1])
             cuts.append(least + int(near.argmin()))
         return places[cuts]
 
-    def _furthest(self, stops: np.ndarray, most_s: float) -> np.ndarray:
-        """From the beginning and from each stop on: the last stop that a stage of at most so many seconds reaches."""
+    def _furthest(self, stops: np.ndarray, most_s: float) -> dict[int, np.ndarray]:
+        """By number of ranks, from the beginning and from each stop on: the last stop that a stage reaches, each of its
+        ranks in at most so many seconds."""
         reached = np.minimum.accumulate((self.before[stops] + self.sends[stops])[::-1])[::-1]
-        return np.searchsorted(reached, self.before[np.append(0, stops)] + most_s, side="right") - 1
+        starts = self.before[np.append(0, stops)]
+        return {ranks: np.searchsorted(reached, starts + ranks * most_s, side="right") - 1
+                for ranks in set(self.groups.tolist())}
 
     def _enough(self, stops: np.ndarray, most_s: float, count: int) -> bool:
-        """Whether so many stages of at most so many seconds reach the end."""
+        """Whether so many stages of at most so many seconds of each rank reach the end."""
         furthest, begin = self._furthest(stops, most_s), 0
-        for _ in range(count):
-            if furthest[begin] < begin:
+        for stage in range(count):
+            last = int(furthest[self._ranks(stage)][begin])
+            if last < begin:
                 return False
-            begin = int(furthest[begin]) + 1
+            begin = last + 1
             if begin == len(stops):
                 return True
         return False
 
-    def _stages_needed(self, stops: np.ndarray, most_s: float) -> tuple[np.ndarray, np.ndarray]:
-        """From the beginning and from each stop on: the number of the furthest stop that a stage of at most so many
-        seconds reaches (that of the next where none is near enough), and how many such stages are needed."""
-        furthest = self._furthest(stops, most_s)
-        starts = np.append(0, stops)
-        needed = np.zeros(len(starts))
-        for number in range(len(starts) - 2, -1, -1):
-            near = furthest[number] < number
-            furthest[number] = max(furthest[number], number)
-            needed[number] = math.inf if near else 1 + needed[furthest[number] + 1]
-        return furthest, needed
+    def _reaching(self, furthest: Mapping[int, np.ndarray], count: int) -> list[int]:
+        """For each stage, the number of the first stop from which it and those after it reach the end."""
+        numbers = np.arange(len(furthest[self._ranks(0)]))  # of the beginning and of each stop
+        reaches, found = numbers == numbers[-1], [0] * count
+        for stage in range(count - 1, 0, -1):
+            last = furthest[self._ranks(stage)]
+            reaches = reaches | (np.append(reaches[1:], True)[last] & (last >= numbers))
+            found[stage] = int(reaches[1:].argmax())
+        return found
 
     def evened(self, cuts: np.ndarray) -> np.ndarray:
         """Move one cut of the slowest rank after the other, while that and its neighbour then take less."""
@@ -253,7 +262,7 @@ class _Loads:
             loads = self.of_ranks(cuts)
             slowest = int(loads.argmax())
             found = [self._best_place(cuts, loads, number) for number in range(len(cuts))
-                     if slowest in (number % self.ranks, (number + 1) % self.ranks)]
+                     if slowest in (number % len(loads), (number + 1) % len(loads))]
             most, number, place = min(found, default=(math.inf, 0, 0))
             if most >= loads[slowest] * (1 - 1e-9):
                 break
@@ -261,13 +270,14 @@ class _Loads:
         return cuts
 
     def _best_place(self, cuts: np.ndarray, loads: np.ndarray, number: int) -> tuple[float, int, int]:
-        """(what the slower of the two ranks beside a cut takes, the cut's number, its place), at the best place."""
+        """(what the slower of the ranks beside a cut takes, the cut's number, its place), at the best place."""
         around = np.concatenate([[0], cuts, [len(self.before) - 1]])
         low, here, high = around[number : number + 3]
         places = np.arange(low + 1, high)
         later = self.before[places] - self.before[here]
-        left = loads[number % self.ranks] + later + self.sends[places] - self.sends[here]
-        right = loads[(number + 1) % self.ranks] - later
+        more = later + self.sends[places] - self.sends[here]
+        left = loads[number % len(loads)] + more / self._ranks(number)
+        right = loads[(number + 1) % len(loads)] - later / self._ranks(number + 1)
         most = np.maximum(left, right)
         return float(most.min()), number, int(places[most.argmin()])
 
@@ -310,9 +320,7 @@ def cut(flow: Flow, cuts: Sequence[int], loss: int) -> Stages:
         received = tuple(v for v, (made, used) in crossing.items() if made < stage <= used)
         sent = tuple(v for v, (made, used) in crossing.items() if made <= stage < used)
         parts.append(Part(frozenset(sites[stage]), received, sent))
-    parameters = [s.index for s in space.sites if s.kind == "parameter"]
-    shared = tuple(p for p in parameters if sum(p in s for s in sites) > 1)
-    return Stages(tuple(parts), shared)
+    return Stages(tuple(parts))
 
 
 def _with_repeated(flow: Flow, own: set[int], stage_of: dict[int, int]) -> set[int]:

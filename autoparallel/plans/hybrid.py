@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +21,9 @@ class Hybrid:
 
     ``micro_batches``: turns over the batch. ``stages``: pipeline stages over the mesh's pipeline axis of
     ``pipeline_ranks`` (a multiple of it: each rank has ``stages / pipeline_ranks``); ``cuts`` are the sites at which
-    stages 1, 2, ... begin. ``zero_stage``: how long a gathered parameter lives and when gradients are reduced:
+    stages 1, 2, ... begin. With ``replicas`` stage s is run by ``replicas[s]`` ranks of that axis, which take its
+    micro-batches in turns (rank j of k runs those with m % k == j). ``zero_stage``: how long a gathered parameter lives
+    and when gradients are reduced:
 
         0, 1   gathered once per step, gradients added up whole and reduced at its end
         2      gathered once per step, gradients reduced after each turn (only a piece is kept)
@@ -41,6 +45,7 @@ class Hybrid:
     recompute: str = "none"
     recompute_blocks: tuple[str, ...] | None = None
     reduce_dtype: str | None = None
+    replicas: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -57,16 +62,18 @@ class Hybrid:
         if self.zero_stage == 3 and self.recompute == "offload":
             raise PlanError("zero_stage=3 gathers parameters again for backward, and recompute='offload' would move "
                             "them to the host: take zero_stage=2 or recompute='full'")
-        if self.stages % self.pipeline_ranks:
+        if self.replicas:
+            self._check_replicas()
+        elif self.stages % self.pipeline_ranks:
             raise PlanError(f"{self.stages} pipeline stages on {self.pipeline_ranks} ranks: each rank must have the "
                             f"same number; take a multiple of {self.pipeline_ranks}")
         if self.stages > 1 and self.pipeline_ranks == 1:
             raise PlanError(f"{self.stages} pipeline stages need a pipeline axis of at least two ranks")
         per_rank = self.stages // self.pipeline_ranks
-        if per_rank > 1 and self.schedule in ("gpipe", "1f1b"):
+        if per_rank > 1 and not self.replicas and self.schedule in ("gpipe", "1f1b"):
             raise PlanError(f"schedule {self.schedule!r} runs one stage per rank, and {self.stages} stages on "
                             f"{self.pipeline_ranks} ranks are {per_rank}: take 'interleaved' or 'zero_bubble'")
-        if self.schedule == "1f1b" and self.stages > 1 and self.micro_batches < self.stages:
+        if self.schedule == "1f1b" and self.stages > 1 and not self.replicas and self.micro_batches < self.stages:
             raise PlanError(f"schedule '1f1b' needs at least as many micro-batches as its {self.stages} stages, not "
                             f"{self.micro_batches}: take more, or schedule='gpipe'")
         if self.schedule == "zero_bubble" and self.stages > 1 and self.recompute == "selective":
@@ -76,6 +83,21 @@ class Hybrid:
         if self.schedule in ("interleaved", "zero_bubble") and self.micro_batches % rounds:
             raise PlanError(f"schedule {self.schedule!r} needs micro-batches in rounds of {self.pipeline_ranks}, and "
                             f"{self.micro_batches} are not: take a multiple of {self.pipeline_ranks}")
+
+    def _check_replicas(self) -> None:
+        of = f"replicas {list(self.replicas)}"
+        if self.stages == 1:
+            raise PlanError(f"{of} of one stage: a pipeline has two or more; without one, the mesh's axes do the same")
+        if len(self.replicas) != self.stages or min(self.replicas) < 1:
+            raise PlanError(f"{of} for {self.stages} pipeline stages: give each stage a number of ranks, 1 or more")
+        if sum(self.replicas) != self.pipeline_ranks:
+            raise PlanError(f"{of} are {sum(self.replicas)} ranks together, and the pipeline axis has "
+                            f"{self.pipeline_ranks}: they must be the same")
+        if self.schedule not in ("gpipe", "1f1b"):
+            raise PlanError(f"schedule {self.schedule!r} runs each stage on one rank: with {of} take '1f1b' or 'gpipe'")
+        if self.micro_batches % (whole := math.lcm(*self.replicas)):
+            raise PlanError(f"{of} need micro-batches in multiples of {whole}, so that each rank of a stage runs as "
+                            f"many, and {self.micro_batches} are not")
 
     @property
     def is_plain(self) -> bool:
@@ -93,6 +115,32 @@ class Hybrid:
         known = self.recompute_blocks is None or block in self.recompute_blocks
         return self.recompute != "none" and block is not None and known
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """How many neighbours on the pipeline axis have the same stages, group by group (stages are dealt out to the
+        groups in turn)."""
+        return self.replicas or (1,) * self.pipeline_ranks
+
+    def ranks_of(self, *stages: int) -> tuple[int, ...]:
+        """The ranks of the pipeline axis that run any of these stages."""
+        ends = list(itertools.accumulate(self.groups))
+        numbers = sorted({stage % len(ends) for stage in stages})
+        return tuple(rank for n in numbers for rank in range(ends[n] - self.groups[n], ends[n]))
+
+    def rank_of(self, stage: int, turn: int) -> int:
+        """The rank that runs a micro-batch of a stage."""
+        ranks = self.ranks_of(stage)
+        return ranks[turn % len(ranks)]
+
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages of one rank of the pipeline axis (dealt out in turn)."""
-        return tuple(range(pipeline_rank, self.stages, self.pipeline_ranks))
+        """The stages of one rank of the pipeline axis."""
+        return tuple(stage for stage in range(self.stages) if pipeline_rank in self.ranks_of(stage))
+
+    def turns_of(self, pipeline_rank: int) -> range:
+        """The micro-batches that one rank of the pipeline axis runs."""
+        ranks = self.ranks_of(*self.stages_of(pipeline_rank))
+        return range(pipeline_rank - ranks[0], self.micro_batches, len(ranks))
+
+    def turns_on(self, stage: int) -> int:
+        """How many micro-batches each rank of a stage runs."""
+        return self.micro_batches // self.groups[stage % len(self.groups)]

@@ -23,7 +23,8 @@ Found = dict[tuple[str, str, str], list[float]]
 
 @dataclass
 class _Parts:
-    """Seconds of one step on one stage; ``once_s`` is what of them does not depend on the number of turns."""
+    """Seconds of one step on a rank of one stage, of which there are ``ranks``; ``once`` is what of them does not
+    depend on the number of turns."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -35,6 +36,7 @@ class _Parts:
     live_bytes: float = 0.0
     host_bytes: float = 0.0
     repeated: list[str] = field(default_factory=list)
+    ranks: int = 1
 
     @property
     def total(self) -> float:
@@ -50,15 +52,16 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
     is what the schedule adds; ``sends`` are the bytes of one micro-batch over each cut, one way.
     """
     hybrid = pricer.turns.hybrid
-    stages = [_Parts() for _ in range(hybrid.stages)]
+    stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
     found: dict[tuple[str, str, str], list[float]] = {}
     _add_sites(pricer, labels, stages, found)
     _add_links(pricer, labels, stages, found)
     _add_live_bytes(pricer, problem, labels, stages)
     _add_host_bytes(pricer, labels, stages)
     ranks = hybrid.pipeline_ranks
-    fullest = max((_together(stages[r::ranks]) for r in range(ranks)), key=lambda s: s.live_bytes)
-    mean = _together(stages)
+    by_rank = [_together([stages[stage] for stage in hybrid.stages_of(rank)]) for rank in range(ranks)]
+    fullest = max(by_rank, key=lambda s: s.live_bytes)
+    mean = _together(by_rank)
     step = _pipelined_s(pricer, stages, sends) if hybrid.stages > 1 else mean.total
     return Prediction(
         forward_s=mean.forward / ranks,
@@ -71,10 +74,18 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
         peak_bytes=peak_bytes,
         collectives=tuple(CollectiveUse(k, a, d, int(n), b, s) for (k, a, d), (n, b, s) in sorted(found.items())
                           if k in COLLECTIVES or " in " in k),
-        repeated_ops=tuple(mean.repeated),
-        host_bytes=max(_together(stages[r::ranks]).host_bytes for r in range(ranks)),
+        repeated_ops=tuple(dict.fromkeys(mean.repeated)),
+        host_bytes=max(s.host_bytes for s in by_rank),
         waiting_s=max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0,
     )
+
+
+def step_s(pricer: SpacePricer, labels: Sequence[Label], sends: Sequence[float]) -> float:
+    """Seconds of a step in a pipeline, as `predict` says; whether it fits or not."""
+    stages = [_Parts() for _ in range(pricer.turns.hybrid.stages)]
+    _add_sites(pricer, labels, stages, {})
+    _add_links(pricer, labels, stages, {})
+    return _pipelined_s(pricer, stages, sends)
 
 
 def estimate(pricer: SpacePricer, labels: Sequence[Label]) -> float:
@@ -82,7 +93,8 @@ def estimate(pricer: SpacePricer, labels: Sequence[Label]) -> float:
     hybrid, stage = pricer.turns.hybrid, _Parts()
     _add_sites(pricer, labels, [stage], {})
     _add_links(pricer, labels, [stage], {})
-    return equal_stages_s(hybrid, stage.total - stage.once) + stage.once / hybrid.pipeline_ranks
+    once = stage.once * max(hybrid.groups) / hybrid.pipeline_ranks
+    return equal_stages_s(hybrid, stage.total - stage.once) + once
 
 
 def site_seconds(prices: Prices, hybrid: Hybrid, labels: Sequence[Label]) -> np.ndarray:
@@ -91,14 +103,20 @@ def site_seconds(prices: Prices, hybrid: Hybrid, labels: Sequence[Label]) -> np.
     pricer, sites = SpacePricer(prices, turns=turns), [_Parts() for _ in prices.space.sites]
     _add_sites(pricer, labels, sites, {})
     _add_links(pricer, labels, sites, {})
-    return np.array([site.total - site.once for site in sites]) / hybrid.micro_batches
+    return np.array([(site.total - site.once) / hybrid.turns_on(index) for index, site in enumerate(sites)])
 
 
 def equal_stages_s(hybrid: Hybrid, turns_s: float) -> float:
-    """Seconds of all turns, which take ``turns_s`` on one rank alone, in a pipeline of equal stages."""
-    ranks = hybrid.pipeline_ranks
-    virtual = hybrid.stages // ranks * (3 if hybrid.schedule == "zero_bubble" else 1)
-    return float(pipeline_s([turns_s / hybrid.micro_batches / ranks] * ranks, hybrid.micro_batches, virtual))
+    """Seconds of all turns, which take ``turns_s`` on one rank alone, in a pipeline whose ranks have equal shares."""
+    share = turns_s / hybrid.micro_batches / hybrid.pipeline_ranks
+    return float(pipeline_s([share * ranks for ranks in hybrid.groups], hybrid.micro_batches, _virtual(hybrid),
+                            hybrid.groups))
+
+
+def _virtual(hybrid: Hybrid) -> int:
+    """How many parts of filling and draining a schedule leaves one of. Zero bubble (ZB-H1, Qi et al. 2023) fills two
+    thirds of the bubble with gradients of weights."""
+    return hybrid.stages // len(hybrid.groups) * (3 if hybrid.schedule == "zero_bubble" else 1)
 
 
 def _together(stages: Sequence[_Parts]) -> _Parts:
@@ -113,27 +131,25 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[
     """Seconds of a step under the schedule: turns in a pipeline, then what is done once.
 
     In a turn both stages beside a cut wait for a message: a value goes one way as a gradient comes the other.
-    Zero bubble (ZB-H1, Qi et al. 2023) fills two thirds of the bubble with gradients of weights.
     """
     hybrid, cluster = pricer.turns.hybrid, pricer.prices.cluster
-    ranks, count = hybrid.pipeline_ranks, hybrid.micro_batches
-    link = cluster.group((ranks, *pricer.space.mesh_shape), 0)
+    groups, link = hybrid.groups, cluster.group((hybrid.pipeline_ranks, *pricer.space.mesh_shape), 0)
     passed = [float(collectives.send_recv_s(b, link)) for b in sends] or [0.0] * (hybrid.stages - 1)
-    turn = [(s.total - s.once) / count + before + after
-            for s, before, after in zip(stages, [0.0, *passed], [*passed, 0.0], strict=True)]
-    virtual = hybrid.stages // ranks * (3 if hybrid.schedule == "zero_bubble" else 1)
-    by_rank = [sum(turn[r::ranks]) for r in range(ranks)]
-    once = max(sum(s.once for s in stages[r::ranks]) for r in range(ranks))
-    return float(pipeline_s(by_rank, count, virtual)) + once
+    turn = [(s.total - s.once) / hybrid.turns_on(number) + before + after
+            for number, (s, before, after) in enumerate(zip(stages, [0.0, *passed], [*passed, 0.0], strict=True))]
+    of_group = [sum(turn[g :: len(groups)]) for g in range(len(groups))]
+    once = max(sum(s.once for s in stages[g :: len(groups)]) for g in range(len(groups)))
+    return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
 
 
 def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:
     space, prices, turns = pricer.space, pricer.prices, pricer.turns
     for site, strategies, label in zip(space.sites, space.strategies, labels, strict=True):
         number = strategies.position[label]
-        for stage in (stages[s] for s in turns.stages_of[site.index]):
+        for place in turns.stages_of[site.index]:
+            stage = stages[place]
             if site.kind == "op":
-                price, times = prices.op(strategies), turns.op_times(site.index)
+                price, times = prices.op(strategies), turns.op_times(site.index, place)
                 stage.forward += times[0] * float(price.forward_s[number])
                 stage.backward += times[1] * float(price.backward_s[number])
                 there, back = pricer.offload_s(site.index)
@@ -144,11 +160,16 @@ def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_P
                 if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
                     stage.repeated.append(str(space.graph.nodes[site.node]))
             elif site.kind == "hub":
-                stage.backward += turns.op_times(site.index)[1] * float(pricer.hub_s(site.index)[number])
+                stage.backward += turns.op_times(site.index, place)[1] * float(pricer.hub_s(site.index)[number])
             elif site.kind == "parameter":
                 seconds = turns.counts[site.index] * float(prices.parameter_s(strategies)[number])
                 stage.optimizer += seconds
-                stage.once += seconds
+                shared = turns.counts[site.index] * float(pricer.shared_s(site.index)[number])
+                if shared:
+                    _count_use(found, ("all_reduce", "pipeline", "backward"), stage.ranks * turns.counts[site.index],
+                               float(pricer.shared_bytes(site.index)[number]), shared / turns.counts[site.index])
+                stage.backward_communication += shared
+                stage.once += seconds + shared
                 stage.state_bytes += float(pricer.site_bytes(site.index)[number])
 
 
@@ -162,7 +183,7 @@ def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[i
     for direction, n in zip(("forward", "backward"), counts, strict=True):
         if n:
             key = (f"{exchange.action} in {inside.variant}", pricer.space.axis_names[inside.axis], direction)
-            _count_use(found, key, n, float(inside.num_bytes[number]), seconds)
+            _count_use(found, key, n * stage.ranks, float(inside.num_bytes[number]), seconds)
             setattr(stage, direction, getattr(stage, direction) - n * seconds)
             name = f"{direction}_communication"
             setattr(stage, name, getattr(stage, name) + n * seconds)
@@ -216,10 +237,11 @@ def _count(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], inter
 def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:
     for link in pricer.space.links:
         for stage in pricer.turns.stages_of[link.target]:
-            _add_link(pricer, labels, link, stages[stage], found)
+            times = pricer.turns.link_times(link, stage)
+            _add_link(pricer, labels, link, times, stages[stage], found)
 
 
-def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _Parts,
+def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, times: tuple[int, int], stage: _Parts,
               found: Found) -> None:
     space, prices = pricer.space, pricer.prices
     source = space.strategies[link.source].output_layout(labels[link.source], link.output)
@@ -234,7 +256,7 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _
         stage.backward += float(back[pair])
     if source == target:
         return
-    layouts, times = space.spaces(link.meta), pricer.turns.link_times(link)
+    layouts = space.spaces(link.meta)
     once, summing = pricer.turns.of_parameter[link.source], pricer.turns.summing(link)
     for step in prices.path(link.meta, source, target):
         seconds = prices.step_s(link.meta, step, summing)
@@ -245,7 +267,8 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, stage: _
             if kind == "none" or (direction == "backward" and not (link.meta.requires_grad and prices.training)):
                 continue
             scale = summing.scale if direction == "backward" and kind in SUMS else 1.0
-            _count_use(found, (kind, axis, direction), n, scale * float(elements) * link.meta.dtype.itemsize, s)
+            num_bytes = scale * float(elements) * link.meta.dtype.itemsize
+            _count_use(found, (kind, axis, direction), n * stage.ranks, num_bytes, s)
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
             setattr(stage, name, getattr(stage, name) + n * s)
             if once and n == pricer.turns.counts[link.target]:

@@ -115,9 +115,9 @@ class SpacePricer:
     def _node(self, index: int, numbers: np.ndarray) -> Node:
         site, s = self.space.sites[index], self.space.strategies[index]
         life = self.turns.site_life(index, range(len(s.output_metas)))
-        times = self.turns.op_times(index)
+        times, shared = self.turns.op_times(index), self.turns.ranks_with(index)
         key = (id(s), site.kind, numbers.tobytes(), self._readers[index] if site.kind == "hub" else 0)
-        costs = self._memo(("cost", *key, times, self.turns.offloads(index)),
+        costs = self._memo(("cost", *key, times, self.turns.offloads(index), shared),
                            lambda: self._site_s(index, times)[numbers])
         usages = self._memo(("usage", *key, life.copies), lambda: self.site_bytes(index)[numbers] * life.copies)
         if self.faults is not None:
@@ -132,8 +132,23 @@ class SpacePricer:
             return times[0] * price.forward_s + times[1] * price.backward_s + moved[0] + moved[1]
         if kind == "hub":
             return times[1] * self.hub_s(index)
-        seconds = self.prices.parameter_s(s) if kind == "parameter" else np.zeros(len(s.labels))
-        return self.turns.counts[index] * seconds
+        if kind == "parameter":
+            return self.turns.counts[index] * (self.prices.parameter_s(s) + self.shared_s(index))
+        return np.zeros(len(s.labels))
+
+    def shared_bytes(self, index: int) -> np.ndarray:
+        """Of a parameter's gradient, in the type in which ranks of the pipeline add it up; by strategy."""
+        s, dtype = self.space.strategies[index], self.turns.hybrid.sum_dtype
+        meta = s.output_metas[0]
+        return (dtype or meta.dtype).itemsize / meta.dtype.itemsize * self.prices.local_bytes(meta, s.outputs[0])
+
+    def shared_s(self, index: int) -> np.ndarray:
+        """Seconds of adding up the gradients that several ranks of the pipeline have of a parameter, by strategy."""
+        ranks, num_bytes = self.turns.ranks_with(index), self.shared_bytes(index)
+        if len(ranks) < 2:
+            return np.zeros(len(num_bytes))
+        shape = (self.turns.hybrid.pipeline_ranks, *self.space.mesh_shape)
+        return np.asarray(collectives.all_reduce_s(num_bytes, self.prices.cluster.group(shape, 0, ranks)))
 
     def hub_s(self, index: int) -> np.ndarray:
         """Seconds of adding up the gradients from a value's readers once, by strategy."""

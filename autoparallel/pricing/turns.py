@@ -19,6 +19,7 @@ from autoparallel.capture.blocks import block_path
 from autoparallel.plans import Hybrid
 from autoparallel.rules.space import Link, StrategySpace
 from cost_models.memory import in_flight_micro_batches
+from cost_models.pipeline import warm_up
 
 #: Names of `Hybrid.schedule` in `cost_models.memory`.
 SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved-1f1b", "zero_bubble": "zero-bubble"}
@@ -53,6 +54,9 @@ def in_flight(hybrid: Hybrid, stage: int) -> int:
     """Micro-batches whose activations a stage holds at its fullest moment."""
     if hybrid.stages == 1:
         return 1
+    if hybrid.replicas:
+        turns = hybrid.turns_on(stage)
+        return turns if hybrid.schedule == "gpipe" else min(warm_up(hybrid.replicas, stage), turns)
     ranks, count = hybrid.pipeline_ranks, hybrid.stages // hybrid.pipeline_ranks
     chunk, rank = divmod(stage, ranks)
     held = in_flight_micro_batches(SCHEDULES[hybrid.schedule], rank, ranks, hybrid.micro_batches, count)
@@ -116,11 +120,13 @@ class Turns:
         that come back), and of what it receives (the next value, gradients that it sends).
 
         Where a stage takes micro-batches up as it gives others back, torch's 1F1B has the last message of each kind
-        until the next; of a rank's stages that take turns, one has a message under way. While gradients of weights are
-        put off, those of outputs are kept.
+        until the next; of a rank's stages that take turns, one has a message under way, and a stage on several ranks
+        one each way. While gradients of weights are put off, those of outputs are kept.
         """
         h, ranks = self.hybrid, self.hybrid.pipeline_ranks
         rank, again = stage % ranks, h.micro_batches > ranks
+        if h.replicas:
+            return (1, 1) if h.turns_on(stage) > self.in_flight(stage) else (0, 0)
         if h.schedule == "1f1b":
             return (2, 1) if h.micro_batches > self.in_flight(stage) else (0, 0)
         if h.schedule == "interleaved":
@@ -184,17 +190,24 @@ class Turns:
         """How often in a step what the op makes is moved to the host and back."""
         kept = any((index, o) in self.kept for o in range(len(self.space.strategies[index].output_metas)))
         moved = self.hybrid.recompute == "offload" and kept and self._inside(index)
-        return self.hybrid.micro_batches * self.counts[index] if moved else 0
+        return self._count(index) * self.counts[index] if moved else 0
 
     def offloads_copy(self, link: Link) -> int:
         """How often in a step a redistributed copy is."""
         moved = self.hybrid.recompute == "offload" and self._copy_away(link) and not self.of_parameter[link.source]
-        return self.hybrid.micro_batches * self.counts[link.target] if moved else 0
+        return self._count(link.target) * self.counts[link.target] if moved else 0
 
-    def op_times(self, index: int) -> tuple[int, int]:
-        """How often the op runs (forward, backward) in a step. A block that runs again ends where the last op that
-        backward needs anything of begins (torch's early stop), or where it is done, if that is its result."""
-        count, block = self.hybrid.micro_batches * self.counts[index], self.block_of[index]
+    def _count(self, index: int, stage: int | None = None) -> int:
+        """How many micro-batches a rank of the stage runs that has the site (by default the first of several). A sketch
+        has no stages, and runs all."""
+        stage = self.stages_of[index][0] if stage is None else stage
+        return self.hybrid.micro_batches if self.one_for_all else self.hybrid.turns_on(stage)
+
+    def op_times(self, index: int, stage: int | None = None) -> tuple[int, int]:
+        """How often the op runs (forward, backward) in a step, on a rank of the stage. A block that runs again ends
+        where the last op that backward needs anything of begins (torch's early stop), or where it is done, if that is
+        its result."""
+        count, block = self._count(index, stage) * self.counts[index], self.block_of[index]
         again = self.again(index) and block is not None and index < self._ends_again[block]
         return count * (2 if again else 1), count
 
@@ -210,10 +223,10 @@ class Turns:
                 found[block] = index + s.rule.saves_output
         return found
 
-    def link_times(self, link: Link) -> tuple[int, int]:
-        """How often the link's redistribution runs (forward, backward) in a step."""
+    def link_times(self, link: Link, stage: int | None = None) -> tuple[int, int]:
+        """How often the link's redistribution runs (forward, backward) in a step, on a rank of the stage."""
         some = self.counts[link.target]
-        count = self.hybrid.micro_batches * some
+        count = self._count(link.target, stage) * some
         if self.of_parameter[link.source]:
             return {0: (some, some), 1: (some, some), 2: (some, count), 3: (2 * count, count)}[self.hybrid.zero_stage]
         block = self.block_of[link.target]
@@ -238,10 +251,18 @@ class Turns:
         found = torch.promote_types(meta.dtype, self.hybrid.sum_dtype)
         return 0 if found == meta.dtype else found.itemsize
 
+    def ranks_with(self, index: int) -> tuple[int, ...]:
+        """The ranks of the pipeline axis that have a parameter, and add up their gradients of it."""
+        site, groups = self.space.sites[index], self.hybrid.groups
+        if site.kind != "parameter" or not self._learns(self.space.strategies[index].output_metas[0]):
+            return ()
+        stages = (groups.index(max(groups)),) if self.one_for_all else self.stages_of[index]
+        return self.hybrid.ranks_of(*stages)
+
     def sums(self, link: Link) -> int:
         """How often a gradient of what the link reads is added to those before."""
         learns = self.space.sites[link.source].kind == "parameter" and self._learns(link.meta)
-        return (self.hybrid.micro_batches - 1) * self.counts[link.target] if learns else 0
+        return (self._count(link.target) - 1) * self.counts[link.target] if learns else 0
 
     # --- how long ---------------------------------------------------------------------------------------------------
 
@@ -251,7 +272,7 @@ class Turns:
 
     def _start(self, stage: int) -> int:
         """The start of the stage's rank: the stages of one rank hold what they hold at the same time."""
-        return stage % self.hybrid.pipeline_ranks * (2 * len(self.space) + 2)
+        return stage % len(self.hybrid.groups) * (2 * len(self.space) + 2)
 
     def turn_of(self, stage: int) -> int:
         """The moment between forward and backward of a stage's rank."""
@@ -330,7 +351,7 @@ class Turns:
         start, _ = self._at(link.target)
         if self.of_parameter[link.source] and self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
             apart = self.accumulator_bytes(link.meta) > 0
-            sums = self.hybrid.zero_stage < 2 and self.hybrid.micro_batches > 1 and not apart
+            sums = self.hybrid.zero_stage < 2 and self._count(link.target) > 1 and not apart
             always = self._always(link.target).interval
             return Life(always, self.held[link.source] * (2 if sums else 1))  # and the gradient of the whole
         transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3

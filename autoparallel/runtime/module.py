@@ -77,11 +77,11 @@ class Compiled:
     def shared(self) -> dict[str, tuple[int, ...]]:
         """Parameters of several ranks of the pipeline, with these ranks."""
         found = {}
-        for index in self.stages.shared:
-            stages = [s for s, part in enumerate(self.stages.parts) if index in part.sites]
-            ranks = tuple(sorted({s % self.plan.hybrid.pipeline_ranks for s in stages}))
-            if len(ranks) > 1:
-                found[self.space.sites[index].path] = ranks
+        for site in self.space.sites:
+            stages = [s for s, part in enumerate(self.stages.parts) if site.index in part.sites]
+            ranks = self.plan.hybrid.ranks_of(*stages)
+            if site.kind == "parameter" and len(ranks) > 1:
+                found[site.path] = ranks
         return found
 
 
@@ -239,7 +239,7 @@ class ParallelModule(nn.Module):
         ]
 
     def _take_shared_gradients(self, compiled: Compiled) -> dict[str, torch.Tensor | None]:
-        """Put aside the gradients (of earlier steps) of parameters that several stages have."""
+        """Put aside the gradients (of earlier steps) of parameters that several ranks of the pipeline have."""
         found = {}
         for name in compiled.shared:
             if name in compiled.parameter_layouts:
@@ -248,7 +248,7 @@ class ParallelModule(nn.Module):
         return found
 
     def _add_shared_gradients(self, compiled: Compiled, held: Mapping[str, torch.Tensor | None]) -> None:
-        """Add up the gradients that stages have of a parameter that they share."""
+        """Add up the gradients that ranks of the pipeline have of a parameter that they share."""
         sum_dtype = compiled.plan.hybrid.sum_dtype
         for name, ranks in sorted(compiled.shared.items()):
             if name in held:
@@ -266,7 +266,7 @@ class ParallelModule(nn.Module):
         """Scale all gradients so that their norm together is at most ``max_norm``; returns the norm before.
 
         As `torch.nn.utils.clip_grad_norm_`, under every plan: pieces, and stages of a pipeline, count together, a
-        parameter that several stages share counts once.
+        parameter that several ranks of the pipeline have counts once.
         """
         compiled, site = self._first(), self._state.site
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)

@@ -2,13 +2,15 @@
 
 Metadata of what stages exchange is known from the plan, so torch infers nothing; micro-batches are cut by us, so its
 chunking is left out. torch makes a buffer for each micro-batch that a stage will receive, before the first step; ours
-are there from receiving to backward. Schedules of several stages to a rank keep what they send until the step ends;
-ours is let go once its receiver has surely asked for it (`received_by`). Where a schedule splits backward in two,
-`backward_of_inputs` is the first part.
+are there from receiving to backward. torch numbers a rank's micro-batches by their place among those that it runs, and
+asks for a stage's rank; of a stage on several ranks that depends on the micro-batch. Schedules of several stages to a
+rank keep what they send until the step ends; ours is let go once its receiver has surely asked for it (`received_by`).
+Where a schedule splits backward in two, `backward_of_inputs` is the first part.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,8 +20,11 @@ import torch.distributed as dist
 from torch.distributed import pipelining as torch_pp
 from torch.distributed.pipelining import _backward as torch_backward
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._utils import InferenceMode
 
 from autoparallel.plans import Hybrid
+from autoparallel.pricing.turns import in_flight
+from cost_models.pipeline import order
 
 if TYPE_CHECKING:
     from autoparallel.runtime.step import TurnModule
@@ -39,6 +44,18 @@ class _Sends(list[dist.P2POp]):
 
 class _Stage(torch_pp.PipelineStage):
     """A stage whose buffers are on the meta device, but for micro-batches that are being received or used."""
+
+    def __init__(self, module: TurnModule, index: int, hybrid: Hybrid, device: torch.device, group: dist.ProcessGroup
+                 ) -> None:
+        # torch wants as many stages as ranks
+        super().__init__(module, index, max(hybrid.stages, hybrid.pipeline_ranks), device,
+                         input_args=_metas(module.received), output_args=_metas(module.results), group=group)
+        self.num_stages = hybrid.stages
+        self.hybrid, self.turns, self.turn = hybrid, hybrid.turns_of(self.group_rank), 0
+
+    def _resolve_peer_global_rank(self, stage_idx: int) -> int:
+        assert self.group is not None
+        return dist.get_global_rank(self.group, self.hybrid.rank_of(stage_idx, self.turn))
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with self._on_meta():
@@ -64,16 +81,20 @@ class _Stage(torch_pp.PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._move(self.args_recv_info[fwd_chunk_id], self.device)
+        self.turn = self.turns[fwd_chunk_id]
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        self.turn = self.turns[bwd_chunk_id]
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self.turn = self.turns[fwd_chunk_id]
         return _Sends(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self.turn = self.turns[bwd_chunk_id]
         return _Sends(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +134,7 @@ class _SendingStage(_Stage):
         return self._send("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _send(self, what: str, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        self.sent[what, self.stage_index, chunk] = torch_schedules._batch_p2p(ops)
+        self.sent[what, self.stage_index, self.turns[chunk]] = torch_schedules._batch_p2p(ops)
         return []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +146,7 @@ class _SendingStage(_Stage):
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _let_go(self, what: str, chunk: int) -> None:
-        for send in self.received_by.get((what, self.stage_index, chunk), ()):
+        for send in self.received_by.get((what, self.stage_index, self.turns[chunk]), ()):
             torch_schedules._wait_batch_p2p(self.sent.pop(send))
 
 
@@ -226,10 +247,51 @@ def _kept_in(group: dict[str, Any]) -> Any:
     return keep
 
 
+def with_messages(hybrid: Hybrid) -> dict[int, list[Any]]:
+    """What each rank of a pipeline of stages on several ranks does, in order, as torch's actions.
+
+    Both ends of a message have it in their order when it is sent. So all follow one order of everything, in which
+    nothing waits for what comes later.
+    """
+    stage_of = {rank: stage for stage in range(hybrid.stages) for rank in hybrid.ranks_of(stage)}
+    left = {rank: deque(order(in_flight(hybrid, stage), hybrid.turns_of(rank))) for rank, stage in stage_of.items()}
+    made: dict[int, list[tuple[str, int]]] = {rank: [] for rank in left}
+    while any(left.values()):
+        before = sum(map(len, left.values()))
+        for rank, actions in left.items():
+            if actions:
+                (kind, turn), stage = actions[0], stage_of[rank]
+                comes_from, goes_to = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
+                if 0 <= comes_from < hybrid.stages and (f"RECV_{kind}", turn) not in made[rank]:
+                    continue
+                made[rank].append(actions.popleft())
+                if 0 <= goes_to < hybrid.stages:
+                    made[rank].append((f"SEND_{kind}", turn))
+                    made[hybrid.rank_of(goes_to, turn)].append((f"RECV_{kind}", turn))
+        assert sum(map(len, left.values())) < before, "each waits for another"
+    kinds = torch_schedules._ComputationType
+    return {rank: [torch_schedules._Action(stage_of[rank], kinds.from_str(kind), turn) for kind, turn in actions]
+            for rank, actions in made.items()}
+
+
+class _InTurns(torch_schedules._PipelineScheduleRuntime):
+    """The micro-batches of one rank of a stage that several ranks run."""
+
+    def __init__(self, stage: _Stage, orders: Mapping[int, Sequence[Any]]) -> None:
+        super().__init__([stage], len(stage.turns), loss_fn=_loss, scale_grads=False)
+        self.pipeline_order_with_comms = {self.rank: [
+            action._replace(microbatch_index=stage.turns.index(action.microbatch_index)) for action in orders[self.rank]
+        ]}
+
+    def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        for stage in stages:  # torch asks all stages, one rank of each, whether they know what they exchange
+            stage._inference_mode = InferenceMode.STATIC
+
+
 class Pipeline:
     """One schedule over the stages of this rank.
 
-    ``modules`` by stage index (the same stages per rank on each rank); ``group`` is the pipeline axis's process group.
+    ``modules`` by stage index (as many on each rank); ``group`` is the pipeline axis's process group.
     """
 
     def __init__(self, hybrid: Hybrid, modules: Mapping[int, TurnModule], group: dist.ProcessGroup,
@@ -238,24 +300,23 @@ class Pipeline:
             "gpipe": torch_pp.ScheduleGPipe, "1f1b": torch_pp.Schedule1F1B,
             "interleaved": torch_pp.ScheduleInterleaved1F1B, "zero_bubble": torch_pp.ScheduleInterleavedZeroBubble,
         }
-        self.group, self.micro_batches, self.device = group, hybrid.micro_batches, device
-        several = hybrid.schedule in ("interleaved", "zero_bubble")
-        self.stages = [
-            (_SendingStage if several else _Stage)(
-                module, index, hybrid.stages, device, input_args=_metas(module.received),
-                output_args=_metas(module.results), group=group)
-            for index, module in sorted(modules.items())
-        ]
-        self.schedule = classes[hybrid.schedule](
-            self.stages if several else self.stages[0], hybrid.micro_batches, loss_fn=_loss, scale_grads=False
-        )
+        self.group, self.device = group, device
+        kind = _SendingStage if hybrid.replicas or hybrid.schedule in ("interleaved", "zero_bubble") else _Stage
+        self.stages = [kind(module, index, hybrid, device, group) for index, module in sorted(modules.items())]
+        orders: Mapping[int, Sequence[Any]] = {}
+        if hybrid.replicas:
+            orders = with_messages(hybrid)
+            self.schedule = _InTurns(self.stages[0], orders)
+        else:
+            self.schedule = classes[hybrid.schedule](
+                self.stages if kind is _SendingStage else self.stages[0], hybrid.micro_batches, loss_fn=_loss,
+                scale_grads=False)
         self.sent: dict[Action, list[dist.Work]] = {}
-        if several:
-            done = received_by(self.schedule.pipeline_order_with_comms, dist.get_rank(group))
+        if kind is _SendingStage:
+            done = received_by(orders or self.schedule.pipeline_order_with_comms, dist.get_rank(group))
             for stage in self.stages:
                 assert isinstance(stage, _SendingStage)
                 stage.received_by, stage.sent = done, self.sent
-        self.last_rank = (hybrid.stages - 1) % hybrid.pipeline_ranks
 
     def run(self) -> torch.Tensor:
         """Forward and backward of all turns; returns the sum of their losses (float32), on every rank."""
@@ -263,15 +324,15 @@ class Pipeline:
             stage.has_backward = True
             stage.clear_runtime_states()
         losses: list[torch.Tensor] = []
-        turns: list[Any] = [{"turn": number} for number in range(self.micro_batches)]
+        turns: list[Any] = [{"turn": turn} for turn in self.stages[0].turns]
         self.schedule._step_microbatches(
-            [()] * self.micro_batches, turns, [None] * self.micro_batches, losses, return_outputs=False
+            [()] * len(turns), turns, [None] * len(turns), losses, return_outputs=False
         )
         while self.sent:
             torch_schedules._wait_batch_p2p(self.sent.popitem()[1])
-        here = dist.get_rank(self.group) == self.last_rank
-        total = torch.stack(losses).detach().float().sum() if here else torch.zeros((), device=self.device)
-        dist.broadcast(total, dist.get_global_rank(self.group, self.last_rank), group=self.group)
+        last = any(stage.is_last for stage in self.stages)
+        total = torch.stack(losses).detach().float().sum() if last else torch.zeros((), device=self.device)
+        dist.all_reduce(total, group=self.group)
         return total
 
 

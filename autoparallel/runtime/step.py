@@ -79,8 +79,9 @@ class TurnModule(nn.Module):
         self.parameters_read: list[tuple[torch.Tensor, nn.Parameter]] = []
         self.updates: tuple[torch.Tensor, ...] = ()
 
-    def begin(self, parameters: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], seed: int) -> None:
-        """Read the parameters (local tensors); ``inputs`` are the other placeholders' tensors, turn by turn."""
+    def begin(self, parameters: Sequence[torch.Tensor], inputs: Mapping[int, Sequence[torch.Tensor]], seed: int
+              ) -> None:
+        """Read the parameters (local tensors); ``inputs`` are the other placeholders' tensors by turn."""
         if self.each_turn and self.sum_dtype is not None:  # what is reduced after each turn adds up beside them
             self.parameters_read = [(p, self._leaf(p)) for p in parameters]
             parameters = [leaf for _, leaf in self.parameters_read]
@@ -113,7 +114,7 @@ class TurnModule(nn.Module):
         """Reduce what gradients are still to be reduced, into the parameters' own."""
         _pass_on(zip(self.values, self.leaves, strict=True))
         _pass_on(self.parameters_read)
-        self.values, self.inputs, self.leaves, self.parameters_read = (), (), nn.ParameterList(), []
+        self.values, self.inputs, self.leaves, self.parameters_read = (), {}, nn.ParameterList(), []
 
 
 def _pass_on(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -157,10 +158,10 @@ def _reduce_now(value: torch.Tensor) -> Callable[[torch.Tensor], None]:
     return reduce
 
 
-def run_turns(module: TurnModule, count: int) -> torch.Tensor:
+def run_turns(module: TurnModule, turns: Iterable[int]) -> torch.Tensor:
     """All turns of a program that is one stage; returns the sum of their losses."""
     losses = []
-    for turn in range(count):
+    for turn in turns:
         (loss,) = module(turn=turn)
         loss.backward()
         losses.append(loss.detach())
@@ -175,24 +176,24 @@ class StepRunner:
         if loss is None:
             raise InputError("step needs a scalar loss: return the loss from the model, alone, first in a tuple, or as "
                              "`loss` of a structure")
-        self.micro_batches = hybrid.micro_batches
         self.modules = {
             index: TurnModule(program, loss if index == hybrid.stages - 1 else None, hybrid, axes)
             for index, program in programs.items()
         }
-        self.pipeline = None
+        self.turns, self.pipeline = hybrid.turns_of(0), None
         if pipeline_group is not None:
             from autoparallel.runtime.pipeline import Pipeline  # torch's pipelining, which few need
 
+            self.turns = hybrid.turns_of(dist.get_rank(pipeline_group))
             self.pipeline = Pipeline(hybrid, self.modules, pipeline_group, device)
 
     def run(self, parameters: Callable[[Program], list[torch.Tensor]],
             inputs: Callable[[Program, int], list[torch.Tensor]], seed: int) -> torch.Tensor:
         """Forward and backward of one step; returns its loss. Gradients are in the parameters afterwards."""
         for module in self.modules.values():
-            turns = [inputs(module.program, turn) for turn in range(self.micro_batches)]
+            turns = {turn: inputs(module.program, turn) for turn in self.turns}
             module.begin(parameters(module.program), turns, seed)
-        loss = self.pipeline.run() if self.pipeline else run_turns(self.modules[0], self.micro_batches)
+        loss = self.pipeline.run() if self.pipeline else run_turns(self.modules[0], self.turns)
         for module in self.modules.values():
             module.finish()
         return loss

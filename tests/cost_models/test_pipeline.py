@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cost_models import ClusterError
@@ -32,6 +34,35 @@ def test_unequal_stages_are_bounded_by_it(forward_s: list[float], micro_batches:
     closed = pipeline_s(each, micro_batches)
     assert measured <= closed * (1 + 1e-9)
     assert closed - measured <= sum(each) - max(each) + 1e-9
+
+
+@given(st.lists(st.tuples(st.floats(0.5, 4.0), st.integers(1, 3)), min_size=1, max_size=4), st.integers(1, 4))
+@example([(2.0, 2), (1.0, 1), (3.0, 3), (1.0, 1)], 6)  # one forward for each rank to come is too few
+@settings(max_examples=60, deadline=None)
+def test_stages_on_several_ranks_are_bounded_by_it(stages: list[tuple[float, int]], rounds: int) -> None:
+    """Never too low, and too high by filling and draining at most."""
+    forward_s, replicas = [seconds for seconds, _ in stages], [ranks for _, ranks in stages]
+    backward_s, each = [2 * seconds for seconds in forward_s], [3 * seconds for seconds in forward_s]
+    micro_batches = rounds * math.lcm(*replicas)
+    measured = simulate(one_forward_one_backward(forward_s, backward_s, micro_batches, replicas)).total_s
+    closed = pipeline_s(each, micro_batches, replicas=replicas)
+    slowest = max(seconds / ranks for seconds, ranks in zip(each, replicas, strict=True))
+    assert measured <= closed * (1 + 1e-9)
+    assert closed - measured <= sum(each) - math.gcd(*replicas) * slowest + 1e-9
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+@settings(max_examples=30, deadline=None)
+def test_ranks_dealt_out_as_work_is_all_work_all_the_time(replicas: list[int]) -> None:
+    """Once the pipeline is full, a micro-batch more takes what a rank's share of it takes."""
+    whole = math.lcm(*replicas)
+
+    def measured(micro_batches: int) -> float:
+        work = [float(ranks) for ranks in replicas]
+        tasks = one_forward_one_backward(work, [2 * seconds for seconds in work], micro_batches, replicas)
+        return simulate(tasks).total_s
+
+    assert measured(10 * whole) - measured(8 * whole) == pytest.approx(2 * whole * 3.0)
 
 
 @given(STAGES, st.integers(1, 12), st.integers(1, 4))
