@@ -224,11 +224,13 @@ class _Emitter:
         variant, keywords = VARIANTS[kind], {**kwargs, "axes": tuple(name for name, _ in taken)}
         if variant.start is not None:
             position, dim = variant.start
-            keywords["start"] = self._offsets(args[position])[dim]
+            keywords["start"] = self._offsets(args[position])[taken[0][1].inputs[position].dim if dim is None else dim]
         if variant.cuts:
             whole, made = args[0].meta["global_meta"].shape, node.outputs[0].shape
             dims = tuple(row.inputs[0].dim for _, row in taken)
-            keywords |= {"op": node.target, "dims": dims, "sizes": tuple((whole[d], made[d]) for d in dims)}
+            lengths = tuple((whole[d], made[d] if row.outputs[0].is_shard else 1)
+                            for d, (_, row) in zip(dims, taken, strict=True))
+            keywords |= {"op": node.target, "dims": dims, "sizes": lengths}
         return self.graph.call_function(variant.function, tuple(args), keywords)
 
     def _piece_number(self, rows: Sequence[Row]) -> int:

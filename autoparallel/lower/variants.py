@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
 from autoparallel.capture.bags import embedding_bag
+from autoparallel.lower.along import places_of_pieces, softmax_of_pieces
 from autoparallel.lower.collectives import all_reduce_tensor, redistribute
 from autoparallel.lower.dispatch import dispatched_experts
 from autoparallel.lower.halo import on_rows, on_windows
@@ -89,11 +90,12 @@ def causal_queries(
 
 @dataclass(frozen=True)
 class Variant:
-    """``start``: the (position, dim) of the operand the beginning of whose piece the function asks for; ``cuts``: it
-    asks for the op, and for the dim cut on each axis, with its lengths in the whole first operand and result."""
+    """``start``: the (position, dim) of the operand the beginning of whose piece the function asks for (dim None: that
+    which is cut); ``cuts``: it asks for the op, and for the dim cut on each axis, with its lengths in the whole first
+    operand and result."""
 
     function: Callable[..., Any]
-    start: tuple[int, int] | None = None
+    start: tuple[int, int | None] | None = None
     cuts: bool = False
 
 
@@ -108,4 +110,6 @@ VARIANTS = {
     "sections": Variant(cut_sections),
     "rows": Variant(on_rows, cuts=True),
     "norms": Variant(norm_of_pieces, cuts=True),
+    "softmax": Variant(softmax_of_pieces, cuts=True),
+    "places": Variant(places_of_pieces, (0, None), cuts=True),
 }

@@ -344,6 +344,8 @@ def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
             return np.asarray(collectives.all_reduce_s(num_bytes, group))
         case "all_to_all":
             return np.asarray(collectives.all_to_all_s(num_bytes, group))
+        case "all_gather":
+            return np.asarray(collectives.all_gather_s(num_bytes * group.size, group))
         case "ring":
             return (group.size - 1) * np.asarray(collectives.send_recv_s(num_bytes, group))
         case "neighbours":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from autoparallel.capture.graph import is_floating
+from autoparallel.layout import INVARIANT, Placement, shard
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Rule
+from autoparallel.rules.rule import Exchange, Row, Rule
 from autoparallel.rules.views import whole_dims
 
 aten = torch.ops.aten
@@ -33,10 +36,43 @@ def count(op: OpView) -> Rule | None:
     return _reduction(op, op.arg("dim"), False, adds=True)
 
 
-@rule_for(aten.amax.default, aten.amin.default, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim,
-          aten.median.dim, aten.mode.default, aten.kthvalue.default, aten.logsumexp.default, aten.prod.dim_int,
-          aten.linalg_vector_norm.default,
-          aten.norm.ScalarOpt_dim, aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction,
+@rule_for(aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+def places(op: OpView) -> Rule | None:
+    """Of a cut dim by a variant: each rank's value and place go to all, and the best is taken."""
+    rule, (x,) = other(op), op.inputs
+    if rule is None or not x.num_elements:
+        return rule
+    asked = range(len(x.shape)) if op.arg("dim") is None else [op.arg("dim") % max(1, len(x.shape))]
+    dims = [d for d in asked if x.shape and x.shape[d] != 1 and x.dtype is not torch.bool]
+    share = op.out.num_elements / x.num_elements
+    numbers = [Exchange("all_gather", 0, (8.0 + x.dtype.itemsize) * share, whole=True)]
+    if len(op.outputs) > 1:
+        numbers.append(Exchange("all_reduce", 0, x.dtype.itemsize * share, whole=True))
+    rows = [_row(d, "places", tuple(INVARIANT for _ in op.outputs), numbers) for d in dims]
+    names = frozenset(row.name for row in rows)
+    return replace(rule, variants=tuple(replace(row, apart=names - {row.name}) for row in rows))
+
+
+def _row(dim: int, variant: str, outputs: tuple[Placement, ...], inside: list[Exchange]) -> Row:
+    return Row(f"along d{dim}", (shard(dim),), outputs, f"d{dim}", variant=variant, inside=tuple(inside))
+
+
+@rule_for(aten.logsumexp.default)
+def logsumexp(op: OpView) -> Rule | None:
+    """Along cut dims by a variant, which exchanges maximum and sum of each row."""
+    rule, (x,) = other(op), op.inputs
+    if rule is None or not x.shape or not x.dtype.is_floating_point:
+        return rule
+    dims = sorted({d % len(x.shape) for d in op.arg("dim")})
+    size = 4.0 * op.out.num_elements / max(1, x.num_elements)
+    return replace(rule, variants=tuple(
+        _row(d, "softmax", (INVARIANT,), [Exchange("all_reduce", 0, size, 2, whole=True)])
+        for d in dims if x.shape[d] != 1))
+
+
+@rule_for(aten.amax.default, aten.amin.default, aten.median.dim, aten.mode.default, aten.kthvalue.default,
+          aten.prod.dim_int, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim,
+          aten.var.dim, aten.var.correction, aten.std.dim, aten.std.correction,
           aten.var_mean.correction, aten.var_mean.dim, aten.std_mean.correction, aten.std_mean.dim,
           aten.nanmedian.dim, aten.aminmax.default, aten.quantile.scalar, aten.nanquantile.scalar,
           aten.linalg_matrix_norm.default, aten.linalg_matrix_norm.str_ord)
@@ -103,7 +139,21 @@ def renorm(op: OpView) -> Rule:
                       saves=frozenset({0}))
 
 
-@rule_for(aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default,
+@rule_for(aten.softmax.int, aten.log_softmax.int)
+def softmax_by_pieces(op: OpView) -> Rule | None:
+    """Along the dim that it normalises by a variant: maximum and sum of each row, and a sum for its gradient."""
+    rule = softmax(op)
+    if rule is None or not op.inputs[0].dtype.is_floating_point:
+        return rule
+    x, dim = op.inputs[0], op.arg("dim") % len(op.out.shape)
+    if x.shape[dim] == 1 or not x.num_elements:
+        return rule
+    size = 4.0 / x.shape[dim]
+    numbers = Exchange("all_reduce", 0, size, 2, int(x.requires_grad), whole=True)
+    return replace(rule, variants=(_row(dim, "softmax", (shard(dim),), [numbers]),))
+
+
+@rule_for(aten._softmax.default, aten._log_softmax.default,
           aten._safe_softmax.default)
 def softmax(op: OpView) -> Rule | None:
     if not op.out.shape:
