@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from autoparallel.search.branch import Branching, allowed_cells
 from autoparallel.search.compact import Compact, compact_of
 from autoparallel.search.exact import TARGET_GAP, Outcome
 from autoparallel.search.merge import shrink
-from autoparallel.search.messages import Messenger, raise_prices
+from autoparallel.search.messages import SWEEPS, Messenger, raise_prices
 from autoparallel.search.parts import Parts
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
 from autoparallel.search.walk import Walk, finite_limit
@@ -25,11 +27,12 @@ FIRST_ROUNDS = 15
 QUICK_STEPS = 20
 STEPS = 60
 PRICE_SHARE = 0.35
+DEAR = 30.0
 REPAIR_SHARE = 0.1
 TELL_S = 10.0
 MERGE_SHARE = 0.3
 FIRST_PLAN_SHARE = 0.04  # so much over time, or so many seconds, are better than no plan
-FIRST_PLAN_S = 2.0
+FIRST_PLAN_S = 5.0
 JUDGINGS = 2.0  # what is left to do when time is up takes as long as judging a plan so many times
 
 
@@ -97,6 +100,7 @@ class WideSearch:
 
         if self._known is not None:
             offer(self.shrunk.forward(self._known))
+        self._first_plan(messenger, offer)
         prices = raise_prices(messenger, self._left(PRICE_SHARE), STEPS, offer)
         self._bound(prices.bound)
         self._lap("prices")
@@ -113,6 +117,22 @@ class WideSearch:
                 raise MemoryLimitError(self.problem.name, self.problem.limit, self.problem.limit)
             self._lap("branches")
         self._finish()
+
+    def _first_plan(self, messenger: Messenger, offer: Callable[[Sequence[int]], float]) -> None:
+        """Where there is no time for all steps of the prices: a plan for which what is used too much without prices is
+        dear, so that it is soon made to fit. It may cost twice the best."""
+        if self._best is not None or self.deadline == FORBIDDEN:
+            return
+        compact, before, start = messenger.compact, messenger.into.copy(), time.monotonic()
+        costs = messenger.costs(np.zeros(len(compact.room)))
+        bound = messenger.settle(costs, SWEEPS)
+        now = time.monotonic()
+        if STEPS * (now - start) > PRICE_SHARE * (self.deadline - now):
+            over = np.maximum(compact.load(messenger.plan(costs)) - compact.room, 0.0)
+            dear = messenger.costs(DEAR * abs(bound) * over / (float(over @ over) or 1.0))
+            messenger.settle(dear, SWEEPS)
+            offer(messenger.plan(dear))
+        messenger.into[:] = before
 
     def _finish(self) -> None:
         self.outcome.stop_reason = ("optimal" if self._closed() else

@@ -214,6 +214,15 @@ def test_after_the_deadline_one_plan_is_shown() -> None:
         assert len(list(answers)) == len(costs) - shown
 
 
+def test_without_time_for_prices_there_is_a_plan() -> None:
+    """One step of prices takes more than its share of the time, which is up before the first ends."""
+    problem = block_chain(8, limit=0.7 * solve(block_chain(8), "exact").peak_bytes)
+    search = WideSearch(problem, time.monotonic() + 1e-3, None, lambda outcome: None)
+    search.run()
+    assert search.outcome.choice is not None and evaluate(problem, search.outcome.choice).feasible
+    assert search.outcome.stop_reason == "time limit" and search.outcome.lower_bound > 0
+
+
 def test_a_search_that_ended_on_time_starts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends a little before time is up, since what is left to do takes time; so a look at the clock does not tell."""
     monkeypatch.setattr(WideSearch, "_finish", lambda search: setattr(search.outcome, "stop_reason", "time limit"))
