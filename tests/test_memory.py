@@ -122,9 +122,14 @@ PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
     ("bert", (4,), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "zero_bubble"}, 0.05),
     # What backward computes again is there until the gradients of weights are made, and is computed once.
     ("bert", (4,), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "full"}, 0.05),
+    ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "offload"},
+     0.05),
     # What an addition reads on the next stage is sent twice, and its two gradients are one tensor.
     ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble"}, 0.05),
     ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 8, "schedule": "1f1b"}, 0.05),
+    # Ops that no backward reaches are let go with what they keep, though ZeRO-3 looks at what that is.
+    ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble", "zero_stage": 3,
+                       "baseline": "fsdp"}, 0.05),
     ("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "interleaved"}, 0.05),
     # What is sent is not kept until the step ends: with torch's own stages this one held half as much again.
     ("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "interleaved"}, 0.05),

@@ -103,7 +103,7 @@ def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
     def pack(value: torch.Tensor) -> Any:
         place = value.untyped_storage().data_ptr()
         if place in kept or not value.numel():
-            return value
+            return value.detach()
         key = place, value.storage_offset(), value.shape, value.stride(), value.dtype
         if key not in moved:
             moved[key] = value, host_copy(value)

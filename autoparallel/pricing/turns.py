@@ -336,11 +336,12 @@ class Turns:
         """
         start, turn = self._at(index)
         late = self._late(index)
-        if inside and not late and (block := self.block_of[index]) is not None:
+        put_off = 0 if inside and self.hybrid.recompute == "offload" else late  # which comes back for each part
+        if inside and not put_off + gradients and (block := self.block_of[index]) is not None:
             return Life((start + turn - self.block_end[block], start + turn - index + 1))
         stage = self.stages_of[index][0]
         done = late if saver > self.last_learning.get(stage, saver) else 0
-        count = (late if inside else self.in_flight(stage) - done) + gradients
+        count = (put_off if inside else self.in_flight(stage) - done) + gradients
         return Life((start + index, start + turn + 1 - index), self.held[index] * count)
 
     def copy_life(self, link: Link) -> Life:

@@ -57,7 +57,7 @@ def regathering() -> Iterator[None]:
 def _pack(tensor: torch.Tensor) -> Any:
     found = _found(tensor)
     if found is None:
-        return tensor
+        return tensor.detach()  # a result that its own op keeps would otherwise keep the op
     return _View(found.make, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
