@@ -168,9 +168,9 @@ def _calls(axis: Axis, group: dist.ProcessGroup, nbytes: int, device: torch.devi
     whole, part = torch.zeros(n * piece, device=device), torch.zeros(piece, device=device)
     equal = (piece,) * n
     return {
-        "all_reduce": lambda: collectives.all_reduce_tensor(whole, axis),
-        "all_gather": lambda: collectives.all_gather_tensor(part, axis, 0, equal),
-        "reduce_scatter": lambda: collectives.reduce_scatter_tensor(whole, axis, 0, equal),
+        "all_reduce": lambda: collectives.begin_all_reduce(whole, axis)(),
+        "all_gather": lambda: collectives.begin_all_gather(part, axis, 0, equal)(),
+        "reduce_scatter": lambda: collectives.begin_reduce_scatter(whole, axis, 0, equal)(),
         "all_to_all": lambda: collectives.all_to_all_tensor(whole, axis, 0, equal, 0, equal),
         "send_recv": lambda: _pass_on(whole, axis, group),
     }

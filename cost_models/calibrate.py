@@ -306,7 +306,8 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
         lines.append(f"algorithms = {_toml(list(cluster.algorithms))}")
     lines += ["", "[device]", f"name = {_toml(d.name)}"]
     lines += [line(f"device.{key}", getattr(d, key)) for key in (
-        "memory_bytes", "memory_bandwidth_bytes_per_s", "memory_bandwidth_efficiency", "launch_s", "reserved_bytes")]
+        "memory_bytes", "memory_bandwidth_bytes_per_s", "memory_bandwidth_efficiency", "launch_s", "reserved_bytes",
+        "overlap_slowdown")]
     for key in ("peak_flops_per_s", "efficiency", "memory_efficiency"):
         lines += table(f"device.{key}", getattr(d, key))
     if d.tiles:

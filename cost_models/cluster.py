@@ -19,6 +19,9 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e
 #: Points of an efficiency curve: (FLOP or bytes of one call, achieved share of the peak), sizes growing.
 Curve = tuple[tuple[float, float], ...]
 
+#: By how much compute and communication of GPUs take longer while both run: what Galvatron takes where nobody measured
+#: (Miao et al., VLDB 2023).
+OVERLAP_SLOWDOWN = 1.3
 #: What a link's ``slowdown`` may name.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 
@@ -62,6 +65,7 @@ class Device:
     of the memory bandwidth), "default" for classes not listed; else ``memory_bandwidth_efficiency`` counts, which is
     that of large transfers. ``reserved_bytes`` is what a process loses before the first tensor: context, library and
     communication buffers. ``tiles``, where known, prices matrix products by their shape (`compute.matmul_time_s`).
+    ``overlap_slowdown``: how many times longer compute and communication take while both run (2: nothing is gained).
 
     A curve may not rise so steeply that a larger call takes less time:
 
@@ -83,8 +87,11 @@ class Device:
     memory_efficiency: Mapping[str, Curve] = field(default_factory=dict)
     reserved_bytes: float = 0.0
     tiles: Tiles | None = None
+    overlap_slowdown: float = OVERLAP_SLOWDOWN
 
     def __post_init__(self) -> None:
+        if not 1 <= self.overlap_slowdown <= 2:
+            raise ClusterError(f"device {self.name}: overlap_slowdown must be in [1, 2], not {self.overlap_slowdown}")
         for what in ("memory_bandwidth_bytes_per_s", "memory_bytes"):
             if not 0 < getattr(self, what) < math.inf:
                 raise ClusterError(f"device {self.name}: {what} must be positive, not {getattr(self, what)}")

@@ -12,7 +12,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cost_models.cluster import ALGORITHMS, UNLIMITED, Cluster, Curve, Device, Host, Link, Protocol, Tiles
+from cost_models.cluster import (
+    ALGORITHMS,
+    OVERLAP_SLOWDOWN,
+    UNLIMITED,
+    Cluster,
+    Curve,
+    Device,
+    Host,
+    Link,
+    Protocol,
+    Tiles,
+)
 from cost_models.errors import ClusterError
 
 _NUMBER = '{ value = 1.0, source = "where it comes from" }'
@@ -175,6 +186,7 @@ def _device(d: _Table) -> Device:
         "memory_bytes": d.number("memory_bytes", "bytes of one device's memory"),
         "launch_s": d.number("launch_s", "seconds of the smallest op"),
         "reserved_bytes": d.number("reserved_bytes", "bytes lost to context and libraries", 0.0),
+        "overlap_slowdown": d.number("overlap_slowdown", "factor on compute beside communication", OVERLAP_SLOWDOWN),
     }
     name = d.text("name", "the device's name")
     cut = d.table("tiles", "how matrix products are cut", optional=True)

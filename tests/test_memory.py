@@ -197,7 +197,7 @@ def test_offload_trades_memory_for_copies() -> None:
     kept, away = planned().prediction, planned(recompute="offload")
     found = away.prediction
     assert found.activation_bytes < kept.activation_bytes and found.step_s > kept.step_s
-    assert found.step_s == pytest.approx(away.evidence.objective_s)
+    assert found.added_s == pytest.approx(away.evidence.objective_s)
     assert found.host_bytes > 0 == kept.host_bytes
     assert "in the host's memory" in " ".join(away.report().split())
     small = dataclasses.replace(machine, host=dataclasses.replace(machine.host, memory_bytes=1e3))

@@ -19,7 +19,7 @@ from autoparallel.capture import capture
 from autoparallel.compiler import plan
 from autoparallel.hybrid import split_batch
 from autoparallel.layout import Layout, shard
-from autoparallel.lower.fuse import BUCKET_BYTES
+from autoparallel.lower.overlap import BUCKET_BYTES
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns, predict
 from autoparallel.rules.space import StrategySpace
@@ -42,7 +42,7 @@ def test_the_price_is_the_sum_over_what_runs(case_name: str, search: str) -> Non
     pricer = SpacePricer(Prices(space, cluster))
     judged = evaluate(pricer.full(), pricer.choice_of(made.labels(space)))
     assert made.evidence.objective_s == judged.objective
-    assert made.prediction.step_s == pytest.approx(judged.objective, rel=1e-9)
+    assert made.prediction.added_s == pytest.approx(judged.objective, rel=1e-9)
     assert made.evidence.lower_bound_s <= judged.objective
     optimum = plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 2), search="exact")
     assert made.evidence.objective_s <= optimum.evidence.objective_s * (1.05 if search == "recursive" else 1 + 1e-6)
@@ -138,7 +138,7 @@ def test_backward_launches_what_it_runs() -> None:
     assert [round(float(pricer.hub_s(s.index)[0])) for s in space.sites if s.kind == "hub"] == [1]
     problem = pricer.full()
     labels = pricer.labels_of(solve(problem, "exact").choice)
-    assert predict(pricer, problem, labels, 0.0).step_s == pytest.approx(
+    assert predict(pricer, problem, labels, 0.0).added_s == pytest.approx(
         evaluate(problem, pricer.choice_of(labels)).objective)
 
 

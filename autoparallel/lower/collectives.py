@@ -19,6 +19,8 @@ from autoparallel.runtime import groups
 from autoparallel.runtime.groups import Axis
 
 Sizes = tuple[int, ...]
+#: Waits for a collective that was begun, and returns its result.
+Finish = Callable[[], torch.Tensor]
 _c10d = torch.ops._c10d_functional
 
 
@@ -37,30 +39,41 @@ def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros((length - x.shape[0], *x.shape[1:]))])
 
 
-def all_reduce_tensor(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
-    return _wait(_c10d.all_reduce(x.contiguous(), op, axis.group_name))
+def begin_all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> Finish:
+    made = _c10d.all_reduce(x.contiguous(), op, axis.group_name)
+    return lambda: _wait(made)
 
 
-def all_reduce_own(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def begin_all_reduce_own(x: torch.Tensor, axis: Axis) -> Finish:
     """The sum, written over x, of which nobody else may have the memory (a copy of a bucket costs as much as it)."""
-    return _wait(_c10d.all_reduce_(x, "sum", axis.group_name))
+    made = _c10d.all_reduce_(x, "sum", axis.group_name)
+    return lambda: _wait(made)
 
 
-def all_gather_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
+def begin_all_gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
     longest = max(sizes)
-    whole = _wait(_c10d.all_gather_into_tensor(_padded(_leading(x, dim), longest), axis.size, axis.group_name))
-    if any(size != longest for size in sizes):
-        whole = torch.cat([p[:size] for p, size in zip(whole.split(longest), sizes, strict=True)])
-    return whole.movedim(0, dim).contiguous()
+    made = _c10d.all_gather_into_tensor(_padded(_leading(x, dim), longest), axis.size, axis.group_name)
+
+    def finish() -> torch.Tensor:
+        whole = _wait(made)
+        if any(size != longest for size in sizes):
+            whole = torch.cat([p[:size] for p, size in zip(whole.split(longest), sizes, strict=True)])
+        return whole.movedim(0, dim).contiguous()
+
+    return finish
 
 
-def reduce_scatter_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
+def begin_reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
     longest = max(sizes)
     moved = _leading(x, dim)
     if any(size != longest for size in sizes):
         moved = torch.cat([_padded(p, longest) for p in moved.split(list(sizes))])
-    mine = _wait(_c10d.reduce_scatter_tensor(moved, "sum", axis.size, axis.group_name))
-    return mine[: sizes[axis.rank]].movedim(0, dim).contiguous()
+    made = _c10d.reduce_scatter_tensor(moved, "sum", axis.size, axis.group_name)
+    return lambda: _wait(made)[: sizes[axis.rank]].movedim(0, dim).contiguous()
+
+
+def all_reduce_tensor(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    return begin_all_reduce(x, axis, op)()
 
 
 def all_to_all_tensor(
@@ -132,15 +145,15 @@ def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes,
         case "mask":
             return x if axis.rank == 0 else torch.zeros_like(x)
         case "all_reduce":
-            return all_reduce_tensor(x, axis)
+            return begin_all_reduce(x, axis)()
         case "all_gather":
-            return all_gather_tensor(x, axis, a.dim, a_sizes)
+            return begin_all_gather(x, axis, a.dim, a_sizes)()
         case "pad":
             return pad_tensor(x, axis, a.dim, a_sizes)
         case "slice":
             return slice_tensor(x, axis, b.dim, b_sizes)
         case "reduce_scatter":
-            return reduce_scatter_tensor(x, axis, b.dim, b_sizes)
+            return begin_reduce_scatter(x, axis, b.dim, b_sizes)()
         case "all_to_all":
             return all_to_all_tensor(x, axis, a.dim, a_sizes, b.dim, b_sizes)
     raise ValueError(f"unknown action {action!r}")

@@ -1,8 +1,8 @@
 """Emission: strategy space and a label per site -> one rank's program, a readable torch.fx.GraphModule.
 
 Every op runs on local pieces with local sizes; every link whose layouts differ becomes a chain of redistribution
-steps, each one line that names its axis and its placements. Node metadata: ``layout``, ``global_meta``, ``site``, and
-``val`` (a meta tensor of the local shape).
+steps, each one line that names its axis and its placements. Node metadata: ``layout``, ``global_meta``, ``site``,
+``val`` (a meta tensor of the local shape), and ``reads`` (of a parameter and the steps that take it to its readers).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class _Emitter:
         origin = site.node if site.ref is None else site.ref.node
         path = self.space.graph.nodes[origin].module_path if site.kind in ("op", "hub") else ""
         node.meta.update(layout=layout, global_meta=meta, site=site.index, block=block_path(path),
-                         val=torch.empty(local, dtype=meta.dtype, device="meta"))
+                         val=torch.empty(local, dtype=meta.dtype, device="meta"), reads=site.kind == "parameter")
         return node
 
     def _placeholder(self, site: Site) -> Layout:
@@ -178,8 +178,9 @@ class _Emitter:
                 STEP_FUNCTIONS[step.source.kind, step.target.kind],
                 (value, self.space.axis_names[step.axis], str(step.source), str(step.target)), keywords,
             )
-            value = self._describe(node, self.space.sites[link.target], link.meta, step.after)
-            value.meta["step"] = step
+            self._describe(node, self.space.sites[link.target], link.meta, step.after)
+            node.meta.update(step=step, reads=value.meta["reads"])
+            value = node
         return value
 
     def _op(self, site: Site) -> None:

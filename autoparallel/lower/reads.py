@@ -22,29 +22,28 @@ from autoparallel.lower.emit import Program
 @dataclass(frozen=True)
 class Turn:
     """A program in two: ``reads(*parameters)`` and ``turn(*values, *rest)``, where ``rest`` are the program's other
-    placeholders in order. ``gathers`` tells the steps of ``turn`` that gather parameters."""
+    placeholders in order."""
 
     reads: GraphModule
     turn: GraphModule
-    gathers: Callable[[FxNode], bool]
 
 
-def gathered_each_turn(node: FxNode) -> bool:
-    """Whether a step makes a whole parameter of its pieces (what ZeRO-3 does anew for every turn)."""
-    return node.meta["step"].forward in COLLECTIVES
+def is_read(node: FxNode) -> bool:
+    """Whether the node is a step on the way from a parameter to its readers."""
+    return "step" in node.meta and bool(node.meta["reads"])
+
+
+def gathers_parameter(node: FxNode) -> bool:
+    """Whether the node makes a whole parameter of its pieces (what ZeRO-3 does anew for every turn)."""
+    return is_read(node) and node.meta["step"].forward in COLLECTIVES
 
 
 def sum_gradients_in(program: Program, dtype: torch.dtype | None) -> None:
     """Let the steps by which parameters are read sum their gradients in this type (None: in the gradients' own)."""
-    graph = program.module.graph
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    read = {n for n, site in zip(placeholders, program.placeholders, strict=False) if site.kind == "parameter"}
-    for node in graph.nodes:
-        if "step" in node.meta and node.args[0] in read:
-            read.add(node)
-            learns = node.meta["global_meta"].requires_grad
-            if dtype is not None and learns and node.meta["step"].backward in SUMS:
-                node.update_kwarg("sum_dtype", dtype)
+    for node in program.module.graph.nodes:
+        learns = is_read(node) and node.meta["global_meta"].requires_grad
+        if dtype is not None and learns and node.meta["step"].backward in SUMS:
+            node.update_kwarg("sum_dtype", dtype)
     program.module.recompile()
 
 
@@ -52,21 +51,13 @@ def split_reads(program: Program, stays: Callable[[FxNode], bool] = lambda node:
     """Take the redistribution of parameters apart from the rest; steps for which ``stays`` is true stay (and all after
     them)."""
     nodes = list(program.module.graph.nodes)
-    names = {site.name for site in program.placeholders if site.kind == "parameter"}
-    placeholders = [n for n in nodes if n.op == "placeholder"]
-    parameters = [n for n, site in zip(placeholders, program.placeholders, strict=False) if site.name in names]
+    parameters = [n for n in nodes if n.op == "placeholder" and n.meta["reads"]]
     early: dict[FxNode, None] = dict.fromkeys(parameters)
     for node in nodes:
-        if "step" in node.meta and node.args[0] in early and not stays(node):
+        if is_read(node) and node.args[0] in early and not stays(node):
             early[node] = None
     frontier = [n for n in early if any(user not in early for user in n.users)]
-    late: dict[FxNode, None] = {}
-    for node in nodes:
-        if "step" in node.meta and node not in early and (node.args[0] in early or node.args[0] in late):
-            late[node] = None
-    turn = _turn(nodes, set(early), frontier)
-    names_late = {n.name for n in late if gathered_each_turn(n)}
-    return Turn(_reads(parameters, list(early), frontier), turn, lambda node: node.name in names_late)
+    return Turn(_reads(parameters, list(early), frontier), _turn(nodes, set(early), frontier))
 
 
 def _reads(parameters: list[FxNode], early: list[FxNode], frontier: list[FxNode]) -> GraphModule:

@@ -48,6 +48,7 @@ class Prediction:
     """Predicted seconds of one step by part, and bytes on the fullest rank by part.
 
     In a pipeline the parts are means over its ranks, and ``waiting_s`` is filling, draining, sending and unevenness.
+    ``hidden_s``: by how much the step is shorter than its parts, as communication of parameters runs beside compute.
     ``host_bytes`` wait in the host's memory for backward (recompute="offload").
     """
 
@@ -63,11 +64,17 @@ class Prediction:
     repeated_ops: tuple[str, ...] = ()
     waiting_s: float = 0.0
     host_bytes: float = 0.0
+    hidden_s: float = 0.0
+
+    @property
+    def added_s(self) -> float:
+        """All parts one after the other: what the search minimises."""
+        return (self.forward_s + self.backward_s + self.optimizer_s + self.forward_communication_s
+                + self.backward_communication_s + self.waiting_s)
 
     @property
     def step_s(self) -> float:
-        return (self.forward_s + self.backward_s + self.optimizer_s + self.forward_communication_s
-                + self.backward_communication_s + self.waiting_s)
+        return self.added_s - self.hidden_s
 
 
 @dataclass(frozen=True)

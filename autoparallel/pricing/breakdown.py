@@ -9,6 +9,7 @@ import numpy as np
 
 from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
+from autoparallel.pricing.beside import hidden_s
 from autoparallel.pricing.prices import Inside, Prices
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.turns import Turns
@@ -48,8 +49,9 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
             sends: Sequence[float] = ()) -> Prediction:
     """Seconds and bytes of the plan that takes ``labels``.
 
-    Without a pipeline the parts add up to the search's objective. With one they are means over the ranks, and waiting
-    is what the schedule adds; ``sends`` are the bytes of one micro-batch over each cut, one way.
+    Without a pipeline the parts add up to the search's objective, of which `beside` hides some. With one they are means
+    over the ranks, and waiting is what the schedule adds; ``sends`` are the bytes of one micro-batch over each cut, one
+    way.
     """
     hybrid = pricer.turns.hybrid
     stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
@@ -77,6 +79,7 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
         repeated_ops=tuple(dict.fromkeys(mean.repeated)),
         host_bytes=max(s.host_bytes for s in by_rank),
         waiting_s=max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0,
+        hidden_s=hidden_s(pricer, labels),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.lower.fuse import BUCKET_BYTES
+from autoparallel.lower.overlap import BUCKET_BYTES
 from autoparallel.pricing.turns import Summing
 from autoparallel.rules.rule import Dims, Exchange, Rule
 from autoparallel.rules.space import Link, StrategySet, StrategySpace
@@ -121,7 +121,7 @@ class Prices:
         raise ValueError(f"unknown action {action!r}")
 
     def bucket_s(self, axis: int, num_bytes: np.ndarray) -> np.ndarray:
-        """Seconds of a gradient's part in an all-reduce of many (`lower.fuse`), and of its copy into the bucket."""
+        """Seconds of a gradient's part in an all-reduce of many (`lower.overlap`), and of its copy into the bucket."""
         whole = collectives.all_reduce_s(BUCKET_BYTES, self.groups[axis])
         whole = whole + collectives.copy_s(BUCKET_BYTES, self.cluster.device)
         alone = collectives.all_reduce_s(num_bytes, self.groups[axis])

@@ -36,7 +36,8 @@ def print_report(plan: Plan, console: Console) -> None:
         ("forward compute", p.forward_s), ("backward compute", p.backward_s), ("optimizer", p.optimizer_s),
         ("forward communication", p.forward_communication_s), ("backward communication", p.backward_communication_s),
         *([("waiting in the pipeline", p.waiting_s)] if p.waiting_s else []),
-        ("whole step, nothing overlapped", p.step_s),
+        *([("hidden beside compute", -p.hidden_s)] if p.hidden_s else []),
+        ("whole step", p.step_s),
     ):
         table.add_row(part, seconds_str(seconds), f"{seconds / p.step_s:.1%}" if p.step_s else "-")
     console.print(table)
@@ -93,6 +94,8 @@ def _block(paths: tuple[str, ...], lines: tuple[tuple[str, str, str], ...]) -> T
 
 def seconds_str(seconds: float) -> str:
     """Three digits and a unit: 12.3 ms."""
+    if seconds < 0:
+        return f"-{seconds_str(-seconds)}"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"

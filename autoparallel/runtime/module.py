@@ -24,12 +24,12 @@ from autoparallel.errors import CaptureError, InputError
 from autoparallel.hybrid import MicroBatches, Stages
 from autoparallel.layout import INVARIANT, Layout, local_box, to_torch
 from autoparallel.lower.emit import Program
-from autoparallel.lower.fuse import fuse_reductions
+from autoparallel.lower.overlap import overlap
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime import data, groups, initialise, rng
 from autoparallel.runtime.interpret import values_of
-from autoparallel.runtime.step import Forward, StepRunner
+from autoparallel.runtime.step import Forward, StepRunner, loss_of
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Compiled:
 
     @cached_property
     def forward(self) -> nn.Module:
-        """The program of a form that is one stage, as it runs: gradients are reduced in buckets."""
+        """The program of a form that is one stage, as it runs: parameters are on their way beside compute."""
         hybrid = self.plan.hybrid
         if hybrid.recompute == "none" and hybrid.zero_stage < 3:
-            return fuse_reductions(self.program.module)
+            return overlap(self.program.module)
         return Forward(self.program, hybrid)
 
     @property
@@ -159,8 +159,16 @@ class ParallelModule(nn.Module):
             raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
                              "parallel.step(...), which runs forward and backward of a whole step")
         compiled = self.trace(args, kwargs, step=False)
-        program, space = compiled.program, compiled.space
-        leaves = pytree.tree_leaves(canonical_call(args, kwargs))
+        outputs = self._run(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
+        results = [
+            value if layout is None else self._global_output(value, layout, compiled.space, number)
+            for number, (value, layout) in enumerate(zip(outputs, compiled.program.output_layouts, strict=True))
+        ]
+        return pytree.tree_unflatten(results, compiled.space.graph.out_spec)
+
+    def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Forward of a form that is one stage in one turn; returns this rank's outputs."""
+        state, program, space = self._state, compiled.program, compiled.space
         with groups.use(state.axes):
             local = initialise.local_pieces([
                 self._local_input(leaves[int(site.path)], layout) if site.kind == "input"
@@ -171,11 +179,7 @@ class ParallelModule(nn.Module):
                 outputs, updates, _ = compiled.forward(*local)
         state.calls += 1
         self._update(program.updates, updates)
-        results = [
-            value if layout is None else self._global_output(value, layout, space, number)
-            for number, (value, layout) in enumerate(zip(outputs, program.output_layouts, strict=True))
-        ]
-        return pytree.tree_unflatten(results, space.graph.out_spec)
+        return cast(Sequence[Any], outputs)
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one step over the whole batch; returns the loss, detached.
@@ -187,6 +191,11 @@ class ParallelModule(nn.Module):
         state = self._state
         compiled = self.trace(args, kwargs)
         leaves = pytree.tree_leaves(canonical_call(args, kwargs))
+        if compiled.plan.hybrid.is_plain:
+            loss = self._run(compiled, leaves)[loss_of(compiled.micro.loss)]
+            with precision.without_autocast(), groups.use(state.axes):
+                loss.backward()
+            return cast(torch.Tensor, loss.detach())
         key = id(compiled)
         if key not in state.runners:
             state.runners[key] = StepRunner(

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
 
 from autoparallel.errors import InputError
 from autoparallel.lower.emit import Program
-from autoparallel.lower.fuse import fuse_reductions
-from autoparallel.lower.reads import Turn, gathered_each_turn, split_reads
+from autoparallel.lower.overlap import overlap
+from autoparallel.lower.reads import Turn, gathers_parameter, split_reads
 from autoparallel.lower.recompute import with_recompute
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import groups, rng
@@ -28,18 +30,28 @@ from autoparallel.runtime.regather import gather_again, regathering
 def in_turns(program: Program, hybrid: Hybrid) -> Turn:
     """A program in two: reading parameters, and what takes turns, which recomputes and gathers again as ``hybrid`` has
     it."""
-    regathers = hybrid.zero_stage == 3
-    split = split_reads(program, gathered_each_turn if regathers else lambda node: False)
-    turn = gather_again(split.turn, split.gathers) if regathers else split.turn
-    if hybrid.recompute != "none":
-        in_parts = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
-        turn = with_recompute(turn, hybrid.recompute, lambda node: _recomputed(hybrid, node), in_parts)
-    return replace(split, turn=turn)
+    split = split_reads(program, gathers_parameter if hybrid.zero_stage == 3 else lambda node: False)
+    return replace(split, turn=_kept_less(split.turn, hybrid))
 
 
-def _recomputed(hybrid: Hybrid, node: torch.fx.Node) -> str | None:
-    block: str | None = node.meta.get("block")
-    return block if hybrid.recomputed(block) else None
+def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
+    """The same program, which computes and gathers again for backward as ``hybrid`` has it."""
+    if hybrid.zero_stage == 3:
+        module = gather_again(module, gathers_parameter)
+    if hybrid.recompute == "none":
+        return module
+    in_parts = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
+    return with_recompute(module, hybrid.recompute, _recomputed(hybrid), in_parts)
+
+
+def _recomputed(hybrid: Hybrid) -> Callable[[FxNode], str | None]:
+    """The block of a node, if it runs again."""
+
+    def block_of(node: FxNode) -> str | None:
+        block: str | None = node.meta.get("block")
+        return block if hybrid.recomputed(block) else None
+
+    return block_of
 
 
 class Forward(nn.Module):
@@ -47,15 +59,13 @@ class Forward(nn.Module):
 
     def __init__(self, program: Program, hybrid: Hybrid) -> None:
         super().__init__()
-        split = in_turns(program, hybrid)
-        self.reads, self.turn, self.regathers = fuse_reductions(split.reads), split.turn, hybrid.zero_stage == 3
-        self.of_parameter = [site.kind == "parameter" for site in program.placeholders]
+        self.regathers = hybrid.zero_stage == 3
+        beside = overlap(program.module, _recomputed(hybrid), gathers=not self.regathers)
+        self.module = _kept_less(beside, hybrid)
 
     def forward(self, *local: torch.Tensor) -> Any:
-        parameters = [x for x, yes in zip(local, self.of_parameter, strict=True) if yes]
-        rest = [x for x, yes in zip(local, self.of_parameter, strict=True) if not yes]
         with regathering() if self.regathers else nullcontext():
-            return self.turn(*self.reads(*parameters), *rest)
+            return self.module(*local)
 
 
 class TurnModule(nn.Module):
@@ -69,7 +79,7 @@ class TurnModule(nn.Module):
         self.program, self.loss, self.axes = program, loss, axes
         self.each_turn, self.regathers = hybrid.zero_stage >= 2, hybrid.zero_stage == 3
         split = in_turns(program, hybrid)
-        self.reads = split.reads if self.each_turn else fuse_reductions(split.reads)
+        self.reads = split.reads if self.each_turn else overlap(split.reads)
         self.turn = split.turn
         self.received = program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
@@ -168,16 +178,22 @@ def run_turns(module: TurnModule, turns: Iterable[int]) -> torch.Tensor:
     return torch.stack(losses).sum()
 
 
+def loss_of(output: int | None) -> int:
+    """The number of the output that is the loss. Raises InputError where there is none."""
+    if output is None:
+        raise InputError("step needs a scalar loss: return the loss from the model, alone, first in a tuple, or as "
+                         "`loss` of a structure")
+    return output
+
+
 class StepRunner:
-    """Runs steps of one compiled program on this rank; ``programs`` by stage index."""
+    """Runs steps of one compiled program in turns or stages on this rank; ``programs`` by stage index."""
 
     def __init__(self, programs: Mapping[int, Program], loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis],
                  pipeline_group: dist.ProcessGroup | None, device: torch.device) -> None:
-        if loss is None:
-            raise InputError("step needs a scalar loss: return the loss from the model, alone, first in a tuple, or as "
-                             "`loss` of a structure")
+        number = loss_of(loss)
         self.modules = {
-            index: TurnModule(program, loss if index == hybrid.stages - 1 else None, hybrid, axes)
+            index: TurnModule(program, number if index == hybrid.stages - 1 else None, hybrid, axes)
             for index, program in programs.items()
         }
         self.turns, self.pipeline = hybrid.turns_of(0), None

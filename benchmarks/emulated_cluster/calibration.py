@@ -15,7 +15,7 @@ SIZES = tuple(2**k for k in (12, 16, 18, 20, 22))
 #: What devices compute between collectives while these are measured.
 PAUSE_S = 0.01
 #: The emulated device: what `DeviceClock` pads to, so no measurement. Eight of them need an eighth of two cores.
-DEVICE = Device("emulated", {"float32": 2e9}, 1e9, 1.0, 4e9, 5e-4)
+DEVICE = Device("emulated", {"float32": 2e9}, 1e9, 1.0, 4e9, 5e-4, overlap_slowdown=1.0)
 
 
 def nominal(topology: Topology) -> Cluster:

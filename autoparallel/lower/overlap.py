@@ -1,0 +1,339 @@
+"""Communication of parameters beside compute: gathered before they are read, gradients reduced while backward goes on.
+
+A step that takes a parameter to its readers becomes two lines, `begin_...` and `end`, with compute between them:
+
+    forward     begin: a gather is posted          end: it is waited for
+    backward    end: a reduction is posted         begin: it is waited for
+
+Autograd runs backward of what was made last first, so the place of `begin` in the program says both how early a gather
+is posted and how late a reduction is waited for. Gradients of whole parameters (nothing is sent forward) begin at the
+top, many in one bucket; of the others, the next to be read are on their way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Graph, GraphModule
+from torch.fx import Node as FxNode
+
+from autoparallel.layout import INVARIANT, PARTIAL, Placement, dual
+from autoparallel.lower.collectives import (
+    Sizes,
+    act,
+    all_gather,
+    begin_all_gather,
+    begin_all_reduce,
+    begin_all_reduce_own,
+    begin_reduce_scatter,
+    reduce_gradient,
+    slice_tensor,
+)
+from autoparallel.lower.emit import item
+from autoparallel.runtime import groups
+from autoparallel.runtime.groups import Axis
+
+#: As torch's DistributedDataParallel. So much is on its way ahead of its readers, too, or one parameter at least.
+BUCKET_BYTES = 25 * 2**20
+
+Values = tuple[torch.Tensor, ...]
+Gradients = tuple[torch.Tensor | None, ...]
+#: The block that a node belongs to, if any.
+BlockOf = Callable[[FxNode], str | None]
+
+
+class Sending(Protocol):
+    """What one pair of `begin` and `end` sends: each method posts it, and returns the way to its results."""
+
+    def forward(self, values: Values) -> Callable[[], Values]: ...
+
+    def backward(self, gradients: Gradients) -> Callable[[], Gradients]: ...
+
+    def backward_at_once(self, gradients: Gradients) -> Gradients:
+        """The same, in a way that can be differentiated again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """I -> R of several parameters: nothing forward; backward one all_reduce."""
+
+    axis: Axis
+    sum_dtype: torch.dtype | None
+
+    def forward(self, values: Values) -> Callable[[], Values]:
+        return lambda: values
+
+    def backward(self, gradients: Gradients) -> Callable[[], Gradients]:
+        there = [self._summed(g) for g in gradients if g is not None]
+        if len(there) == 1:
+            finish = begin_all_reduce(there[0], self.axis)
+        elif there:
+            finish = begin_all_reduce_own(torch.cat([g.reshape(-1) for g in there]), self.axis)
+
+        def finished() -> Gradients:
+            parts = iter(finish().view(-1).split([g.numel() for g in there]) if there else ())
+            return tuple(None if g is None else next(parts).view(g.shape).to(g.dtype) for g in gradients)
+
+        return finished
+
+    def backward_at_once(self, gradients: Gradients) -> Gradients:
+        return tuple(None if g is None else act(self._summed(g), self.axis, PARTIAL, INVARIANT).to(g.dtype)
+                     for g in gradients)
+
+    def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to(self.sum_dtype or gradient.dtype)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """S -> R or I of one parameter: all_gather; backward reduce_scatter, or of an invariant value the rank's piece."""
+
+    axis: Axis
+    source: Placement
+    target: Placement
+    sizes: Sizes
+    sum_dtype: torch.dtype | None
+
+    def forward(self, values: Values) -> Callable[[], Values]:
+        finish = begin_all_gather(values[0], self.axis, self.source.dim, self.sizes)
+        return lambda: (finish(),)
+
+    def backward(self, gradients: Gradients) -> Callable[[], Gradients]:
+        (gradient,) = gradients
+        if gradient is None:
+            return lambda: (None,)
+        if self.target.kind == "I":
+            return lambda: (slice_tensor(gradient, self.axis, self.source.dim, self.sizes),)
+        summed = gradient.to(self.sum_dtype or gradient.dtype)
+        finish = begin_reduce_scatter(summed, self.axis, self.source.dim, self.sizes)
+        return lambda: (finish().to(gradient.dtype),)
+
+    def backward_at_once(self, gradients: Gradients) -> Gradients:
+        (gradient,) = gradients
+        if gradient is None:
+            return (None,)
+        summed = gradient.to(self.sum_dtype or gradient.dtype)
+        back = act(summed, self.axis, dual(self.target), dual(self.source), (), self.sizes)
+        return (back.to(gradient.dtype),)
+
+
+@dataclass
+class _OnTheWay:
+    """What `begin` and `end` share beside autograd's edges, along which only stand-ins of the values' shapes go."""
+
+    sending: Sending
+    values: Callable[[], Values] | None = None
+    gradients: Callable[[], Gradients] | None = None
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, way: _OnTheWay, *values: torch.Tensor) -> Values:
+        ctx.way = way
+        ctx.set_materialize_grads(False)
+        way.values = way.sending.forward(values)
+        return tuple(x.view_as(x) for x in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        finish, ctx.way.gradients = ctx.way.gradients, None
+        return None, *(finish() if finish is not None else gradients)
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, way: _OnTheWay, *values: torch.Tensor) -> Values:
+        ctx.way, ctx.shapes = way, [x.shape for x in values]
+        ctx.set_materialize_grads(False)  # what is read under no_grad only has no gradient, rather than zeros
+        assert way.values is not None
+        finish, way.values = way.values, None
+        return tuple(made.view_as(made) for made in finish())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return None, *ctx.way.sending.backward_at_once(gradients)
+        ctx.way.gradients = ctx.way.sending.backward(gradients)
+        return None, *(None if g is None else g.new_zeros(()).expand(shape)
+                       for g, shape in zip(gradients, ctx.shapes, strict=True))
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Values on their way."""
+
+    way: _OnTheWay
+    values: Values
+
+
+def _begin(sending: Sending, *values: torch.Tensor) -> Begun:
+    way = _OnTheWay(sending)
+    return Begun(way, _Begin.apply(way, *values))
+
+
+def begin_reductions(axis: str, *values: torch.Tensor, sum_dtype: torch.dtype | None = None) -> Begun:
+    """I -> R for several parameters, whose gradients are reduced together, in ``sum_dtype`` if given."""
+    return _begin(Reductions(groups.current(axis), sum_dtype), *values)
+
+
+def begin_gather(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (),
+                 target_sizes: Sizes = (), sum_dtype: torch.dtype | None = None) -> Begun:
+    """S -> R or I of one parameter, as `collectives.all_gather`."""
+    return _begin(Gather(groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes,
+                         sum_dtype), x)
+
+
+def end(begun: Begun) -> Values:
+    """The values, here: gathered, and whose gradients are on their way from here on."""
+    return _End.apply(begun.way, *begun.values)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Steps of the program that one `begin` and one `end` stand for; ``place``: the node before which they end (None:
+    at the top)."""
+
+    steps: tuple[FxNode, ...]
+    place: FxNode | None
+
+
+def overlap(module: GraphModule, block_of: BlockOf | None = None, gathers: bool = True) -> GraphModule:
+    """The same program, in which communication of parameters runs beside compute.
+
+    ``block_of``: blocks of which each must stay one run of nodes, so that what they read is there when they begin.
+    ``gathers``: whether that goes for gathering, too.
+    """
+    places = _places(module, block_of or (lambda node: None))
+    writer, top = _Writer(module), _reductions(module, places)
+    for level in top:
+        for pair in level:
+            writer.begin(pair)
+        for pair in level:
+            if pair.place is None:
+                writer.end(pair)
+    groups = _groups(module, places) if gathers else []
+    begins: dict[FxNode | None, list[_Pair]] = {}
+    for place, group in groups:
+        begins.setdefault(place, []).extend(group)
+    ends: dict[FxNode | None, list[_Pair]] = {}
+    for pair in [*(pair for level in top for pair in level), *(pair for _, group in groups for pair in group)]:
+        ends.setdefault(pair.place, []).append(pair)
+    for pair in begins.get(None, ()):
+        writer.begin(pair)
+    for node in module.graph.nodes:
+        for pair in ends.get(node, ()):
+            writer.end(pair)
+        for pair in begins.get(node, ()):
+            writer.begin(pair)
+        writer.copy(node)
+    return GraphModule(module, writer.graph, class_name=type(module).__name__)
+
+
+class _Writer:
+    """Writes a program anew; ``made`` are its nodes by the old ones'."""
+
+    def __init__(self, module: GraphModule) -> None:
+        self.graph, self.made, self.begun = Graph(), dict[FxNode, FxNode](), dict[_Pair, FxNode]()
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self.copy(node)
+
+    def copy(self, node: FxNode) -> FxNode:
+        """The node, and what it needs that is not there yet (steps before a gather)."""
+        if node not in self.made:
+            self.made[node] = self.graph.node_copy(node, self.copy)
+        return self.made[node]
+
+    def begin(self, pair: _Pair) -> None:
+        first, values = pair.steps[0], [self.copy(step.all_input_nodes[0]) for step in pair.steps]
+        if first.target is reduce_gradient:
+            made = self.graph.call_function(begin_reductions, (first.args[1], *values), dict(first.kwargs))
+        else:
+            made = self.graph.call_function(begin_gather, (values[0], *first.args[1:]), dict(first.kwargs))
+        self.begun[pair] = made
+
+    def end(self, pair: _Pair) -> None:
+        ended = self.graph.call_function(end, (self.begun[pair],))
+        for number, step in enumerate(pair.steps):
+            self.made[step] = self.graph.call_function(item, (ended, number))
+            self.made[step].meta = {k: v for k, v in step.meta.items() if k != "block"}
+
+
+def _places(module: GraphModule, block_of: BlockOf) -> dict[FxNode, FxNode]:
+    """Each node, or the first of the run of its block."""
+    places: dict[FxNode, FxNode] = {}
+    nodes = list(module.graph.nodes)
+    for block, run in itertools.groupby(nodes, lambda n: block_of(n) if n.op == "call_function" else None):
+        members = list(run)
+        places.update((node, node if block is None else members[0]) for node in members)
+    return places
+
+
+def _num_bytes(node: FxNode) -> int:
+    return int(node.meta["val"].numel() * node.meta["val"].element_size())
+
+
+def _reductions(module: GraphModule, places: Mapping[FxNode, FxNode]) -> list[list[_Pair]]:
+    """Buckets of gradients of whole parameters by axis and dtype: over a first axis, then those over a second, ..."""
+    values, levels = [n for n in module.graph.nodes if n.op == "placeholder"], []
+    while values := [user for value in values for user in value.users
+                     if user.target is reduce_gradient and user.meta["global_meta"].requires_grad]:
+        levels.append([_Pair(tuple(bucket), None if _goes_on(bucket[0]) else min(places[step] for step in bucket))
+                       for bucket in _buckets(values)])
+    return levels
+
+
+def _goes_on(step: FxNode) -> bool:
+    """Whether further communication takes the value to its readers."""
+    return any(user.target in (reduce_gradient, all_gather) for user in step.users)
+
+
+def _buckets(steps: list[FxNode]) -> Iterator[list[FxNode]]:
+    def kind(node: FxNode) -> tuple[str, str, bool]:
+        return str(node.args[1]), str(node.meta["val"].dtype), _goes_on(node)
+
+    for _, alike in itertools.groupby(sorted(steps, key=kind), kind):
+        nodes = list(alike)
+        yield from ([nodes[i] for i in bucket] for bucket in in_buckets([_num_bytes(node) for node in nodes]))
+
+
+def _groups(module: GraphModule, places: Mapping[FxNode, FxNode]) -> list[tuple[FxNode | None, list[_Pair]]]:
+    """The last gathers of each way from a parameter to a reader, by where they end; and where they begin (None: at the
+    top): where those before them end, or earlier, as far as no more than `BUCKET_BYTES` are on their way."""
+    steps = [n for n in module.graph.nodes if n.target is all_gather and n.meta["reads"] and not _goes_on(n)]
+    groups = [[_Pair((step,), place) for step in alike]
+              for place, alike in itertools.groupby(steps, places.__getitem__)]
+    sizes = [sum(_num_bytes(pair.steps[0]) for pair in group) for group in groups]
+    return [(None if after < 0 else groups[after][0].place, group)
+            for after, group in zip(starts(sizes), groups, strict=True)]
+
+
+def in_buckets(sizes: Sequence[float]) -> list[list[int]]:
+    """Numbers of values of so many bytes, in order, in buckets of at most `BUCKET_BYTES` or one value."""
+    buckets: list[list[int]] = []
+    size = 0.0
+    for number, num_bytes in enumerate(sizes):
+        if not buckets or size + num_bytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0.0
+        buckets[-1].append(number)
+        size += num_bytes
+    return buckets
+
+
+def starts(sizes: Sequence[float]) -> list[int]:
+    """For each group of gathers of so many bytes, the one at whose end it begins (-1: at the top): the one before, or
+    an earlier one, as far as no more than `BUCKET_BYTES` are on their way."""
+    found, oldest, size = [], 0, 0.0
+    for number, num_bytes in enumerate(sizes):
+        size += num_bytes
+        while oldest < number and size > BUCKET_BYTES:
+            size -= sizes[oldest]
+            oldest += 1
+        found.append(oldest - 1)
+    return found

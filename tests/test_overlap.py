@@ -1,0 +1,177 @@
+"""Parameters are gathered and gradients reduced beside compute, in buckets: the same numbers, and priced as it runs."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoparallel
+from autoparallel.capture import capture
+from autoparallel.lower import overlap
+from autoparallel.pricing import Prices, SpacePricer, Turns
+from autoparallel.pricing.beside import _Plan
+from autoparallel.rules.space import StrategySpace
+from cost_models import Cluster
+from tests.models import CASES
+from tests.ranks import mesh_of
+from tests.reference import gradients_of
+
+
+class Calls(TorchDispatchMode):
+    """Counts ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def backward_twice(mesh_shape: tuple[int, ...], bucket_bytes: int, turns: int) -> tuple[int, int]:
+    """On each rank: all-reduces of one backward, one by one and in buckets; the gradients are the same."""
+    case = CASES["bert"]
+    args, kwargs = case.inputs(8)
+    model, found, counts = case.build(), [], []
+    for size in (0, bucket_bytes):
+        overlap.BUCKET_BYTES = size
+        options: dict[str, Any] = {"micro_batches": turns} if turns else {}
+        parallel = autoparallel.compile(copy.deepcopy(model), mesh_of(*mesh_shape), example_inputs=args,
+                                        example_kwargs=kwargs, baseline="ddp", **options)
+        if turns:
+            with Calls() as calls:
+                parallel.step(*args, **kwargs)
+        else:
+            loss = case.loss(parallel(*args, **kwargs))
+            with Calls() as calls:
+                loss.backward()
+        found.append(gradients_of(parallel))
+        counts.append(calls.counts["all_reduce.default"] + calls.counts["all_reduce_.default"])
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-6)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize(("mesh_shape", "bucket_bytes", "expected"), [
+    ((4,), 25 * 2**20, 1), ((2, 2), 25 * 2**20, 2), ((4,), 40_000, None),
+])
+def test_gradients_of_data_parallelism_are_reduced_together(ranks: Any, mesh_shape: tuple[int, ...],
+                                                            bucket_bytes: int, expected: int | None) -> None:
+    parameters = sum(1 for _ in CASES["bert"].build().parameters())
+    for one_by_one, in_buckets in ranks(4).run(backward_twice, mesh_shape, bucket_bytes, 0, timeout_s=100):
+        assert one_by_one >= len(mesh_shape) * (parameters - 1)
+        assert in_buckets == expected if expected else 1 < in_buckets < one_by_one / 4
+
+
+POSTED = ("all_reduce_.default", "all_reduce.default", "all_gather_into_tensor.default",
+          "reduce_scatter_tensor.default")
+
+
+class Beside(TorchDispatchMode):
+    """Counts matrix products that run while a collective is on its way, and while none is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_the_way = self.beside = self.alone = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.on_the_way += (func.__name__ in POSTED) - (func.__name__ == "wait_tensor.default")
+        if func.__name__ in ("mm.default", "addmm.default", "bmm.default"):
+            self.beside += self.on_the_way > 0
+            self.alone += self.on_the_way == 0
+        return func(*args, **(kwargs or {}))
+
+
+def products_beside(mesh_shape: tuple[int, ...], bucket_bytes: int, options: dict[str, Any]
+                    ) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of forward and backward: products beside a collective, and alone."""
+    case = CASES["llama"]
+    args, kwargs = case.inputs(8)
+    overlap.BUCKET_BYTES = bucket_bytes
+    parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
+                                    **options)
+    with Beside() as forward:
+        loss = case.loss(parallel(*args, **kwargs))
+    with Beside() as backward:
+        loss.backward()
+    assert forward.on_the_way == backward.on_the_way == 0
+    return (forward.beside, forward.alone), (backward.beside, backward.alone)
+
+
+@pytest.mark.parametrize(("mesh_shape", "options"), [
+    ((4,), {"baseline": "fsdp"}), ((2, 2), {"baseline": "fsdp"}), ((4,), {"baseline": "fsdp", "recompute": "full"}),
+])
+def test_parameters_are_gathered_before_they_are_read(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
+                                                      ) -> None:
+    """All products but the first group's of forward and the last's of backward run beside a gather or a reduction."""
+    for (beside, alone), (back, back_alone) in ranks(4).run(products_beside, mesh_shape, 0, options, timeout_s=100):
+        assert beside > 4 * alone and back > 3 * back_alone
+
+
+def test_gradients_are_reduced_while_backward_goes_on(ranks: Any) -> None:
+    for (beside, _), (back, alone) in ranks(4).run(products_beside, (4,), 20_000, {"baseline": "ddp"}, timeout_s=100):
+        assert beside == 0 and back > 3 * alone
+
+
+def gradients_of_gradients(baseline: str) -> list[torch.Tensor]:
+    """Of the squared norm of the gradients with respect to the inputs, by parameter."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    x = torch.randn(8, 8)
+    if baseline:
+        model = autoparallel.compile(model, mesh_of(4), example_inputs=(x,), baseline=baseline)
+    out = model(x)
+    out = out.full_tensor() if hasattr(out, "full_tensor") else out
+    made = torch.autograd.grad(out.square().mean(), list(model.parameters()), create_graph=True)
+    penalty = sum(g.square().sum() for g in made)
+    penalty = penalty.full_tensor() if hasattr(penalty, "full_tensor") else penalty
+    penalty.backward()
+    return [p.grad.full_tensor() if baseline else p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("baseline", ["ddp", "fsdp"])
+def test_what_is_reduced_beside_can_be_differentiated_again(ranks: Any, baseline: str) -> None:
+    expected = gradients_of_gradients("")
+    for found in ranks(4).run(gradients_of_gradients, baseline, timeout_s=100):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("mesh_shape", "options"), [
+    ((8,), {"baseline": "ddp"}), ((4, 2), {"baseline": "ddp"}), ((8,), {"baseline": "fsdp"}),
+    ((4, 2), {"baseline": "fsdp", "recompute": "full"}), ((4, 2), {"baseline": "tensor_parallel", "zero_stage": 3}),
+    ((8,), {"baseline": "fsdp", "recompute": "selective", "reduce_dtype": "bfloat16"}), ((4, 2), {}),
+])
+def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[str, Any],
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks that are simulated are the parts of the prediction; only communication is hidden, and no more than
+    there is compute; what runs beside gains nothing where both take twice as long."""
+    monkeypatch.setattr(overlap, "BUCKET_BYTES", 20_000)
+    case = CASES["llama"]
+    args, kwargs = case.inputs(8)
+    cluster = Cluster.load("h100-sxm", num_devices=8)
+    made = autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape,
+                             **options)
+    space = StrategySpace(capture(case.build(), args, kwargs), mesh_shape)
+    pricer = SpacePricer(Prices(space, cluster, direct=made.direct), turns=Turns(space, made.hybrid))
+    step, parts = _Plan(pricer, made.labels(space)).step(), made.prediction
+    assert sum(task.duration_s for task in step.tasks) == pytest.approx(parts.added_s)
+    assert parts.added_s == pytest.approx(made.evidence.objective_s)
+    assert parts.hidden_s == step.hidden_s(cluster.device.overlap_slowdown)
+    assert parts.step_s == parts.added_s - parts.hidden_s
+    communication = parts.forward_communication_s + parts.backward_communication_s
+    assert (parts.hidden_s > 0) == (options.get("baseline") in ("ddp", "fsdp"))
+    assert parts.hidden_s <= min(parts.forward_s + parts.backward_s, communication)
+    assert parts.hidden_s <= step.hidden_s(1.0)
+    assert step.hidden_s(2.0) == pytest.approx(0.0, abs=1e-3 * parts.added_s)
+
+
+def test_a_step_in_turns_reduces_together(ranks: Any) -> None:
+    for one_by_one, in_buckets in ranks(4).run(backward_twice, (4,), 25 * 2**20, 2, timeout_s=100):
+        assert in_buckets < one_by_one / 4
