@@ -76,6 +76,10 @@ def all_reduce_tensor(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Ten
     return begin_all_reduce(x, axis, op)()
 
 
+def all_gather_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
+    return begin_all_gather(x, axis, dim, sizes)()
+
+
 def all_to_all_tensor(
     x: torch.Tensor, axis: Axis, source: int, source_sizes: Sizes, target: int, target_sizes: Sizes
 ) -> torch.Tensor:
