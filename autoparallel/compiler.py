@@ -35,6 +35,7 @@ from autoparallel.hybrid.joint import Candidate, First, Fixed, search_jointly
 from autoparallel.layout import Layout
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
+from autoparallel.pricing.beside import least_exposed
 from autoparallel.report import block_layouts
 from autoparallel.report.study import Study
 from autoparallel.rules.space import Label, StrategySpace
@@ -376,7 +377,29 @@ def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, option
     if faults is not None:
         return made
     other = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
+    if first is None and (hiding := _solved_hiding(pricer, problem, solution, options, clock)) is not None:
+        rival = other(hiding, pricer.labels_of(hiding.choice))
+        if rival.prediction.step_s < made.prediction.step_s:
+            made, solution = rival, hiding
     return replace(made, study=Study(pricer, problem, solution, lambda labels, found: other(found, labels)))
+
+
+def _solved_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock
+                   ) -> Solution | None:
+    """The solution where communication of parameters runs beside compute as far as it may, judged by the problem where
+    nothing does; None where nothing may, or there is no time."""
+    share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
+    if share == 1.0 or left <= 0:
+        return None
+    hiding = SpacePricer(pricer.prices, pricer.limit_bytes, pricer.allowed, turns=pricer.turns, exposed=share)
+    try:
+        found = solve(hiding.full(), options.search, left, hiding, options.progress, solution.choice)
+    except (InfeasibleError, SearchError):
+        return None
+    clock.lap("search beside compute")
+    judged = evaluate(problem, found.choice)
+    return replace(solution, choice=found.choice, objective=judged.objective, peak_bytes=judged.peak_bytes,
+                   stop_reason="faster beside compute")
 
 
 def _rough_labels(pricer: SpacePricer) -> list[Label] | None:

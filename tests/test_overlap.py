@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from autoparallel.lower import overlap
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.beside import _Plan
 from autoparallel.rules.space import StrategySpace
-from cost_models import Cluster
+from cost_models import Cluster, Device, Link
 from tests.models import CASES
 from tests.ranks import mesh_of
 from tests.reference import gradients_of
@@ -170,6 +171,27 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
     assert parts.hidden_s <= min(parts.forward_s + parts.backward_s, communication)
     assert parts.hidden_s <= step.hidden_s(1.0)
     assert step.hidden_s(2.0) == pytest.approx(0.0, abs=1e-3 * parts.added_s)
+
+
+def test_the_faster_step_is_taken_and_not_the_smaller_sum() -> None:
+    """Four ranks of a slow network, which products hide: gathering weights costs most where all is added up, and
+    nothing where it runs beside them."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(6)))
+    x = torch.zeros(256, 512)
+    device = Device("toy", {"float32": 2.5e9}, 1e12, 1.0, 1e12, 0.0, overlap_slowdown=1.0)
+    cluster = Cluster("toy", device, (Link("net", 4, 1e-6, 4e7),), 4)
+
+    def planned(**options: Any) -> autoparallel.Plan:
+        return autoparallel.plan(model, cluster, example_inputs=(x,), mesh_shape=(4,), **options)
+
+    made, others = planned(), [planned(baseline=name) for name in ("ddp", "fsdp", "tensor_parallel")]
+    assert made.prediction.step_s <= min(other.prediction.step_s for other in others) * (1 + 1e-9)
+    assert made.evidence.stop_reason == "faster beside compute" and made.evidence.gap > 0
+    assert made.evidence.objective_s == pytest.approx(made.prediction.added_s)
+    assert made.evidence.objective_s > made.evidence.lower_bound_s
+    together = replace(cluster, device=replace(device, overlap_slowdown=2.0))
+    alone = autoparallel.plan(model, together, example_inputs=(x,), mesh_shape=(4,))
+    assert alone.evidence.stop_reason == "optimal" and alone.prediction.added_s < made.prediction.added_s
 
 
 def test_a_step_in_turns_reduces_together(ranks: Any) -> None:

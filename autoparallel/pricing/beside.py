@@ -19,6 +19,16 @@ from autoparallel.rules.space import Label, Link, Site
 from cost_models.timeline import Task, equal_slowdown, simulate
 
 COMPUTE = "compute"
+LEAST_SHARE = 0.01
+
+
+def least_exposed(pricer: SpacePricer) -> float:
+    """What share of the seconds of communication of parameters a step takes at least: all of them where nothing runs
+    beside compute, else what both take longer by while they do (and so much that none is taken for nothing)."""
+    hybrid = pricer.turns.hybrid
+    if not (hybrid.is_plain and hybrid.zero_stage < 3 and pricer.prices.training):
+        return 1.0
+    return max(LEAST_SHARE, pricer.prices.cluster.device.overlap_slowdown - 1.0)
 
 
 def hidden_s(pricer: SpacePricer, labels: Sequence[Label]) -> float:
