@@ -3,10 +3,12 @@
 Every op runs on local pieces with local sizes; every link whose layouts differ becomes a chain of redistribution
 steps, each one line that names its axis and its placements. Node metadata: ``layout``, ``global_meta``, ``site``,
 ``val`` (a meta tensor of the local shape), and ``reads`` (of a parameter and the steps that take it to its readers).
+Steps also have ``step`` and ``num_bytes`` (of the fullest rank's result: the same on all ranks).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from autoparallel.capture.blocks import block_path
 from autoparallel.capture.experts import routed_experts
 from autoparallel.capture.graph import Node, on_device
 from autoparallel.layout import Layout, Step, local_box, local_shape, pieces
-from autoparallel.layout.shapes import Shape, piece_of
+from autoparallel.layout.shapes import Shape, largest_local_shape, piece_of
 from autoparallel.lower.collectives import STEP_FUNCTIONS
 from autoparallel.lower.variants import VARIANTS
 from autoparallel.rules.rule import Row
@@ -179,7 +181,8 @@ class _Emitter:
                 (value, self.space.axis_names[step.axis], str(step.source), str(step.target)), keywords,
             )
             self._describe(node, self.space.sites[link.target], link.meta, step.after)
-            node.meta.update(step=step, reads=value.meta["reads"])
+            largest = math.prod(largest_local_shape(link.meta.shape, step.after, self.space.mesh_shape))
+            node.meta.update(step=step, reads=value.meta["reads"], num_bytes=largest * link.meta.dtype.itemsize)
             value = node
         return value
 

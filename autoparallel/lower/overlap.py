@@ -274,12 +274,10 @@ def _places(module: GraphModule, block_of: BlockOf) -> dict[FxNode, FxNode]:
     return places
 
 
-def _num_bytes(node: FxNode) -> int:
-    return int(node.meta["val"].numel() * node.meta["val"].element_size())
-
-
 def _reductions(module: GraphModule, places: Mapping[FxNode, FxNode]) -> list[list[_Pair]]:
-    """Buckets of gradients of whole parameters by axis and dtype: over a first axis, then those over a second, ..."""
+    """Buckets of gradients of whole parameters by axis and dtype: over a first axis, then those over a second, ...
+
+    Sizes are those of the fullest rank, so that all ranks post the same in the same order."""
     values, levels = [n for n in module.graph.nodes if n.op == "placeholder"], []
     while values := [user for value in values for user in value.users
                      if user.target is reduce_gradient and user.meta["global_meta"].requires_grad]:
@@ -299,7 +297,7 @@ def _buckets(steps: list[FxNode]) -> Iterator[list[FxNode]]:
 
     for _, alike in itertools.groupby(sorted(steps, key=kind), kind):
         nodes = list(alike)
-        yield from ([nodes[i] for i in bucket] for bucket in in_buckets([_num_bytes(node) for node in nodes]))
+        yield from ([nodes[i] for i in bucket] for bucket in in_buckets([node.meta["num_bytes"] for node in nodes]))
 
 
 def _groups(module: GraphModule, places: Mapping[FxNode, FxNode]) -> list[tuple[FxNode | None, list[_Pair]]]:
@@ -308,7 +306,7 @@ def _groups(module: GraphModule, places: Mapping[FxNode, FxNode]) -> list[tuple[
     steps = [n for n in module.graph.nodes if n.target is all_gather and n.meta["reads"] and not _goes_on(n)]
     groups = [[_Pair((step,), place) for step in alike]
               for place, alike in itertools.groupby(steps, places.__getitem__)]
-    sizes = [sum(_num_bytes(pair.steps[0]) for pair in group) for group in groups]
+    sizes = [sum(pair.steps[0].meta["num_bytes"] for pair in group) for group in groups]
     return [(None if after < 0 else groups[after][0].place, group)
             for after, group in zip(starts(sizes), groups, strict=True)]
 

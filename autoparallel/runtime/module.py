@@ -192,7 +192,8 @@ class ParallelModule(nn.Module):
         compiled = self.trace(args, kwargs)
         leaves = pytree.tree_leaves(canonical_call(args, kwargs))
         if compiled.plan.hybrid.is_plain:
-            loss = self._run(compiled, leaves)[loss_of(compiled.micro.loss)]
+            number = loss_of(compiled.micro.loss)
+            loss = self._run(compiled, leaves)[number]
             with precision.without_autocast(), groups.use(state.axes):
                 loss.backward()
             return cast(torch.Tensor, loss.detach())

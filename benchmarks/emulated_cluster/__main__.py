@@ -95,7 +95,8 @@ def _calibrated(built: Network, folder: Path, console: Console) -> Calibration:
         rate = link.bandwidth_bytes_per_s / 1e6
         relay = f", relay {link.relay_s_per_byte * 1e9:.2f} ns/B" if link.relay_s_per_byte else ""
         console.print(f"  {link.name}: {link.alpha_s * 1e3:.2f} ms, {rate:.1f} MB/s{relay}; {slow}")
-    console.print("  a call: " + ", ".join(f"{k} {s * 1e3:.1f} ms" for k, s in found.cluster.call_s.items()))
+    console.print("  a call: " + ", ".join(f"{k} {s * 1e3:.1f} ms" for k, s in found.cluster.call_s.items())
+                  + f"; compute and communication at once: {found.cluster.device.overlap_slowdown:.2f} times as long")
     return found
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import statistics
+import time
+from dataclasses import replace
 
 from autoparallel.calibration import KINDS, Calibration, group_shapes, time_collectives
 from benchmarks.emulated_cluster.network import BURST_BYTES, LOOPBACK_MTU, NIC_MTU, Topology, bytes_per_s
@@ -15,7 +18,10 @@ SIZES = tuple(2**k for k in (12, 16, 18, 20, 22))
 #: What devices compute between collectives while these are measured.
 PAUSE_S = 0.01
 #: The emulated device: what `DeviceClock` pads to, so no measurement. Eight of them need an eighth of two cores.
-DEVICE = Device("emulated", {"float32": 2e9}, 1e9, 1.0, 4e9, 5e-4, overlap_slowdown=1.0)
+DEVICE = Device("emulated", {"float32": 2e9}, 1e9, 1.0, 4e9, 5e-4)
+#: What runs beside what, to see how much longer both take: so many layers of a product and three small ops, and an
+#: all-reduce of so many bytes.
+LAYERS, BESIDE_BYTES = 60, 2**21
 
 
 def nominal(topology: Topology) -> Cluster:
@@ -48,7 +54,9 @@ def calibrate(ranks: Pool, topology: Topology, repeats: int = 3) -> Calibration:
     shapes = group_shapes(topology.hosts, topology.ranks_per_host)
     measured = [m for mesh, axis in shapes for m in ranks.run(measure, mesh, axis, repeats)[0]]
     cluster, residuals = fit_links(nominal(topology), measured)
-    return Calibration(cluster, tuple(measured), residuals)
+    slowdown = max(ranks.run(measure_beside, repeats))
+    device = replace(cluster.device, overlap_slowdown=slowdown)
+    return Calibration(replace(cluster, device=device), tuple(measured), residuals)
 
 
 def measure(mesh_shape: tuple[int, ...], axis: int, repeats: int) -> list[Measured]:
@@ -60,3 +68,39 @@ def measure(mesh_shape: tuple[int, ...], axis: int, repeats: int) -> list[Measur
     mesh = init_device_mesh("cpu", mesh_shape)
     with real_time():
         return time_collectives(mesh, axis, KINDS, SIZES, repeats, start_together, PAUSE_S, quantile=0.5)
+
+
+def measure_beside(repeats: int) -> float:
+    """How many times longer compute and an all-reduce take while both run, for ranks share cores. What each rank does.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from autoparallel.lower.collectives import begin_all_reduce
+    from autoparallel.runtime.groups import Axis
+    from benchmarks.emulated_cluster.clock import DeviceClock, ticking
+    from benchmarks.emulated_cluster.steps import real_time, start_together
+
+    world = dist.group.WORLD
+    assert world is not None
+    axis = Axis("all", dist.get_world_size(), dist.get_rank(), world.group_name)
+    clock, values = DeviceClock(DEVICE), torch.zeros(BESIDE_BYTES // 4)
+    x, weight = torch.ones(64, 256), torch.ones(256, 256) / 256
+
+    def seconds(layers: int, sends: bool) -> float:
+        started = start_together()
+        with ticking(clock, started):
+            finish = begin_all_reduce(values, axis) if sends else None
+            for _ in range(layers):
+                torch.relu(x @ weight * 0.5 + 0.5)
+            if finish is not None:
+                finish()
+        return time.monotonic() - started
+
+    with real_time():
+        taken = {case: statistics.median(seconds(*case) for _ in range(repeats))
+                 for case in ((LAYERS, False), (0, True), (LAYERS, True))}
+    compute, sent, both = taken[LAYERS, False], taken[0, True], taken[LAYERS, True]
+    found = torch.tensor(1 + (both - max(compute, sent)) / min(compute, sent))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return min(2.0, max(1.0, float(found)))
