@@ -11,6 +11,7 @@ import torch
 
 from autoparallel.capture.graph import Node, Ref, TensorMeta
 from autoparallel.errors import AutoparallelError
+from autoparallel.layout import PARTIAL
 from autoparallel.rules import Rule, registry
 from autoparallel.rules.registry import family_of
 from autoparallel.rules.views import whole_dims
@@ -19,7 +20,7 @@ from benchmarks.rule_truth.cases import Case, alone
 from benchmarks.rule_truth.claims import claims
 from benchmarks.rule_truth.kept import Kept
 from benchmarks.rule_truth.study import OpStudy, Study, show
-from benchmarks.rule_truth.truth import possible
+from benchmarks.rule_truth.truth import held, lies, possible
 
 aten = torch.ops.aten
 Database = Callable[[Sequence[str]], list[Any]]
@@ -195,3 +196,12 @@ def test_what_dtensor_describes_is_found_by_running(op: Any, study: Study) -> No
     assert family_of(op) is None
     judged = study.judge(case_of(op, *ONLY_DTENSORS[op]))
     assert judged.counts.right and not judged.wrong and not judged.dtensor_only
+
+
+def test_a_difference_of_equal_values_is_told_by_what_is_added_up() -> None:
+    """Summands of both leave zero but for their own rounding; what is off by more is not."""
+    x = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pieces = [one - other for one, other in zip(held(x, PARTIAL, 3, seed=0), held(x, PARTIAL, 3, seed=1), strict=True)]
+    assert any(float(total) != 0 for total in sum(pieces))
+    assert lies(pieces, PARTIAL, torch.zeros(5, dtype=torch.float64))
+    assert not lies([pieces[0] * (1 + 1e-4), *pieces[1:]], PARTIAL, torch.zeros(5, dtype=torch.float64))

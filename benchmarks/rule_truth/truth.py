@@ -60,17 +60,18 @@ def held(whole: Tensor, p: Placement, num_ranks: int, seed: int = 0) -> list[Ten
 def lies(found: Sequence[Tensor], p: Placement, whole: Tensor) -> bool:
     """Whether what the ranks have found is ``whole`` in placement ``p``."""
     if p == PARTIAL:
-        return all(f.shape == whole.shape for f in found) and same(torch.stack(list(found)).sum(0), whole)
+        alike = all(f.shape == whole.shape for f in found)
+        return alike and same(torch.stack(list(found)).sum(0), whole, max(map(largest, found)))
     return all(same(f, expected) for f, expected in zip(found, held(whole, p, len(found)), strict=True))
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
-    """Equal but for rounding, measured against the largest entry."""
+def same(found: Tensor, expected: Tensor, scale: float = 0.0) -> bool:
+    """Equal but for rounding, measured against the largest entry, or that of what was added up (``scale``)."""
     if found.shape != expected.shape:
         return False
     if not is_floating(expected.dtype):
         return torch.equal(found.to(expected.dtype), expected)
-    tolerance = TOLERANCE.get(expected.dtype, OTHER_TOLERANCE) * largest(expected)
+    tolerance = TOLERANCE.get(expected.dtype, OTHER_TOLERANCE) * max(scale, largest(expected))
     return torch.allclose(found.to(expected.dtype), expected, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
