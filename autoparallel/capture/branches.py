@@ -89,7 +89,6 @@ class Branches:
             _assign(frame, name, torch.where(condition, new, old))
         return True
 
-
     def _rows_only(self, frame: FrameType, statement: ast.If) -> bool | None:
         """Whether the branch is to be taken, where all that depends on it is to write rows; None where more does."""
         try:
@@ -113,7 +112,7 @@ class _Number:
 
 
 class _NotChosenError(Exception):
-    pass
+    """What a branch does cannot be made a choice."""
 
 
 class _Checked(TorchFunctionMode):

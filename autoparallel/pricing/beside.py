@@ -18,6 +18,8 @@ from autoparallel.pricing.problem import SpacePricer
 from autoparallel.rules.space import Label, Link, Site
 from cost_models.timeline import Task, equal_slowdown, simulate
 
+#: Seconds, and by which stream.
+Bucket = tuple[float, str]
 COMPUTE = "compute"
 LEAST_SHARE = 0.01
 
@@ -156,7 +158,7 @@ class _Plan:
             for way in self.waited[site.index]:
                 step.work(*way.forward)
             step.work(self._op_s(site)[0])
-        buckets = self._buckets()
+        reduced_at, reduced_last = self._buckets()
         left: list[int] = []
         for site in reversed(sites):
             step.work(self._op_s(site)[1])
@@ -166,14 +168,12 @@ class _Plan:
                 for group in reversed(begins[at[site.index]]):
                     step.wait(on_the_way[group])
                 on_the_way[at[site.index]] = [step.post(*way.backward) for way in ends[at[site.index]]]
-            left += [step.post(sum(way.backward[0] for way in bucket), bucket[0].backward[1])
-                     for bucket in buckets if not bucket[0].kind[2] and min(w.place for w in bucket) == site.index]
+            left += [step.post(*bucket) for bucket in reduced_at[site.index]]
         for group in begins[-1]:
             step.wait(on_the_way[group])
         step.wait(left)
-        for follow in sorted({bucket[0].kind[2] for bucket in buckets} - {0}):
-            step.wait([step.post(sum(way.backward[0] for way in bucket), bucket[0].backward[1])
-                       for bucket in buckets if bucket[0].kind[2] == follow])
+        for follow in sorted(reduced_last):
+            step.wait([step.post(*bucket) for bucket in reduced_last[follow]])
         for site in self.space.sites:
             if site.kind == "parameter":
                 step.work(float(self.pricer.prices.parameter_s(self.space.strategies[site.index])[self._number(site)]))
@@ -198,15 +198,20 @@ class _Plan:
 
     def _gathers(self) -> tuple[list[list[_Way]], dict[int, list[int]]]:
         """Gathers by where they end; and which groups begin where each ends (-1: at the top)."""
-        ends = [list(group) for _, group in groupby(self.gathered, lambda way: way.place)]
+        by_place = sorted(self.gathered, key=lambda way: way.place)  # what a block reads may stand apart
+        ends = [list(group) for _, group in groupby(by_place, lambda way: way.place)]
         begins: dict[int, list[int]] = {number: [] for number in range(-1, len(ends))}
         for number, after in enumerate(starts([sum(way.num_bytes for way in group) for group in ends])):
             begins[after].append(number)
         return ends, begins
 
-    def _buckets(self) -> list[list[_Way]]:
-        found = []
-        for _, alike in groupby(sorted(self.reduced, key=lambda way: way.kind), lambda way: way.kind):
+    def _buckets(self) -> tuple[dict[int, list[Bucket]], dict[int, list[Bucket]]]:
+        """Reductions in buckets, by the site behind whose backward they are posted; and those that wait for others, by
+        how many."""
+        at, last = defaultdict[int, list[Bucket]](list), defaultdict[int, list[Bucket]](list)
+        for (_, _, follow), alike in groupby(sorted(self.reduced, key=lambda way: way.kind), lambda way: way.kind):
             ways = list(alike)
-            found += [[ways[i] for i in bucket] for bucket in in_buckets([way.num_bytes for way in ways])]
-        return found
+            for numbers in in_buckets([way.num_bytes for way in ways]):
+                bucket = sum(ways[i].backward[0] for i in numbers), ways[0].backward[1]
+                (last[follow] if follow else at[min(ways[i].place for i in numbers)]).append(bucket)
+        return at, last
