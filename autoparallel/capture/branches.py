@@ -23,7 +23,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from autoparallel.capture.ragged import REGIONS
+from autoparallel.capture.row_loops import REGIONS
 from autoparallel.capture.sources import caller, statement_at
 
 Tensor = torch.Tensor

@@ -6,33 +6,27 @@
     x[mask].mean()                   ->     torch.where(mask, x, 0).sum() / mask.sum()
 
 So are loops over experts written, over those that are hit too (`for e in hit.nonzero():`), and branches that save work
-(`if mask.any():`). They are done for all, if all that they do beside is to write rows; what would not be written then
-is not. What is computed is dense: every expert of every row, each of which may be cut.
+(`if mask.any():`; `row_loops.py`). What is computed is dense: every expert of every row, each of which may be cut.
 """
 
 from __future__ import annotations
 
-import ast
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoparallel.capture.sources import function_source, statement_at
-from autoparallel.errors import CaptureError
+from autoparallel.capture.row_loops import REGIONS, Chosen, refused
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-_OWN = str(Path(__file__).parent)
 #: What each row needs no other row for, beside what is element-wise: and where these have ``dim``, not to be the rows'.
 BY_ROW = {"softmax": 1, "log_softmax": 1, "sum": 1, "mean": 1, "norm": 2, "amax": 1, "amin": 1, "argmax": 1, "chunk": 2,
           "split": 2, "unsqueeze": 1, "squeeze": 1, "normalize": 2, "glu": 1, "logsumexp": 1, "unflatten": 1}
@@ -82,7 +76,7 @@ class Mask:
     def meant(self) -> Tensor:
         """Those that would be come by: under the conditions of the branches that we are in."""
         if self.cells._version != self.version:
-            raise _refused("rows picked by a mask that has been written to since")
+            raise refused("rows picked by a mask that has been written to since")
         made = self.cells
         for condition in REGIONS.conditions():
             made = made & condition
@@ -122,15 +116,15 @@ class Places:
     def __iter__(self) -> Iterator[Chosen]:
         cells = self.mask.cells
         if cells.dim() != 1:
-            raise _refused("a loop over places of several dims")
+            raise refused("a loop over places of several dims")
         return REGIONS.loop(cells, sys._getframe(1))
 
     def __getattr__(self, name: str) -> Any:
-        raise _refused(f"{name} of places whose number the data say")
+        raise refused(f"{name} of places whose number the data say")
 
     def flatten(self, *_: int) -> Place:
         if self.mask.cells.dim() != 1:
-            raise _refused("places of several dims in another shape")
+            raise refused("places of several dims in another shape")
         return Place(self.mask, 0)
 
     squeeze = view = reshape = flatten
@@ -138,35 +132,7 @@ class Places:
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, tuple) and len(index) == 2 and index[0] == slice(None) and isinstance(index[1], int):
             return Place(self.mask, index[1] % self.mask.cells.dim())
-        raise _refused("a part of places whose number the data say")
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A place in a loop over places: a number; as a tensor it has ``rank`` dims of length 1."""
-
-    number: int
-    rank: int = 1
-
-    def __getitem__(self, index: Any) -> Chosen:
-        return Chosen(self.number, 0)
-
-    def __index__(self) -> int:
-        return self.number
-
-    __int__ = item = tolist = __index__
-
-    def squeeze(self, *_: int) -> Chosen:
-        return Chosen(self.number, 0)
-
-    def __format__(self, spec: str) -> str:
-        return format(self.number, spec)
-
-    def __eq__(self, other: object) -> bool:
-        return self.number == (other.number if isinstance(other, Chosen) else other)
-
-    def __hash__(self) -> int:
-        return hash(self.number)
+        raise refused("a part of places whose number the data say")
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +173,7 @@ class Rows(_Tensorlike):
         return torch.where(meant, self.value, torch.full_like(self.value, fill))
 
     def __len__(self) -> int:
-        raise _refused("the number of rows that the data say")
+        raise refused("the number of rows that the data say")
 
     def numel(self) -> Tensor:
         return self.mask.count() * math.prod(self.value.shape[self.extra + 1:])
@@ -233,18 +199,6 @@ class Shape(tuple[int, ...]):
         return (self[d] for d in range(len(self)))
 
 
-def _refused(what: str) -> CaptureError:
-    """The user's line is what it was asked at."""
-    frame = sys._getframe(1)
-    while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(_OWN):
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-    return CaptureError(f"{what}: a shape depends on the data\n  at {place}\n"
-                        "  Write torch.where or a mask, so that the shape is known beforehand.")
-
-
 # ------------------------------------------------------------------------------------------- what torch's functions do
 
 
@@ -257,7 +211,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return picked(args[0], args[2])
     rows = [a for a in (*args, *kwargs.values()) if isinstance(a, Rows)]
     if not rows or any(isinstance(a, Place) for a in args):
-        raise _refused(f"{name} of places whose number the data say")
+        raise refused(f"{name} of places whose number the data say")
     first = rows[0]
     if name == "getitem":
         return _part(*args)
@@ -265,7 +219,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
         return _reshaped(first, list(sizes))
     if any(r.mask is not first.mask or r.front for r in rows):
-        raise _refused(f"{name} of rows picked by different masks")
+        raise refused(f"{name} of rows picked by different masks")
     if name == "cross_entropy":
         return _cross_entropy(*args, **kwargs)
     if name in LOSSES and kwargs.get("reduction", "mean") != "none":
@@ -282,24 +236,24 @@ def _by_row(function: Callable[..., Any], name: str, first: Rows, args: tuple[An
         at = BY_ROW[name]
         dim = kwargs.get("dim", args[at] if len(args) > at else None)
         if not isinstance(dim, int) or dim % (rank + (name == "unsqueeze")) == 0:
-            raise _refused(f"{name} along rows whose number the data say")
+            raise refused(f"{name} along rows whose number the data say")
         shifted = dim if dim < 0 else dim + first.extra
         kwargs = {**kwargs, "dim": shifted} if "dim" in kwargs else kwargs
         args = args if "dim" in kwargs else (*args[:at], shifted, *args[at + 1:])
     elif name in ("matmul", "mm"):
         if not isinstance(args[0], Rows) or isinstance(args[1], Rows) or args[1].dim() != 2 or rank < 2:
-            raise _refused("a product of rows whose number the data say")
+            raise refused("a product of rows whose number the data say")
     elif name in TRAILING:
         rest = TRAILING[name]
         of_others = any(isinstance(a, Rows) for a in (*args[1:], *kwargs.values()))
         if of_others or rank <= (len(args[1]) if name.endswith("_norm") else rest):
-            raise _refused(f"{name} of rows whose number the data say")
+            raise refused(f"{name} of rows whose number the data say")
     elif name not in COPIES | LOSSES and not _element_wise(name):
-        raise _refused(f"{name} of rows whose number the data say")
+        raise refused(f"{name} of rows whose number the data say")
     else:
         others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor | Rows)]
         if any(_meets_rows(a, rank) for a in others):
-            raise _refused(f"{name} of rows whose number the data say and of all rows")
+            raise refused(f"{name} of rows whose number the data say and of all rows")
     plain = [a.value if isinstance(a, Rows) else a for a in args]
     with REGIONS.ours():
         made = function(*plain, **{k: v.value if isinstance(v, Rows) else v for k, v in kwargs.items()})
@@ -331,7 +285,7 @@ def _part(rows: Rows, index: Any) -> Rows:
     if index and index[0] is Ellipsis:
         return rows.of(rows.value[index])
     if rows.front or not index or index[0] != slice(None) or any(isinstance(i, Tensor | _Tensorlike) for i in index):
-        raise _refused("a part of rows whose number the data say")
+        raise refused("a part of rows whose number the data say")
     return rows.of(rows.value[(slice(None),) * rows.extra + index])
 
 
@@ -341,7 +295,7 @@ def _reshaped(rows: Rows, sizes: list[int]) -> Rows:
         sizes = [-1, *sizes[1:]]
     known = bool(sizes) and not isinstance(sizes[0], Tensor) and sizes[0] == -1 and -1 not in sizes[1:]
     if not known or math.prod(sizes[1:]) != math.prod(rest):
-        raise _refused("rows whose number the data say in another shape")
+        raise refused("rows whose number the data say in another shape")
     return Rows(rows.mask, rows.value.reshape(*rows.value.shape[: rows.extra + 1], *sizes[1:]))
 
 
@@ -357,7 +311,7 @@ def _reduced(rows: Rows, how: str) -> Tensor:
 def _cross_entropy(logits: Rows, target: Any, *args: Any, **kwargs: Any) -> Tensor:
     fits = isinstance(target, Rows) and not target.dtype.is_floating_point and logits.dim() == 2
     if not fits or args or kwargs.get("reduction") == "none":
-        raise _refused("cross_entropy of rows whose number the data say")
+        raise refused("cross_entropy of rows whose number the data say")
     ignored = kwargs.get("ignore_index", -100)
     classes = logits.value.shape[-1]
     labels = target.chosen(ignored)
@@ -367,9 +321,9 @@ def _cross_entropy(logits: Rows, target: Any, *args: Any, **kwargs: Any) -> Tens
 
 def _index_add(function: Any, x: Tensor, dim: int, place: Any, rows: Any, *, alpha: float = 1) -> Tensor:
     if not isinstance(place, Place) or not isinstance(rows, Rows) or place.mask is not rows.mask or dim or rows.front:
-        raise _refused("index_add of rows whose number the data say")
+        raise refused("index_add of rows whose number the data say")
     if x.shape[0] != place.mask.cells.shape[place.dim]:
-        raise _refused("index_add to fewer rows than the mask is of")
+        raise refused("index_add to fewer rows than the mask is of")
     added = rows.chosen()
     others = [d for d in range(rows.extra + 1) if d != place.dim]
     added = added.sum(others) if others else added
@@ -415,7 +369,7 @@ def picked(x: Tensor, index: Any) -> Any:
     """``x[index]``."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(i, Places) for i in parts):
-        raise _refused("an index of places whose number the data say")
+        raise refused("an index of places whose number the data say")
     plain = [i for i in parts if not isinstance(i, Chosen)]
     if len(plain) < len(parts):
         return x[tuple(_number(i, x.shape[d]) if isinstance(i, Chosen) else i for d, i in enumerate(parts))]
@@ -424,18 +378,18 @@ def picked(x: Tensor, index: Any) -> Any:
     if _is_mask(parts[0]):
         mask, used = _mask_of(parts[0]), parts[0].dim()
         if x.shape[:used] != parts[0].shape:
-            raise _refused("rows picked by a mask of another length")
+            raise refused("rows picked by a mask of another length")
         rest, dims = parts[1:], list(range(used))
     else:
         places = [i for i in parts if isinstance(i, Place)]
         mask, used = places[0].mask, len(places)
         if parts[:used] != places or any(p.mask is not mask for p in places):
-            raise _refused("rows picked by several masks")
+            raise refused("rows picked by several masks")
         if any(x.shape[d] != mask.cells.shape[p.dim] for d, p in enumerate(places)):
-            raise _refused("rows picked of fewer than the mask is of")
+            raise refused("rows picked of fewer than the mask is of")
         rest, dims = parts[used:], [p.dim for p in places]
     if len(set(dims)) < len(dims) or any(isinstance(i, Tensor | _Tensorlike) for i in rest):
-        raise _refused("rows picked by several indices")
+        raise refused("rows picked by several indices")
     order = sorted(range(used), key=lambda d: dims[d])
     value = x.permute(*order, *range(used, x.dim())) if order != list(range(used)) else x
     shape = [mask.cells.shape[d] if d in dims else 1 for d in range(mask.cells.dim())]
@@ -467,98 +421,16 @@ def put(x: Tensor, index: Any, value: Any) -> bool:
     if not isinstance(value, Rows) and not isinstance(index, Place):
         return False
     if not isinstance(value, Rows):
-        raise _refused("what is written to places whose number the data say")
+        raise refused("what is written to places whose number the data say")
     own = index.mask if isinstance(index, Place) else _mask_of(index) if _is_mask(index) else None
     if own is not value.mask or (isinstance(index, Place) and own.cells.dim() != 1) or value.front:
-        raise _refused("rows written to other places than they are of")
+        raise refused("rows written to other places than they are of")
     x.copy_(torch.where(_wide(own.meant(), x), value.value, x))
     return True
 
 
 def _wide(cells: Tensor, x: Tensor) -> Tensor:
     return cells.reshape(*cells.shape, *(1,) * (x.dim() - cells.dim()))
-
-
-# ------------------------------------------------------------------------------------------- loops and branches of rows
-
-
-@dataclass
-class Region:
-    """Lines of a running function that are run for all, and when they would be."""
-
-    frame: FrameType
-    first: int
-    last: int
-    condition: Tensor | None
-
-
-@dataclass
-class Regions:
-    open: list[Region] = field(default_factory=list)
-    writing: bool = False
-
-    @contextmanager
-    def ours(self) -> Iterator[None]:
-        """What is written in place now are rows, which are meant or not."""
-        before, self.writing = self.writing, True
-        try:
-            yield
-        finally:
-            self.writing = before
-
-    def conditions(self) -> list[Tensor]:
-        """Of the lines that the program is at."""
-        found, frame = [], sys._getframe(1)
-        while frame is not None:
-            found += [r.condition for r in self.open if r.frame is frame and r.first <= frame.f_lineno <= r.last
-                      and r.condition is not None]
-            frame = frame.f_back  # type: ignore[assignment]
-        return found
-
-    def loop(self, hit: Tensor, frame: FrameType) -> Iterator[Chosen]:
-        statement = statement_at(frame, ast.For)
-        if not isinstance(statement, ast.For) or not isinstance(statement.iter, ast.Name | ast.Attribute | ast.Call):
-            raise _refused("a loop over places that the data say")
-        if isinstance(statement.iter, ast.Call) and getattr(statement.iter.func, "attr", "") != "nonzero":
-            raise _refused("a loop over places that the data say, and over more")
-        if statement.orelse or not harmless(statement.body, frame, statement.target):
-            raise _refused("a loop over places that the data say, which does more than write rows")
-        region = Region(frame, statement.body[0].lineno, statement.body[-1].end_lineno or 0, None)
-
-        def run() -> Iterator[Chosen]:
-            self.open.append(region)
-            for number in range(hit.shape[0]):
-                region.condition = hit[number]
-                yield Chosen(number)
-            self.open.remove(region)
-
-        return run()
-
-    def branch(self, frame: FrameType, statement: ast.If, condition: Tensor) -> bool | None:
-        """Whether the branch is to be taken, always, as all that depends on it is to write rows; what would not be come
-        by does not write them. None where it does more."""
-        body, taken = statement.body, True
-        if len(body) == 1 and isinstance(body[0], ast.Continue):
-            body, taken, condition = _rest_of_loop(statement, frame), False, condition.logical_not()
-        elif any(isinstance(n, ast.Continue) for s in body for n in ast.walk(s)):
-            return None
-        if statement.orelse or not body or not harmless(body, frame, None) or body[0].lineno == statement.lineno:
-            return None
-        region = Region(frame, body[0].lineno, body[-1].end_lineno or 0, condition)
-        self.open = [r for r in self.open if (r.frame, r.first, r.last) != (frame, region.first, region.last)]
-        self.open.append(region)
-        return taken
-
-
-def _rest_of_loop(statement: ast.If, frame: FrameType) -> list[ast.stmt]:
-    """What `continue` leaves out."""
-    for loop in ast.walk(function_source(frame.f_code)):
-        if isinstance(loop, ast.For) and statement in loop.body:
-            return loop.body[loop.body.index(statement) + 1:]
-    return []
-
-
-REGIONS = Regions()
 
 
 @contextmanager
@@ -569,78 +441,6 @@ def rows_by_value() -> Iterator[None]:
     finally:
         REGIONS.open.clear()
         _MASKS.clear()
-
-
-WRITES = frozenset({"index_add_"})
-
-
-def harmless(body: Sequence[ast.stmt], frame: FrameType, target: ast.expr | None) -> bool:
-    """Whether statements do nothing but write rows: what else they assign is read by themselves only, afterwards."""
-    assigned: set[str] = {target.id} if isinstance(target, ast.Name) else set()
-    own = set[int]()
-
-    def is_tensor(value: ast.expr) -> bool:
-        return isinstance(value, ast.Name) and isinstance(frame.f_locals.get(value.id), Tensor)
-
-    def fits(statement: ast.stmt) -> bool:
-        if any(isinstance(n, ast.NamedExpr | ast.Yield | ast.Await) for n in ast.walk(statement)):
-            return False
-        own.update(id(n) for n in ast.walk(statement))
-        if isinstance(statement, ast.With):
-            return all(item.optional_vars is None for item in statement.items) and all(map(fits, statement.body))
-        if isinstance(statement, ast.If):
-            return all(map(fits, (*statement.body, *statement.orelse)))
-        if isinstance(statement, ast.Continue):
-            return True
-        if isinstance(statement, ast.Expr):
-            call = statement.value
-            return isinstance(call, ast.Constant) or (
-                isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in WRITES
-                and is_tensor(call.func.value))
-        if isinstance(statement, ast.AugAssign):
-            return isinstance(statement.target, ast.Subscript) and is_tensor(statement.target.value)
-        if not isinstance(statement, ast.Assign):
-            return False
-        for each in statement.targets:
-            names = each.elts if isinstance(each, ast.Tuple) else [each]
-            for name in names:
-                if isinstance(name, ast.Name):
-                    assigned.add(name.id)
-                elif not isinstance(name, ast.Subscript) or isinstance(each, ast.Tuple) or not is_tensor(name.value):
-                    return False
-        return True
-
-    if not all(map(fits, body)):
-        return False
-    kept = {id(n) for n in ast.walk(target)} if target is not None else set()
-    source = function_source(frame.f_code)
-    outside = {n.id for n in ast.walk(source) if isinstance(n, ast.Name) and id(n) not in own and id(n) not in kept}
-    return not assigned & outside and _assigned_first(body, assigned, target)
-
-
-def _assigned_first(body: Sequence[ast.stmt], names: set[str], target: ast.expr | None) -> bool:
-    """Whether nothing is read that another round of the loop has left."""
-    known: set[str] = {target.id} if isinstance(target, ast.Name) else set()
-
-    def visit(statement: ast.stmt) -> bool:
-        if isinstance(statement, ast.With | ast.If):
-            heads = [i.context_expr for i in statement.items] if isinstance(statement, ast.With) else [statement.test]
-            inner = [*statement.body, *(statement.orelse if isinstance(statement, ast.If) else [])]
-            fits = all(_reads(h) <= known for h in heads)
-            before = set(known)
-            fits = fits and all(map(visit, inner))
-            if isinstance(statement, ast.If):  # what it assigns may be of another round
-                known.intersection_update(before)
-            return fits
-        if not (_reads(statement) & names) <= known:
-            return False
-        known.update(n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-        return True
-
-    def _reads(node: ast.AST) -> set[str]:
-        return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} & names
-
-    return all(map(visit, body))
 
 
 #: What a tensor is asked that picks rows by their values.
@@ -665,8 +465,8 @@ def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     writes = function is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
     ours = function is Tensor.index_add_ and any(isinstance(a, Place) for a in args)
     if writes and not ours and not REGIONS.writing and REGIONS.open and REGIONS.conditions():
-        raise _refused(f"{name.strip('_')} in place where the data say whether")
+        raise refused(f"{name.strip('_')} in place where the data say whether")
     return NotImplemented
 
 
-__all__ = ["REGIONS", "asked", "rows_by_value"]
+__all__ = ["asked", "rows_by_value"]
