@@ -1,7 +1,7 @@
 """Lines that the data say whether to run: loops over places that are hit, and branches that save work.
 
-They are run for all, if all that they do is to write rows (`ragged`), by the source of the function that is running; what
-would not be come by is not written then.
+They are run for all, if all that they do is to write rows (`ragged`), by the source of the function that is running;
+what would not be come by is not written then.
 """
 
 from __future__ import annotations
