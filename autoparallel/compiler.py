@@ -225,11 +225,11 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
         blocks = blocks_by_stage(space, stages_of(space, micro.loss, best.hybrid))
         best = fewest_recomputed(best, blocks, partial(with_blocks, best), deadline)
     evidence, seen = best.evidence, found.survey
-    reason = (f"{evidence.stop_reason} on the best of {len(seen.candidates)} combinations, for {seen.without_plan} of "
-              f"which none that fits was found; {seen.pruned} more bounded away, {seen.left} left for lack of time; "
+    reason = (f"{evidence.stop_reason} on the best of {len(seen.candidates)} combinations ({seen.without_plan} without "
+              f"a plan that fits); {seen.pruned} more bounded away, {seen.left} left for lack of time; "
               f"{found.planned} planned in full")
     seconds = {**evidence.seconds, "joint": time.monotonic() - started}
-    return replace(best, evidence=replace(evidence, stop_reason=reason, seconds=seconds))
+    return replace(best, evidence=replace(evidence, stop_reason=reason, seconds=seconds, step_bound_s=seen.bound_s))
 
 
 def compile(

@@ -21,7 +21,8 @@ import typer
 from benchmarks.measure import conditions, peak_memory_bytes
 
 CONFIGS = Path(__file__).parent / "configs"
-PARTS = ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "waiting")
+PARTS = ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "waiting",
+         "hidden")
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,14 @@ def run_case(case: Published, time_limit_s: float) -> dict[str, Any]:
         fault, theirs = str(error), by_hand(memory_limit_bytes=math.inf)
     return {"ours": _told(ours), "published": {**_told(theirs), "fault": fault}, "why": _why(ours, theirs),
             "ratio": theirs.prediction.step_s / ours.prediction.step_s, "source": case.source, **seconds,
-            "peak_memory_bytes": peak_memory_bytes(), "search": ours.evidence.stop_reason}
+            "peak_memory_bytes": peak_memory_bytes(), "search": ours.evidence.stop_reason,
+            "step_bound_s": ours.evidence.step_bound_s}
 
 
 def _why(ours: Any, theirs: Any) -> str:
     """By how much the published plan's parts take longer than ours, the largest difference first."""
     more = {part: getattr(theirs.prediction, f"{part}_s") - getattr(ours.prediction, f"{part}_s") for part in PARTS}
+    more["hidden"] *= -1
     order = sorted(PARTS, key=lambda part: -abs(more[part]))
     return "published - ours: " + ", ".join(f"{part.replace('_', ' ')} {more[part]:+.2f} s" for part in order)
 

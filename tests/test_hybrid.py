@@ -485,9 +485,11 @@ def test_bounds_lie_below_estimates() -> None:
     """So that what is bounded away cannot have been the best."""
     cluster = Cluster.load("h100-sxm", num_devices=8)
     search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"))
-    estimated = [c for c in search.run(time.monotonic() + 60).candidates if c.estimate_s < float("inf")]
+    survey = search.run(time.monotonic() + 60)
+    estimated = [c for c in survey.candidates if c.estimate_s < float("inf")]
     assert len({c.mesh_shape for c in estimated}) > 2 and len({c.hybrid for c in estimated}) > 2
     assert all(search.floor(c) <= c.estimate_s for c in estimated)
+    assert 0 < survey.bound_s <= min(search.floor(c) for c in estimated)
     for candidate in estimated[::7]:
         h = candidate.hybrid
         prices = search._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
@@ -616,6 +618,9 @@ def test_what_the_joint_search_picks_computes_the_same(ranks: Any, limit_share: 
     free = best(float("inf"))
     made = free if limit_share == 1.0 else best(limit_share * free.prediction.peak_bytes)
     assert made.prediction.peak_bytes <= limit_share * free.prediction.peak_bytes
+    bound_s = made.evidence.step_bound_s
+    assert bound_s is not None and 0 < free.evidence.step_bound_s <= bound_s <= made.prediction.step_s
+    assert f"{1 - bound_s / made.prediction.step_s:.0%} less than this plan's" in " ".join(made.report().split())
     mesh = (made.hybrid.pipeline_ranks, *made.mesh_shape) if made.hybrid.stages > 1 else made.mesh_shape
     mesh = mesh[:-1] if made.hybrid.stages > 1 and made.mesh_shape == (1,) else mesh
     assert_one_process(ranks, "llama", mesh, {"plan": made})

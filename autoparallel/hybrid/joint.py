@@ -92,11 +92,12 @@ class Candidate:
 @dataclass(frozen=True)
 class Survey:
     """Candidates that were estimated, the best first; how many more cannot fit or have a bound above the best estimate,
-    and for how many there was no time."""
+    for how many there was no time, and below how many seconds no step of any that may fit can be."""
 
     candidates: tuple[Candidate, ...]
     pruned: int
     left: int
+    bound_s: float
 
     @property
     def without_plan(self) -> int:
@@ -346,11 +347,13 @@ class JointSearch:
                 self._estimate_all(list(second.values()), deadline, patience)
                 tried.update(second)
         best_s = min((c.estimate_s for c in self.known.values()), default=math.inf)
-        rest = [c for key, c in tried.items() if key not in self.known]
-        left = sum(self.least_bytes(c) <= self.limit and self.floor(c) < best_s for c in rest)
+        tried |= self.known
+        may_fit = [c for c in tried.values() if self.least_bytes(c) <= self.limit]
+        left = sum(c.key not in self.known and self.floor(c) < best_s for c in may_fit)
         estimated = [c for c in self.known.values() if not c.is_bound]
-        pruned = len(rest) - left + len(self.known) - len(estimated)
-        return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), pruned, left)
+        bound_s = min((self.floor(_keeping_all(c)) for c in may_fit), default=math.inf)
+        return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), len(tried) - left - len(estimated), left,
+                      bound_s)
 
     def _best_outside(self, seen: set[object]) -> Candidate | None:
         """Of the three best that fit one that was not seen yet."""
@@ -408,6 +411,11 @@ class _Promise:
         excess = math.log(min(candidate.estimate_s / self.floor(candidate), UNFIT)) - SPREAD * steps
         alike = (candidate.estimate_s < math.inf) | (self.bytes >= self.least_bytes(candidate))
         self.excess = np.where(alike, np.maximum(self.excess, excess), self.excess)
+
+
+def _keeping_all(candidate: Candidate) -> Candidate:
+    """Without recompute: a plan may do it for some blocks only."""
+    return replace(candidate, hybrid=replace(candidate.hybrid, recompute="none"))
 
 
 def _place(candidate: Candidate) -> tuple[float, ...]:

@@ -21,7 +21,10 @@ Strategies = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Evidence:
-    """How good the search knows its answer to be: objective and lower bound in seconds of the additive cost."""
+    """How good the search knows its answer to be: objective and lower bound in seconds of the additive cost.
+
+    ``step_bound_s``: no step of any combination that a joint search enumerated is shorter (None: no joint search).
+    """
 
     solver: str
     objective_s: float
@@ -29,6 +32,7 @@ class Evidence:
     gap: float
     stop_reason: str
     seconds: Mapping[str, float] = field(default_factory=dict)
+    step_bound_s: float | None = None
 
 
 @dataclass(frozen=True)

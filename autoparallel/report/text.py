@@ -53,6 +53,9 @@ def print_report(plan: Plan, console: Console) -> None:
         console.print(f"no rule, so repeated on every rank: {', '.join(p.repeated_ops)}", markup=False)
     console.print(f"search {evidence.solver}: objective {seconds_str(evidence.objective_s)}, lower bound "
                   f"{seconds_str(evidence.lower_bound_s)}, gap {evidence.gap:.2%} ({evidence.stop_reason})")
+    if evidence.step_bound_s is not None:
+        console.print(f"no combination's step is below {seconds_str(evidence.step_bound_s)} (ops cut evenly, nothing "
+                      f"sent): at most {1 - evidence.step_bound_s / p.step_s:.0%} less than this plan's", markup=False)
     phases = {k: v for k, v in evidence.seconds.items() if not k.startswith("search:")}
     console.print("planning: " + ", ".join(f"{k} {v:.2f} s" for k, v in phases.items()))
 
