@@ -70,6 +70,25 @@ CASES = {
     "deepseek-v3": Published("deepseek-v3", "h100-sxm", 8192, 4096, 16, 2, 64, 64, "none",
                              "DeepSeek-V3 (2024), section 3.2: pipeline 16, experts over 64, no tensor parallelism; "
                              "2,048 H800 there, H100 here"),
+    # The same models on other numbers of devices, beside plans of the usual kind.
+    "llama3-8b-1024": Published("llama3-8b", "h100-sxm", 1024, 8192, 1, 1024, 1, 1, "none", "ours: data parallel"),
+    "llama3-8b-16384": Published("llama3-8b", "h100-sxm", 2048, 8192, 1, 2048, 8, 1, "none",
+                                 "ours: tensor 8 within the host"),
+    "llama3-70b-64": Published("llama3-70b", "h100-sxm", 128, 8192, 4, 2, 8, 1, "full", "ours: tensor 8, pipeline 4"),
+    "llama3-70b-2048": Published("llama3-70b", "h100-sxm", 2048, 8192, 8, 32, 8, 1, "none",
+                                 "ours: tensor 8, pipeline 8"),
+    "llama3-70b-16384": Published("llama3-70b", "h100-sxm", 2048, 8192, 4, 512, 8, 1, "none",
+                                  "ours: tensor 8, pipeline 4"),
+    "llama3-405b-1024": Published("llama3-405b", "h100-sxm", 512, 8192, 16, 8, 8, 1, "full",
+                                  "ours: tensor 8, pipeline 16"),
+    "llama3-405b-8192": Published("llama3-405b", "h100-sxm", 2048, 8192, 16, 64, 8, 1, "none",
+                                  "Llama 3 (2024), table 4: TP 8, CP 1, PP 16, DP 64 on 8,192 H100"),
+    "mixtral-8x7b-2048": Published("mixtral-8x7b", "h100-sxm", 2048, 4096, 4, 64, 8, 8, "none",
+                                   "ours: pipeline 4, experts within the host"),
+    "deepseek-v3-256": Published("deepseek-v3", "h100-sxm", 2048, 4096, 8, 1, 32, 32, "full",
+                                 "ours: pipeline 8, experts over 32"),
+    "deepseek-v3-1024": Published("deepseek-v3", "h100-sxm", 4096, 4096, 16, 1, 64, 64, "full",
+                                  "ours: pipeline 16, experts over 64"),
 }
 
 
