@@ -10,8 +10,10 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +23,16 @@ from autoparallel.lower import collectives
 from autoparallel.runtime import groups
 from autoparallel.runtime.groups import Axis
 from cost_models import Cluster, Link
-from cost_models.calibrate import Measured, MeasuredOp, fit_device, fit_links, predicted_op_s
+from cost_models.calibrate import (
+    Measured,
+    MeasuredBeside,
+    MeasuredOp,
+    fit_device,
+    fit_links,
+    fit_overlap_slowdown,
+    predicted_beside_s,
+    predicted_op_s,
+)
 from cost_models.cluster import UNLIMITED
 
 if TYPE_CHECKING:
@@ -33,14 +44,16 @@ Start = Callable[[], float]
 WARM_UP = 1
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 22, 24))
-#: Bytes up to which leaving at different times weighs most: more calls in a row.
-SHORT = 2**18
 #: Which of the repeats counts: what else a machine does only adds to them.
 QUIET = 0.25
 #: Bytes per second that no link reaches.
 ANY_RATE = 1e15
 #: Sides of square products, and bytes read by an element-wise op.
 SIDES, TRAFFIC = (64, 128, 256, 512, 1024), tuple(2**k for k in (10, 14, 18, 20, 22, 24))
+#: What runs beside what, to see how much longer both take: layers of a product by so many rows and columns (of a fourth
+#: as many) and three small ops, for so many times as long as a collective of so many bytes takes alone.
+BESIDE_SIDES, BESIDE_BYTES, BESIDE_TIMES = {"cpu": 512, "cuda": 2048}, 2**24, (0.5, 1.0, 2.0)
+BESIDE_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,13 @@ class Calibration:
     residuals: tuple[float, ...]
     ops: tuple[MeasuredOp, ...] = ()
     op_residuals: tuple[float, ...] = ()
+    beside: tuple[MeasuredBeside, ...] = ()
+
+    @property
+    def beside_residuals(self) -> tuple[float, ...]:
+        """Of what ran beside compute."""
+        slowdown = self.cluster.device.overlap_slowdown
+        return tuple(predicted_beside_s(slowdown, m) / m.seconds - 1 for m in self.beside)
 
     @property
     def mean_error(self) -> float:
@@ -68,17 +88,19 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    count = dist.get_world_size()
+    world = dist.get_world_size()
     measured: list[Measured] = []
-    for shape, axis in group_shapes(count // ranks_per_host, ranks_per_host):
+    for shape, axis in group_shapes(world // ranks_per_host, ranks_per_host):
         measured += time_collectives(init_device_mesh(kind, shape), axis, KINDS, SIZES, repeats)
     ops = time_ops(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), repeats)
     links = [Link("inside a host", ranks_per_host, 0.0, ANY_RATE)] * (ranks_per_host > 1)
-    links += [Link("between hosts", UNLIMITED, 0.0, ANY_RATE, nics_per_host=nics_per_host)] * (count > ranks_per_host)
+    links += [Link("between hosts", UNLIMITED, 0.0, ANY_RATE, nics_per_host=nics_per_host)] * (world > ranks_per_host)
     device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
-    cluster, residuals = fit_links(Cluster(name, device, tuple(links), count, ("ring",)), measured)
+    beside = time_beside(init_device_mesh(kind, (world,)), BESIDE_SIDES[kind], BESIDE_BYTES, repeats)
+    device = replace(device, overlap_slowdown=fit_overlap_slowdown(beside))
+    cluster, residuals = fit_links(Cluster(name, device, tuple(links), world, ("ring",)), measured)
     op_residuals = tuple(predicted_op_s(device, op) / op.seconds - 1 for op in ops)
-    return Calibration(cluster, tuple(measured), residuals, tuple(ops), op_residuals)
+    return Calibration(cluster, tuple(measured), residuals, tuple(ops), op_residuals, tuple(beside))
 
 
 def group_shapes(hosts: int, ranks_per_host: int) -> list[tuple[tuple[int, ...], int]]:
@@ -112,13 +134,9 @@ def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
 
 def _op(op_class: str, size: float, call: Call, repeats: int, device: torch.device) -> MeasuredOp:
     """Seconds of one call among so many that the clock is fine enough."""
-    calls = 10
-
-    def several() -> None:
-        for _ in range(calls):
-            call()
-
-    return MeasuredOp(op_class, size, _slowest(_timed(several, repeats, after_barrier, device), device) / calls)
+    times = 10
+    several = partial(_in_a_row, call, times)
+    return MeasuredOp(op_class, size, _slowest(_timed(several, repeats, after_barrier, device), device) / times)
 
 
 def after_barrier() -> float:
@@ -128,12 +146,12 @@ def after_barrier() -> float:
 
 
 def time_collectives(mesh: DeviceMesh, axis: int, kinds: Sequence[str], sizes: Sequence[int], repeats: int = 5,
-                     start: Start = after_barrier, pause_s: float = 0.0, quantile: float = QUIET) -> list[Measured]:
+                     start: Start = after_barrier, in_a_row: int = 4, quantile: float = QUIET) -> list[Measured]:
     """Each collective of ``kinds`` along one axis, for each size in bytes (as `cost_models.collectives` counts them).
 
-    All ranks of the mesh call this. A program's collectives follow one another, and a rank that leaves one late is late
-    for the next; so several are timed together, ``pause_s`` between them, in which devices would compute. Seconds are
-    the ``quantile`` over repeats of the slowest rank's, without the pauses.
+    All ranks of the mesh call this, and all its groups work at once. Where ``start`` is not exact, calls are timed
+    ``in_a_row``; else one by one, for groups that share a card soon take turns in a row of calls. Seconds are the
+    ``quantile`` over repeats of the slowest rank's.
     """
     device = _device_of(mesh)
     name = groups.axis_names(mesh)[axis]
@@ -141,18 +159,51 @@ def time_collectives(mesh: DeviceMesh, axis: int, kinds: Sequence[str], sizes: S
     for nbytes in sizes:
         calls = _calls(groups.bind(mesh)[name], mesh.get_group(axis), nbytes, device)
         for kind in kinds:
-            count = 4 if nbytes <= SHORT else 2
-            several = partial(_in_a_row, calls[kind], count, pause_s)
-            seconds = _slowest(_timed(several, repeats, start, device), device, quantile) / count - pause_s
+            several = partial(_in_a_row, calls[kind], in_a_row)
+            seconds = _slowest(_timed(several, repeats, start, device), device, quantile) / in_a_row
             found.append(Measured(kind, tuple(mesh.shape), axis, float(nbytes), seconds))
     return found
 
 
-def _in_a_row(call: Call, count: int, pause_s: float) -> None:
-    for _ in range(count):
-        if pause_s:
-            time.sleep(pause_s)
+def _in_a_row(call: Call, times: int, started: float) -> None:
+    for _ in range(times):
         call()
+
+
+def time_beside(mesh: DeviceMesh, side: int, nbytes: int, repeats: int = 5, start: Start = after_barrier,
+                under: Callable[[float], AbstractContextManager[None]] = lambda started: nullcontext(),
+                quantile: float = QUIET) -> list[MeasuredBeside]:
+    """Collectives of parameters beside compute along the mesh's one axis, in both orders: posted ahead of all compute
+    that they do not depend on, as gathers are, and behind its first half, as sums of gradients are.
+
+    ``under`` is where both run, given when they began.
+    """
+    device = _device_of(mesh)
+    begin = _begun(groups.bind(mesh)[groups.axis_names(mesh)[0]], nbytes, device)
+    x, weight = torch.ones(side // 4, side, device=device), torch.ones(side, side, device=device) / side
+
+    def seconds(ahead: int, kind: str = "", behind: int = 0) -> float:
+        def run(started: float) -> None:
+            with under(started):
+                for _ in range(ahead):
+                    torch.relu(x @ weight * 0.5 + 0.5)
+                finish = begin[kind]() if kind else None
+                for _ in range(behind):
+                    torch.relu(x @ weight * 0.5 + 0.5)
+                if finish is not None:
+                    finish()
+
+        return _slowest(_timed(run, repeats, start, device), device, quantile)
+
+    layer_s, found = seconds(8) / 8, []
+    for kind in BESIDE_KINDS:
+        alone_s = seconds(0, kind)
+        for times in BESIDE_TIMES:
+            half = max(1, round(times * alone_s / layer_s / 2))
+            compute_s = seconds(2 * half)
+            found += [MeasuredBeside(kind, compute_s, alone_s, share, seconds(ahead, kind, 2 * half - ahead))
+                      for share, ahead in ((0.0, 0), (0.5, half))]
+    return found
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:
@@ -161,38 +212,53 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-def _calls(axis: Axis, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> dict[str, Call]:
-    """What programs call, on float32 tensors, by the cost models' names."""
-    n = axis.size
-    piece = max(1, nbytes // 4 // n)
-    whole, part = torch.zeros(n * piece, device=device), torch.zeros(piece, device=device)
-    equal = (piece,) * n
+def _begun(axis: Axis, nbytes: int, device: torch.device) -> dict[str, Callable[[], Callable[[], object]]]:
+    """What programs post ahead, on float32 tensors."""
+    piece = max(1, nbytes // 4 // axis.size)
+    whole, part = torch.zeros(axis.size * piece, device=device), torch.zeros(piece, device=device)
+    equal = (piece,) * axis.size
     return {
-        "all_reduce": lambda: collectives.begin_all_reduce(whole, axis)(),
-        "all_gather": lambda: collectives.begin_all_gather(part, axis, 0, equal)(),
-        "reduce_scatter": lambda: collectives.begin_reduce_scatter(whole, axis, 0, equal)(),
-        "all_to_all": lambda: collectives.all_to_all_tensor(whole, axis, 0, equal, 0, equal),
-        "send_recv": lambda: _pass_on(whole, axis, group),
+        "all_reduce": lambda: collectives.begin_all_reduce(whole, axis),
+        "all_gather": lambda: collectives.begin_all_gather(part, axis, 0, equal),
+        "reduce_scatter": lambda: collectives.begin_reduce_scatter(whole, axis, 0, equal),
     }
 
 
-def _pass_on(tensor: torch.Tensor, axis: Axis, group: dist.ProcessGroup) -> None:
-    """Each rank but the last sends to the next, all at once."""
+def _calls(axis: Axis, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> dict[str, Call]:
+    """What programs call, on float32 tensors, by the cost models' names."""
+    whole = torch.zeros(max(1, nbytes // 4 // axis.size) * axis.size, device=device)
+    equal = (len(whole) // axis.size,) * axis.size
+    turn = count()
+    waited = {kind: _at_once(begin) for kind, begin in _begun(axis, nbytes, device).items()}
+    return waited | {
+        "all_to_all": lambda: collectives.all_to_all_tensor(whole, axis, 0, equal, 0, equal),
+        "send_recv": lambda: _pass_on(whole, axis, group, -1 if next(turn) % 2 else 1),
+    }
+
+
+def _at_once(begin: Callable[[], Callable[[], object]]) -> Call:
+    return lambda: begin()()
+
+
+def _pass_on(tensor: torch.Tensor, axis: Axis, group: dist.ProcessGroup, by: int) -> None:
+    """Each rank but the last sends to the next (``by`` 1), all at once; or back (-1). Taken in turns: else the first
+    rank runs ahead of its messages, and what it does next hides them."""
     works = []
-    if axis.rank > 0:
-        works.append(dist.irecv(torch.empty_like(tensor), group=group, group_src=axis.rank - 1))
-    if axis.rank < axis.size - 1:
-        works.append(dist.isend(tensor, group=group, group_dst=axis.rank + 1))
+    source, target = axis.rank - by, axis.rank + by
+    if 0 <= source < axis.size:
+        works.append(dist.irecv(torch.empty_like(tensor), group=group, group_src=source))
+    if 0 <= target < axis.size:
+        works.append(dist.isend(tensor, group=group, group_dst=target))
     for work in works:
         if work is not None:
             work.wait()
 
 
-def _timed(call: Call, repeats: int, start: Start, device: torch.device) -> list[float]:
+def _timed(call: Callable[[float], object], repeats: int, start: Start, device: torch.device) -> list[float]:
     found = []
     for _ in range(WARM_UP + repeats):
         started = start()
-        call()
+        call(started)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         found.append(time.monotonic() - started)

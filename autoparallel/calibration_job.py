@@ -72,7 +72,8 @@ def _links(found: Calibration) -> Any:
     device = found.cluster.device
     table.add_row(device.name, f"launch {device.launch_s * 1e6:.1f} us",
                   f"{device.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s", "",
-                  f"{device.peak_flops_per_s['float32'] / 1e9:.0f} GFLOP/s in float32")
+                  f"{device.peak_flops_per_s['float32'] / 1e9:.0f} GFLOP/s in float32; {device.overlap_slowdown:.2f} "
+                  "beside communication")
     return table
 
 
@@ -86,8 +87,11 @@ def _residuals(found: Calibration) -> Any:
         groups.setdefault(f"{m.collective}, axis {m.axis} of {mesh}", []).append(residual)
     for op, residual in zip(found.ops, found.op_residuals, strict=True):
         groups.setdefault(op.op_class, []).append(residual)
+    for both, residual in zip(found.beside, found.beside_residuals, strict=True):
+        order = "behind half of it" if both.ahead else "posted first"
+        groups.setdefault(f"compute beside {both.collective}, {order}", []).append(residual)
     table = Table(title="predicted against measured", title_justify="left")
-    for column in ("what", "sizes", "mean error", "worst"):
+    for column in ("what", "cases", "mean error", "worst"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for what, residuals in groups.items():
         worst = max(residuals, key=abs)

@@ -19,6 +19,7 @@ from cost_models.cluster import ALGORITHMS, COLLECTIVES, ENDLESS, UNLIMITED, Clu
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 from cost_models.compute import op_time_s
 from cost_models.errors import ClusterError
+from cost_models.timeline import Task, equal_slowdown, simulate
 
 _SECONDS: dict[str, Callable[[Any, Group], Any]] = {
     "all_reduce": all_reduce_s,
@@ -53,6 +54,18 @@ class MeasuredOp:
 
     op_class: str
     size: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MeasuredBeside:
+    """One measurement of a device that computes beside a collective: seconds of each alone, what share of the compute
+    was done when the collective was posted, and seconds of both."""
+
+    collective: str
+    compute_s: float
+    collective_s: float
+    ahead: float
     seconds: float
 
 
@@ -171,8 +184,8 @@ def _parts(cluster: Cluster, measured: Sequence[Measured]) -> np.ndarray:
     """By measurement, what its messages and what its bytes take alone, in its seconds."""
     endless = tuple(replace(link, bandwidth_bytes_per_s=ENDLESS, relay_s_per_byte=0.0) for link in cluster.links)
     prompt = tuple(replace(link, alpha_s=0.0) for link in cluster.links)
-    calls = dict.fromkeys(cluster.call_s, 0.0)
-    alone = replace(cluster, links=endless), replace(cluster, links=prompt, call_s=calls)
+    silent = replace(cluster, call_s=dict.fromkeys(cluster.call_s, 0.0))
+    alone = replace(silent, links=endless), replace(silent, links=prompt)
     return np.array([[predicted_s(part, m) / m.seconds for part in alone] for m in measured])
 
 
@@ -193,7 +206,7 @@ def _all_reduce_fits(blank: Cluster, measured: Sequence[Measured]) -> Iterator[F
     for _ in range(ROUNDS):
         messages, traffic = weights[:, :1], weights[:, 1:]
         call = np.array([[1 / m.seconds] for m in measured])
-        columns = np.concatenate([messages * call, messages * alphas, traffic * betas, traffic * relays], axis=1)
+        columns = np.concatenate([call, messages * alphas, traffic * betas, traffic * relays], axis=1)
         call_s, *rest = _non_negative(columns, 1 - (traffic * betas) @ least)
         alpha_s, more, relay_s = np.split(np.array(rest), 3)
         rates = 1 / np.maximum(least + more, 1e-15)
@@ -230,7 +243,7 @@ def _other_fits(cluster: Cluster, collective: str, measured: Sequence[Measured])
     numbers = sorted(set(outermost.tolist()))
     parts, weights = _parts(cluster, measured), np.ones((len(measured), 2))
     for _ in range(ROUNDS):
-        call = weights[:, :1] / np.array([[m.seconds] for m in measured])
+        call = np.array([[1 / m.seconds] for m in measured])
         seconds = (weights * parts).sum(axis=1)
         columns = np.concatenate([call, np.where(outermost[:, None] == numbers, seconds[:, None], 0.0)], axis=1)
         call_s, *factors = _non_negative(columns)
@@ -277,6 +290,26 @@ def predicted_op_s(device: Device, measured: MeasuredOp) -> float:
     """Seconds that the device predicts for a measurement."""
     flops, nbytes = (measured.size, 0.0) if measured.op_class == "matmul" else (0.0, measured.size)
     return float(op_time_s(measured.op_class, flops, nbytes, "float32", device))
+
+
+def fit_overlap_slowdown(measured: Sequence[MeasuredBeside]) -> float:
+    """`Device.overlap_slowdown` by which simulated steps are nearest to what was measured, to a hundredth.
+
+    >>> fit_overlap_slowdown([MeasuredBeside("all_reduce", 2.0, 1.0, 0.0, 2.25),
+    ...                       MeasuredBeside("all_reduce", 2.0, 2.0, 0.5, 3.25)])
+    1.25
+    """
+    if not measured:
+        raise ClusterError("how much compute and communication slow each other takes a measurement of both")
+    tried = [1 + step / 100 for step in range(101)]
+    return min(tried, key=lambda slowdown: sum(abs(predicted_beside_s(slowdown, m) / m.seconds - 1) for m in measured))
+
+
+def predicted_beside_s(slowdown: float, measured: MeasuredBeside) -> float:
+    """Seconds that are predicted for a measurement, as for a step."""
+    first, rest = measured.ahead * measured.compute_s, (1 - measured.ahead) * measured.compute_s
+    tasks = [Task(first), Task(measured.collective_s, "network", after=(0,)), Task(rest)]
+    return simulate(tasks, equal_slowdown(["compute", "network"], slowdown)).total_s
 
 
 def write_cluster(path: str | Path, cluster: Cluster, source: str = "") -> None:

@@ -14,8 +14,8 @@ link) + `Link.relay_s_per_byte`: a ring works piece by piece, and only another o
 and all-gather are one ring; all-reduce is both. The cheapest valid algorithm by the cheapest protocol counts. Every
 call adds the cluster's time of a call (the protocol's; the device's launch time where none is known); a group of one is
 free. Where the outermost link crossed saves up what it does not send (`Link.burst_bytes`), a collective's messages (M
-seconds with the call) and its bytes (B seconds, of all but a burst) do not add up, but take sqrt(M^2 + B^2): the longer
-of the two, smoothly, as latencies vary.
+seconds) and its bytes (B seconds, of all but a burst) do not add up, but take sqrt(M^2 + B^2): the longer of the two,
+smoothly, as latencies vary. The call adds to that: before its first byte no more than a burst is saved up.
 
 Sources: Thakur, Rabenseifner, Gropp 2005 (ring; reduce-scatter plus all-gather); NCCL src/graph/tuning.cc (steps of
 rings and trees inside and between hosts; a tree is a chain inside a host; protocols); Cho et al. 2019, "BlueConnect"
@@ -107,7 +107,7 @@ def _together(b: Any, group: Group, cost: Callable[[Any, Group], Any]) -> Any:
     messages_s = cost(np.zeros_like(b), group)
     crossing = np.maximum(cost(b, group.outside), 1e-9)
     share = np.maximum(1.0 - group.burst_bytes / crossing, 0.0)
-    return np.hypot(group.launch_s + messages_s, share * cost(b, group.prompt))
+    return group.launch_s + np.hypot(messages_s, share * cost(b, group.prompt))
 
 
 def _least(costs: list[Any]) -> Any:

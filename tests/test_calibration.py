@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from autoparallel import Cluster, calibration
 from autoparallel.cli import app
-from cost_models.calibrate import MeasuredOp, fit_device, predicted_op_s
+from autoparallel.runtime.groups import Axis
+from cost_models.calibrate import (
+    MeasuredBeside,
+    MeasuredOp,
+    fit_device,
+    fit_overlap_slowdown,
+    predicted_beside_s,
+    predicted_op_s,
+)
 
 
 def calibrate_two() -> tuple[Cluster, int, int]:
     calibration.SIZES, calibration.SIDES, calibration.TRAFFIC = (2**12, 2**16, 2**18), (32, 64), (2**10, 2**16)
+    calibration.BESIDE_SIDES, calibration.BESIDE_BYTES = {"cpu": 64}, 2**18
     found = calibration.calibrate("two ranks", ranks_per_host=2, repeats=2)
+    orders = [(m.collective, m.ahead) for m in found.beside]
+    assert set(orders) == {(kind, ahead) for kind in calibration.BESIDE_KINDS for ahead in (0.0, 0.5)}
+    assert len(orders) == len(found.beside_residuals) == 2 * 3 * 3
+    assert found.cluster.device.overlap_slowdown == fit_overlap_slowdown(found.beside)
     assert len(found.residuals) == len(found.measured) and len(found.op_residuals) == len(found.ops)
     return found.cluster, len(found.measured), len(found.ops)
 
@@ -39,6 +57,34 @@ def test_a_device_is_recovered_from_its_own_prices() -> None:
     assert all(predicted_op_s(device, op) == pytest.approx(op.seconds, rel=0.01) for op in ops)
 
 
+@settings(deadline=None, max_examples=30)
+@given(slowdown=st.integers(0, 100), cases=st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10),
+                                                               st.sampled_from([0.0, 0.5])), min_size=1, max_size=5))
+def test_how_much_compute_and_communication_slow_each_other_is_recovered(
+        slowdown: int, cases: list[tuple[float, float, float]]) -> None:
+    true = 1 + slowdown / 100
+    made = [MeasuredBeside("all_reduce", compute_s, sent_s, ahead, 0.0) for compute_s, sent_s, ahead in cases]
+    measured = [replace(m, seconds=predicted_beside_s(true, m)) for m in made]
+    assert fit_overlap_slowdown(measured) == pytest.approx(true)
+
+
+@pytest.mark.parametrize(("ahead", "both"), [(0.0, 2.0 + 0.3 * 1.0), (0.5, 1.0 + 1.3), (1.0, 2.0 + 1.0)])
+def test_what_runs_beside_takes_that_much_longer_and_the_rest_does_not(ahead: float, both: float) -> None:
+    """Two seconds of compute and one of communication, posted before, in the middle and behind."""
+    assert predicted_beside_s(1.3, MeasuredBeside("all_reduce", 2.0, 1.0, ahead, 0.0)) == pytest.approx(both)
+
+
+def test_messages_are_measured_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages go on and back in turns: a rank that only sends would run ahead of them."""
+    told: list[int] = []
+    monkeypatch.setattr(calibration, "_pass_on", lambda tensor, axis, group, by: told.append(by))
+    group: Any = None
+    pass_on = calibration._calls(Axis("all", 2, 0, ""), group, 64, torch.device("cpu"))["send_recv"]
+    for _ in range(4):
+        pass_on()
+    assert told == [1, -1, 1, -1]
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_cluster(tmp_path: Path) -> None:
     path = tmp_path / "here.toml"
@@ -46,3 +92,4 @@ def test_the_command_writes_a_cluster(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     cluster = Cluster.load(path, num_devices=2)
     assert cluster.name == "here" and "autoparallel calibrate" in cluster.sources["links.0.alpha_s"]
+    assert "autoparallel calibrate" in cluster.sources["device.overlap_slowdown"]
