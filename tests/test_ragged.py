@@ -172,6 +172,64 @@ def singular_elsewhere(m: Any, x: Tensor, scores: Tensor) -> Tensor:
             + (1e3 * h[small]).clamp(max=5.0).exp().sum() + (h[small] * m.bias[0] + 2).rsqrt().sum())
 
 
+@function
+def singular_behind_parameters(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """Whatever other rows were filled with, some function of it is singular: zero times infinity would be its gradient
+    of the parameters that are before it."""
+    hit, below, inner = scores[:, 0] > 0, x < 0, x[:, 0].abs() < 0.9
+    distance = (m.head(x[hit]) - m.head(x.flip(0)[hit])).pow(2).sum(-1).sqrt()
+    inside = x.sigmoid()[below] * m.bias[0]
+    return (distance.sum() + (-x[below] * m.bias[1]).sqrt().sum() + (1 - inside).log().sum()
+            + (x[inner][:, 0] * m.bias[2]).acos().sum() + m.head(x[hit]).std(dim=-1).sum())
+
+
+@function
+def places_out_of_range_elsewhere(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    labels = torch.where(scores[:, 0] > 0, scores.argmax(-1), -100)
+    known = labels != -100
+    named = F.embedding(labels[known], m.head.weight)
+    likely = m.head(x)[known].log_softmax(-1).gather(1, labels[known].unsqueeze(1))
+    return (F.one_hot(labels[known], EXPERTS) * scores[known]).sum() + (named * m.bias).sum() + likely.sum()
+
+
+@function
+def by_length(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    out = x * m.bias
+    for number in range(EXPERTS):
+        idx, = torch.where(scores.argmax(-1) == number)
+        if not len(idx):
+            continue
+        out[idx] = m.experts[number](x[idx])
+    mask = scores[:, 0] > 0
+    rows = x[mask]
+    if len(rows) > 3:
+        out[mask] = m.experts[0](rows)
+    return out
+
+
+@function
+def rows_of_rows(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    hit = scores[:, 0] > -0.5
+    rows, labels = x[hit], scores.argmax(-1)[hit]
+    other = labels != 1
+    idx = hit.nonzero().squeeze(-1)
+    return (F.cross_entropy(m.head(rows)[other], labels[other]) + F.nll_loss(m.head(rows).log_softmax(-1), labels)
+            + m.head(x)[idx[scores[idx, 1] > 0]].square().sum())
+
+
+@function
+def side_by_side(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """And sums along the rows, as of prototypes; and what asks whether rows are a tensor."""
+    token, number = torch.where(scores > 0)
+    rows = x[token]
+    rows = rows * (isinstance(rows, Tensor) + torch.is_tensor(rows))
+    pairs = torch.cat([rows * m.bias, scores[token, number, None]], dim=1)
+    sums = torch.stack([m.head(x)[scores.argmax(-1) == n].sum(0) for n in range(EXPERTS)])
+    hit = scores[:, 1] > 0.1
+    even = F.kl_div((scores[hit] * m.bias[0]).log_softmax(-1), scores[hit].softmax(-1), reduction="batchmean")
+    return pairs.square().mean(dim=0).sum() + sums.square().mean() + even
+
+
 def draws() -> list[tuple[Tensor, Tensor]]:
     """All experts are hit; some are not; one is."""
     g = torch.Generator().manual_seed(1)
@@ -280,8 +338,43 @@ def largest(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return (rows / rows.max()).sum()
 
 
+def kept_in_a_list(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    """The function that is called in the branch has an effect beside its result."""
+    losses = []
+
+    def expert(number: int, rows: Tensor) -> Tensor:
+        losses.append(m.bias.sum() * number)
+        return m.experts[number](rows)
+
+    out = torch.zeros_like(x)
+    for number in range(EXPERTS):
+        mask = scores.argmax(-1) == number
+        if mask.any():
+            out[mask] = expert(number, x[mask])
+    return out + torch.stack(losses).sum()
+
+
+def of_another_rank(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    out = torch.zeros(TOKENS, TOKENS)
+    mask = scores[:, 0] > 0
+    out[mask] = x[:, 0][mask]
+    return out
+
+
+def columns(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    return x[:, x[0] > 0].sum()
+
+
+def twice_in_place(m: Any, x: Tensor, scores: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    token, number = torch.where(scores > 0)
+    out[token] += x[token] * scores[token, number, None]
+    return out
+
+
 @pytest.mark.parametrize("refused", [counted, added_up, numbered, collected, written_whole, left_over, across, met,
-                                     contracted, twice, mask_written, largest])
+                                     contracted, twice, mask_written, largest, kept_in_a_list, of_another_rank,
+                                     columns, twice_in_place])
 def test_what_is_more_than_rows_is_refused(refused: Any) -> None:
     with pytest.raises(CaptureError, match=rf"(?s)(the data|by the values|written to since).*test_ragged.py:\d+ in "
                                            rf"{refused.__name__}.*Write torch.where"):

@@ -35,6 +35,9 @@ CHOSEN = frozenset({"clamp", "clip", "clamp_min", "clamp_max", "nan_to_num", "wh
                     "ones_like", "full_like", "isfinite", "isnan", "isinf", "logical_not", "logical_and", "logical_or",
                     "__get__", "detach", "clone", "dim", "size"})
 
+#: What the number of rows is said to be where one of these makes a branch go as wanted.
+LENGTHS = (0, 1, 2**30)
+
 
 class Branches:
     """The branches of one trace."""
@@ -96,6 +99,21 @@ class Branches:
         except _NotChosenError:
             return None
         return REGIONS.branch(frame, statement, condition) if isinstance(condition, Tensor) else None
+
+
+def length_in_branch(frame: FrameType, counted: Callable[[Any], Any]) -> int | None:
+    """What `len(x)` is to be told in the head of a branch that only writes rows; `counted` is what it would be told."""
+    statement = statement_at(frame, ast.If)
+    if statement is None:
+        return None
+    names = {**frame.f_globals, **frame.f_locals}
+    try:
+        condition = _condition(statement.test, {**names, "len": counted})
+        taken = REGIONS.branch(frame, statement, condition) if isinstance(condition, Tensor) else None
+    except _NotChosenError:
+        return None
+    told = (bool(_value(statement.test, {**names, "len": lambda _, n=n: n})) == taken for n in LENGTHS)
+    return next((n for n, fits in zip(LENGTHS, told, strict=True) if fits), None)
 
 
 class _Number:
@@ -196,4 +214,4 @@ def _assign(frame: FrameType, name: str, value: Any) -> None:
     assert frame.f_locals[name] is value
 
 
-__all__ = ["READS", "Branches"]
+__all__ = ["READS", "Branches", "length_in_branch"]

@@ -15,35 +15,52 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autoparallel.capture.branches import length_in_branch
 from autoparallel.capture.row_loops import REGIONS, Chosen, refused
+from autoparallel.capture.sources import calls
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
 #: What each row needs no other row for, beside what is element-wise: and where these have ``dim``, not to be the rows'.
 BY_ROW = {"softmax": 1, "log_softmax": 1, "sum": 1, "mean": 1, "norm": 2, "amax": 1, "amin": 1, "argmax": 1, "chunk": 2,
-          "split": 2, "unsqueeze": 1, "squeeze": 1, "normalize": 2, "glu": 1, "logsumexp": 1, "unflatten": 1}
+          "split": 2, "unsqueeze": 1, "squeeze": 1, "normalize": 2, "glu": 1, "logsumexp": 1, "unflatten": 1, "std": 1,
+          "var": 1, "max": 1, "min": 1, "argmin": 1, "cumsum": 1, "topk": 2}
 #: Those that work on the first argument's last dims, and how many these are.
 TRAILING = {"linear": 1, "layer_norm": 1, "rms_norm": 1, "dropout": 0, "embedding": 0, "one_hot": 0}
 COPIES = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "detach", "clone",
-                    "contiguous", "type"})
+                    "contiguous", "type", "zeros_like", "ones_like", "full_like"})
+#: What has finite gradients wherever its arguments are finite. Before anything else, rows that are not meant are filled
+#: again: else a gradient of zero for them, times infinity, would spoil those of parameters that they were made with.
+REGULAR = frozenset({*COPIES, *TRAILING, *(BY_ROW.keys() - {"norm", "normalize", "std"}), "matmul", "mm", "add", "sub",
+                     "mul", "neg", "abs", "relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "leaky_relu", "elu",
+                     "clamp", "maximum", "minimum", "where", "masked_fill", "square", "mse_loss", "l1_loss",
+                     "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "lt", "le", "gt", "ge", "eq",
+                     "ne", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not"})
+IN_PLACE = frozenset({"__iadd__", "__imul__", "__isub__", "__itruediv__", "__idiv__"})
 #: Operators' names that are not their ops'.
 NAMED = {"truediv": "div", "rtruediv": "div", "invert": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or",
          "radd": "add", "rsub": "sub", "rmul": "mul", "rpow": "pow", "iadd": "add", "imul": "mul", "isub": "sub",
-         "itruediv": "div"}
-LOSSES = frozenset({"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+         "itruediv": "div", "idiv": "div", "mod": "remainder"}
+LOSSES = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
                     "binary_cross_entropy_with_logits"})
 
 
 class _Tensorlike:
     """What torch's functions and a tensor's operators take as a tensor, and hand to `_call`."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        """A tensor, where a model asks by isinstance; torch's own C++ would take it at its word."""
+        frame = sys._getframe(1)
+        return Tensor if frame.f_code is torch.is_tensor.__code__ or calls(frame, "isinstance") else type(self)
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (),
@@ -62,7 +79,8 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "neg", "abs",
-              "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "invert", "getitem", "iadd", "imul", "isub", "itruediv"):
+              "mod", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "invert", "getitem", "iadd", "imul", "isub",
+              "itruediv"):
     setattr(_Tensorlike, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -95,6 +113,7 @@ class Place(_Tensorlike):
 
     mask: Mask
     dim: int
+    ndim = 1
 
     @property
     def shape(self) -> Shape:
@@ -105,6 +124,9 @@ class Place(_Tensorlike):
 
     def numel(self) -> Tensor:
         return self.mask.count()
+
+    def __len__(self) -> int:
+        return _length(sys._getframe(1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +186,12 @@ class Rows(_Tensorlike):
     requires_grad = property(lambda self: self.value.requires_grad)
 
     def of(self, value: Tensor) -> Rows:
-        return replace(self, value=value)
+        return Rows(self.mask, value, self.front)
+
+    def filled(self) -> Tensor:
+        """All rows, of which those that are not meant are numbers at which functions have finite gradients; and what is
+        before them has gradients of zero, whatever becomes of these."""
+        return self.value if self.dtype is torch.bool else _filled(self.value, self.mask, 0.5)
 
     def chosen(self, fill: Any = 0) -> Tensor:
         """The rows that are meant, and ``fill`` for the others; all dims of the mask."""
@@ -173,10 +200,18 @@ class Rows(_Tensorlike):
         return torch.where(meant, self.value, torch.full_like(self.value, fill))
 
     def __len__(self) -> int:
-        raise refused("the number of rows that the data say")
+        return _length(sys._getframe(1))
 
     def numel(self) -> Tensor:
         return self.mask.count() * math.prod(self.value.shape[self.extra + 1:])
+
+
+def _length(frame: FrameType) -> int:
+    """In the head of a branch, what lets the program go on."""
+    found = length_in_branch(frame, lambda x: x.mask.count() if isinstance(x, Place | Rows) else len(x))
+    if found is None:
+        raise refused("the number of rows that the data say")
+    return found
 
 
 class Shape(tuple[int, ...]):
@@ -209,6 +244,10 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return _index_add(function, *args, **kwargs)
     if name == "index_select" and len(args) == 3 and args[1] == 0 and isinstance(args[2], Place):
         return picked(args[0], args[2])
+    if name == "getitem" and isinstance(args[0], Place) and _is_nested(args[1], args[0].mask):
+        return Place(_nested(args[1]), args[0].dim)
+    if name in ("cat", "concat", "stack"):
+        return _joined(function, name, *args, **kwargs)
     rows = [a for a in (*args, *kwargs.values()) if isinstance(a, Rows)]
     if not rows or any(isinstance(a, Place) for a in args):
         raise refused(f"{name} of places whose number the data say")
@@ -220,13 +259,19 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         return _reshaped(first, list(sizes))
     if any(r.mask is not first.mask or r.front for r in rows):
         raise refused(f"{name} of rows picked by different masks")
-    if name == "cross_entropy":
-        return _cross_entropy(*args, **kwargs)
+    if name in ("cross_entropy", "nll_loss"):
+        return _of_classes(function, *args, **kwargs)
+    if name == "kl_div" and kwargs.get("reduction") == "batchmean":
+        return _call(function, args, {**kwargs, "reduction": "sum"}) / first.mask.meant().sum()
+    if name == "gather":
+        return _gathered(function, *args, **kwargs)
     if name in LOSSES and kwargs.get("reduction", "mean") != "none":
         reduction = kwargs.pop("reduction", "mean")
         return _reduced(_call(function, args, {**kwargs, "reduction": "none"}), reduction)
     if name in ("sum", "mean") and len(args) == 1 and not kwargs:
         return _reduced(first, name)
+    if name in ("sum", "mean") and _along_rows(first, *args[1:], **kwargs):
+        return _reduced(first, name, along=True, keepdim=kwargs.get("keepdim", False))
     return _by_row(function, name, first, args, kwargs)
 
 
@@ -254,10 +299,28 @@ def _by_row(function: Callable[..., Any], name: str, first: Rows, args: tuple[An
         others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor | Rows)]
         if any(_meets_rows(a, rank) for a in others):
             raise refused(f"{name} of rows whose number the data say and of all rows")
-    plain = [a.value if isinstance(a, Rows) else a for a in args]
     with REGIONS.ours():
-        made = function(*plain, **{k: v.value if isinstance(v, Rows) else v for k, v in kwargs.items()})
+        plain, named = _filled_where_singular(function, name, args, kwargs)
+        made = function(*plain, **named)
     return type(made)(first.of(m) for m in made) if isinstance(made, tuple | list) else first.of(made)
+
+
+def _filled_where_singular(function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+                           ) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments as tensors."""
+    own = getattr(function, "__name__", "")
+    regular = NAMED.get(name, name) in REGULAR
+
+    def plain(a: Any) -> Any:
+        return a if not isinstance(a, Rows) else a.value if regular else a.filled()
+
+    made = [plain(a) for a in args]
+    if own in IN_PLACE or (own.endswith("_") and not own.endswith("__")):
+        shapes = [a.shape for a in made if isinstance(a, Tensor)]
+        if not isinstance(args[0], Rows) or torch.broadcast_shapes(*shapes) != args[0].value.shape:
+            raise refused(f"{name} in place of rows whose number the data say")
+        made[0] = args[0].value if regular else args[0].value.copy_(made[0])
+    return made, {k: plain(v) for k, v in kwargs.items()}
 
 
 def _meets_rows(other: Tensor | Rows, rank: int) -> bool:
@@ -281,10 +344,15 @@ def _element_wise(name: str) -> bool:
 
 def _part(rows: Rows, index: Any) -> Rows:
     """All rows, and parts of the other dims."""
+    if _is_nested(index, rows.mask) and not rows.front:
+        mask = _nested(index)
+        return Rows(mask, _harmless(rows.value, mask))
     index = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, Tensor | _Tensorlike) for i in index):
+        raise refused("a part of rows whose number the data say")
     if index and index[0] is Ellipsis:
         return rows.of(rows.value[index])
-    if rows.front or not index or index[0] != slice(None) or any(isinstance(i, Tensor | _Tensorlike) for i in index):
+    if rows.front or not index or index[0] != slice(None):
         raise refused("a part of rows whose number the data say")
     return rows.of(rows.value[(slice(None),) * rows.extra + index])
 
@@ -299,24 +367,56 @@ def _reshaped(rows: Rows, sizes: list[int]) -> Rows:
     return Rows(rows.mask, rows.value.reshape(*rows.value.shape[: rows.extra + 1], *sizes[1:]))
 
 
-def _reduced(rows: Rows, how: str) -> Tensor:
+def _along_rows(rows: Rows, dim: Any = None, keepdim: bool = False) -> bool:
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    return isinstance(dim, int) and dim % rows.dim() == 0
+
+
+def _reduced(rows: Rows, how: str, along: bool = False, keepdim: bool = False) -> Tensor:
+    """Of all numbers, or along the rows."""
     shape = torch.broadcast_shapes(rows.value.shape[: rows.extra + 1], rows.mask.cells.shape)
-    total = rows.chosen().sum()
+    chosen = rows.chosen()
+    total = chosen.sum(list(range(len(shape)))) if along else chosen.sum()
+    total = total.unsqueeze(0) if keepdim else total
     if how == "sum":
         return total
-    each = math.prod(rows.value.shape[len(shape):])
+    each = 1 if along else math.prod(rows.value.shape[len(shape):])
     return total / (rows.mask.meant().sum() * each).to(total.dtype)
 
 
-def _cross_entropy(logits: Rows, target: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _joined(function: Any, name: str, parts: Any, dim: int = 0) -> Rows:
+    """Side by side."""
+    first = parts[0]
+    alike = all(isinstance(p, Rows) and p.mask is first.mask and not p.front and p.dim() == first.dim() for p in parts)
+    if not alike or dim % (first.dim() + (name == "stack")) == 0:
+        raise refused(f"{name} of rows whose number the data say")
+    with REGIONS.ours():
+        return first.of(function(_alike(*parts), dim if dim < 0 else dim + first.extra))
+
+
+def _alike(*parts: Rows) -> list[Tensor]:
+    """With the same dims of the mask, which are of length 1 where all rows are the same."""
+    dims = parts[0].extra + 1
+    shape = torch.broadcast_shapes(*(p.value.shape[:dims] for p in parts))
+    return [p.value.expand(*shape, *p.value.shape[dims:]) for p in parts]
+
+
+def _gathered(function: Any, rows: Any, dim: int, index: Any) -> Rows:
+    if not (isinstance(rows, Rows) and isinstance(index, Rows)) or rows.dim() != index.dim() or dim % rows.dim() == 0:
+        raise refused("gather of rows whose number the data say")
+    values, places = _alike(rows, index)
+    return rows.of(function(values, dim if dim < 0 else dim + rows.extra, places))
+
+
+def _of_classes(function: Any, logits: Rows, target: Any, *args: Any, **kwargs: Any) -> Tensor:
     fits = isinstance(target, Rows) and not target.dtype.is_floating_point and logits.dim() == 2
     if not fits or args or kwargs.get("reduction") == "none":
-        raise refused("cross_entropy of rows whose number the data say")
+        raise refused(f"{function.__name__} of rows whose number the data say")
     ignored = kwargs.get("ignore_index", -100)
     classes = logits.value.shape[-1]
     labels = target.chosen(ignored)
     values = logits.value.expand(*labels.shape, classes)
-    return F.cross_entropy(values.reshape(-1, classes), labels.reshape(-1), **kwargs)
+    return function(values.reshape(-1, classes), labels.reshape(-1), **kwargs)
 
 
 def _index_add(function: Any, x: Tensor, dim: int, place: Any, rows: Any, *, alpha: float = 1) -> Tensor:
@@ -365,6 +465,23 @@ def _mask_of(cells: Tensor) -> Mask:
     return known
 
 
+_NESTED: dict[int, tuple[Rows, int, Mask]] = {}
+
+
+def _is_nested(index: Any, mask: Mask) -> bool:
+    """Whether it picks rows of rows."""
+    return isinstance(index, Rows) and index.mask is mask and index.dtype is torch.bool and index.dim() == 1
+
+
+def _nested(index: Rows) -> Mask:
+    """The same for the same index."""
+    known = _NESTED.get(id(index))
+    if known is None or known[0] is not index or known[1] != index.value._version:
+        cells = index.mask.cells & index.value
+        known = _NESTED[id(index)] = index, index.value._version, Mask(cells, cells._version)
+    return known[2]
+
+
 def picked(x: Tensor, index: Any) -> Any:
     """``x[index]``."""
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -382,6 +499,8 @@ def picked(x: Tensor, index: Any) -> Any:
         rest, dims = parts[1:], list(range(used))
     else:
         places = [i for i in parts if isinstance(i, Place)]
+        if not isinstance(parts[0], Place):
+            raise refused("rows picked along another dim than the first")
         mask, used = places[0].mask, len(places)
         if parts[:used] != places or any(p.mask is not mask for p in places):
             raise refused("rows picked by several masks")
@@ -400,14 +519,21 @@ def picked(x: Tensor, index: Any) -> Any:
 
 
 def _harmless(value: Tensor, mask: Mask) -> Tensor:
-    """A copy in which rows that are not meant are ones: what is computed of them has finite gradients (of zero)."""
-    if not (value.is_floating_point() or value.is_complex()):
+    """A copy in which rows that are not meant are finite, and places within any table."""
+    if value.dtype is torch.bool:
         return value.clone()
+    return _filled(value, mask, 0.5 if value.is_floating_point() or value.is_complex() else 0)
+
+
+def _filled(value: Tensor, mask: Mask, fill: float) -> Tensor:
+    """Of numbers that are whole, 0.5 is 1."""
     meant = mask.meant()
     for d in range(meant.dim()):
         if value.shape[d] != meant.shape[d]:
             meant = meant.any(d, keepdim=True)
-    return torch.where(meant.reshape(*meant.shape, *(1,) * (value.dim() - meant.dim())), value, torch.ones_like(value))
+    whole = not (value.is_floating_point() or value.is_complex())
+    others = torch.full_like(value, math.ceil(fill) if whole else fill)
+    return torch.where(meant.reshape(*meant.shape, *(1,) * (value.dim() - meant.dim())), value, others)
 
 
 def _number(chosen: Chosen, length: int) -> int | slice:
@@ -425,6 +551,8 @@ def put(x: Tensor, index: Any, value: Any) -> bool:
     own = index.mask if isinstance(index, Place) else _mask_of(index) if _is_mask(index) else None
     if own is not value.mask or (isinstance(index, Place) and own.cells.dim() != 1) or value.front:
         raise refused("rows written to other places than they are of")
+    if value.value.dim() != x.dim():
+        raise refused("rows of another number of dims written")
     x.copy_(torch.where(_wide(own.meant(), x), value.value, x))
     return True
 
@@ -439,8 +567,9 @@ def rows_by_value() -> Iterator[None]:
     try:
         yield
     finally:
-        REGIONS.open.clear()
+        REGIONS.close()
         _MASKS.clear()
+        _NESTED.clear()
 
 
 #: What a tensor is asked that picks rows by their values.
@@ -449,7 +578,7 @@ ASKED = {torch.nonzero: nonzero, Tensor.nonzero: nonzero, torch.argwhere: nonzer
 
 def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a call of a tensor comes to where it is of rows picked by their values; NotImplemented for any other."""
-    if not args or not isinstance(args[0], Tensor):
+    if not args or not isinstance(args[0], Tensor) or isinstance(args[0], _Tensorlike):
         return NotImplemented
     if function in ASKED and unknown(args[0]):
         return nonzero(*args, **kwargs)
@@ -469,4 +598,17 @@ def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return NotImplemented
 
 
-__all__ = ["asked", "rows_by_value"]
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Those in what a call is given, or gives."""
+    if isinstance(value, Rows):
+        yield value.value
+    elif isinstance(value, Tensor) and not isinstance(value, _Tensorlike):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_of(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_of(each)
+
+
+__all__ = ["asked", "rows_by_value", "tensors_of"]

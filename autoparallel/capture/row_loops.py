@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.capture.sources import function_source, statement_at
 from autoparallel.errors import CaptureError
@@ -78,8 +79,31 @@ class Region:
 
 @dataclass
 class Regions:
+    """`met`: whether there were any. `made`: what was made in them, and under which conditions."""
+
     open: list[Region] = field(default_factory=list)
     writing: bool = False
+    met: bool = False
+    made: MutableMapping[Tensor, list[Tensor]] = field(default_factory=WeakIdKeyDictionary)
+
+    def reads(self, tensors: Iterable[Tensor]) -> None:
+        """Raises CaptureError where one was made under a condition that does not hold here: a list, an attribute or a
+        closure has kept it."""
+        known = {id(c) for c in self.conditions()}
+        if any(id(c) not in known for x in tensors for c in self.made.get(x, ())):
+            raise refused("what was made in lines that the data say whether to run, and is read elsewhere")
+
+    def makes(self, given: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+        conditions = self.conditions()
+        if conditions:
+            before = {id(x) for x in given}
+            self.made.update({x: conditions for x in tensors if id(x) not in before})
+
+    def close(self) -> None:
+        """At the end of a trace."""
+        self.met = False
+        self.open.clear()
+        self.made.clear()
 
     @contextmanager
     def ours(self) -> Iterator[None]:
@@ -110,6 +134,7 @@ class Regions:
         region = Region(frame, statement.body[0].lineno, statement.body[-1].end_lineno or 0, None)
 
         def run() -> Iterator[Chosen]:
+            self.met = True
             self.open.append(region)
             for number in range(hit.shape[0]):
                 region.condition = hit[number]
@@ -131,6 +156,7 @@ class Regions:
         region = Region(frame, body[0].lineno, body[-1].end_lineno or 0, condition)
         self.open = [r for r in self.open if (r.frame, r.first, r.last) != (frame, region.first, region.last)]
         self.open.append(region)
+        self.met = True
         return taken
 
 

@@ -6,10 +6,12 @@ import ast
 import inspect
 import sys
 from functools import lru_cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-HANDLERS = frozenset({"__torch_function__", "answer"})
+_OWN = str(Path(__file__).parent)
+HANDLERS = frozenset({"__torch_function__", "_called", "answer"})
 
 
 def caller() -> FrameType:
@@ -33,6 +35,16 @@ def statement_at(frame: FrameType, *kinds: type[Any]) -> Any:
     return None
 
 
+def calls(frame: FrameType, name: str) -> bool:
+    """Whether the frame, of neither torch nor this package, is at a call of this function."""
+    if "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(_OWN):
+        return False
+    place = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    return any(isinstance(node, ast.Call) and getattr(node.func, "id", "") == name
+               and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == place
+               for node in ast.walk(function_source(frame.f_code)))
+
+
 @lru_cache(maxsize=256)
 def function_source(code: CodeType) -> ast.Module:
     """The function's source, parsed, with the lines and columns of its file; empty where there is none."""
@@ -48,4 +60,4 @@ def function_source(code: CodeType) -> ast.Module:
     return tree
 
 
-__all__ = ["caller", "function_source", "statement_at"]
+__all__ = ["caller", "calls", "function_source", "statement_at"]

@@ -20,8 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoparallel.capture.branches import READS, Branches
 from autoparallel.capture.ctc import ctc_loss_as_op
 from autoparallel.capture.graph import is_floating
-from autoparallel.capture.ragged import asked
+from autoparallel.capture.ragged import asked, tensors_of
 from autoparallel.capture.regions import gradient_as_op, gradient_of_function, pullback, pushforward
+from autoparallel.capture.row_loops import REGIONS
 from autoparallel.errors import CaptureError
 
 _BATCH_NORM = _BatchNorm.forward
@@ -120,6 +121,14 @@ class TracedCalls(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (),
                            kwargs: Mapping[str, Any] | None = None) -> Any:
+        if not REGIONS.met:
+            return self._called(function, args, kwargs)
+        REGIONS.reads(tensors_of((args, kwargs or {})))
+        made = self._called(function, args, kwargs)
+        REGIONS.makes(tensors_of((args, kwargs or {})), tensors_of(made))
+        return made
+
+    def _called(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         if function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
         if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
