@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.capture import capture
-from autoparallel.lower import overlap
+from autoparallel.lower import posting
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.beside import _Plan
 from autoparallel.rules.space import StrategySpace
@@ -41,7 +41,7 @@ def backward_twice(mesh_shape: tuple[int, ...], bucket_bytes: int, turns: int) -
     args, kwargs = case.inputs(8)
     model, found, counts = case.build(), [], []
     for size in (0, bucket_bytes):
-        overlap.BUCKET_BYTES = size
+        posting.BUCKET_BYTES = size
         options: dict[str, Any] = {"micro_batches": turns} if turns else {}
         parallel = autoparallel.compile(copy.deepcopy(model), mesh_of(*mesh_shape), example_inputs=args,
                                         example_kwargs=kwargs, baseline="ddp", **options)
@@ -94,7 +94,7 @@ def products_beside(mesh_shape: tuple[int, ...], bucket_bytes: int, options: dic
     """Of forward and backward: products beside a collective, and alone."""
     case = CASES["llama"]
     args, kwargs = case.inputs(8)
-    overlap.BUCKET_BYTES = bucket_bytes
+    posting.BUCKET_BYTES = bucket_bytes
     parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
                                     **options)
     with Beside() as forward:
@@ -153,7 +153,7 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """The tasks that are simulated are the parts of the prediction; only communication is hidden, and no more than
     there is compute; what runs beside gains nothing where both take twice as long."""
-    monkeypatch.setattr(overlap, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(posting, "BUCKET_BYTES", 20_000)
     case = CASES["llama"]
     args, kwargs = case.inputs(8)
     cluster = Cluster.load("h100-sxm", num_devices=8)

@@ -19,7 +19,7 @@ from autoparallel.capture import capture
 from autoparallel.compiler import plan
 from autoparallel.hybrid import split_batch
 from autoparallel.layout import Layout, shard
-from autoparallel.lower.overlap import BUCKET_BYTES
+from autoparallel.lower.posting import BUCKET_BYTES
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns, predict
 from autoparallel.rules.space import StrategySpace

@@ -7,13 +7,12 @@ A step that takes a parameter to its readers becomes two lines, `begin_...` and 
 
 Autograd runs backward of what was made last first, so the place of `begin` in the program says both how early a gather
 is posted and how late a reduction is waited for. Gradients of whole parameters (nothing is sent forward) begin at the
-top, many in one bucket; of the others, the next to be read are on their way.
+top, many in one bucket; of the others, the next to be read are on their way (`posting.py` says which).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +24,6 @@ from autoparallel.layout import INVARIANT, PARTIAL, Placement, dual
 from autoparallel.lower.collectives import (
     Sizes,
     act,
-    all_gather,
     begin_all_gather,
     begin_all_reduce,
     begin_all_reduce_own,
@@ -34,11 +32,9 @@ from autoparallel.lower.collectives import (
     slice_tensor,
 )
 from autoparallel.lower.emit import item
+from autoparallel.lower.posting import TOP, Event, Pair, Posting, Read, kind_of, places
 from autoparallel.runtime import groups
 from autoparallel.runtime.groups import Axis
-
-#: As torch's DistributedDataParallel. So much is on its way ahead of its readers, too, or one parameter at least.
-BUCKET_BYTES = 25 * 2**20
 
 Values = tuple[torch.Tensor, ...]
 Gradients = tuple[torch.Tensor | None, ...]
@@ -193,52 +189,43 @@ def end(begun: Begun) -> Values:
     return _End.apply(begun.way, *begun.values)
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """Steps of the program that one `begin` and one `end` stand for; ``place``: the node before which they end (None:
-    at the top)."""
-
-    steps: tuple[FxNode, ...]
-    place: FxNode | None
-
-
 def overlap(module: GraphModule, block_of: BlockOf | None = None, gathers: bool = True) -> GraphModule:
     """The same program, in which communication of parameters runs beside compute.
 
     ``block_of``: blocks of which each must stay one run of nodes, so that what they read is there when they begin.
     ``gathers``: whether that goes for gathering, too.
     """
-    places = _places(module, block_of or (lambda node: None))
-    writer, top = _Writer(module), _reductions(module, places)
-    for level in top:
-        for pair in level:
-            writer.begin(pair)
-        for pair in level:
-            if pair.place is None:
-                writer.end(pair)
-    groups = _groups(module, places) if gathers else []
-    begins: dict[FxNode | None, list[_Pair]] = {}
-    for place, group in groups:
-        begins.setdefault(place, []).extend(group)
-    ends: dict[FxNode | None, list[_Pair]] = {}
-    for pair in [*(pair for level in top for pair in level), *(pair for _, group in groups for pair in group)]:
-        ends.setdefault(pair.place, []).append(pair)
-    for pair in begins.get(None, ()):
-        writer.begin(pair)
+    steps, reads = reads_of(module, block_of or (lambda node: None))
+    events, writer = Posting(reads, gathers).events, _Writer(module, steps)
+    writer.run(events.get(TOP, ()))
+    seen = set[int]()
     for node in module.graph.nodes:
-        for pair in ends.get(node, ()):
-            writer.end(pair)
-        for pair in begins.get(node, ()):
-            writer.begin(pair)
+        if node.op == "call_function" and (site := node.meta["site"]) not in seen:
+            seen.add(site)
+            writer.run(events.get(site, ()))
         writer.copy(node)
     return GraphModule(module, writer.graph, class_name=type(module).__name__)
 
 
-class _Writer:
-    """Writes a program anew; ``made`` are its nodes by the old ones'."""
+def reads_of(module: GraphModule, block_of: BlockOf) -> tuple[list[FxNode], list[Read]]:
+    """The steps from parameters to their readers, in order, and what `Posting` asks of them."""
+    made = [node for node in module.graph.nodes if node.op == "call_function"]
+    place = places((node.meta["site"], block_of(node)) for node in made)
+    steps = [node for node in made if "step" in node.meta and node.meta["reads"]]
+    number, reads = {node: n for n, node in enumerate(steps)}, []
+    for node in steps:
+        step, meta = node.meta["step"], node.meta["global_meta"]
+        reads.append(Read(number.get(node.all_input_nodes[0]), kind_of(step.forward, step.backward, meta.requires_grad),
+                          str(node.args[1]), str(meta.dtype), node.meta["num_bytes"], place[node.meta["site"]]))
+    return steps, reads
 
-    def __init__(self, module: GraphModule) -> None:
-        self.graph, self.made, self.begun = Graph(), dict[FxNode, FxNode](), dict[_Pair, FxNode]()
+
+class _Writer:
+    """Writes a program anew; ``made`` are its nodes by the old ones', ``steps`` what pairs' numbers mean."""
+
+    def __init__(self, module: GraphModule, steps: Sequence[FxNode]) -> None:
+        self.graph, self.made, self.begun = Graph(), dict[FxNode, FxNode](), dict[Pair, FxNode]()
+        self.steps = steps
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 self.copy(node)
@@ -249,89 +236,21 @@ class _Writer:
             self.made[node] = self.graph.node_copy(node, self.copy)
         return self.made[node]
 
-    def begin(self, pair: _Pair) -> None:
-        first, values = pair.steps[0], [self.copy(step.all_input_nodes[0]) for step in pair.steps]
+    def run(self, events: Sequence[Event]) -> None:
+        for event in events:
+            (self._begin if event.begins else self._end)(event.pair)
+
+    def _begin(self, pair: Pair) -> None:
+        steps = [self.steps[n] for n in pair.steps]
+        first, values = steps[0], [self.copy(step.all_input_nodes[0]) for step in steps]
         if first.target is reduce_gradient:
             made = self.graph.call_function(begin_reductions, (first.args[1], *values), dict(first.kwargs))
         else:
             made = self.graph.call_function(begin_gather, (values[0], *first.args[1:]), dict(first.kwargs))
         self.begun[pair] = made
 
-    def end(self, pair: _Pair) -> None:
+    def _end(self, pair: Pair) -> None:
         ended = self.graph.call_function(end, (self.begun[pair],))
-        for number, step in enumerate(pair.steps):
+        for number, step in enumerate(self.steps[n] for n in pair.steps):
             self.made[step] = self.graph.call_function(item, (ended, number))
             self.made[step].meta = {k: v for k, v in step.meta.items() if k != "block"}
-
-
-def _places(module: GraphModule, block_of: BlockOf) -> dict[FxNode, FxNode]:
-    """Each node, or the first of the run of its block."""
-    places: dict[FxNode, FxNode] = {}
-    nodes = list(module.graph.nodes)
-    for block, run in itertools.groupby(nodes, lambda n: block_of(n) if n.op == "call_function" else None):
-        members = list(run)
-        places.update((node, node if block is None else members[0]) for node in members)
-    return places
-
-
-def _reductions(module: GraphModule, places: Mapping[FxNode, FxNode]) -> list[list[_Pair]]:
-    """Buckets of gradients of whole parameters by axis and dtype: over a first axis, then those over a second, ...
-
-    Sizes are those of the fullest rank, so that all ranks post the same in the same order."""
-    values, levels = [n for n in module.graph.nodes if n.op == "placeholder"], []
-    while values := [user for value in values for user in value.users
-                     if user.target is reduce_gradient and user.meta["global_meta"].requires_grad]:
-        levels.append([_Pair(tuple(bucket), None if _goes_on(bucket[0]) else min(places[step] for step in bucket))
-                       for bucket in _buckets(values)])
-    return levels
-
-
-def _goes_on(step: FxNode) -> bool:
-    """Whether further communication takes the value to its readers."""
-    return any(user.target in (reduce_gradient, all_gather) for user in step.users)
-
-
-def _buckets(steps: list[FxNode]) -> Iterator[list[FxNode]]:
-    def kind(node: FxNode) -> tuple[str, str, bool]:
-        return str(node.args[1]), str(node.meta["val"].dtype), _goes_on(node)
-
-    for _, alike in itertools.groupby(sorted(steps, key=kind), kind):
-        nodes = list(alike)
-        yield from ([nodes[i] for i in bucket] for bucket in in_buckets([node.meta["num_bytes"] for node in nodes]))
-
-
-def _groups(module: GraphModule, places: Mapping[FxNode, FxNode]) -> list[tuple[FxNode | None, list[_Pair]]]:
-    """The last gathers of each way from a parameter to a reader, by where they end; and where they begin (None: at the
-    top): where those before them end, or earlier, as far as no more than `BUCKET_BYTES` are on their way."""
-    steps = [n for n in module.graph.nodes if n.target is all_gather and n.meta["reads"] and not _goes_on(n)]
-    groups = [[_Pair((step,), place) for step in alike]
-              for place, alike in itertools.groupby(steps, places.__getitem__)]
-    sizes = [sum(pair.steps[0].meta["num_bytes"] for pair in group) for group in groups]
-    return [(None if after < 0 else groups[after][0].place, group)
-            for after, group in zip(starts(sizes), groups, strict=True)]
-
-
-def in_buckets(sizes: Sequence[float]) -> list[list[int]]:
-    """Numbers of values of so many bytes, in order, in buckets of at most `BUCKET_BYTES` or one value."""
-    buckets: list[list[int]] = []
-    size = 0.0
-    for number, num_bytes in enumerate(sizes):
-        if not buckets or size + num_bytes > BUCKET_BYTES:
-            buckets.append([])
-            size = 0.0
-        buckets[-1].append(number)
-        size += num_bytes
-    return buckets
-
-
-def starts(sizes: Sequence[float]) -> list[int]:
-    """For each group of gathers of so many bytes, the one at whose end it begins (-1: at the top): the one before, or
-    an earlier one, as far as no more than `BUCKET_BYTES` are on their way."""
-    found, oldest, size = [], 0, 0.0
-    for number, num_bytes in enumerate(sizes):
-        size += num_bytes
-        while oldest < number and size > BUCKET_BYTES:
-            size -= sizes[oldest]
-            oldest += 1
-        found.append(oldest - 1)
-    return found

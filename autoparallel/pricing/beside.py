@@ -8,18 +8,15 @@ they cross, in order, while compute goes on. Steps in several turns, and pipelin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-from autoparallel.layout import COLLECTIVES
-from autoparallel.lower.overlap import in_buckets, starts
+from autoparallel.layout import COLLECTIVES, Step
+from autoparallel.lower.posting import TOP, Pair, Posting, Read, kind_of, places
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.rules.space import Label, Link, Site
 from cost_models.timeline import Task, equal_slowdown, simulate
 
-#: Seconds, and by which stream.
-Bucket = tuple[float, str]
 COMPUTE = "compute"
 LEAST_SHARE = 0.01
 
@@ -80,105 +77,110 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Way:
-    """One step of redistribution: seconds forward and backward, and by which streams."""
+    """One step of redistribution: before which site, seconds forward and backward, and by which streams."""
 
+    target: int
     forward: tuple[float, str]
     backward: tuple[float, str]
-    place: int
-    num_bytes: float
-    #: Axis, dtype, and how many steps with communication follow.
-    kind: tuple[str, str, int]
 
 
 class _Plan:
-    """A plan's step, told apart as `lower.overlap` does the program."""
+    """A plan's step: what runs on each site, what the program waits for there (`waited`), and steps of parameters
+    (`ways`), which `posting` tells apart."""
 
     def __init__(self, pricer: SpacePricer, labels: Sequence[Label]) -> None:
         self.pricer, self.space, self.turns, self.labels = pricer, pricer.space, pricer.turns, labels
-        self.first: dict[object, int] = {}
-        for index, block in enumerate(self.turns.block_of):
-            self.first.setdefault(block, index)
         self.waited: dict[int, list[_Way]] = defaultdict(list)
-        self.reduced: list[_Way] = []
-        self.gathered: list[_Way] = []
-        for link in sorted(self.space.links, key=lambda k: k.target):
-            self._tell(link)
+        self.ways: list[_Way] = []
+        steps = {link: self._path(link) for site in self.space.sites
+                 for link in self.space.links_into.get(site.index, ())}
+        self.reads = self._reads(steps)
+        for link, path in steps.items():
+            (self.ways if self.turns.of_parameter[link.source] else self.waited[link.target]).extend(
+                self._way(link, step) for step in path)
+        self.posting = Posting(self.reads, self.turns.hybrid.zero_stage < 3)
+        for number, place in self.posting.waited():
+            way = self.ways[number]
+            self.waited[way.target if place is None else place].append(way)
 
-    def _tell(self, link: Link) -> None:
-        """Tell the steps of a link that wait from those that are posted."""
+    def _path(self, link: Link) -> Sequence[Step]:
         source = self.space.strategies[link.source].output_layout(self.labels[link.source], link.output)
         target = self.space.strategies[link.target].input_layout(self.labels[link.target], link.position)
-        if source == target:
-            return
-        prices, block = self.pricer.prices, self.turns.block_of[link.target]
-        times, summing = self.turns.link_times(link), self.turns.summing(link)
-        layouts, path = self.space.spaces(link.meta), prices.path(link.meta, source, target)
-        posted = self.turns.of_parameter[link.source] and self.turns.hybrid.zero_stage < 3
-        reduces_only = posted
-        for number, step in enumerate(path):
-            seconds = prices.step_s(link.meta, step, summing)
-            streams = [self._stream(step.axis) if kind in COLLECTIVES else COMPUTE
-                       for kind in (step.forward, step.backward)]
-            follow = sum(later.forward == "all_gather" or (later.forward, later.backward) == ("none", "all_reduce")
-                         for later in path[number + 1 :])
-            elements = max(layouts.local_elements[layouts.index(x)] for x in (step.before, step.after))
-            way = _Way((times[0] * seconds[0], streams[0]), (times[1] * seconds[1], streams[1]),
-                       link.target if block is None else self.first[block],
-                       float(elements) * link.meta.dtype.itemsize,
-                       (self.space.axis_names[step.axis], str(link.meta.dtype), follow))
-            reduces_only = reduces_only and (step.forward, step.backward) == ("none", "all_reduce")
-            if reduces_only:
-                self.reduced.append(way)
-            elif posted and step.forward == "all_gather" and not follow:
-                self.gathered.append(way)
-            else:
-                self.waited[link.target].append(way)
+        return self.pricer.prices.path(link.meta, source, target) if source != target else ()
+
+    def _reads(self, steps: Mapping[Link, Sequence[Step]]) -> list[Read]:
+        """As `lower.overlap.reads_of` finds them in the program."""
+        runs = dict.fromkeys(link.target for link, path in steps.items() if path)
+        runs |= dict.fromkeys(site.index for site in self.space.sites if site.kind == "op")
+        place = places((index, self.turns.block_of[index]) for index in sorted(runs))
+        found: list[Read] = []
+        passed: dict[int, int | None] = {}  # by hub, the last step on the way to it
+        for link, path in steps.items():
+            if self.turns.of_parameter[link.source]:
+                last, layouts = passed.get(link.source), self.space.spaces(link.meta)
+                for step in path:
+                    kind = kind_of(step.forward, step.backward, link.meta.requires_grad)
+                    num_bytes = layouts.local_elements[layouts.index(step.after)] * link.meta.dtype.itemsize
+                    found.append(Read(last, kind, self.space.axis_names[step.axis], str(link.meta.dtype),
+                                      float(num_bytes), place[link.target]))
+                    last = len(found) - 1
+                passed[link.target] = last
+        return found
+
+    def _way(self, link: Link, step: Step) -> _Way:
+        seconds = self.pricer.prices.step_s(link.meta, step, self.turns.summing(link))
+        streams = [self._stream(step.axis) if kind in COLLECTIVES else COMPUTE
+                   for kind in (step.forward, step.backward)]
+        there, back = self.turns.link_times(link)
+        again = max(0, there - back) * seconds[0]
+        return _Way(link.target, (min(there, back) * seconds[0], streams[0]),
+                    (again + back * seconds[1], streams[1]))
 
     def _stream(self, axis: int) -> str:
         crossed = self.pricer.prices.groups[axis].crossed
         return crossed[-1][1].name if crossed else COMPUTE
 
     def step(self) -> _Step:
-        """Forward, backward the other way round, reductions that nothing can hide, optimizer."""
+        """Forward, backward the other way round, optimizer."""
         step = _Step()
-        sites = [site for site in self.space.sites if site.kind != "parameter"]
-        ends, begins = self._gathers()
-        on_the_way: dict[int, list[int]] = {}
+        sites, events = [site for site in self.space.sites if site.kind != "parameter"], self.posting.events
+        on_the_way: dict[Pair, list[int]] = {}
 
-        def post(groups: Sequence[int]) -> None:
-            for group in groups:
-                on_the_way[group] = [step.post(*way.forward) for way in ends[group]]
-
-        post(begins[-1])
-        at = {group[0].place: number for number, group in enumerate(ends)}
-        for site in sites:
-            if site.index in at:
-                step.wait(on_the_way[at[site.index]])
-                post(begins[at[site.index]])
-            for way in self.waited[site.index]:
+        def forward(place: int) -> None:
+            for begins, pair in events.get(place, ()):
+                if begins:
+                    on_the_way[pair] = [step.post(*way.forward) for way in self._of(pair) if way.forward[0]]
+                else:
+                    step.wait(on_the_way[pair])
+            for way in self.waited[place]:
                 step.work(*way.forward)
+
+        def backward(place: int) -> None:
+            for way in reversed(self.waited[place]):
+                step.work(*way.backward)
+            for begins, pair in reversed(events.get(place, ())):
+                if begins:
+                    step.wait(on_the_way[pair])
+                else:
+                    ways = self._of(pair)  # one all_reduce for all of a bucket
+                    on_the_way[pair] = [step.post(sum(way.backward[0] for way in ways), ways[0].backward[1])]
+
+        forward(TOP)
+        for site in sites:
+            forward(site.index)
             step.work(self._op_s(site)[0])
-        reduced_at, reduced_last = self._buckets()
-        left: list[int] = []
         for site in reversed(sites):
             step.work(self._op_s(site)[1])
-            for way in reversed(self.waited[site.index]):
-                step.work(*way.backward)
-            if site.index in at:
-                for group in reversed(begins[at[site.index]]):
-                    step.wait(on_the_way[group])
-                on_the_way[at[site.index]] = [step.post(*way.backward) for way in ends[at[site.index]]]
-            left += [step.post(*bucket) for bucket in reduced_at[site.index]]
-        for group in begins[-1]:
-            step.wait(on_the_way[group])
-        step.wait(left)
-        for follow in sorted(reduced_last):
-            step.wait([step.post(*bucket) for bucket in reduced_last[follow]])
+            backward(site.index)
+        backward(TOP)
         for site in self.space.sites:
             if site.kind == "parameter":
                 step.work(float(self.pricer.prices.parameter_s(self.space.strategies[site.index])[self._number(site)]))
         step.flush()
         return step
+
+    def _of(self, pair: Pair) -> list[_Way]:
+        return [self.ways[number] for number in pair.steps]
 
     def _number(self, site: Site) -> int:
         return self.space.strategies[site.index].position[self.labels[site.index]]
@@ -195,23 +197,3 @@ class _Plan:
         forward = float(price.forward_s[number])
         return (times[1] * forward + there,
                 (times[0] - times[1]) * forward + times[1] * float(price.backward_s[number]) + back)
-
-    def _gathers(self) -> tuple[list[list[_Way]], dict[int, list[int]]]:
-        """Gathers by where they end; and which groups begin where each ends (-1: at the top)."""
-        by_place = sorted(self.gathered, key=lambda way: way.place)  # what a block reads may stand apart
-        ends = [list(group) for _, group in groupby(by_place, lambda way: way.place)]
-        begins: dict[int, list[int]] = {number: [] for number in range(-1, len(ends))}
-        for number, after in enumerate(starts([sum(way.num_bytes for way in group) for group in ends])):
-            begins[after].append(number)
-        return ends, begins
-
-    def _buckets(self) -> tuple[dict[int, list[Bucket]], dict[int, list[Bucket]]]:
-        """Reductions in buckets, by the site behind whose backward they are posted; and those that wait for others, by
-        how many."""
-        at, last = defaultdict[int, list[Bucket]](list), defaultdict[int, list[Bucket]](list)
-        for (_, _, follow), alike in groupby(sorted(self.reduced, key=lambda way: way.kind), lambda way: way.kind):
-            ways = list(alike)
-            for numbers in in_buckets([way.num_bytes for way in ways]):
-                bucket = sum(ways[i].backward[0] for i in numbers), ways[0].backward[1]
-                (last[follow] if follow else at[min(ways[i].place for i in numbers)]).append(bucket)
-        return at, last

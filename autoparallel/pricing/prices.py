@@ -16,7 +16,7 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.lower.overlap import BUCKET_BYTES
+from autoparallel.lower.posting import BUCKET_BYTES
 from autoparallel.pricing.turns import Summing
 from autoparallel.rules.rule import Dims, Exchange, Rule
 from autoparallel.rules.space import Link, StrategySet, StrategySpace

@@ -1,0 +1,173 @@
+"""Which communication of parameters runs beside compute, and where it begins and ends.
+
+`overlap` asks this for a program's lines and `pricing.beside` for a plan's links, so that what is priced is what runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+#: As torch's DistributedDataParallel. So much is on its way ahead of its readers, too, or one parameter at least.
+BUCKET_BYTES = 25 * 2**20
+#: The place before all sites.
+TOP = -1
+
+
+@dataclass(frozen=True)
+class Read:
+    """One step on the way from a parameter to its readers.
+
+    ``after``: the step before it, by number (None: the parameter). ``kind``: a "gather", the "reduction" of a gradient
+    (nothing is sent forward), or "" for others. ``num_bytes`` are those of the fullest rank, so that all ranks post the
+    same in the same order; ``place`` is the site that reads it, or at which that site's block begins.
+    """
+
+    after: int | None
+    kind: str
+    axis: str
+    dtype: str
+    num_bytes: float
+    place: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Steps that one begin and one end stand for, and before which sites these are."""
+
+    steps: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Event(NamedTuple):
+    """A pair begins, or ends."""
+
+    begins: bool
+    pair: Pair
+
+
+def kind_of(forward: str, backward: str, learns: bool) -> str:
+    """`Read.kind` of a step by its actions."""
+    if forward == "all_gather":
+        return "gather"
+    return "reduction" if learns and (forward, backward) == ("none", "all_reduce") else ""
+
+
+def places(sites: Iterable[tuple[int, object]]) -> dict[int, int]:
+    """Where what each site reads must be there: of sites and their blocks, in the order of the program, the site itself
+    (where the block is None), or the first of the run of its block."""
+    found: dict[int, int] = {}
+    for block, run in itertools.groupby(sites, lambda site: site[1]):
+        members = [index for index, _ in run]
+        found.update((index, index if block is None else members[0]) for index in members)
+    return found
+
+
+class Posting:
+    """Reads, in the order of the program, told apart: reduced in buckets, gathered ahead (unless not ``gathers``), or
+    waited for.
+
+    Reduced are the reductions that a way begins with, many at once by axis, dtype and place on the way; gathered is
+    what a way's communication ends with.
+    """
+
+    def __init__(self, reads: Sequence[Read], gathers: bool = True) -> None:
+        self.reads = reads
+        self._users = defaultdict[int, list[int]](list)
+        for number, read in enumerate(reads):
+            if read.after is not None:
+                self._users[read.after].append(number)
+        self._follow = [0] * len(reads)
+        for number in reversed(range(len(reads))):
+            self._follow[number] = max((self._follow[u] + bool(reads[u].kind) for u in self._users[number]), default=0)
+        self._depth: dict[int, int] = {}  # of what is reduced, how many reductions are before
+        for number, read in enumerate(reads):
+            if read.kind == "reduction" and (read.after is None or read.after in self._depth):
+                self._depth[number] = 0 if read.after is None else self._depth[read.after] + 1
+        self.gathered = self._gathered() if gathers else []
+        self.reduced = self._reduced()
+
+    def _gathered(self) -> list[Pair]:
+        """Gathers begin where those before them end, or earlier, as far as no more than `BUCKET_BYTES` are on their
+        way."""
+        steps = [n for n, read in enumerate(self.reads) if read.kind == "gather" and not self._follow[n]]
+        groups = [list(group) for _, group in itertools.groupby(sorted(steps, key=self._place), self._place)]
+        sizes = [sum(self.reads[n].num_bytes for n in group) for group in groups]
+        return [Pair((n,), TOP if after < 0 else self._place(groups[after][0]), self._place(n))
+                for after, group in zip(starts(sizes), groups, strict=True) for n in group]
+
+    def _place(self, number: int) -> int:
+        return self.reads[number].place
+
+    def _reduced(self) -> list[Pair]:
+        """Buckets begin at the top, one reduction of a way before the next, and end where the first is read."""
+
+        def kind(number: int) -> tuple[str, str, int, int]:
+            read = self.reads[number]
+            return read.axis, read.dtype, self._depth[number], self._follow[number]
+
+        found = []
+        for _, alike in itertools.groupby(sorted(self._depth, key=kind), kind):
+            numbers = list(alike)
+            for bucket in in_buckets([self.reads[n].num_bytes for n in numbers]):
+                steps = tuple(numbers[i] for i in bucket)
+                found.append(Pair(steps, TOP, TOP if self._follow[steps[0]] else min(map(self._place, steps))))
+        return found
+
+    @cached_property
+    def events(self) -> dict[int, list[Event]]:
+        """What begins and ends before each site, in order (backward goes the other way round)."""
+        found = defaultdict[int, list[Event]](list)
+        for depth in sorted(set(self._depth.values())):
+            level = [pair for pair in self.reduced if self._depth[pair.steps[0]] == depth]
+            for pair in level:
+                found[pair.begin].append(Event(True, pair))
+            for pair in level:
+                found[pair.end].append(Event(False, pair))
+        for pair in self.gathered:
+            found[pair.end].append(Event(False, pair))
+        for pair in self.gathered:
+            found[pair.begin].append(Event(True, pair))
+        return found
+
+    def waited(self) -> Iterator[tuple[int, int | None]]:
+        """The other steps, by number, with the place at which they are needed before their reader (None: not)."""
+        begin = {step: pair.begin for pair in (*self.gathered, *self.reduced) for step in pair.steps}
+        needed: dict[int, int] = {}
+        for number in reversed(range(len(self.reads))):
+            if number not in begin:
+                first = [at for u in self._users[number] if (at := begin.get(u, needed.get(u))) is not None]
+                if first:
+                    needed[number] = min(first)
+        return ((number, needed.get(number)) for number in range(len(self.reads)) if number not in begin)
+
+
+def in_buckets(sizes: Sequence[float]) -> list[list[int]]:
+    """Numbers of values of so many bytes, in order, in buckets of at most `BUCKET_BYTES` or one value."""
+    buckets: list[list[int]] = []
+    size = 0.0
+    for number, num_bytes in enumerate(sizes):
+        if not buckets or size + num_bytes > BUCKET_BYTES:
+            buckets.append([])
+            size = 0.0
+        buckets[-1].append(number)
+        size += num_bytes
+    return buckets
+
+
+def starts(sizes: Sequence[float]) -> list[int]:
+    """For each group of gathers of so many bytes, the one at whose end it begins (-1: at the top): the one before, or
+    an earlier one, as far as no more than `BUCKET_BYTES` are on their way."""
+    found, oldest, size = [], 0, 0.0
+    for number, num_bytes in enumerate(sizes):
+        size += num_bytes
+        while oldest < number and size > BUCKET_BYTES:
+            size -= sizes[oldest]
+            oldest += 1
+        found.append(oldest - 1)
+    return found

@@ -1,0 +1,151 @@
+"""What the emitted program posts is what `pricing.beside` simulates; under random plans the numbers are the same."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import autoparallel
+from autoparallel.capture import capture
+from autoparallel.lower import emit, posting
+from autoparallel.lower.emit import item
+from autoparallel.lower.overlap import begin_gather, begin_reductions, end, overlap, reads_of
+from autoparallel.lower.posting import TOP, Posting, Read
+from autoparallel.plans import Hybrid
+from autoparallel.pricing import Prices, SpacePricer, Turns
+from autoparallel.pricing.beside import _Plan, _Step
+from autoparallel.rules.space import Label, StrategySpace
+from autoparallel.runtime.step import _recomputed
+from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
+from cost_models import Cluster
+from tests.models import CASES
+from tests.programs import named
+
+CLUSTER = Cluster.load("h100-sxm", num_devices=8)
+
+
+@cache
+def space_of(case_name: str, mesh_shape: tuple[int, ...]) -> StrategySpace:
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    return StrategySpace(capture(case.build(), args, kwargs), mesh_shape)
+
+
+def labels_of(case_name: str, space: StrategySpace, options: dict[str, Any]) -> tuple[Label, ...]:
+    if "seed" in options:
+        draw = random.Random(options["seed"])
+        return tuple(draw.choice(strategies.labels) for strategies in space.strategies)
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    four = Cluster.load("h100-sxm", num_devices=4)
+    made = autoparallel.plan(case.build(), four, example_inputs=args, example_kwargs=kwargs,
+                             mesh_shape=space.mesh_shape, **options)
+    return tuple(made.labels(space))
+
+
+def lines_of(module: torch.fx.GraphModule, ops: set[int]) -> list[object]:
+    """Begins and ends in a program, and the sites of ops between them, in order."""
+    nodes, sizes = list(module.graph.nodes), Counter[Any]()
+    for node in nodes:
+        if node.target is item and node.args[0].target is end:
+            sizes[node.args[0].args[0]] += node.meta["num_bytes"]
+    found: list[object] = []
+    for node in nodes:
+        if node.target in (begin_gather, begin_reductions, end):
+            begun = node.args[0] if node.target is end else node
+            found.append((node is begun, begun.target is begin_gather, sizes[begun]))
+        elif node.op == "call_function" and "step" not in node.meta and node.meta["site"] in ops:
+            found.append(node.meta["site"])
+            ops = ops - {node.meta["site"]}
+    return found
+
+
+def lines_priced(plan: _Plan) -> list[object]:
+    """The same of a simulated step, and what it posts."""
+    found: list[object] = []
+    for place in (TOP, *range(len(plan.space))):
+        for begins, pair in plan.posting.events.get(place, ()):
+            reads = [plan.reads[n] for n in pair.steps]
+            found.append((begins, reads[0].kind == "gather", sum(read.num_bytes for read in reads)))
+        if place >= 0 and plan.space.sites[place].kind == "op":
+            found.append(place)
+    return found
+
+
+@pytest.mark.parametrize(("case_name", "mesh_shape", "options", "hybrid"), [
+    ("gpt2", (4,), {"baseline": "ddp"}, Hybrid()),
+    ("gpt2", (4,), {"baseline": "fsdp"}, Hybrid()),
+    ("llama", (4,), {"baseline": "fsdp"}, Hybrid(recompute="full")),
+    ("llama", (2, 2), {"baseline": "ddp"}, Hybrid()),
+    ("llama", (2, 2), {"baseline": "sequence_parallel"}, Hybrid()),
+    ("gpt2", (2, 2), {"seed": 0}, Hybrid(zero_stage=3)),
+    ("t5", (2, 2), {"seed": 1}, Hybrid(recompute="selective")),
+    ("t5", (4,), {"seed": 2}, Hybrid()),
+])
+def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...], options: dict[str, Any],
+                                     hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begins and ends, their kinds and bytes, between the same ops; and no other task of the simulation is posted."""
+    monkeypatch.setattr(posting, "BUCKET_BYTES", 20_000)
+    space = space_of(case_name, mesh_shape)
+    labels, ops = labels_of(case_name, space, options), {site.index for site in space.sites if site.kind == "op"}
+    prices = Prices(space, CLUSTER, direct="baseline" in options)
+    plan = _Plan(SpacePricer(prices, turns=Turns(space, hybrid)), labels)
+    program = emit(space, labels, prices.path, (0,) * len(mesh_shape))
+    block_of, gathers = _recomputed(hybrid), hybrid.zero_stage < 3
+    assert reads_of(program.module, block_of)[1] == plan.reads
+    written = lines_of(overlap(program.module, block_of, gathers), ops)
+    assert written == lines_priced(plan)
+    posted: list[float] = []
+    monkeypatch.setattr(_Step, "work", lambda step, *rest: None)
+    monkeypatch.setattr(_Step, "post", lambda step, seconds, stream: posted.append(seconds) or len(posted) - 1)
+    plan.step()
+    pairs = [event for event in written if isinstance(event, tuple)]
+    assert len(posted) == sum(gather or not begins for begins, gather, _ in pairs)
+    assert pairs
+
+
+def worst_beside(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mesh_shape: tuple[int, ...], seed: int
+                 ) -> tuple[float, str]:
+    """Of a random plan's program that overlaps, against one process."""
+    expected, space = truth(model, inputs), StrategySpace(capture(model, (), inputs), mesh_shape)
+    draw = random.Random(seed)
+    labels = tuple(draw.choice(strategies.labels) for strategies in space.strategies)
+    model.zero_grad()
+    ranks = Ranks(Candidate(space, labels), CLUSTER)
+    ranks.programs = {at: replace(program, module=overlap(program.module)) for at, program in ranks.programs.items()}
+    return worst_error(expected, ranks.step(model, inputs))
+
+
+SHAPES = {"p0": (4, 6), "p1": (6,), "p2": (6, 4), "p3": (4,), "p4": (4, 6)}
+CHAIN = named("""x = F.linear(x, p2, p1.detach() + p1)
+                 x = F.linear(x * p1, p0, p3)
+                 x = F.linear(x.tanh(), p2, p1)
+                 x = F.linear(x, p4 * p0, p3 * p3) + x @ p2
+                 loss = x.square().mean()""", (8, 8, 4), SHAPES, {})
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (2, 2, 2)])
+def test_random_plans_that_overlap(mesh_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters read twice, over one to three axes, in buckets of one parameter and of several."""
+    torch.set_num_threads(1)
+    inputs = CHAIN.values()
+    inputs["x"].requires_grad_(False)
+    for seed in range(3):
+        monkeypatch.setattr(posting, "BUCKET_BYTES", (0, 300, 1e9)[seed % 3])
+        error, name = worst_beside(CHAIN.model(), inputs, mesh_shape, seed)
+        assert error <= 1e-9, (name, seed)
+
+
+def test_a_gather_behind_another_step_waits_for_it() -> None:
+    """Of two gathers one after the other the first waits, where the second begins; a reduction behind it waits too."""
+    reads = [Read(None, "gather", "x", "f", 4, 3), Read(0, "gather", "y", "f", 8, 3),
+             Read(0, "reduction", "y", "f", 8, 5), Read(None, "gather", "x", "f", 8, 2)]
+    told = Posting(reads)
+    assert [pair.steps for pair in told.gathered] == [(3,), (1,)] and not told.reduced
+    assert dict(told.waited()) == {0: TOP, 2: None}
