@@ -110,18 +110,6 @@ def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...]
     assert pairs
 
 
-def worst_beside(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mesh_shape: tuple[int, ...], seed: int
-                 ) -> tuple[float, str]:
-    """Of a random plan's program that overlaps, against one process."""
-    expected, space = truth(model, inputs), StrategySpace(capture(model, (), inputs), mesh_shape)
-    draw = random.Random(seed)
-    labels = tuple(draw.choice(strategies.labels) for strategies in space.strategies)
-    model.zero_grad()
-    ranks = Ranks(Candidate(space, labels), CLUSTER)
-    ranks.programs = {at: replace(program, module=overlap(program.module)) for at, program in ranks.programs.items()}
-    return worst_error(expected, ranks.step(model, inputs))
-
-
 SHAPES = {"p0": (4, 6), "p1": (6,), "p2": (6, 4), "p3": (4,), "p4": (4, 6)}
 CHAIN = named("""x = F.linear(x, p2, p1.detach() + p1)
                  x = F.linear(x * p1, p0, p3)
@@ -131,15 +119,41 @@ CHAIN = named("""x = F.linear(x, p2, p1.detach() + p1)
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (2, 2, 2)])
-def test_random_plans_that_overlap(mesh_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters read twice, over one to three axes, in buckets of one parameter and of several."""
+def test_plans_that_overlap(mesh_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random ones and data parallelism: parameters read twice, over one to three axes, in buckets of any size."""
     torch.set_num_threads(1)
-    inputs = CHAIN.values()
+    model, inputs = CHAIN.model(), CHAIN.values()
     inputs["x"].requires_grad_(False)
-    for seed in range(3):
-        monkeypatch.setattr(posting, "BUCKET_BYTES", (0, 300, 1e9)[seed % 3])
-        error, name = worst_beside(CHAIN.model(), inputs, mesh_shape, seed)
-        assert error <= 1e-9, (name, seed)
+    expected, space = truth(model, inputs), StrategySpace(capture(model, (), inputs), mesh_shape)
+    made = autoparallel.plan(model, CLUSTER, example_kwargs=inputs, mesh_shape=mesh_shape, baseline="ddp")
+    plans = [made.labels(space), *(labels_of("", space, {"seed": seed}) for seed in range(3))]
+    for number, labels in enumerate(plans):
+        for size in (0, 300, 1e9) if not number else (300,):
+            monkeypatch.setattr(posting, "BUCKET_BYTES", size)
+            ranks = Ranks(Candidate(space, labels, direct=not number), CLUSTER)
+            ranks.programs = {at: replace(p, module=overlap(p.module)) for at, p in ranks.programs.items()}
+            model.zero_grad()
+            error, name = worst_error(expected, ranks.step(model, inputs))
+            assert error <= 1e-9, (name, number, size)
+
+
+def test_a_second_reduction_does_not_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parameters whole on two axes: backward posts the second behind the next bucket's first; a reduction before a
+    gather begins backward where that is waited for."""
+    monkeypatch.setattr(posting, "BUCKET_BYTES", 4)
+    ways = [[(None, "reduction", "y"), (0, "reduction", "x")] for _ in range(3)]
+    reads = [Read(2 * n if after is not None else None, kind, axis, "f", 4, 10 * n + 1)
+             for n, way in enumerate(ways) for after, kind, axis in way]
+    told = {pair.steps: (pair.begin, pair.end) for pair in Posting(reads).reduced}
+    assert told == {(0,): (TOP, TOP), (1,): (TOP, 1), (2,): (TOP, 1), (3,): (1, 11), (4,): (TOP, 11), (5,): (11, 21)}
+    backward = [(event.begins, event.pair.steps) for event in reversed(Posting(reads).events[11])]
+    assert backward == [(False, (3,)), (True, (5,)), (False, (4,))]
+    reads = [Read(2 * n if number else None, ("reduction", "gather")[number], "yx"[number], "f", 4, 10 * n + 1)
+             for n in range(3) for number in range(2)]
+    gathering = Posting(reads)
+    told = {pair.steps: (pair.begin, pair.end) for pair in gathering.reduced}
+    assert told == {(0,): (TOP, TOP), (2,): (TOP, 1), (4,): (TOP, 11)}
+    assert [(pair.begin, pair.end) for pair in gathering.gathered] == [(TOP, 1), (1, 11), (11, 21)]
 
 
 def test_a_gather_behind_another_step_waits_for_it() -> None:

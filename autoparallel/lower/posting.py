@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -105,19 +105,35 @@ class Posting:
         return self.reads[number].place
 
     def _reduced(self) -> list[Pair]:
-        """Buckets begin at the top, one reduction of a way before the next, and end where the first is read."""
+        """Buckets end where the first is read, or where what follows on its way begins: so what comes first backward is
+        done. A way's first reduction begins at the top; others where the bucket before theirs is read, so that backward
+        posts that one, too, before it waits for this one."""
 
-        def kind(number: int) -> tuple[str, str, int, int]:
+        def kind(number: int) -> tuple[int, str, str, int]:
             read = self.reads[number]
-            return read.axis, read.dtype, self._depth[number], self._follow[number]
+            return self._follow[number], read.axis, read.dtype, self._depth[number]
 
-        found = []
-        for _, alike in itertools.groupby(sorted(self._depth, key=kind), kind):
+        begins = {step: pair.begin for pair in self.gathered for step in pair.steps}
+        found, read_at = list[Pair](), list[int]()
+        for follow, level in itertools.groupby(sorted(self._depth, key=kind), lambda n: self._follow[n]):
+            ends = {bucket: min(self._needed(n, begins) for n in bucket) for bucket in self._buckets(level, kind)}
+            read_at = read_at if follow else list(ends.values())
+            for bucket, end in ends.items():
+                before = [place for place in read_at if place < end and self._depth[bucket[0]]]
+                found.append(Pair(bucket, max(before, default=TOP), end))
+                begins.update(dict.fromkeys(bucket, found[-1].begin))
+        return found
+
+    def _buckets(self, steps: Iterable[int], kind: Callable[[int], object]) -> Iterator[tuple[int, ...]]:
+        for _, alike in itertools.groupby(steps, kind):
             numbers = list(alike)
             for bucket in in_buckets([self.reads[n].num_bytes for n in numbers]):
-                steps = tuple(numbers[i] for i in bucket)
-                found.append(Pair(steps, TOP, TOP if self._follow[steps[0]] else min(map(self._place, steps))))
-        return found
+                yield tuple(numbers[i] for i in bucket)
+
+    def _needed(self, number: int, begins: Mapping[int, int]) -> int:
+        """The place before which a step must be done: its own, or where what comes after it begins."""
+        after = (begins[u] if u in begins else self._needed(u, begins) for u in self._users[number])
+        return min([self._place(number), *after])
 
     @cached_property
     def events(self) -> dict[int, list[Event]]:
@@ -128,6 +144,10 @@ class Posting:
             for pair in level:
                 found[pair.begin].append(Event(True, pair))
             for pair in level:
+                if self._follow[pair.steps[0]]:
+                    found[pair.end].append(Event(False, pair))
+        for pair in self.reduced:
+            if not self._follow[pair.steps[0]]:
                 found[pair.end].append(Event(False, pair))
         for pair in self.gathered:
             found[pair.end].append(Event(False, pair))
@@ -137,14 +157,11 @@ class Posting:
 
     def waited(self) -> Iterator[tuple[int, int | None]]:
         """The other steps, by number, with the place at which they are needed before their reader (None: not)."""
-        begin = {step: pair.begin for pair in (*self.gathered, *self.reduced) for step in pair.steps}
-        needed: dict[int, int] = {}
-        for number in reversed(range(len(self.reads))):
-            if number not in begin:
-                first = [at for u in self._users[number] if (at := begin.get(u, needed.get(u))) is not None]
-                if first:
-                    needed[number] = min(first)
-        return ((number, needed.get(number)) for number in range(len(self.reads)) if number not in begin)
+        begins = {step: pair.begin for pair in (*self.gathered, *self.reduced) for step in pair.steps}
+        for number in range(len(self.reads)):
+            if number not in begins:
+                needed = self._needed(number, begins)
+                yield number, needed if needed < self._place(number) else None
 
 
 def in_buckets(sizes: Sequence[float]) -> list[list[int]]:
