@@ -377,25 +377,30 @@ def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, option
     if faults is not None:
         return made
     other = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
-    if first is None and (hiding := _solved_hiding(pricer, problem, solution, options, clock)) is not None:
-        rival = other(hiding, pricer.labels_of(hiding.choice))
-        if rival.prediction.step_s < made.prediction.step_s:
-            made, solution = rival, hiding
+    try:
+        hiding = _solved_hiding(pricer, problem, solution, options, clock) if first is None else None
+    except (InfeasibleError, SearchError) as error:
+        reason = f"{solution.stop_reason}; not searched for what runs beside compute: {error}"
+        made = replace(made, evidence=replace(made.evidence, stop_reason=reason))
+    else:
+        if hiding is not None:
+            rival = other(hiding, pricer.labels_of(hiding.choice))
+            if rival.prediction.step_s < made.prediction.step_s:
+                made, solution = rival, hiding
     return replace(made, study=Study(pricer, problem, solution, lambda labels, found: other(found, labels)))
 
 
 def _solved_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock
                    ) -> Solution | None:
     """The solution where communication of parameters runs beside compute as far as it may, judged by the problem where
-    nothing does; None where nothing may, or there is no time."""
+    nothing does; None where nothing may. Raises SearchError, InfeasibleError where none is found in the time left."""
     share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
-    if share == 1.0 or left <= 0:
+    if share == 1.0:
         return None
+    if left <= 0:
+        raise SearchError(f"the first search took the {options.time_limit_s:g} s that both have")
     hiding = SpacePricer(pricer.prices, pricer.limit_bytes, pricer.allowed, turns=pricer.turns, exposed=share)
-    try:
-        found = solve(hiding.full(), options.search, left, hiding, options.progress, solution.choice)
-    except (InfeasibleError, SearchError):
-        return None
+    found = solve(hiding.full(), options.search, left, hiding, options.progress, solution.choice)
     clock.lap("search beside compute")
     judged = evaluate(problem, found.choice)
     return replace(solution, choice=found.choice, objective=judged.objective, peak_bytes=judged.peak_bytes,

@@ -12,7 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
+from autoparallel import compiler
 from autoparallel.capture import capture
+from autoparallel.errors import SearchError
 from autoparallel.lower import posting
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.beside import _Plan
@@ -192,6 +194,31 @@ def test_the_faster_step_is_taken_and_not_the_smaller_sum() -> None:
     together = replace(cluster, device=replace(device, overlap_slowdown=2.0))
     alone = autoparallel.plan(model, together, example_inputs=(x,), mesh_shape=(4,))
     assert alone.evidence.stop_reason == "optimal" and alone.prediction.added_s < made.prediction.added_s
+
+
+def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan is taken then; and a search that has used all its time begins no second."""
+    case = CASES["mlp"]
+    args, kwargs = case.inputs(8)
+
+    def planned(**options: Any) -> autoparallel.Plan:
+        return autoparallel.plan(case.build(), Cluster.load("h100-sxm", num_devices=4), example_inputs=args,
+                                 example_kwargs=kwargs, mesh_shape=(4,), **options)
+
+    told = "; not searched for what runs beside compute: "
+    assert told not in planned().evidence.stop_reason
+    solve = compiler.solve
+
+    def only_the_first(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
+        if pricer.exposed != 1.0:
+            raise SearchError("no plan that fits was found")
+        return solve(problem, search, left, pricer, *rest)
+
+    monkeypatch.setattr(compiler, "solve", only_the_first)
+    made = planned()
+    assert f"{told}no plan that fits was found" in made.evidence.stop_reason
+    assert "not searched for what runs beside compute" in " ".join(made.report().split())
+    assert f"{told}the first search took the 0 s" in planned(time_limit_s=0.0).evidence.stop_reason
 
 
 def test_a_step_in_turns_reduces_together(ranks: Any) -> None:
