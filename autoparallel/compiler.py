@@ -395,7 +395,7 @@ def _solved_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, op
     """The solution where communication of parameters runs beside compute as far as it may, judged by the problem where
     nothing does; None where nothing may. Raises SearchError, InfeasibleError where none is found in the time left."""
     share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
-    if share == 1.0:
+    if share == (1.0, 1.0):
         return None
     if left <= 0:
         raise SearchError(f"the first search took the {options.time_limit_s:g} s that both have")

@@ -15,6 +15,7 @@ import autoparallel
 from autoparallel import compiler
 from autoparallel.capture import capture
 from autoparallel.errors import SearchError
+from autoparallel.hybrid import split_batch
 from autoparallel.lower import posting
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.beside import _Plan
@@ -150,6 +151,8 @@ def test_what_is_reduced_beside_can_be_differentiated_again(ranks: Any, baseline
     ((8,), {"baseline": "ddp"}), ((4, 2), {"baseline": "ddp"}), ((8,), {"baseline": "fsdp"}),
     ((4, 2), {"baseline": "fsdp", "recompute": "full"}), ((4, 2), {"baseline": "tensor_parallel", "zero_stage": 3}),
     ((8,), {"baseline": "fsdp", "recompute": "selective", "reduce_dtype": "bfloat16"}), ((4, 2), {}),
+    ((4, 2), {"baseline": "ddp", "micro_batches": 2, "recompute": "full"}),
+    ((8,), {"baseline": "fsdp", "micro_batches": 4, "reduce_dtype": "float32"}),
 ])
 def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[str, Any],
                                    monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +164,8 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
     cluster = Cluster.load("h100-sxm", num_devices=8)
     made = autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape,
                              **options)
-    space = StrategySpace(capture(case.build(), args, kwargs), mesh_shape)
+    graph = capture(case.build(), args, kwargs)
+    space = StrategySpace(split_batch(graph, made.hybrid.micro_batches).body, mesh_shape)
     pricer = SpacePricer(Prices(space, cluster, direct=made.direct), turns=Turns(space, made.hybrid))
     step, parts = _Plan(pricer, made.labels(space)).step(), made.prediction
     assert sum(task.duration_s for task in step.tasks) == pytest.approx(parts.added_s)
@@ -210,7 +214,7 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
     solve = compiler.solve
 
     def only_the_first(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
-        if pricer.exposed != 1.0:
+        if pricer.exposed != (1.0, 1.0):
             raise SearchError("no plan that fits was found")
         return solve(problem, search, left, pricer, *rest)
 
@@ -224,3 +228,73 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
 def test_a_step_in_turns_reduces_together(ranks: Any) -> None:
     for one_by_one, in_buckets in ranks(4).run(backward_twice, (4,), 25 * 2**20, 2, timeout_s=100):
         assert in_buckets < one_by_one / 4
+
+
+class Tied(torch.nn.Module):
+    """A weight that is read twice, one that is frozen, one never used, and one under no_grad only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = torch.nn.Embedding(20, 12), torch.nn.Linear(12, 20, bias=False)
+        self.head.weight = self.embedding.weight
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(5))
+        self.layers[1].weight.requires_grad_(False)
+        self.unused = torch.nn.Parameter(torch.randn(12))
+        self.shift = torch.nn.Parameter(torch.randn(12))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        with torch.no_grad():
+            shift = self.shift.sin()
+        x = x + shift
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def two_steps(model: Any, calls: Beside | None) -> list[torch.Tensor]:
+    """Two steps of which the first adds to the second's gradients, clipped: losses, norm, gradients, parameters."""
+    ids = torch.arange(8 * 6).view(8, 6) % 19
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        if calls is not None:
+            with calls:
+                found.append(model.step(ids, ids + 1))
+        else:
+            found.append(model(ids, ids + 1))
+            found[-1].backward()
+    clip = model.clip_grad_norm_ if calls else lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    found.append(clip(0.05))
+    optimizer.step()
+    for p in model.parameters():
+        for value in (p.grad, p.detach()):
+            found += [] if value is None else [value.full_tensor() if hasattr(value, "full_tensor") else value]
+    return [value.detach() for value in found]
+
+
+def steps_on_ranks(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[list[torch.Tensor], int, int]:
+    """What they make; products beside a collective, and alone."""
+    posting.BUCKET_BYTES = 1000
+    ids = torch.arange(8 * 6).view(8, 6) % 19
+    parallel = autoparallel.compile(Tied(), mesh_of(*mesh_shape), example_inputs=(ids, ids + 1), **options)
+    made = two_steps(parallel, calls := Beside())
+    assert calls.on_the_way == 0
+    return made, calls.beside, calls.alone
+
+
+@pytest.mark.parametrize(("mesh_shape", "options"), [
+    ((4,), {"baseline": "ddp", "micro_batches": 2}),
+    ((2, 2), {"baseline": "ddp", "micro_batches": 4, "recompute": "full"}),
+    ((2, 2), {"baseline": "fsdp", "micro_batches": 2, "reduce_dtype": "float32"}),
+    ((4,), {"baseline": "fsdp", "micro_batches": 2, "zero_stage": 3}),
+])
+def test_the_last_turn_reduces_beside_its_backward(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
+                                                   ) -> None:
+    """With tied, frozen and unused parameters, over two steps that add up, clipped: the numbers of one process."""
+    expected = two_steps(Tied(), None)
+    for found, beside, alone in ranks(4).run(steps_on_ranks, mesh_shape, options, timeout_s=200):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert alone > 0 and (beside > 0) == ("zero_stage" not in options)

@@ -13,15 +13,16 @@ import torch
 
 import autoparallel
 from autoparallel.capture import capture
+from autoparallel.hybrid import split_batch
 from autoparallel.lower import emit, posting
 from autoparallel.lower.emit import item
-from autoparallel.lower.overlap import begin_gather, begin_reductions, end, overlap, reads_of
+from autoparallel.lower.overlap import begin_gather, begin_reductions, end, ended_together, overlap, reads_of
 from autoparallel.lower.posting import TOP, Posting, Read
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.beside import _Plan, _Step
 from autoparallel.rules.space import Label, StrategySpace
-from autoparallel.runtime.step import _recomputed
+from autoparallel.runtime.step import _recomputed, in_turns
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from cost_models import Cluster
 from tests.models import CASES
@@ -108,6 +109,21 @@ def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...]
     pairs = [event for event in written if isinstance(event, tuple)]
     assert len(posted) == sum(gather or not begins for begins, gather, _ in pairs)
     assert pairs
+
+
+@pytest.mark.parametrize(("baseline", "mesh_shape"), [("ddp", (2, 2)), ("fsdp", (4,))])
+def test_what_is_priced_is_what_runs_in_turns(baseline: str, mesh_shape: tuple[int, ...]) -> None:
+    case, hybrid = CASES["gpt2"], Hybrid(2, zero_stage=1)
+    args, kwargs = case.inputs(8)
+    space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 2).body, mesh_shape)
+    labels = labels_of("gpt2", space, {"baseline": baseline, "micro_batches": 2})
+    prices = Prices(space, CLUSTER, direct=True)
+    plan = _Plan(SpacePricer(prices, turns=Turns(space, hybrid)), labels)
+    reads = in_turns(emit(space, labels, prices.path, (0,) * len(mesh_shape)), hybrid).reads
+    assert reads_of(reads, lambda node: None)[1] == plan.reads
+    pairs = (*plan.posting.reduced, *plan.posting.gathered)
+    early = [pair for pair in pairs if all(map(plan.posting.is_last, pair.steps))]
+    assert len(early) == len(ended_together(overlap(reads))) > 0
 
 
 SHAPES = {"p0": (4, 6), "p1": (6,), "p2": (6, 4), "p3": (4,), "p4": (4, 6)}

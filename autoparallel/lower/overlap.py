@@ -120,11 +120,14 @@ class Gather:
 
 @dataclass
 class _OnTheWay:
-    """What `begin` and `end` share beside autograd's edges, along which only stand-ins of the values' shapes go."""
+    """What `begin` and `end` share beside autograd's edges, along which only stand-ins of the values' shapes go.
+
+    ``early``: the way to gradients that are on their way before backward comes to `end` (`post_gradients`)."""
 
     sending: Sending
     values: Callable[[], Values] | None = None
     gradients: Callable[[], Gradients] | None = None
+    early: Callable[[], Gradients] | None = None
 
 
 class _Begin(torch.autograd.Function):
@@ -154,7 +157,7 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             return None, *ctx.way.sending.backward_at_once(gradients)
-        ctx.way.gradients = ctx.way.sending.backward(gradients)
+        ctx.way.gradients, ctx.way.early = ctx.way.early or ctx.way.sending.backward(gradients), None
         return None, *(None if g is None else g.new_zeros(()).expand(shape)
                        for g, shape in zip(gradients, ctx.shapes, strict=True))
 
@@ -187,6 +190,22 @@ def begin_gather(x: torch.Tensor, axis: str, source: str, target: str, source_si
 def end(begun: Begun) -> Values:
     """The values, here: gathered, and whose gradients are on their way from here on."""
     return _End.apply(begun.way, *begun.values)
+
+
+def post_gradients(values: Values, gradients: Gradients) -> None:
+    """Send the gradients of all that one `end` returned now; backward must come to it with the same ones later."""
+    way = values[0].grad_fn.way  # type: ignore[union-attr]
+    with torch.no_grad():
+        way.early = way.sending.backward(gradients)
+
+
+def ended_together(module: GraphModule) -> list[list[int]]:
+    """For each `end` of whose values the program makes nothing, which of its results they are."""
+    output = module.graph.output_node()
+    place = {node: number for number, node in enumerate(output.all_input_nodes)}
+    items = [sorted(node.users, key=lambda made: made.args[1]) for node in module.graph.nodes if node.target is end]
+    return [[place[made] for made in made_here] for made_here in items
+            if all(set(made.users) == {output} for made in made_here)]
 
 
 def overlap(module: GraphModule, block_of: BlockOf | None = None, gathers: bool = True) -> GraphModule:

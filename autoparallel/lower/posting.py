@@ -155,6 +155,10 @@ class Posting:
             found[pair.begin].append(Event(True, pair))
         return found
 
+    def is_last(self, number: int) -> bool:
+        """Whether no step comes after this one on any way."""
+        return not self._users[number]
+
     def waited(self) -> Iterator[tuple[int, int | None]]:
         """The other steps, by number, with the place at which they are needed before their reader (None: not)."""
         begins = {step: pair.begin for pair in (*self.gathered, *self.reduced) for step in pair.steps}

@@ -2,7 +2,8 @@
 
 The prices that the search adds up let everything wait for everything. The program of a step in one turn posts gathers
 of parameters ahead of their readers, and reductions of gradients behind them: they go by the streams of the links that
-they cross, in order, while compute goes on. Steps in several turns, and pipelines, are taken to hide nothing.
+they cross, in order, while compute goes on. In several turns only the last goes backward beside reductions of what
+turns read, if gradients are reduced once a step. Pipelines are taken to hide nothing.
 """
 
 from __future__ import annotations
@@ -21,20 +22,28 @@ COMPUTE = "compute"
 LEAST_SHARE = 0.01
 
 
-def least_exposed(pricer: SpacePricer) -> float:
-    """What share of the seconds of communication of parameters a step takes at least: all of them where nothing runs
-    beside compute, else what both take longer by while they do (and so much that none is taken for nothing)."""
+def least_exposed(pricer: SpacePricer) -> tuple[float, float]:
+    """What share of the seconds in which parameters are gathered, and of those in which their gradients are reduced, a
+    step takes at least: all of them where nothing runs beside compute, else what both take longer by while they do (and
+    so much that none is taken for nothing)."""
     hybrid = pricer.turns.hybrid
-    if not (hybrid.is_plain and hybrid.zero_stage < 3 and pricer.prices.training):
-        return 1.0
-    return max(LEAST_SHARE, pricer.prices.cluster.device.overlap_slowdown - 1.0)
+    share = max(LEAST_SHARE, pricer.prices.cluster.device.overlap_slowdown - 1.0)
+    if not _hides(pricer) or hybrid.zero_stage == 3:
+        return 1.0, 1.0
+    return share if hybrid.is_plain else 1.0, share
 
 
 def hidden_s(pricer: SpacePricer, labels: Sequence[Label]) -> float:
     """Seconds by which a step of this plan is shorter than the sum of its parts."""
-    if not (pricer.turns.hybrid.is_plain and pricer.prices.training):
+    if not _hides(pricer):
         return 0.0
     return _Plan(pricer, labels).step().hidden_s(pricer.prices.cluster.device.overlap_slowdown)
+
+
+def _hides(pricer: SpacePricer) -> bool:
+    """Whether anything runs beside compute: in one turn, or where turns read parameters once, and reduce once."""
+    hybrid = pricer.turns.hybrid
+    return pricer.prices.training and (hybrid.is_plain or (hybrid.stages == 1 and hybrid.zero_stage < 2))
 
 
 class _Step:
@@ -75,6 +84,10 @@ class _Step:
         return max(0.0, alone - simulate(self.tasks, equal_slowdown(streams, slowdown)).total_s)
 
 
+#: Tasks by the pair that posted them.
+_OnTheWay = dict[Pair, list[int]]
+
+
 @dataclass(frozen=True)
 class _Way:
     """One step of redistribution: before which site, seconds forward and backward, and by which streams."""
@@ -85,18 +98,20 @@ class _Way:
 
 
 class _Plan:
-    """A plan's step: what runs on each site, what the program waits for there (`waited`), and steps of parameters
-    (`ways`), which `posting` tells apart."""
+    """A plan's step: by site what it sends (`sent`), by place which steps of parameters the program waits for there
+    (`waited`), and all those steps (`ways`), which `posting` tells apart."""
 
     def __init__(self, pricer: SpacePricer, labels: Sequence[Label]) -> None:
         self.pricer, self.space, self.turns, self.labels = pricer, pricer.space, pricer.turns, labels
+        self.count = self.turns.hybrid.micro_batches
+        self.sent: dict[int, list[_Way]] = defaultdict(list)
         self.waited: dict[int, list[_Way]] = defaultdict(list)
         self.ways: list[_Way] = []
         steps = {link: self._path(link) for site in self.space.sites
                  for link in self.space.links_into.get(site.index, ())}
         self.reads = self._reads(steps)
         for link, path in steps.items():
-            (self.ways if self.turns.of_parameter[link.source] else self.waited[link.target]).extend(
+            (self.ways if self.turns.of_parameter[link.source] else self.sent[link.target]).extend(
                 self._way(link, step) for step in path)
         self.posting = Posting(self.reads, self.turns.hybrid.zero_stage < 3)
         for number, place in self.posting.waited():
@@ -112,7 +127,8 @@ class _Plan:
         """As `lower.overlap.reads_of` finds them in the program."""
         runs = dict.fromkeys(link.target for link, path in steps.items() if path)
         runs |= dict.fromkeys(site.index for site in self.space.sites if site.kind == "op")
-        place = places((index, self.turns.block_of[index]) for index in sorted(runs))
+        apart = self.count > 1  # in a program of their own
+        place = places((index, None if apart else self.turns.block_of[index]) for index in sorted(runs))
         found: list[Read] = []
         passed: dict[int, int | None] = {}  # by hub, the last step on the way to it
         for link, path in steps.items():
@@ -143,41 +159,96 @@ class _Plan:
     def step(self) -> _Step:
         """Forward, backward the other way round, optimizer."""
         step = _Step()
-        sites, events = [site for site in self.space.sites if site.kind != "parameter"], self.posting.events
-        on_the_way: dict[Pair, list[int]] = {}
-
-        def forward(place: int) -> None:
-            for begins, pair in events.get(place, ()):
-                if begins:
-                    on_the_way[pair] = [step.post(*way.forward) for way in self._of(pair) if way.forward[0]]
-                else:
-                    step.wait(on_the_way[pair])
-            for way in self.waited[place]:
-                step.work(*way.forward)
-
-        def backward(place: int) -> None:
-            for way in reversed(self.waited[place]):
-                step.work(*way.backward)
-            for begins, pair in reversed(events.get(place, ())):
-                if begins:
-                    step.wait(on_the_way[pair])
-                else:
-                    ways = self._of(pair)  # one all_reduce for all of a bucket
-                    on_the_way[pair] = [step.post(sum(way.backward[0] for way in ways), ways[0].backward[1])]
-
-        forward(TOP)
-        for site in sites:
-            forward(site.index)
-            step.work(self._op_s(site)[0])
-        for site in reversed(sites):
-            step.work(self._op_s(site)[1])
-            backward(site.index)
-        backward(TOP)
+        sites, on_the_way = [site for site in self.space.sites if site.kind != "parameter"], _OnTheWay()
+        if self.count == 1:
+            self._read(step, TOP, on_the_way)
+            for site in sites:
+                self._read(step, site.index, on_the_way)
+                self._forward(step, site)
+            for site in reversed(sites):
+                self._backward(step, site)
+                self._reduce(step, site.index, on_the_way)
+            self._reduce(step, TOP, on_the_way)
+        else:
+            self._in_turns(step, sites, on_the_way)
         for site in self.space.sites:
             if site.kind == "parameter":
                 step.work(float(self.pricer.prices.parameter_s(self.space.strategies[site.index])[self._number(site)]))
         step.flush()
         return step
+
+    def _in_turns(self, step: _Step, sites: Sequence[Site], on_the_way: _OnTheWay) -> None:
+        """Parameters are read, then turns run alone, but for the last: it posts what is reduced together once it has
+        the last gradient of it, if turns read that. What is left is reduced at the end."""
+        order = (TOP, *range(len(self.space)))
+        for place in order:
+            self._read(step, place, on_the_way)
+        once = _Step()
+        for site in sites:
+            self._forward(once, site)
+            self._backward(once, site)
+        once.flush()
+        summed = {site.index: sum(map(self._sums_s, self.space.links_into.get(site.index, ()))) for site in sites}
+        step.work((self.count - 1) * sum(task.duration_s for task in once.tasks)
+                  + (self.count - 2) * sum(summed.values()))
+        early = defaultdict[int, list[Pair]](list)
+        for pair in (*self.posting.reduced, *self.posting.gathered):
+            if all(self.posting.is_last(n) for n in pair.steps):
+                early[min(self._first_reader(self.ways[n].target) for n in pair.steps)].append(pair)
+        for site in sites:
+            self._forward(step, site)
+        for site in reversed(sites):
+            self._backward(step, site)
+            step.work(summed[site.index])
+            for pair in early[site.index]:
+                self._post(step, pair, on_the_way)
+        for place in reversed(order):
+            self._reduce(step, place, on_the_way)
+
+    def _first_reader(self, target: int) -> int:
+        """The first op that reads what is there for a site: its own, or of a hub's readers."""
+        if self.space.sites[target].kind != "hub":
+            return target
+        return min((link.target for link in self.space.links if link.source == target), default=target)
+
+    def _sums_s(self, link: Link) -> float:
+        """Seconds in which a turn adds gradients of a parameter to those before."""
+        if not (times := self.turns.sums(link)):
+            return 0.0
+        numbers = [self._number(self.space.sites[index]) for index in (link.source, link.target)]
+        return float(self.pricer.sums_s(link)[numbers[0], numbers[1]]) / times
+
+    def _read(self, step: _Step, place: int, on_the_way: _OnTheWay) -> None:
+        for begins, pair in self.posting.events.get(place, ()):
+            if begins:
+                on_the_way[pair] = [step.post(*way.forward) for way in self._of(pair) if way.forward[0]]
+            else:
+                step.wait(on_the_way.pop(pair))
+        for way in self.waited[place]:
+            step.work(*way.forward)
+
+    def _reduce(self, step: _Step, place: int, on_the_way: _OnTheWay) -> None:
+        for way in reversed(self.waited[place]):
+            step.work(*way.backward)
+        for begins, pair in reversed(self.posting.events.get(place, ())):
+            if begins:
+                step.wait(on_the_way[pair])
+            elif pair not in on_the_way:
+                self._post(step, pair, on_the_way)
+
+    def _post(self, step: _Step, pair: Pair, on_the_way: _OnTheWay) -> None:
+        ways = self._of(pair)  # one all_reduce for all of a bucket
+        on_the_way[pair] = [step.post(sum(way.backward[0] for way in ways), ways[0].backward[1])]
+
+    def _forward(self, step: _Step, site: Site) -> None:
+        for way in self.sent[site.index]:
+            step.work(way.forward[0] / self.count, way.forward[1])
+        step.work(self._op_s(site)[0] / self.count)
+
+    def _backward(self, step: _Step, site: Site) -> None:
+        step.work(self._op_s(site)[1] / self.count)
+        for way in reversed(self.sent[site.index]):
+            step.work(way.backward[0] / self.count, way.backward[1])
 
     def _of(self, pair: Pair) -> list[_Way]:
         return [self.ways[number] for number in pair.steps]

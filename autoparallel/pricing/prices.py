@@ -153,7 +153,7 @@ class Prices:
         backward = self.summed_s(summing, step.axis, step.source, step.target, before, after)
         return float(forward[0]), float(backward[0])
 
-    def link_s(self, link: Link, times: tuple[int, int] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
+    def link_s(self, link: Link, times: tuple[float, float] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
         """Seconds of a link that runs so often (forward, backward), by (strategy of its source, of its target)."""
         rows = self.space.strategies[link.source].outputs[link.output]
         columns = self.space.strategies[link.target].inputs[link.position]
@@ -175,7 +175,7 @@ class Prices:
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
         return self._weighted[key]
 
-    def _seconds(self, meta: TensorMeta, times: tuple[int, int]) -> np.ndarray:
+    def _seconds(self, meta: TensorMeta, times: tuple[float, float]) -> np.ndarray:
         """Between all layouts, along the paths that are cheapest for one forward and one backward."""
         table, grad = self.table(meta), meta.requires_grad and self.training
         if times[0] == times[1] or not grad:

@@ -36,14 +36,15 @@ class SpacePricer:
 
     ``allowed`` (choice numbers by site; sites left out are free) holds what pins leave; it binds every problem.
     ``faults`` are priced above everything else. ``exposed``: what share of the seconds counts in which parameters are
-    gathered and their gradients reduced (`beside.least_exposed`).
+    gathered, and of those in which their gradients are reduced (`beside.least_exposed`).
 
     Side computations (positions, causal masks, rotary tables: nothing of the input, no gradient, hardly any bytes) are
     done on every rank; who needs a piece of one takes it, which is local.
     """
 
     def __init__(self, prices: Prices, limit_bytes: float = float("inf"), allowed: Allowed | None = None,
-                 faults: Faults | None = None, turns: Turns | None = None, exposed: float = 1.0) -> None:
+                 faults: Faults | None = None, turns: Turns | None = None, exposed: tuple[float, float] = (1.0, 1.0)
+                 ) -> None:
         self.faults, self.exposed = faults, exposed
         self.turns = turns or Turns(prices.space, training=prices.training)
         self.prices, self.space, self.limit_bytes = prices, prices.space, limit_bytes
@@ -213,9 +214,10 @@ class SpacePricer:
         key = (id(s), link.output, id(t), link.position, rows.tobytes(), columns.tobytes())
         pick = np.ix_(rows, columns)
         sums, summing, moves = self.turns.sums(link), self.turns.summing(link), self.turns.offloads_copy(link)
-        share = self.exposed if self.turns.of_parameter[link.source] else 1.0
-        costs = self._memo(("link", *key, times, sums, summing, moves, share), lambda: (
-            share * self.prices.link_s(link, times, summing) + (self.sums_s(link) if sums else 0.0)
+        there, back = self.exposed if self.turns.of_parameter[link.source] else (1.0, 1.0)
+        counted = there * times[0], back * times[1]
+        costs = self._memo(("link", *key, counted, sums, summing, moves), lambda: (
+            self.prices.link_s(link, counted, summing) + (self.sums_s(link) if sums else 0.0)
             + (sum(self.offload_copy_s(link)) if moves else 0.0))[pick])
         usages = self._memo(("copy", *key, life.copies), lambda: self._copy_bytes(link)[pick] * life.copies)
         if self.faults is not None:

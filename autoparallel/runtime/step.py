@@ -1,6 +1,7 @@
 """One training step in turns: parameters are read, each micro-batch runs forward and backward, gradients are reduced.
 
-Without a pipeline the turns run one after the other here; with one, torch's schedule runs them (`pipeline.py`).
+Without a pipeline the turns run one after the other here, and what is reduced once a step is posted while the last goes
+backward; with one, torch's schedule runs them (`pipeline.py`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.fx import Node as FxNode
 
 from autoparallel.errors import InputError
 from autoparallel.lower.emit import Program
-from autoparallel.lower.overlap import overlap
+from autoparallel.lower.overlap import ended_together, overlap, post_gradients
 from autoparallel.lower.reads import Turn, gathers_parameter, split_reads
 from autoparallel.lower.recompute import with_recompute
 from autoparallel.plans import Hybrid
@@ -80,6 +82,7 @@ class TurnModule(nn.Module):
         self.each_turn, self.regathers = hybrid.zero_stage >= 2, hybrid.zero_stage == 3
         split = in_turns(program, hybrid)
         self.reads = split.reads if self.each_turn else overlap(split.reads)
+        self.reduced_together = ended_together(self.reads)
         self.turn = split.turn
         self.received = program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
@@ -119,6 +122,22 @@ class TurnModule(nn.Module):
         if self.loss is not None:
             return (outputs[self.loss],)
         return tuple(_Sent.apply(x) for x in sent)
+
+    def reduce_beside(self) -> None:
+        """In the turn to come, the last, post what is reduced together as soon as backward has the last gradient of it
+        (of those that turns before had)."""
+        for numbers in self.reduced_together:
+            left = {n for n in numbers if self.leaves[n].grad is not None}
+            for n in tuple(left):
+                self.leaves[n].register_post_accumulate_grad_hook(partial(self._there, numbers, left, n))
+
+    def _there(self, numbers: Sequence[int], left: set[int], number: int, _: torch.Tensor) -> None:
+        """The gradient of one value is there; if none of those reduced with it is ``left``, they are posted."""
+        left.discard(number)
+        if not left:
+            values = tuple(self.values[n] for n in numbers)
+            post_gradients(values, tuple(None if (made := self.leaves[n].grad) is None else made.to(value.dtype)
+                                         for n, value in zip(numbers, values, strict=True)))
 
     def finish(self) -> None:
         """Reduce what gradients are still to be reduced, into the parameters' own."""
@@ -168,10 +187,12 @@ def _reduce_now(value: torch.Tensor) -> Callable[[torch.Tensor], None]:
     return reduce
 
 
-def run_turns(module: TurnModule, turns: Iterable[int]) -> torch.Tensor:
+def run_turns(module: TurnModule, turns: Sequence[int]) -> torch.Tensor:
     """All turns of a program that is one stage; returns the sum of their losses."""
     losses = []
     for turn in turns:
+        if turn == turns[-1]:
+            module.reduce_beside()
         (loss,) = module(turn=turn)
         loss.backward()
         losses.append(loss.detach())
