@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
@@ -18,7 +20,7 @@ from autoparallel.errors import SearchError
 from autoparallel.hybrid import split_batch
 from autoparallel.lower import posting
 from autoparallel.pricing import Prices, SpacePricer, Turns
-from autoparallel.pricing.beside import _Plan
+from autoparallel.pricing.beside import COMPUTE, _Plan, _Step
 from autoparallel.rules.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from tests.models import CASES
@@ -298,3 +300,50 @@ def test_the_last_turn_reduces_beside_its_backward(ranks: Any, mesh_shape: tuple
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
         assert alone > 0 and (beside > 0) == ("zero_stage" not in options)
+
+
+#: What a program does with its device and two links: works, posts, waits for the n-th of what it posted; quarters of
+#: a second.
+PROGRAMS = st.lists(st.one_of(
+    st.tuples(st.just("work"), st.integers(0, 9), st.sampled_from([COMPUTE, "inner", "outer"])),
+    st.tuples(st.just("post"), st.integers(0, 9), st.sampled_from(["inner", "outer"])),
+    st.tuples(st.just("wait"), st.integers(0, 9), st.just(""))), max_size=12)
+
+
+def simulated(program: list[tuple[str, int, str]], slower: float = 1.0) -> _Step:
+    """The step of such a program, its inner link ``slower``; it waits for all at the end."""
+    step, posted = _Step(), []
+    for what, number, stream in program:
+        duration_s = number / 4 * (slower if stream == "inner" else 1.0)
+        if what == "work":
+            step.work(duration_s, stream)
+        elif what == "post":
+            posted.append(step.post(duration_s, stream))
+        elif posted:
+            step.wait([posted[number % len(posted)]])
+    step.wait(posted)
+    step.flush()
+    return step
+
+
+def alone_s(step: _Step, stream: str = "") -> float:
+    return sum(task.duration_s for task in step.tasks if stream in ("", task.stream))
+
+
+@settings(deadline=None)
+@given(PROGRAMS, st.floats(1.0, 2.0))
+def test_a_step_is_never_shorter_than_its_compute_nor_longer_than_its_parts(
+        program: list[tuple[str, int, str]], slowdown: float) -> None:
+    step = simulated(program)
+    taken_s = alone_s(step) - step.hidden_s(slowdown)
+    assert step.hidden_s(slowdown) >= 0.0
+    assert taken_s >= max(alone_s(step, stream) for stream in (COMPUTE, "inner", "outer")) - 1e-9
+    assert step.hidden_s(2.0) <= step.hidden_s(1.0) + 1e-9
+
+
+@settings(deadline=None)
+@given(PROGRAMS, st.floats(1.0, 4.0), st.sampled_from([1.0, 1.3, 2.0]))
+def test_a_slower_link_never_makes_a_simulated_step_faster(
+        program: list[tuple[str, int, str]], slower: float, slowdown: float) -> None:
+    fast, slow = simulated(program), simulated(program, slower)
+    assert alone_s(slow) - slow.hidden_s(slowdown) >= alone_s(fast) - fast.hidden_s(slowdown) - 1e-9
