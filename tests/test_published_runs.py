@@ -22,13 +22,15 @@ from benchmarks.published_runs.fit import (
     SPREAD,
     Sample,
     fit,
+    folds,
     inward,
-    leave_one_out,
+    left_out,
     log_errors,
     lookup,
     outward,
 )
 from benchmarks.published_runs.price import Pass, Pricer, larger, places
+from benchmarks.published_runs.report import Pair, contradicted
 from benchmarks.published_runs.rows import Model, read
 
 
@@ -441,6 +443,23 @@ def test_experts_are_launched_one_by_one_but_by_graphs() -> None:
     assert kernels(expert=8) - kernels(expert=64) == pytest.approx(7 * load()["stacks"]["default"]["host_expert"])
 
 
+def test_deepspeed_sums_gradients_of_two_bytes_in_float32() -> None:
+    """18 bytes an element of every micro-batch, 6 in fp16, none where there is but one; 4 bytes go over the network."""
+    def priced(**changes: Any) -> Pricer:
+        run = read(row(source__title="BigScience BLOOM", **changes))
+        return Pricer(run, Constants.of(run, load()))
+
+    bf16, fp16 = (priced(plan__precision=precision) for precision in ("bf16", "fp16"))
+    assert (bf16.run.gradient_bytes, bf16.p.zero_stage, fp16.run.gradient_bytes, fp16.p.zero_stage) == (4, 1, 2, 0)
+    elements = sum(n * k * count for _, n, k, count in bf16.linears(False))
+    more = bf16.layer(False)[1].compute_s - fp16.layer(False)[1].compute_s
+    rate = bf16.device.memory_bandwidth_bytes_per_s * bf16.device.memory_bandwidth_efficiency
+    assert more == pytest.approx(12 * elements / rate)
+    once = {"plan__micro_batch": 64, "plan__global_batch": 64, "plan__pp": 1, "plan__dp": 1}
+    assert priced(plan__precision="bf16", **once).grow_s(1e9) == 0.0
+    assert not read(row(plan__precision="bf16")).float32_sums
+
+
 def test_layers_traced_alone_are_not_run_again() -> None:
     """vTrain's rows say "full", but no A100 could be as fast if they were."""
     traced = row(source__title="vTrain measured validation data", source__locator="data/ground_truth_single.csv",
@@ -518,12 +537,24 @@ def test_a_source_left_out_does_not_count() -> None:
     made = [Sample(run, 1.1 * Pricer(run, Constants.of(run, load(PRIORS))).step().step_s, name) for run, name in runs]
     fitted = fit(made)
     mine, theirs = ("stacks", "megatron-2022", "passes"), ("stacks", "composer", "passes")
-    left = dict(leave_one_out(made, fitted))
+    left = dict(left_out(made, ["first", "second"], fitted))
     priors = load(PRIORS)
     beyond = [lookup(table, mine) / lookup(table, ("stacks", "megatron", "passes"))
               for table in (left["first"], fitted)]
     assert beyond[0] == pytest.approx(1, abs=0.01) and beyond[1] > 1.03
     assert lookup(left["first"], theirs) > 1.02 * lookup(priors, theirs)
+
+
+def test_parts_by_chance_hold_as_much_of_every_source() -> None:
+    one = Sample(read(row()), 1.0, "")
+    made = [replace(one, source=source) for source in "a" * 13 + "b" * 7 + "c" * 2]
+    parts = folds(made, 5)
+    assert parts == folds(made, 5) != folds(made, 5, seed=1)
+    for source, least in (("a", 2), ("b", 1), ("c", 0)):
+        counts = [sum(part == number for part, sample in zip(parts, made, strict=True) if sample.source == source)
+                  for number in range(5)]
+        assert set(counts) <= {least, least + 1}
+    assert sorted(map(parts.count, range(5))) == [4, 4, 4, 5, 5]
 
 
 def test_what_all_show_moves_those_that_nobody_measured() -> None:
@@ -559,6 +590,20 @@ def test_the_report_counts_what_it_says() -> None:
     assert found["regret"] == pytest.approx([13.0, 18.0, 13.5][times.index(min(times))] / 13.0 - 1)
     assert "GiB" in line(pairs[2])
     assert report.table({"korth": found}).count("\n") == 2
+
+
+def test_rows_that_contradict_one_another_are_told() -> None:
+    """Four sequences in less time than two, and wider layers in less than narrow ones; not what differs otherwise."""
+    cases = [({"plan__micro_batch": 2, "plan__global_batch": 16}, 3.0),
+             ({"plan__micro_batch": 4, "plan__global_batch": 32}, 2.0),     # contradicts the first
+             ({"plan__micro_batch": 8, "plan__global_batch": 64}, 4.0),
+             ({"plan__micro_batch": 8, "plan__global_batch": 32}, 1.0),     # fewer of them
+             ({"plan__micro_batch": 8, "plan__global_batch": 64, "plan__tp": 4}, 1.0)]
+    pairs = [Pair(row(**changes), "a", seconds, None) for changes, seconds in cases]
+    assert contradicted(pairs) == {0, 1}
+    wide = replace(pairs[2], row=row(**cases[2][0], model__hidden=25600), measured_s=3.5)
+    assert contradicted([*pairs, wide]) == {0, 1, 2, 5}
+    assert contradicted([pairs[0], replace(pairs[1], source="b")]) == set()
 
 
 def test_ranks_share_ties() -> None:

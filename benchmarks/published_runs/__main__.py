@@ -1,11 +1,13 @@
 """``python -m benchmarks.published_runs --runs FILE``: predictions against measurements; ``--fit`` fits the constants
-anew and writes them; ``--leave-one-out`` fits without each source in turn and predicts that source."""
+anew and writes them; ``--leave-one-out`` fits without each source in turn and predicts that source, ``--folds 5``
+without a fifth of all rows in turn."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help=f"fit the constants and write {FILE.name}")
     parser.add_argument("--leave-one-out", action="store_true", help="errors of each source under constants fitted "
                         "without it")
+    parser.add_argument("--folds", type=int, default=0, help="errors of rows left out by chance, in so many parts")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     rows = json.loads(options.runs.read_text("utf-8"))
@@ -33,15 +36,19 @@ def main() -> None:
         refit(rows)
     pairs, abstained = compare(rows, load())
     print(show(pairs))
+    print(without_contradictions(pairs))
     for (name, reason), count in sorted(abstained.items()):
         print(f"abstained: {name}, {count} rows: {reason}")
     if options.rows:
         print("\n".join(line(pair) for pair in pairs))
     figures: dict[str, Any] = {"fitted": by_source(pairs)}
     if options.leave_one_out:
-        left_out = leave_one_out(rows)
-        print("\nEach source under constants fitted without it:\n" + report.table(left_out))
-        figures["left_out"] = left_out
+        figures["left_out"] = left_out(rows, lambda known: [sample.source for sample in known])
+        print("\nEach source under constants fitted without it:\n" + report.table(figures["left_out"]))
+    if options.folds:
+        figures["folds"] = left_out(rows, lambda known: fit.folds(known, options.folds))
+        print(f"\nEach row under constants fitted without it and others, 1 in {options.folds} of every source:\n"
+              + report.table(figures["folds"]))
     if options.output:
         options.output.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
 
@@ -72,6 +79,15 @@ def show(pairs: list[Pair]) -> str:
     return report.table(by_source(pairs))
 
 
+def without_contradictions(pairs: list[Pair]) -> str:
+    """Regret where no row says that more work takes less time."""
+    odd = report.contradicted(pairs)
+    groups = report.plans(pair for number, pair in enumerate(pairs) if number not in odd)
+    mean = sum(regret for _, _, regret in groups) / max(1, len(groups))
+    return (f"without {len(odd)} rows that contradict one another (more work in less time): {len(groups)} jobs, regret "
+            f"{100 * mean:.1f}")
+
+
 def line(pair: Pair) -> str:
     """One row: seconds, and bytes where they were measured."""
     parts = [str(pair.row.get("id"))]
@@ -84,35 +100,35 @@ def line(pair: Pair) -> str:
     return "  ".join(parts)
 
 
-def samples(rows: list[Row]) -> list[fit.Sample]:
-    """Those that can be predicted and were measured."""
-    found = []
-    for row in rows:
+def samples(rows: list[Row]) -> dict[int, fit.Sample]:
+    """Those that can be predicted and were measured, by number of the row."""
+    found = {}
+    for number, row in enumerate(rows):
         seconds = report.measured_s(row)
         try:
             if seconds:
-                found.append(fit.Sample(read(row), seconds, report.source(row)))
+                found[number] = fit.Sample(read(row), seconds, report.source(row))
         except AbstainError:
             continue
     return found
 
 
 def refit(rows: list[Row]) -> None:
-    known = samples(rows)
+    known = list(samples(rows).values())
     table = fit.fit(known, load(), rounds=12, say=print)
     head = (f"Fitted on {date.today()} to {len(known)} published runs by `python -m benchmarks.published_runs --fit`;\n"
             "what neither fit.FREE nor a parent moves is as in priors.toml. Meaning and units: constants.py.")
     FILE.write_text(dump(table, head), "utf-8")
 
 
-def leave_one_out(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """Each source's summary under constants fitted to all other sources (`fit.leave_one_out`)."""
-    left_out, pairs = dict[str, dict[str, Any]](), list[Pair]()
-    for name, table in fit.leave_one_out(samples(rows), load()):
-        theirs, _ = compare([row for row in rows if report.source(row) == name], table)
-        left_out[name] = report.summary(theirs)
-        pairs += theirs
-    return left_out | {"all": report.summary(pairs)}
+def left_out(rows: list[Row], parts: Callable[[list[fit.Sample]], Sequence[object]]) -> dict[str, dict[str, Any]]:
+    """Each source's summary, every row under constants fitted without those of its part (`fit.left_out`)."""
+    known = samples(rows)
+    every, pairs = parts(list(known.values())), list[Pair]()
+    for part, table in fit.left_out(list(known.values()), every, load()):
+        theirs = [rows[number] for number, other in zip(known, every, strict=True) if other == part]
+        pairs += compare(theirs, table)[0]
+    return by_source(pairs)
 
 
 if __name__ == "__main__":

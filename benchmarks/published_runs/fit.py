@@ -90,17 +90,26 @@ def fit(samples: Sequence[Sample], start: Table | None = None, rounds: int = 12,
     return task.table(task.descend(task.shifts(start or task.priors), task.slopes, rounds, say=say))
 
 
-def leave_one_out(samples: Sequence[Sample], fitted: Table) -> Iterator[tuple[str, Table]]:
-    """For each source the constants that a fit without its rows gives, from ``fitted`` on.
+def left_out(samples: Sequence[Sample], parts: Sequence[object], fitted: Table) -> Iterator[tuple[object, Table]]:
+    """For each part of the samples the constants that a fit without them gives, from ``fitted`` on.
 
     The slopes are taken once, at ``fitted``; errors and cost are priced anew at each step.
     """
     task = _Fit(samples)
     x = task.shifts(fitted)
     slopes = task.slopes(log_errors(fitted, samples), x)
-    for source in dict.fromkeys(sample.source for sample in samples):
-        kept = np.array([sample.source != source for sample in samples], dtype=float)
-        yield source, task.table(task.descend(x, lambda e, x: slopes, 12, kept))
+    for part in dict.fromkeys(parts):
+        kept = np.array([other != part for other in parts], dtype=float)
+        yield part, task.table(task.descend(x, lambda e, x: slopes, 12, kept))
+
+
+def folds(samples: Sequence[Sample], count: int, seed: int = 0) -> list[int]:
+    """A part for each sample, by chance: as many samples to each part, and of each source as nearly so as can be."""
+    order = np.random.default_rng(seed).permutation(len(samples))
+    dealt = sorted(order, key=lambda n: samples[n].source)
+    found = np.zeros(len(samples), dtype=int)
+    found[dealt] = np.arange(len(samples)) % count
+    return found.tolist()
 
 
 class _Fit:

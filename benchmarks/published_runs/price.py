@@ -111,7 +111,7 @@ class Pricer:
     def traffic_s(self, nbytes: float, tensor: float = math.inf) -> float:
         """Of tensors of ``tensor`` bytes each: what one kernel leaves in the cache, the next need not read."""
         found = 0.5 / (1 + (2 * tensor / self.c.cache_bytes) ** 2)
-        return nbytes * (1 - found) * self.passes / (self.device.memory_bandwidth_bytes_per_s * self.c.memory)
+        return self.copied_s(nbytes * (1 - found) * self.passes)
 
     def linears(self, mixed: bool) -> list[Product]:
         """Forward products of a layer's projections, on one rank."""
@@ -214,7 +214,7 @@ class Pricer:
         attend, attend_back = self.attention_s()
         traffic = self.traffic_s(self.elementwise(mixed), 2.0 * self.tokens * self.m.hidden)
         quantise = self.quantise_s(products)
-        grow = self.traffic_s(6.0 * sum(n * k * count for _, n, k, count in products)) if p.micro_batches > 1 else 0.0
+        grow = self.grow_s(sum(n * k * count for _, n, k, count in products))
         tensor, calls = self.tensor_s(mixed), 2 * (p.tensor > 1)
         experts = self.experts_s() if mixed else 0.0
         kernels = (self.expert_kernels() if mixed else 1) + (0 if c.flash or self.fused_softmax else 0.4)
@@ -225,6 +225,17 @@ class Pricer:
                         tensor * (1.5 if p.sequence_parallel else 1), experts,
                         c.host_s * c.host_backward * kernels + late)
         return forward, backward
+
+    def grow_s(self, elements: float) -> float:
+        """Adding a micro-batch's gradients to those before: in their type; or in float32, by a copy of them, as
+        DeepSpeed's BF16_Optimizer does (update_hp_grads: 2 + 4 bytes, and 4 + 4 + 4)."""
+        if self.p.micro_batches == 1:
+            return 0.0
+        return self.copied_s((18.0 if self.run.float32_sums else 6.0) * elements)
+
+    def copied_s(self, nbytes: float) -> float:
+        """Bytes that are moved once, whatever the software."""
+        return nbytes / (self.device.memory_bandwidth_bytes_per_s * self.c.memory)
 
     def expert_kernels(self) -> float:
         """The host's time for a layer with experts, in those for one without: products and casts are launched expert
@@ -441,7 +452,7 @@ class Pricer:
         mine = elements / ranks if p.zero_stage or p.fsdp else elements
         precision = "float16-master" if self.run.master_in_float32 else "bfloat16"
         update = float(memory.optimizer_step_s(mine, precision, "adamw", self.device))
-        return update + mine * self.c.update_bytes / (self.device.memory_bandwidth_bytes_per_s * self.c.memory)
+        return update + self.copied_s(mine * self.c.update_bytes)
 
     def step(self) -> Breakdown:
         stages, p = self.stages_s(), self.p

@@ -104,6 +104,33 @@ def plans(pairs: Iterable[Pair]) -> list[tuple[int, float, float]]:
     return found
 
 
+def contradicted(pairs: Sequence[Pair]) -> set[int]:
+    """Numbers of rows that cannot both be typical: of two with the same plan, the one that does more in each
+    micro-batch (more sequences, or wider layers) took less time."""
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for number, pair in enumerate(pairs):
+        if pair.measured_s:
+            alike[_kind(pair)].append(number)
+    return {number for numbers in alike.values() for a in numbers for b in numbers
+            if (pairs[a].measured_s or 0.0) > (pairs[b].measured_s or 0.0) and _does_less(pairs[a].row, pairs[b].row)
+            for number in (a, b)}
+
+
+def _kind(pair: Pair) -> tuple[object, ...]:
+    """All that rows must agree in, but how much a micro-batch is and how wide layers are."""
+    m, h, p = (dict(pair.row.get(key) or {}) for key in ("model", "hardware", "plan"))
+    steps = (p.pop("global_batch", None) or 0) / ((p.get("dp") or 1) * (p.pop("micro_batch", None) or 1))
+    model = tuple(m.get(key) for key in ("layers", "seq_len", "vocab"))
+    return (pair.source, model, steps, str(sorted(h.items())), str(sorted(p.items())))
+
+
+def _does_less(a: Row, b: Row) -> bool:
+    """Whether one micro-batch of a is less work than one of b."""
+    sizes = [((row.get("model") or {}).get("hidden") or 0, (row.get("plan") or {}).get("micro_batch") or 0)
+             for row in (a, b)]
+    return sizes[0] != sizes[1] and all(x <= y for x, y in zip(*sizes, strict=True))
+
+
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
     """The figures of one source, or of all."""
     errors = np.array([pair.error for pair in pairs if pair.error is not None])

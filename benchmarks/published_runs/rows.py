@@ -220,6 +220,7 @@ class Run:
     network: str
     master_in_float32: bool = True
     gradient_bytes: int = 2
+    float32_sums: bool = False    # gradients of two bytes are added up in float32, by another pass over them
     compiled: bool = False
     groups: dict[tuple[str, float], Group] = field(default_factory=dict, compare=False, repr=False)
 
@@ -233,10 +234,12 @@ def read(row: Row) -> Run:
     cluster = _cluster(row, machine, plan.devices)
     precision = str(_get(row, "plan", "precision") or "bf16").lower()
     pure = "pure" in precision
+    float32_sums = _sums_in_float32(stack, precision)
     return Run(
         model, plan, machine, cluster, stack, _network(row),
         master_in_float32=not pure,
-        gradient_bytes=4 if "fp32 grad" in precision else 2,
+        gradient_bytes=4 if "fp32 grad" in precision or float32_sums else 2,
+        float32_sums=float32_sums,
         compiled=bool(_get(row, "plan", "compile")),
     )
 
@@ -246,6 +249,11 @@ def _get(row: Row, *path: str) -> Any:
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def _sums_in_float32(stack: str, precision: str) -> bool:
+    """DeepSpeed's BF16_Optimizer."""
+    return stack == "megatron-deepspeed" and "bf16" in precision and "fp16" not in precision
 
 
 def is_core(stack: str) -> bool:
@@ -382,10 +390,10 @@ def _plan(row: Row, model: Model, stack: str) -> Plan:
     zero = _zero_stage(row, is_core(stack))
     if _get(row, "plan", "offload"):
         raise AbstainError("offloading is not modelled")
-    if "bf16 optimizer" in str(_get(row, "plan", "precision")).lower():
-        zero = 1    # DeepSpeed's BF16_Optimizer shards its state over data ranks whatever the stage
     core = is_core(stack)
     precision = str(_get(row, "plan", "precision") or "bf16").lower()
+    if _sums_in_float32(stack, precision):
+        zero = 1    # it shards its state over data ranks whatever the stage
     parallel = _get(row, "plan", "sequence_parallel")
     return Plan(
         data, tensor, pipeline, context, _whole(row, "plan", "ep", default=1), virtual, micro, micro_batches,
