@@ -39,7 +39,7 @@ class Architecture:
 
         config = transformers.AutoConfig.for_model(self.model_type, **self.config)
         of_class = getattr(transformers, self.auto_class)
-        made: nn.Module = of_class.from_config(config) if self.auto_class.startswith("Auto") else of_class(config)
+        made: nn.Module = of_class.from_config(config) if self.auto_class.startswith("AutoModel") else of_class(config)
         return self.wrap(made) if self.wrap is not None else made
 
 

@@ -18,6 +18,7 @@ from benchmarks.architectures import (
     ENCODER,
     EXPERTS,
     GROUPED,
+    IGNORED,
     LABELS,
     NUM_CLASSES,
     SEQUENCE,
@@ -36,15 +37,14 @@ from benchmarks.architectures import (
 
 
 class Squared(nn.Module):
-    """A model without a loss of its own: the mean square of its first output, weighed as norms would make it 1, is one.
-    """
+    """A model without a loss of its own: the mean square of an output, weighed as norms would make it 1, is one."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, output: int | str = 0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.output = model, output
 
     def forward(self, **inputs: Any) -> networks.Output:
-        made = self.model(**inputs)[0]
+        made = self.model(**inputs)[self.output]
         weights = torch.linspace(0.5, 1.5, made.shape[-1], dtype=made.dtype, device=made.device)
         return networks.Output(loss=(made * weights).square().mean(), logits=made)
 
@@ -75,9 +75,34 @@ def _read(channels: int = 3) -> Inputs:
     return {**masked(), "pixel_values": seen()["pixel_values"]}
 
 
+def _shown(places: int, kinds: bool = False) -> Callable[[], Inputs]:
+    """A text with places for an image's patches, which tokens 5 mark."""
+    def inputs() -> Inputs:
+        ids = torch.randint(6, VOCABULARY, (BATCH, places + 8), generator=generator())
+        labels = ids.clone()
+        ids[:, 2 : 2 + places], labels[:, 2 : 2 + places] = 5, IGNORED
+        told = {"attention_mask": torch.ones_like(ids), "token_type_ids": (ids == 5).long()} if kinds else {}
+        return {**_pixels(), "input_ids": ids, "labels": labels, **told}
+
+    return inputs
+
+
+def _captioned() -> Inputs:
+    return {**_pixels(), "labels": translated()["labels"]}
+
+
 def _series() -> Inputs:
     return {"past_values": torch.randn(BATCH, 32, 4, generator=generator()),
             "future_values": torch.randn(BATCH, 8, 4, generator=generator())}
+
+
+def _timed() -> Inputs:
+    g = generator()
+    return {"past_values": torch.rand(BATCH, 10, generator=g),
+            "past_time_features": torch.rand(BATCH, 10, 1, generator=g),
+            "past_observed_mask": (torch.rand(BATCH, 10, generator=g) > 0.1).float(),
+            "future_values": torch.rand(BATCH, 4, generator=g),
+            "future_time_features": torch.rand(BATCH, 4, 1, generator=g)}
 
 
 def _spectrum() -> Inputs:
@@ -120,9 +145,18 @@ SOUND = {**LABELS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_hea
          "final_dropout": 0.0}
 RESNET = {"model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 1, 1],
           "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"]}
+DETECTOR = {"backbone_config": RESNET, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1,
+            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+            "num_queries": 8, "dropout": 0.0, "use_timm_backbone": False, "use_pretrained_backbone": False,
+            "backbone": None}
 DINO = {"model_type": "dinov2", **VISION, "out_indices": [1, 2], "reshape_hidden_states": False,
         "apply_layernorm": True}
+TIMED = {"prediction_length": 4, "context_length": 8, "input_size": 1, "d_model": 32, "encoder_layers": 2,
+         "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2,
+         "decoder_attention_heads": 2, "num_time_features": 1, "dropout": 0.0, "attention_dropout": 0.0,
+         "activation_dropout": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "use_cache": False}
 TEXT_TOWER = {**CORE, "attention_dropout": 0.0, "projection_dim": 32, **TOKENS}
+MULTIMODAL = {**GROUPED, "head_dim": 16}
 VISION_TOWER = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
                 "image_size": 32, "patch_size": 8, "projection_dim": 32, "attention_dropout": 0.0}
 ROUTED = {**EXPERTS, "n_routed_experts": 4, "num_experts": 4, "num_local_experts": 4, "n_shared_experts": 1,
@@ -276,10 +310,7 @@ TRANSFORMERS: dict[str, Architecture] = {
     "upernet": _of("ModelForSemanticSegmentation", _segmented(32, 32), "upernet",
                    backbone_config={**RESNET, "out_features": ["stage1", "stage2", "stage3", "stage4"]},
                    hidden_size=16, pool_scales=[1, 2], auxiliary_channels=16, auxiliary_in_channels=64, **LABELS),
-    "detr": _of("Model", _pixels, "detr", Squared, backbone_config=RESNET, d_model=64, encoder_layers=1,
-                decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
-                decoder_ffn_dim=64, num_queries=8, dropout=0.0, use_timm_backbone=False, use_pretrained_backbone=False,
-                backbone=None),
+    "detr": _of("Model", _pixels, "detr", Squared, **DETECTOR),
     "yolos": _of("Model", _pixels, "yolos", Squared, **{**VISION, "image_size": [32, 32]}, num_detection_tokens=4,
                  use_mid_position_embeddings=False),
     "vit_mae": _of("Model", lambda: {**_pixels(), "noise": torch.rand(BATCH, 16, generator=generator())}, "vit_mae",
@@ -299,6 +330,59 @@ TRANSFORMERS: dict[str, Architecture] = {
         "num_input_channels": 4, "context_length": 32, "prediction_length": 8, "patch_length": 8, "patch_stride": 8,
         "d_model": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "ffn_dim": 64, "attention_dropout": 0.0,
         "positional_dropout": 0.0, "ff_dropout": 0.0, "path_dropout": 0.0, "head_dropout": 0.0, "loss": "mse"}),
+    "llava": _of("ModelForImageTextToText", _shown(16), "llava", text_config={**MULTIMODAL, "model_type": "llama"},
+                 vision_config={**VISION_TOWER, "model_type": "clip_vision_model"}, image_token_index=5,
+                 vision_feature_layer=-1),
+    "paligemma": _of("ModelForImageTextToText", _shown(16, kinds=True), "paligemma", image_token_index=5,
+                     text_config={**MULTIMODAL, "model_type": "gemma"}, projection_dim=64,
+                     vision_config={**VISION_TOWER, "model_type": "siglip_vision_model"}),
+    "gemma3": _of("ModelForImageTextToText", _shown(4, kinds=True), "gemma3", image_token_index=5,
+                  text_config={**MULTIMODAL, "model_type": "gemma3_text", "sliding_window": 8}, mm_tokens_per_image=4,
+                  vision_config={**VISION_TOWER, "model_type": "siglip_vision_model"}),
+    "blip2": _of("ModelForImageTextToText", _shown(4), "blip-2", image_token_index=5, num_query_tokens=4,
+                 text_config={**CORE, **TOKENS, "model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 64,
+                              "dropout": 0.0, "attention_dropout": 0.0}, vision_config=VISION_TOWER,
+                 qformer_config={**ENCODER, "encoder_hidden_size": 64}),
+    "internvl": _of("ModelForImageTextToText", _shown(4), "internvl", image_token_id=5, downsample_ratio=0.5,
+                    text_config={**MULTIMODAL, "model_type": "qwen2"},
+                    vision_config={**VISION_TOWER, "image_size": [32, 32], "patch_size": [8, 8],
+                                   "model_type": "internvl_vision"}),
+    "aya_vision": _of("ModelForImageTextToText", _shown(4), "aya_vision", image_token_index=5, downsample_factor=2,
+                      text_config={**MULTIMODAL, "model_type": "cohere2", "sliding_window": 8},
+                      vision_config={**VISION_TOWER, "model_type": "siglip_vision_model"}, vision_feature_layer=-1),
+    "florence2": _of("ModelForImageTextToText", _shown(17), "florence2", image_token_id=5,
+                     text_config={**ENCODER_DECODER, "model_type": "bart"},
+                     vision_config={"embed_dim": [16, 32], "depths": [1, 1], "num_heads": [2, 2],
+                                    "num_groups": [2, 2], "patch_size": [7, 3], "patch_stride": [4, 2],
+                                    "patch_padding": [3, 1], "patch_prenorm": [False, True], "window_size": 4,
+                                    "projection_dim": 64, "max_position_embeddings": 16, "drop_path_rate": 0.0}),
+    "git": _of("ModelForCausalLM", lambda: {**causal(), **_pixels()}, "git", **ENCODER,
+               vision_config={**VISION_TOWER, "model_type": "git_vision_model"}),
+    "vision_encoder_decoder": Architecture(
+        "vision-encoder-decoder", "VisionEncoderDecoderModel", _captioned,
+        {"encoder": {"model_type": "vit", **VISION}, "pad_token_id": 2, "decoder_start_token_id": 0,
+         "decoder": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4,
+                     "add_cross_attention": True, "is_decoder": True, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+                     "attn_pdrop": 0.0, "use_cache": False}}),
+    "conditional_detr": _of("Model", _pixels, "conditional_detr", Squared, **DETECTOR),
+    "deformable_detr": _of("Model", _pixels, "deformable_detr", lambda model: Squared(model, "last_hidden_state"),
+                           **DETECTOR, num_feature_levels=3),
+    "speech_to_text": _of("ModelForSpeechSeq2Seq",
+                          lambda: {"input_features": torch.randn(BATCH, 32, 16, generator=generator()),
+                                   "labels": translated()["labels"]}, "speech_to_text", **ENCODER_DECODER,
+                          input_feat_per_channel=16, num_conv_layers=2, conv_channels=32, max_source_positions=64,
+                          max_target_positions=64),
+    "moonshine": _of("ModelForSpeechSeq2Seq",
+                     lambda: {"input_values": torch.randn(BATCH, 2000, generator=generator()),
+                              "labels": translated()["labels"]}, "moonshine", vocab_size=VOCABULARY, hidden_size=64,
+                     intermediate_size=128, encoder_num_hidden_layers=2, decoder_num_hidden_layers=2,
+                     encoder_num_attention_heads=4, decoder_num_attention_heads=4, max_position_embeddings=64,
+                     use_cache=False, pad_token_id=2, decoder_start_token_id=0),
+    "time_series_transformer": Architecture("time_series_transformer", "TimeSeriesTransformerForPrediction", _timed, {
+        **TIMED, "lags_sequence": [1, 2]}),
+    "patchtsmixer": Architecture("patchtsmixer", "PatchTSMixerForPrediction", _series, {
+        "context_length": 32, "prediction_length": 8, "patch_length": 8, "patch_stride": 8, "num_input_channels": 4,
+        "d_model": 16, "num_layers": 2, "dropout": 0.0, "head_dropout": 0.0}),
     "owlvit_vision": Architecture("owlvit_vision_model", "OwlViTVisionModel", _pixels, VISION_TOWER,
                                  Squared),
 }
