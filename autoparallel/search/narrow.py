@@ -16,7 +16,7 @@ from autoparallel.search.lagrange import Dual, priced, raise_bound
 from autoparallel.search.memory import Memory
 from autoparallel.search.presolve import Reduced, keep, selected
 from autoparallel.search.problem import Problem
-from autoparallel.search.shared import Shared
+from autoparallel.search.shared import Shared, firsts, paired
 
 SLACK = 1e-6
 
@@ -57,14 +57,16 @@ class Priced:
         problem = self.problem
         room = (objective - self.dual.bound) * (1 + SLACK) + 1e-9 * abs(objective)
         wanted = self.reduced.forward(choice)
-        needed: dict[tuple[int, int], np.ndarray] = {}
-        regrets = self.eliminator.regrets(priced(problem, self.memory, self.dual.prices))
-        kinds = [(id(node.costs), id(node.usages)) for node in problem.nodes]
-        for kind, regret, pick in zip(kinds, regrets, wanted, strict=True):
-            mask = regret <= room
-            mask[pick] = True
-            needed[kind] = needed[kind] | mask if kind in needed else mask
-        left = keep(problem, [np.flatnonzero(needed[kind]) for kind in kinds])
+        regrets = Shared.of(self.eliminator.regrets(priced(problem, self.memory, self.dual.prices)))
+        count = len(problem.nodes)
+        kinds = paired(problem.costs.numbers[:count], problem.usages.numbers[:count])
+        needed = [np.zeros(problem.sizes[v], bool) for v in firsts(kinds)[0]]
+        for v in firsts(paired(kinds, regrets.numbers))[0]:
+            needed[kinds[v]] |= regrets[v] <= room
+        for v in firsts(paired(kinds, np.array(wanted)))[0]:
+            needed[kinds[v]][wanted[v]] = True
+        kept = [np.flatnonzero(mask) for mask in needed]
+        left = keep(problem, [kept[kind] for kind in kinds.tolist()])
         memory = replace(self.memory, extra=selected(self.memory.extra, problem.ends, left.kept))
         return Priced(self.reduced.then(left), memory, Eliminator.of(left.problem), _surviving(self.dual, left))
 

@@ -7,15 +7,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from autoparallel.search.problem import FORBIDDEN, NOTHING, Edge, Node, Problem
+from autoparallel.errors import SearchError
+from autoparallel.search.problem import FORBIDDEN, NOTHING, Edge, Label, Node, Problem, unchecked
 from autoparallel.search.shared import Shared, firsts, paired
 
 MAX_COMPARED = 1024
+FAR = 1 << 32  # more than any choice's number
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +31,12 @@ class Reduced:
         """The same plan in the original's choices."""
         return tuple(self._rows[self._starts + np.asarray(choice, np.int64)].tolist())
 
+    def forward(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The original's plan in this problem's choices; a choice that was dropped becomes the first one."""
+        picks = np.arange(len(self.kept)) * FAR + np.asarray(choice, np.int64)
+        at = np.minimum(np.searchsorted(self._keys, picks), max(0, len(self._keys) - 1))
+        return tuple(np.where(self._keys[at] == picks, at - self._starts, 0).tolist())
+
     @cached_property
     def _rows(self) -> np.ndarray:
         """All of ``kept`` in one row."""
@@ -38,13 +46,10 @@ class Reduced:
     def _starts(self) -> np.ndarray:
         return np.cumsum([0, *map(len, self.kept)])[:-1]
 
-    def forward(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The original's plan in this problem's choices; a choice that was dropped becomes the first one."""
-        found = []
-        for kept, pick in zip(self.kept, choice, strict=True):
-            at = int(np.searchsorted(kept, pick))
-            found.append(at if at < len(kept) and kept[at] == pick else 0)
-        return tuple(found)
+    @cached_property
+    def _keys(self) -> np.ndarray:
+        """``_rows``, and the nodes that they are of: ascending."""
+        return np.repeat(np.arange(len(self.kept)) * FAR, [len(kept) for kept in self.kept]) + self._rows
 
     def then(self, inner: Reduced) -> Reduced:
         """A further reduction of this problem, as one of the original."""
@@ -80,19 +85,33 @@ def drop_dominated(problem: Problem, rounds: int = 2) -> Reduced:
 
 
 def select(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
-    """The problem with only these choices of each node; arrays that were shared stay shared."""
+    """The problem with only these choices of each node; arrays that were shared stay shared.
+
+    Raises SearchError where a node would have none.
+    """
     if all(len(pick) == size for pick, size in zip(kept, problem.sizes.tolist(), strict=True)):
         return problem
+    if not all(map(len, kept)):
+        empty = next(node for node, pick in zip(problem.nodes, kept, strict=True) if not len(pick))
+        raise SearchError(f"node {empty.name!r}: no choice is left")
     costs, usages = selected(problem.costs, problem.ends, kept), selected(problem.usages, problem.ends, kept)
-    nodes = tuple(
-        replace(node, costs=cost, usages=usage,
-                labels=None if node.labels is None else tuple(node.labels[i] for i in pick))
-        for node, cost, usage, pick in zip(problem.nodes, costs, usages, kept, strict=False)
-    )
+    names: dict[tuple[int, bytes], tuple[Label, ...]] = {}
+
+    def labels_of(node: Node, pick: np.ndarray) -> tuple[Label, ...] | None:
+        if node.labels is None:
+            return None
+        key = id(node.labels), pick.tobytes()
+        if key not in names:
+            names[key] = tuple([node.labels[i] for i in pick.tolist()])
+        return names[key]
+
+    nodes = tuple([unchecked(node, costs=cost, usages=usage, labels=labels_of(node, pick))
+                   for node, cost, usage, pick in zip(problem.nodes, costs, usages, kept, strict=False)])
     count = len(nodes)
-    edges = tuple(replace(edge, costs=cost, usages=None if edge.usages is None else usage)
-                  for edge, cost, usage in zip(problem.edges, costs[count:], usages[count:], strict=True))
-    return replace(problem, nodes=nodes, edges=edges)
+    edges = tuple([unchecked(edge, costs=cost, usages=None if edge.usages is None else usage)
+                   for edge, cost, usage in zip(problem.edges, costs[count:], usages[count:], strict=True)])
+    return unchecked(problem, nodes=nodes, edges=edges, costs=costs, usages=usages,
+                     sizes=np.array([len(pick) for pick in kept], np.int64))
 
 
 def selected(arrays: Shared, ends: np.ndarray, kept: Sequence[np.ndarray]) -> Shared:
@@ -109,7 +128,8 @@ def selected(arrays: Shared, ends: np.ndarray, kept: Sequence[np.ndarray]) -> Sh
             return array
         return array[np.ix_(*within)]
 
-    return Shared([part(user) for user in first], numbers)
+    parts = Shared.of(part(user) for user in first)
+    return Shared(parts.distinct, parts.numbers[numbers])
 
 
 def _needed(problem: Problem) -> list[np.ndarray]:

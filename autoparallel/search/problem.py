@@ -172,10 +172,11 @@ class Problem:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def with_costs(self, costs: Shared, limit: float) -> Problem:
-        """Other costs and tables, and another limit."""
-        nodes = tuple(replace(node, costs=cost) for node, cost in zip(self.nodes, costs, strict=False))
-        edges = tuple(replace(edge, costs=table) for edge, table in zip(self.edges, costs[len(nodes):], strict=True))
-        return replace(self, nodes=nodes, edges=edges, limit=limit)
+        """Other costs and tables, of the same shapes and not checked, and another limit."""
+        nodes = tuple([unchecked(node, costs=cost) for node, cost in zip(self.nodes, costs, strict=False)])
+        edges = tuple([unchecked(edge, costs=table)
+                       for edge, table in zip(self.edges, costs[len(nodes):], strict=True)])
+        return unchecked(self, nodes=nodes, edges=edges, costs=costs, limit=limit)
 
     @cached_property
     def sizes(self) -> np.ndarray:
