@@ -400,8 +400,10 @@ def _solved_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, op
     if left <= 0:
         raise SearchError(f"the first search took the {options.time_limit_s:g} s that both have")
     hiding = SpacePricer(pricer.prices, pricer.limit_bytes, pricer.allowed, turns=pricer.turns, exposed=share)
-    found = solve(hiding.full(), options.search, left, hiding, options.progress, solution.choice)
+    found = solve(hiding.full_like(problem), options.search, left, hiding, options.progress, solution.choice)
     clock.lap("search beside compute")
+    if found.choice == solution.choice:
+        return None
     judged = evaluate(problem, found.choice)
     return replace(solution, choice=found.choice, objective=judged.objective, peak_bytes=judged.peak_bytes,
                    stop_reason="faster beside compute")

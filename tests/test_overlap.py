@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -179,6 +180,20 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
     assert parts.hidden_s <= min(parts.forward_s + parts.backward_s, communication)
     assert parts.hidden_s <= step.hidden_s(1.0)
     assert step.hidden_s(2.0) == pytest.approx(0.0, abs=1e-3 * parts.added_s)
+
+
+def test_links_of_parameters_alone_cost_otherwise_beside_compute() -> None:
+    case = CASES["llama"]
+    space = StrategySpace(capture(case.build(), *case.inputs(8)), (4, 2))
+    prices = Prices(space, Cluster.load("h100-sxm", num_devices=8))
+    whole, some = SpacePricer(prices), SpacePricer(prices, exposed=(0.3, 0.4))
+    problem, made, anew = whole.full(), some.full_like(whole.full()), some.full()
+    assert all(np.array_equal(a, b) for a, b in zip(made.costs, anew.costs, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(made.usages, anew.usages, strict=True))
+    assert all(edge.costs is cost for edge, cost in zip(made.edges, made.costs[len(made.nodes):], strict=True))
+    changed = [not np.array_equal(a.costs, b.costs) for a, b in zip(problem.edges, made.edges, strict=True)]
+    of_parameter = [space.sites[link.source].kind == "parameter" for link in space.links]
+    assert any(changed) and not any(c and not p for c, p in zip(changed, of_parameter, strict=False))
 
 
 def test_the_faster_step_is_taken_and_not_the_smaller_sum() -> None:

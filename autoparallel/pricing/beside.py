@@ -12,8 +12,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoparallel.layout import COLLECTIVES, Step
+from autoparallel.layout import COLLECTIVES
 from autoparallel.lower.posting import TOP, Pair, Posting, Read, kind_of, places
+from autoparallel.pricing.prices import PricedStep
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.rules.space import Label, Link, Site
 from cost_models.timeline import Task, equal_slowdown, simulate
@@ -104,6 +105,7 @@ class _Plan:
     def __init__(self, pricer: SpacePricer, labels: Sequence[Label]) -> None:
         self.pricer, self.space, self.turns, self.labels = pricer, pricer.space, pricer.turns, labels
         self.count = self.turns.hybrid.micro_batches
+        self._seconds: dict[object, tuple[float, float]] = {}
         self.sent: dict[int, list[_Way]] = defaultdict(list)
         self.waited: dict[int, list[_Way]] = defaultdict(list)
         self.ways: list[_Way] = []
@@ -118,12 +120,13 @@ class _Plan:
             way = self.ways[number]
             self.waited[way.target if place is None else place].append(way)
 
-    def _path(self, link: Link) -> Sequence[Step]:
+    def _path(self, link: Link) -> Sequence[PricedStep]:
         source = self.space.strategies[link.source].output_layout(self.labels[link.source], link.output)
         target = self.space.strategies[link.target].input_layout(self.labels[link.target], link.position)
-        return self.pricer.prices.path(link.meta, source, target) if source != target else ()
+        summing = self.turns.summing(link)
+        return self.pricer.prices.steps(link.meta, source, target, summing) if source != target else ()
 
-    def _reads(self, steps: Mapping[Link, Sequence[Step]]) -> list[Read]:
+    def _reads(self, steps: Mapping[Link, Sequence[PricedStep]]) -> list[Read]:
         """As `lower.overlap.reads_of` finds them in the program."""
         runs = dict.fromkeys(link.target for link, path in steps.items() if path)
         runs |= dict.fromkeys(site.index for site in self.space.sites if site.kind == "op")
@@ -134,7 +137,7 @@ class _Plan:
         for link, path in steps.items():
             if self.turns.of_parameter[link.source]:
                 last, layouts = passed.get(link.source), self.space.spaces(link.meta)
-                for step in path:
+                for step, *_ in path:
                     kind = kind_of(step.forward, step.backward, link.meta.requires_grad)
                     num_bytes = layouts.local_elements[layouts.index(step.after)] * link.meta.dtype.itemsize
                     found.append(Read(last, kind, self.space.axis_names[step.axis], str(link.meta.dtype),
@@ -143,8 +146,8 @@ class _Plan:
                 passed[link.target] = last
         return found
 
-    def _way(self, link: Link, step: Step) -> _Way:
-        seconds = self.pricer.prices.step_s(link.meta, step, self.turns.summing(link))
+    def _way(self, link: Link, priced: PricedStep) -> _Way:
+        step, seconds, _ = priced
         streams = [self._stream(step.axis) if kind in COLLECTIVES else COMPUTE
                    for kind in (step.forward, step.backward)]
         there, back = self.turns.link_times(link)
@@ -263,6 +266,12 @@ class _Plan:
             return 0.0, times[1] * float(self.pricer.hub_s(site.index)[number])
         if site.kind != "op":
             return 0.0, 0.0
+        alike = id(self.space.strategies[site.index]), number, times, self.turns.offloads(site.index)
+        if alike not in self._seconds:
+            self._seconds[alike] = self._priced_op(site, number, times)
+        return self._seconds[alike]
+
+    def _priced_op(self, site: Site, number: int, times: tuple[int, int]) -> tuple[float, float]:
         price = self.pricer.prices.op(self.space.strategies[site.index])
         there, back = (float(moved[number]) for moved in self.pricer.offload_s(site.index))
         forward = float(price.forward_s[number])

@@ -259,11 +259,8 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, times: t
         stage.backward += float(back[pair])
     if source == target:
         return
-    layouts = space.spaces(link.meta)
     once, summing = pricer.turns.of_parameter[link.source], pricer.turns.summing(link)
-    for step in prices.path(link.meta, source, target):
-        seconds = prices.step_s(link.meta, step, summing)
-        elements = max(layouts.local_elements[layouts.index(x)] for x in (step.before, step.after))
+    for step, seconds, elements in prices.steps(link.meta, source, target, summing):
         axis = space.axis_names[step.axis]
         actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)
         for direction, kind, s, n in actions:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,14 @@ class OpPrice:
         return self.forward_s + self.backward_s
 
 
+class PricedStep(NamedTuple):
+    """One step of a redistribution: its seconds forward and backward, and the elements of the larger of its pieces."""
+
+    step: Step
+    seconds: tuple[float, float]
+    elements: int
+
+
 class Prices:
     """Prices of one strategy space on one cluster; ``optimizer`` names the recipe for state bytes and step time.
 
@@ -71,6 +79,7 @@ class Prices:
         self._machine = (repr((self.groups, cluster.device)), mesh_shape, direct, training)
         self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
         self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
+        self._steps: dict[tuple[Any, ...], list[PricedStep]] = {}
         self._ops: dict[int, OpPrice] = {}
 
     # --- redistribution -----------------------------------------------------------------------------------------
@@ -141,7 +150,19 @@ class Prices:
             return seconds
         return seconds + collectives.copy_s((1 + scale) / 2 * (after + before), self.cluster.device)
 
-    def step_s(self, meta: TensorMeta, step: Step, summing: Summing = ALONE) -> tuple[float, float]:
+    def steps(self, meta: TensorMeta, source: Layout, target: Layout, summing: Summing = ALONE) -> list[PricedStep]:
+        """The steps that a link takes, priced: once for all links that are alike."""
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, source, target, summing)
+        if key not in self._steps:
+            self._steps[key] = [PricedStep(step, self._step_s(meta, step, summing), self._elements(meta, step))
+                                for step in self.path(meta, source, target)]
+        return self._steps[key]
+
+    def _elements(self, meta: TensorMeta, step: Step) -> int:
+        space = self.space.spaces(meta)
+        return max(int(space.local_elements[space.index(layout)]) for layout in (step.before, step.after))
+
+    def _step_s(self, meta: TensorMeta, step: Step, summing: Summing) -> tuple[float, float]:
         """(forward, backward) seconds of one step."""
         space = self.space.spaces(meta)
         before, after = (

@@ -14,7 +14,8 @@ from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.prices import Prices, dtype_name
 from autoparallel.pricing.turns import Buffer, Turns
 from autoparallel.rules.space import Label, Link, StrategySpace
-from autoparallel.search.problem import Edge, Node, Problem
+from autoparallel.search.problem import Edge, Node, Problem, unchecked
+from autoparallel.search.shared import Shared
 from cost_models import collectives, compute
 
 Allowed = Mapping[int, np.ndarray]
@@ -76,6 +77,16 @@ class SpacePricer:
         """The problem with every strategy that pins leave."""
         return self._problem([self.choices(site) for site in range(len(self.space))])
 
+    def full_like(self, problem: Problem) -> Problem:
+        """The same, made of that of a pricer which differs by ``exposed`` only: links of parameters cost otherwise."""
+        edges = list(problem.edges)
+        for number, link in enumerate(self.space.links):
+            if self.turns.of_parameter[link.source]:
+                table = self._link_costs(link, self.choices(link.source), self.choices(link.target))
+                edges[number] = unchecked(edges[number], costs=table)
+        costs = Shared.of([*[node.costs for node in problem.nodes], *[edge.costs for edge in edges]])
+        return unchecked(problem, edges=tuple(edges), costs=costs)
+
     def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
         """The problem with exactly these labels; labels that a site does not have are left out."""
         chosen = []
@@ -89,8 +100,8 @@ class SpacePricer:
         """Choice numbers in `full()` of one label per site."""
         found = []
         for site, label in enumerate(labels):
-            number = self.space.strategies[site].position[label]
-            found.append(int(np.searchsorted(self.choices(site), number)))
+            number, left = self.space.strategies[site].position[label], self.allowed.get(site)
+            found.append(number if left is None else int(np.searchsorted(left, number)))
         return tuple(found)
 
     def choice_near(self, labels: Sequence[Label]) -> tuple[int, ...]:
@@ -209,21 +220,28 @@ class SpacePricer:
 
     def _edge(self, link: Link, chosen: Sequence[np.ndarray]) -> Edge:
         rows, columns = chosen[link.source], chosen[link.target]
-        s, t = self.space.strategies[link.source], self.space.strategies[link.target]
-        life, times = self.turns.copy_life(link), self.turns.link_times(link)
-        key = (id(s), link.output, id(t), link.position, rows.tobytes(), columns.tobytes())
-        pick = np.ix_(rows, columns)
-        sums, summing, moves = self.turns.sums(link), self.turns.summing(link), self.turns.offloads_copy(link)
-        there, back = self.exposed if self.turns.of_parameter[link.source] else (1.0, 1.0)
-        counted = there * times[0], back * times[1]
-        costs = self._memo(("link", *key, counted, sums, summing, moves), lambda: (
-            self.prices.link_s(link, counted, summing) + (self.sums_s(link) if sums else 0.0)
-            + (sum(self.offload_copy_s(link)) if moves else 0.0))[pick])
-        usages = self._memo(("copy", *key, life.copies), lambda: self._copy_bytes(link)[pick] * life.copies)
-        if self.faults is not None:
-            costs = costs + FAULT_S * self.faults.link_faults(link, self.prices.table(link.meta))[pick]
+        life, costs = self.turns.copy_life(link), self._link_costs(link, rows, columns)
+        usages = self._memo(("copy", *self._pair(link, rows, columns), life.copies),
+                            lambda: self._copy_bytes(link)[np.ix_(rows, columns)] * life.copies)
         return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)
 
+    def _link_costs(self, link: Link, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Seconds of a link between these choices of its ends."""
+        times, (there, back) = self.turns.link_times(link), self.exposed
+        counted = (there * times[0], back * times[1]) if self.turns.of_parameter[link.source] else times
+        sums, summing, moves = self.turns.sums(link), self.turns.summing(link), self.turns.offloads_copy(link)
+        costs = self._memo(("link", *self._pair(link, rows, columns), counted, sums, summing, moves), lambda: (
+            self.prices.link_s(link, counted, summing) + (self.sums_s(link) if sums else 0.0)
+            + (sum(self.offload_copy_s(link)) if moves else 0.0))[np.ix_(rows, columns)])
+        if self.faults is None:
+            return costs
+        faults = self.faults.link_faults(link, self.prices.table(link.meta))[np.ix_(rows, columns)]
+        return costs + FAULT_S * faults
+
+    def _pair(self, link: Link, rows: np.ndarray, columns: np.ndarray) -> tuple[object, ...]:
+        """What makes two links between these choices of their ends alike."""
+        s, t = self.space.strategies[link.source], self.space.strategies[link.target]
+        return id(s), link.output, id(t), link.position, rows.tobytes(), columns.tobytes()
 
     def _buffer(self, buffer: Buffer, chosen: Sequence[np.ndarray]) -> Edge:
         """An edge that costs nothing and takes the bytes of a buffer, by the layout of what is sent."""

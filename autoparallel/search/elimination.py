@@ -25,6 +25,7 @@ from autoparallel.search.problem import FORBIDDEN, Problem
 from autoparallel.search.shared import Shared
 
 CHUNK_CELLS = 1_000_000
+KEPT_CELLS = 10_000_000
 HOPELESS_CELLS = 1e10
 WHOLE_NODES = 5_000  # beyond, a second order takes seconds
 
@@ -99,25 +100,6 @@ def elimination_order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], by
     return Order(tuple(nodes), tuple(neighbours), max_cells)
 
 
-class _Names:
-    """Small numbers for arrays and steps: equal inputs, equal number."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[object, int] = {}
-        self._by_id: dict[int, tuple[np.ndarray, int]] = {}
-
-    def of(self, key: object) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
-
-    def of_array(self, array: np.ndarray) -> int:
-        """By identity where the array was seen before (it is kept alive), else by content."""
-        known = self._by_id.get(id(array))
-        if known is None:
-            content = hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).digest()
-            known = self._by_id[id(array)] = array, self.of((array.shape, content))
-        return known[1]
-
-
 Places = tuple[int, ...]
 Factor = tuple[Places, int]  # which nodes of a scope a table is about, by position, and the table's name
 
@@ -149,24 +131,41 @@ class Step(NamedTuple):
 
 
 class Tables:
-    """Every array of one elimination by name, and what each result was lowered by so that its least is 0."""
+    """Every array by name, and what each result was lowered by so that its least is 0.
 
-    def __init__(self, arrays: Shared) -> None:
-        self._names = _Names()
+    Names are small numbers: equal inputs, equal name. So what one elimination has worked out is there for the next, of
+    changed costs. ``cells`` counts those of all arrays that are kept.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[object, int] = {}
+        self._seen: dict[int, tuple[np.ndarray, int]] = {}
         self._arrays: dict[int, np.ndarray] = {}
         self.lowered: dict[int, float] = {}
-        called = []
-        for array in arrays.distinct:
-            row = array.reshape(-1) if array.ndim == 2 and min(array.shape) == 1 else array
-            called.append(self._names.of_array(row))
-            self._arrays[called[-1]] = row
-        self.given = np.array(called, np.int64)[arrays.numbers]
+        self.steps: dict[tuple[int, bytes], list[Step]] = {}
+        self.picks: dict[tuple[int, ...], int] = {}
+        self.cells = 0
 
     def __getitem__(self, name: int) -> np.ndarray:
         return self._arrays[name]
 
     def name(self, key: object) -> int:
-        return self._names.of(key)
+        return self._names.setdefault(key, len(self._names))
+
+    def names(self, arrays: Shared) -> np.ndarray:
+        """Take in these arrays; the name of each owner's."""
+        return np.array([self._name_of(array) for array in arrays.distinct], np.int64)[arrays.numbers]
+
+    def _name_of(self, array: np.ndarray) -> int:
+        """By identity where the array was seen before (it is kept alive), else by content."""
+        known = self._seen.get(id(array))
+        if known is None:
+            row = array.reshape(-1) if array.ndim == 2 and min(array.shape) == 1 else array
+            content = hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=16).digest()
+            known = self._seen[id(array)] = array, self.name((row.shape, content))
+            self._arrays[known[1]] = row
+            self.cells += row.size
+        return known[1]
 
     def work_out(self, steps: Sequence[Step]) -> float:
         """Fill in the result of every step, each less its minimum; returns the sum of these minima."""
@@ -176,13 +175,15 @@ class Tables:
                 lowest = float(result.min())
                 self.lowered[step.name] = lowest
                 self._arrays[step.name] = result - lowest if 0 < lowest < FORBIDDEN else result
-        return math.fsum(self.lowered[step.name] for step in steps)
+                self.cells += result.size
+        return math.fsum([self.lowered[step.name] for step in steps])
 
     def without(self, total: np.ndarray, part: int) -> int:
         """The name of a sum of tables without one of its terms."""
-        name = self.name(("without", part, self._names.of_array(total)))
+        name = self.name(("without", part, total.shape, self._name_of(total)))
         if name not in self._arrays:
             self._arrays[name] = _less(total, self[part])
+            self.cells += total.size
         return name
 
     def project(self, factors: list[Factor], shape: tuple[int, ...], onto: Sequence[Places]) -> list[np.ndarray]:
@@ -289,7 +290,7 @@ class Sweep:
 
     def choose(self, steps: Sequence[Step], tables: Tables, choice: list[int]) -> None:
         """Walk back: the best choice of each node given those of the nodes eliminated after it, or that stay."""
-        known: dict[tuple[int, ...], int] = {}
+        known = tables.picks
         for step in reversed(steps):
             v, near = step.slot.node, step.slot.near
             around = [choice[u] for u in near]
@@ -338,6 +339,7 @@ class Eliminator:
 
     def __init__(self, sizes: Sequence[int] | np.ndarray, pairs: Sequence[tuple[int, int]] | np.ndarray) -> None:
         self.sizes = np.asarray(sizes, np.int64)
+        self._tables = Tables()
         ends = np.asarray(pairs, np.int64).reshape(-1, 2)
         self._lay_out(ends, repeated_pieces(self.sizes, ends))
         if self.max_cells > CHUNK_CELLS and self._pieces and len(self.sizes) <= WHOLE_NODES:  # it may be narrower
@@ -385,7 +387,9 @@ class Eliminator:
         An array of costs per node, then a table per edge of the problem given at birth. Time O(`work`).
         """
         run = _Run(self, arrays)
-        return run.value(), run.choice()
+        found = run.value(), run.choice()
+        self._forget()
+        return found
 
     def regrets(self, arrays: Shared) -> list[np.ndarray]:
         """For every choice of every node: by how much the best plan with it exceeds the best plan (inf: there is none).
@@ -395,25 +399,39 @@ class Eliminator:
         run = _Run(self, arrays)
         if run.value() == FORBIDDEN:
             return [np.zeros(size) for size in self.sizes]
-        return run.regrets()
+        found = run.regrets()
+        self._forget()
+        return found
+
+    def _forget(self) -> None:
+        """Let go of tables where they are many."""
+        if self._tables.cells > KEPT_CELLS:
+            self._tables = Tables()
 
 
 class _Run:
     """One elimination: the steps of every kind of piece (a form with certain costs), and which piece is of which."""
 
     def __init__(self, eliminator: Eliminator, arrays: Shared) -> None:
-        self.of, self.tables = eliminator, Tables(arrays)
+        self.of, self.tables = eliminator, eliminator._tables
         self.kinds: list[list[list[Step]]] = []
         self.kind_of: list[np.ndarray] = []
-        called = self.tables.given[eliminator._inputs].tolist()
-        for form, rule in zip(eliminator._pieces, eliminator._rules, strict=True):
-            rows = self.tables.given[form.inputs]
+        given = self.tables.names(arrays)
+        called = given[eliminator._inputs].tolist()
+        for number, (form, rule) in enumerate(zip(eliminator._pieces, eliminator._rules, strict=True)):
+            rows = given[form.inputs]
             which, first = _equal_rows(rows)
-            self.kinds.append([rule.steps(rows[row].tolist(), self.tables) for row in first])
+            self.kinds.append([self._steps(number, rule, rows[row]) for row in first])
             self.kind_of.append(which)
             ends = np.array([kind[-1].name for kind in self.kinds[-1]])
             called += ends[which].tolist()
         self.top = eliminator._top.steps(called, self.tables)
+
+    def _steps(self, form: int, rule: Sweep, called: np.ndarray) -> list[Step]:
+        key, known = (form, called.tobytes()), self.tables.steps
+        if key not in known:
+            known[key] = rule.steps(called.tolist(), self.tables)
+        return known[key]
 
     def value(self) -> float:
         """Fill in all tables; the least sum."""

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from autoparallel.errors import SearchError
-from autoparallel.search import Edge, Node, Problem, evaluate, iopddl, solve
+from autoparallel.search import Edge, Node, Problem, elimination, evaluate, iopddl, solve
 from autoparallel.search.elimination import Eliminator, elimination_order
 from autoparallel.search.lagrange import lowest_peak, raise_bound
 from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
@@ -174,6 +174,35 @@ def test_pieces_that_repeat_are_eliminated_by_one_rule(seed: int) -> None:
     assert costs.take(problem.cells(choice)).sum() == pytest.approx(value)
     for regret, expected in zip(by_pieces.regrets(costs), whole.regrets(costs), strict=True):
         assert np.allclose(regret, expected)
+
+
+@pytest.mark.parametrize("kept_cells", [0, 10**6])
+def test_tables_of_earlier_prices_change_nothing(kept_cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elimination, "KEPT_CELLS", kept_cells)
+    problem = block_chain(8, choices=3, seed=1)
+    rng, kept = np.random.default_rng(1), Eliminator.of(problem)
+    some = rng.choice([0.0, 0.25, 0.5], (3, len(problem.costs)))
+    for rates in some[[0, 1, 0, 2, 1]]:
+        costs, fresh = problem.costs.priced(problem.usages, rates), Eliminator.of(problem)
+        assert kept.solve(costs) == fresh.solve(costs)
+        for regret, expected in zip(kept.regrets(costs), fresh.regrets(costs), strict=True):
+            assert np.array_equal(regret, expected)
+    assert (kept._tables.cells == 0) == (kept_cells == 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds)
+def test_choices_that_were_dropped_become_the_first(seed: int) -> None:
+    problem, rng = random_problem(seed, limited=True), np.random.default_rng(seed)
+    kept = [np.flatnonzero(rng.random(size) < 0.5) for size in problem.sizes]
+    kept = [pick if len(pick) else np.array([0]) for pick in kept]
+    left, choice = keep(problem, kept), [int(rng.integers(size)) for size in problem.sizes]
+    expected = tuple(pick.tolist().index(c) if c in pick else 0 for pick, c in zip(kept, choice, strict=True))
+    assert left.forward(choice) == expected
+    checked = Problem(left.problem.nodes, left.problem.edges, problem.limit)  # with nothing derived yet
+    assert evaluate(left.problem, expected) == evaluate(checked, expected) == evaluate(problem, left.restore(expected))
+    with pytest.raises(SearchError, match="no choice is left"):
+        keep(problem, [np.zeros(0, np.int64), *kept[1:]])
 
 
 @settings(max_examples=40, deadline=None)
