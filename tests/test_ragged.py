@@ -354,6 +354,19 @@ def kept_in_a_list(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     return out + torch.stack(losses).sum()
 
 
+def returned(m: Any, x: Tensor, scores: Tensor) -> Any:
+    kept = []
+
+    def expert(rows: Tensor) -> Tensor:
+        kept.append(m.bias * 2)
+        return rows * kept[-1]
+
+    out, mask = torch.zeros_like(x), scores[:, 0] > 0
+    if mask.any():
+        out[mask] = expert(x[mask])
+    return out, kept
+
+
 def of_another_rank(m: Any, x: Tensor, scores: Tensor) -> Tensor:
     out = torch.zeros(TOKENS, TOKENS)
     mask = scores[:, 0] > 0
@@ -373,9 +386,14 @@ def twice_in_place(m: Any, x: Tensor, scores: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("refused", [counted, added_up, numbered, collected, written_whole, left_over, across, met,
-                                     contracted, twice, mask_written, largest, kept_in_a_list, of_another_rank,
-                                     columns, twice_in_place])
+                                     contracted, twice, mask_written, largest, kept_in_a_list,
+                                     of_another_rank, columns, twice_in_place])
 def test_what_is_more_than_rows_is_refused(refused: Any) -> None:
     with pytest.raises(CaptureError, match=rf"(?s)(the data|by the values|written to since).*test_ragged.py:\d+ in "
                                            rf"{refused.__name__}.*Write torch.where"):
         capture(Model(refused), draws()[0])
+
+
+def test_what_a_branch_leaves_behind_is_not_returned() -> None:
+    with pytest.raises(CaptureError, match="Model returns what is made in lines that the data say whether to run"):
+        capture(Model(returned), draws()[0])

@@ -15,7 +15,8 @@ from torch.export import ExportedProgram
 
 from autoparallel.capture.caches import register_caches
 from autoparallel.capture.functions import functions_as_ops
-from autoparallel.capture.ragged import rows_by_value
+from autoparallel.capture.ragged import rows_by_value, tensors_of
+from autoparallel.capture.row_loops import REGIONS
 from autoparallel.capture.stand_ins import TracedCalls, traced_methods, without_checks
 from autoparallel.errors import CaptureError
 
@@ -34,6 +35,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     export_log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = export_log.level
     export_log.setLevel(logging.CRITICAL)  # its dump of the half-traced graph is replaced by our message
+    returned = model.register_forward_hook(_returned)
     try:
         with (torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(), rows_by_value(),
               TracedCalls()):
@@ -44,6 +46,13 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         raise CaptureError(_explain(model, error)) from error
     finally:
         export_log.setLevel(level)
+        returned.remove()
+
+
+def _returned(model: torch.nn.Module, args: Any, output: Any) -> None:
+    if REGIONS.escaped(tensors_of(output)):
+        raise CaptureError(f"{type(model).__name__} returns what is made in lines that the data say whether to run\n"
+                           "  Return what is made for all rows.")
 
 
 def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

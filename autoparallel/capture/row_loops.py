@@ -86,11 +86,13 @@ class Regions:
     met: bool = False
     made: MutableMapping[Tensor, list[Tensor]] = field(default_factory=WeakIdKeyDictionary)
 
-    def reads(self, tensors: Iterable[Tensor]) -> None:
-        """Raises CaptureError where one was made under a condition that does not hold here: a list, an attribute or a
-        closure has kept it."""
+    def escaped(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one was made under a condition that does not hold here: a list or a closure has kept it."""
         known = {id(c) for c in self.conditions()}
-        if any(id(c) not in known for x in tensors for c in self.made.get(x, ())):
+        return any(id(c) not in known for x in tensors for c in self.made.get(x, ()))
+
+    def reads(self, tensors: Iterable[Tensor]) -> None:
+        if self.escaped(tensors):
             raise refused("what was made in lines that the data say whether to run, and is read elsewhere")
 
     def makes(self, given: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
