@@ -438,6 +438,11 @@ class _Block(torch.nn.Module):
         return x + torch.nn.functional.gelu(self.linear(self.norm(x)))
 
 
+class _Sum(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().sum()
+
+
 class _LongThenWide(torch.nn.Module):
     """First long sequences and few parameters, then none and many: little passes between the two only."""
 
@@ -498,6 +503,23 @@ def test_bounds_lie_below_estimates() -> None:
         problem = SpacePricer(prices, turns=turns).full()
         peak = evaluate(problem, solve(problem, "exact").choice).peak_bytes
         assert 0 < search.least_bytes(candidate) <= peak
+
+
+def test_estimates_count_what_runs_beside_compute() -> None:
+    """An estimate on a slow network is the step that the plan in full is predicted to take."""
+    machine = Cluster.load("a100-sxm", num_devices=4)
+    slow = dataclasses.replace(machine.links[0], bandwidth_bytes_per_s=2e9)
+    machine = dataclasses.replace(machine, links=(slow, *machine.links[1:]))
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False) for _ in range(3)], _Sum())
+        x = torch.zeros(16384, 4096)
+    search = JointSearch(capture(model, (x,)), machine, Fixed(), "adamw", float("inf"))
+    for hybrid in (Hybrid(), Hybrid(micro_batches=4, zero_stage=1)):
+        found = search.estimate(Candidate(hybrid, (4,)))
+        made = autoparallel.plan(model, machine, example_inputs=(x,), mesh_shape=(4,), zero_stage=hybrid.zero_stage,
+                                 micro_batches=hybrid.micro_batches)
+        assert made.prediction.hidden_s > 0.02 * made.prediction.step_s
+        assert found.estimate_s == pytest.approx(made.prediction.step_s, rel=0.01)
 
 
 def test_drafts_go_by_what_their_kind_took() -> None:

@@ -97,7 +97,7 @@ def estimate(pricer: SpacePricer, labels: Sequence[Label]) -> float:
     _add_sites(pricer, labels, [stage], {})
     _add_links(pricer, labels, [stage], {})
     once = stage.once * max(hybrid.groups) / hybrid.pipeline_ranks
-    return equal_stages_s(hybrid, stage.total - stage.once) + once
+    return equal_stages_s(hybrid, stage.total - stage.once) + once - hidden_s(pricer, labels)
 
 
 def site_seconds(prices: Prices, hybrid: Hybrid, labels: Sequence[Label]) -> np.ndarray:
