@@ -17,7 +17,7 @@ from autoparallel.capture.caches import register_caches
 from autoparallel.capture.functions import functions_as_ops
 from autoparallel.capture.ragged import rows_by_value, tensors_of
 from autoparallel.capture.row_loops import REGIONS
-from autoparallel.capture.stand_ins import TracedCalls, traced_methods, without_checks
+from autoparallel.capture.stand_ins import TracedCalls, flex_attention_as_ops, traced_methods, without_checks
 from autoparallel.errors import CaptureError
 
 _OWN = str(Path(__file__).parent)
@@ -37,8 +37,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     export_log.setLevel(logging.CRITICAL)  # its dump of the half-traced graph is replaced by our message
     returned = model.register_forward_hook(_returned)
     try:
-        with (torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(), rows_by_value(),
-              TracedCalls()):
+        with (torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(), flex_attention_as_ops(),
+              rows_by_value(), TracedCalls()):
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:
         raise

@@ -100,8 +100,11 @@ def _synonym(graph: Graph, node: Node) -> Node:
 
 
 def _same_dtype(graph: Graph, node: Node) -> Node | None:
-    """A copy to the same dtype is the tensor itself; any other is `to.dtype` (devices are one per rank)."""
+    """A copy to the same dtype is the tensor itself, of a number (as torch.vmap writes it) a new one; any other is
+    `to.dtype` (devices are one per rank)."""
     source, value = node.args[0], node.meta["val"]
+    if not isinstance(source, FxNode):
+        return emit(graph, node, aten.full.default, [], source, dtype=value.dtype)
     if source.meta["val"].dtype == value.dtype:
         return source
     return emit(graph, node, aten.to.dtype, source, value.dtype)

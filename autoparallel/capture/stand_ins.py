@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +50,23 @@ def traced_methods() -> Iterator[None]:
           _instead(eager_transforms, "_jvp_with_argnums", pushforward),
           _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.Module, "to", _to),
           _instead(wrapped, "mod_index", torch.ops.aten.index.Tensor)):
+        yield
+
+
+@contextmanager
+def flex_attention_as_ops() -> Iterator[None]:
+    """Flexible attention is what its functions of places make of all scores at once, as torch computes it without a
+    compiler: memory grows with the square of the length."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    if flex is None:  # nobody can call it
+        yield
+        return
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    with (_instead(flex, "flex_attention_hop", math_attention),
+          _instead(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+          _instead(flex, "_validate_device", lambda *tensors: None),
+          _instead(flex, "setup_compilation_env", lambda: nullcontext("eager"))):
         yield
 
 
