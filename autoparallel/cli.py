@@ -42,6 +42,7 @@ def plan(
     recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto")] = None,
     reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16")] = None,
     explain: Annotated[str | None, typer.Option(help="an op, parameter or input: what its strategies cost")] = None,
+    sensitivity: Annotated[bool, typer.Option(help="what half or twice the bandwidth or memory would mean")] = False,
     time_limit: Annotated[float, typer.Option(help="seconds for the search")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
 ) -> None:
@@ -50,7 +51,7 @@ def plan(
 
     import autoparallel
     from autoparallel.report import print_report
-    from autoparallel.report.study import explanation
+    from autoparallel.report.study import explanation, sensitivities
 
     shape = _mesh_shape(mesh)
     count = devices if devices is not None else _product(shape) if shape else 8
@@ -71,6 +72,8 @@ def plan(
     print_report(made, console)
     if explain is not None:
         console.print(explanation(explain, made.explain(explain)))
+    if sensitivity:
+        console.print(sensitivities(made.prediction.step_s, made.sensitivity()))
     if output is not None:
         made.save(output)
         typer.echo(f"plan written to {output}")

@@ -37,7 +37,7 @@ from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, p
 from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
 from autoparallel.pricing.beside import least_exposed
 from autoparallel.report import block_layouts
-from autoparallel.report.study import Study
+from autoparallel.report.study import TIME_LIMIT_S, Study
 from autoparallel.rules.space import Label, StrategySpace
 from autoparallel.search import Progress, plan_within, solve
 from autoparallel.search.alternatives import conflict
@@ -387,7 +387,21 @@ def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, option
             rival = other(hiding, pricer.labels_of(hiding.choice))
             if rival.prediction.step_s < made.prediction.step_s:
                 made, solution = rival, hiding
-    return replace(made, study=Study(pricer, problem, solution, lambda labels, found: other(found, labels)))
+    elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
+    return replace(made, study=Study(pricer, problem, solution, lambda labels, found: other(found, labels), elsewhere))
+
+
+def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,
+               placed: Mapping[str, Layout], stages: Stages, cluster: Cluster, limit_bytes: float, held: bool) -> Plan:
+    """A solution (if held), or the best plan, for other machines or another memory limit. Raises as `plan` does."""
+    options = replace(options, memory_limit_bytes=limit_bytes, progress=None,
+                      time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
+    space, hybrid = pricer.space, pricer.turns.hybrid
+    if not held:
+        return _plan_in(space, micro, cluster, options, placed, hybrid)
+    prices = Prices(space, cluster, options.optimizer, stages=hybrid.pipeline_ranks)
+    there = SpacePricer(prices, limit_bytes, pricer.allowed, turns=pricer.turns)
+    return _plan_of(there, there.full(), solution, pricer.labels_of(solution.choice), options, _Clock(), stages)
 
 
 def _solved_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock

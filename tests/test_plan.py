@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import pickle
 import re
 from pathlib import Path
@@ -195,6 +196,32 @@ def test_explaining_a_choice() -> None:
         assert travelled == made
         with pytest.raises(PlanError, match="read from a file"):
             travelled.explain("up.weight")
+
+
+def test_what_bandwidth_and_memory_would_change() -> None:
+    """As planning anew for such machines says; a slower link, or less memory, never makes a step shorter."""
+    free = planned("llama", memory_limit_bytes=math.inf)
+    limit = 0.8 * free.prediction.peak_bytes
+    made = planned("llama", memory_limit_bytes=limit)
+    found = {(s.what, s.factor): s for s in made.sensitivity((0.25, 4.0))}
+    machine = Cluster.load("h100-sxm", num_devices=4)
+    wires = f"bandwidth of {machine.links[0].name}"
+    assert found.keys() == {(what, factor) for what in (wires, "memory limit") for factor in (0.25, 4.0)}
+    step_s = made.prediction.step_s
+    assert found[wires, 0.25].held_s > step_s > found[wires, 4.0].held_s
+    assert all(s.best_s <= s.held_s for s in found.values())
+    assert all((s.num_others > 0) == (s.best_s < s.held_s) for s in found.values())
+    slow = dataclasses.replace(machine.links[0], bandwidth_bytes_per_s=machine.links[0].bandwidth_bytes_per_s / 4)
+    case, slower = CASES["llama"], dataclasses.replace(machine, links=(slow, *machine.links[1:]))
+    args, kwargs = case.inputs(8)
+    again = plan(case.build(), slower, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 2), axis_names=AXES,
+                 memory_limit_bytes=limit)
+    assert found[wires, 0.25].best_s == pytest.approx(again.prediction.step_s, rel=2e-3)
+    assert found["memory limit", 4.0].held_s == step_s
+    assert found["memory limit", 4.0].best_s == pytest.approx(free.prediction.step_s, rel=2e-3)
+    assert found["memory limit", 0.25].held_s == math.inf
+    with pytest.raises(PlanError, match="read from a file"):
+        Plan.from_json(made.to_json()).sensitivity()
 
 
 # ------------------------------------------------------------------------------------------------------------ baselines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from autoparallel.plans.hybrid import Hybrid
 from autoparallel.rules.space import Label, StrategySpace
 
 if TYPE_CHECKING:
-    from autoparallel.report.study import Choice, Study
+    from autoparallel.report.study import Choice, Sensitivity, Study
 
 VERSION = 2
 Strategies = Mapping[str, tuple[str, ...]]
@@ -166,6 +166,14 @@ class Plan:
         Raises PlanError for an unknown name, or when the plan was read from a file.
         """
         return self._study().explain(name)
+
+    def sensitivity(self, factors: Sequence[float] = (0.5, 2.0)) -> list[Sensitivity]:
+        """What so many times the bandwidth of each link, or the memory limit, would make of the step: of this plan, and
+        of the best one (with pipeline, mesh and micro-batches as they are).
+
+        Raises PlanError when the plan was read from a file.
+        """
+        return self._study().sensitivity(factors)
 
     def _study(self) -> Study:
         if self.study is None:

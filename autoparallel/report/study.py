@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from autoparallel.errors import PlanError
+from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.plans import Plan
 from autoparallel.pricing import SpacePricer
 from autoparallel.rules.space import Label
 from autoparallel.search import alternatives as others
 from autoparallel.search.problem import Problem, Solution
+from cost_models import Cluster
 
 MEANINGFUL = 0.02  # of all ops must run otherwise for a plan to count as another one
 TIME_LIMIT_S = 20.0
@@ -29,14 +31,29 @@ class Choice:
     resolved_s: float | None
 
 
+@dataclass(frozen=True)
+class Sensitivity:
+    """What a step becomes where ``what`` (a link's bandwidth, or the memory limit) is ``factor`` times what it is:
+    seconds of this plan (inf: it does not fit) and of the best plan (inf: none fits), and how many ops that runs
+    otherwise."""
+
+    what: str
+    factor: float
+    held_s: float
+    best_s: float
+    num_others: int
+
+
 @dataclass(frozen=True, eq=False)
 class Study:
-    """The problem behind a plan; ``plan_of`` makes a plan of a solution."""
+    """The problem behind a plan; ``plan_of`` makes a plan of a solution, ``elsewhere`` this plan (if held) or the best
+    one for another cluster and memory limit, with pipeline, mesh and micro-batches as they are."""
 
     pricer: SpacePricer
     problem: Problem
     solution: Solution
     plan_of: Callable[[Sequence[Label], Solution], Plan]
+    elsewhere: Callable[[Cluster, float, bool], Plan]
 
     def alternatives(self, k: int) -> list[Plan]:
         """The k best plans found in which at least `MEANINGFUL` of the ops run otherwise, cheapest first."""
@@ -61,6 +78,50 @@ class Study:
         options.sort(key=lambda o: (o.pick != self.solution.choice[node], o.resolved is None, o.resolved or o.least))
         s, choices = space.strategies[node], self.pricer.choices(node)
         return [Choice(s.names(s.labels[int(choices[o.pick])]), o.alone, o.least, o.resolved) for o in options]
+
+
+    def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
+        """What so much more or less bandwidth of each link that ranks use, and memory, would change."""
+        found = []
+        for what, factor, cluster, limit in self._changes(factors):
+            held, best = self.elsewhere(cluster, limit, True), None
+            held_s = held.prediction.step_s if held.prediction.peak_bytes <= limit else float("inf")
+            with suppress(InfeasibleError, SearchError):
+                best = self.elsewhere(cluster, limit, False)
+            if best is None or best.prediction.step_s >= held_s:
+                found.append(Sensitivity(what, factor, held_s, held_s, 0))
+            else:
+                others = sum(best.strategies[site.name] != held.strategies[site.name]
+                             for site in self.pricer.space.sites if site.kind == "op")
+                found.append(Sensitivity(what, factor, held_s, best.prediction.step_s, others))
+        return found
+
+    def _changes(self, factors: Sequence[float]) -> Iterator[tuple[str, float, Cluster, float]]:
+        """What is changed, by how much, and the cluster and memory limit then."""
+        cluster, limit = self.pricer.prices.cluster, self.pricer.limit_bytes
+        crossed = {link.name for group in self.pricer.prices.groups for _, link, _ in group.crossed}
+        for link in cluster.links:
+            if link.name in crossed or self.pricer.turns.hybrid.stages > 1:
+                for factor in factors:
+                    other = replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)
+                    links = tuple(other if k is link else k for k in cluster.links)
+                    yield f"bandwidth of {link.name}", factor, replace(cluster, links=links), limit
+        if limit < float("inf"):
+            for factor in factors:
+                yield "memory limit", factor, cluster, factor * limit
+
+
+def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
+    """The answer of `Study.sensitivity` for a terminal."""
+    from autoparallel.report.text import seconds_str
+
+    table = Table(title=f"what would change the step of {seconds_str(step_s)}", title_justify="left")
+    for column in ("what", "times", "this plan", "best plan", "other ops"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for s in found:
+        held, best = ("does not fit" if t == float("inf") else seconds_str(t) for t in (s.held_s, s.best_s))
+        table.add_row(s.what, f"{s.factor:g}", held, best, str(s.num_others))
+    return table
 
 
 def explanation(name: str, choices: Sequence[Choice]) -> Table:
