@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from functools import cached_property
 from typing import Any
 
@@ -146,12 +147,15 @@ def test_plain_and_distributed_inputs_mean_the_same(ranks: Any) -> None:
         assert max(losses) - min(losses) < 1e-5 * losses[-1]
 
 
-def other_shapes() -> list[float]:
-    """A longer sequence, another batch, and the first again: relative differences of loss and a gradient."""
+def other_shapes() -> tuple[list[float], list[str]]:
+    """A batch, another, and the first again: relative differences of loss and a gradient, and what is announced."""
     case = CASES["llama"]
     model = case.build()
     parallel = autoparallel.compile(model, mesh_of(2, 2))
-    found = []
+    found, announced = list[float](), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: announced.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("autoparallel").addHandler(handler)
     for batch in (8, 4, 8):
         _, kwargs = case.inputs(batch)
         parallel.zero_grad(set_to_none=True) if found else None
@@ -163,12 +167,14 @@ def other_shapes() -> list[float]:
         mine, theirs = gathered((n, p.grad) for n, p in parallel.named_parameters()), dict(model.named_parameters())
         name = "model.layers.0.mlp.up_proj.weight"
         found.append(float((mine[name] - theirs[name].grad).abs().max() / theirs[name].grad.abs().max()))
-    return found
+    logging.getLogger("autoparallel").removeHandler(handler)
+    return found, announced
 
 
 def test_calls_of_other_shapes_are_traced_anew(ranks: Any) -> None:
-    for found in ranks(4).run(other_shapes):
-        assert max(found) < 1e-5
+    told = ranks(4).run(other_shapes)
+    assert all(max(found) < 1e-5 for found, _ in told)
+    assert ["another form (form 2)" in line and "int64[4, " in line for _, lines in told for line in lines] == [True]
 
 
 def meta_model(load: bool) -> tuple[float, list[str]]:

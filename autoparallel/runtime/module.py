@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime import data, groups, initialise, rng
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.step import Forward, StepRunner, loss_of
+
+_LOG = logging.getLogger("autoparallel")
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,9 @@ class ParallelModule(nn.Module):
             shapes = [_as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(shapes, spec)
             call = _call_text(args, kwargs)
+            if state.forms and dist.get_rank() == 0:  # it takes seconds
+                _LOG.warning("%s is compiled for a call of another form (form %d): %s", type(state.model).__name__,
+                             len(state.forms) + 1, call)
             try:
                 compiled = state.compile_call(state.model, args, kwargs, state.layouts,
                                               plain and not state.hybrid.is_plain)
