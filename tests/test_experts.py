@@ -44,8 +44,10 @@ def run_plan(mesh_shape: tuple[int, ...], plan: autoparallel.Plan) -> tuple[floa
 
 
 @pytest.mark.parametrize(("mesh_shape", "strategy"), [
-    ((4,), ("e",)), ((4,), ("t",)), ((2, 2), ("t", "e")), ((2, 2), ("e", "t")), ((2, 2), ("e", "e")),
-    ((4,), ("dispatch",)), ((2, 2), ("t", "dispatch")), ((2, 2), ("dispatch", "t")), ((2, 2), ("repeat", "dispatch")),
+    ((4,), ("e",)), ((2, 2), ("t", "e")), ((4,), ("dispatch",)), ((2, 2), ("dispatch", "t")),
+    *(pytest.param(mesh, strategy, marks=pytest.mark.slow) for mesh, strategy in [
+        ((4,), ("t",)), ((2, 2), ("e", "t")), ((2, 2), ("e", "e")), ((2, 2), ("t", "dispatch")),
+        ((2, 2), ("repeat", "dispatch"))]),
 ])
 def test_a_mixture_is_cut_by_tokens_and_experts(ranks: Any, mesh_shape: tuple[int, ...], strategy: tuple[str, ...]
                                                 ) -> None:
