@@ -1,4 +1,4 @@
-"""The walk: model -> graph -> strategy space -> prices -> problem -> solution -> plan -> program.
+"""The walk: model -> graph -> plan (`planning`: strategy space -> prices -> problem -> solution) -> program.
 
 `plan` needs no process group and no devices; `compile` adds lowering and returns a module to call.
 """
@@ -8,40 +8,28 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
-from autoparallel.baselines import baseline
 from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError, SearchError
 from autoparallel.hybrid import (
-    MicroBatches,
-    Stages,
-    Ungathered,
     blocks_by_stage,
     fewest_recomputed,
     is_uneven,
     on_several_ranks,
-    place_cuts,
     split_batch,
     stages_of,
-    stored_in_pieces,
 )
 from autoparallel.hybrid.joint import Candidate, First, Fixed, search_jointly
 from autoparallel.layout import Layout
-from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
-from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
-from autoparallel.pricing.beside import least_exposed
-from autoparallel.report import block_layouts
-from autoparallel.report.study import TIME_LIMIT_S, Study
-from autoparallel.rules.space import Label, StrategySpace
-from autoparallel.search import Progress, plan_within, solve
-from autoparallel.search.alternatives import conflict
-from autoparallel.search.problem import Problem, Solution, evaluate
+from autoparallel.planning import RECOMPUTE_TRIES, ROUGH_S, Options, plan_in, plan_on
+from autoparallel.plans import Hybrid, Plan
+from autoparallel.pricing import Prices
+from autoparallel.rules.space import StrategySpace
 from cost_models import Cluster
 
 if TYPE_CHECKING:
@@ -54,67 +42,6 @@ if TYPE_CHECKING:
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
                                "recompute", "zero_stage", "reduce_dtype"})
-
-#: Into how many searches recompute="auto" divides its time.
-RECOMPUTE_TRIES = 4
-#: The plan by which stages are cut: as good as that, or as good as can be found in so many seconds.
-ROUGH_GAP, ROUGH_S = 0.02, 3.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `plan` and `compile` share.
-
-    ``search``: auto, ilp, recursive or exact. ``pins``: placements by name pattern. ``baseline``: a classical plan
-    instead of the search's own. ``memory_limit_bytes`` per device (None: what the device has; inf: no limit).
-    ``optimizer``: whose state is counted. ``time_limit_s`` bounds the search, and Ctrl-C ends it
-    with the best plan so far. ``progress``: called as `search.solve` says.
-
-    A step in turns (see `plans.Hybrid`): ``micro_batches``, ``pipeline_stages`` (over the mesh's first axis, of which
-    they are a multiple, or ``stage_replicas`` says how many ranks of that axis take turns on each stage), ``schedule``,
-    ``recompute`` (none, selective, full, offload; or auto: whole blocks in full, as few as memory allows).
-    ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3 store each in as many pieces as it can be cut into;
-    None leaves that to the search. ``reduce_dtype``: the type in which gradients are summed ("float32", "bfloat16",
-    "float16"; None: each parameter's own).
-    """
-
-    search: str = "auto"
-    pins: Mapping[str, Any] | None = None
-    baseline: str | None = None
-    memory_limit_bytes: float | None = None
-    optimizer: str = "adamw"
-    time_limit_s: float = 60.0
-    micro_batches: int | None = None
-    pipeline_stages: int | None = None
-    stage_replicas: Sequence[int] | None = None
-    schedule: str | None = None
-    recompute: str | None = None
-    zero_stage: int | None = None
-    reduce_dtype: str | None = None
-    progress: Progress | None = None
-
-    @property
-    def stages(self) -> int:
-        return self.pipeline_stages or len(self.stage_replicas or ()) or 1
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """``stage_replicas`` as a plan has it: nothing where each stage has one rank."""
-        found = tuple(self.stage_replicas or ())
-        return found if any(ranks != 1 for ranks in found) or len(found) != self.stages else ()
-
-    def hybrid(self, pipeline_ranks: int) -> Hybrid:
-        """How a step runs, on so many ranks of the pipeline axis. Raises PlanError for what does not go together."""
-        turns = 1 if self.micro_batches is None else self.micro_batches
-        zero_stage = (2 if turns == 1 else 1) if self.zero_stage is None else self.zero_stage
-        return Hybrid(turns, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
-                      recompute="none" if self.recompute in (None, "auto") else self.recompute,
-                      reduce_dtype=self.reduce_dtype, replicas=self.replicas)
-
-    def limit_bytes(self, cluster: Cluster) -> float:
-        """Bytes that a plan may take on a device."""
-        return cluster.device.usable_bytes if self.memory_limit_bytes is None else self.memory_limit_bytes
-
 
 def plan(
     model: nn.Module,
@@ -175,9 +102,9 @@ def _plan_of_shape(graph: OpGraph, cluster: Cluster, shape: tuple[int, ...], axi
     hybrid = options.hybrid(shape[0] if options.stages > 1 else 1)
     micro = split_batch(graph, hybrid.micro_batches)
     if options.stages == 1:
-        return _plan_on(micro, cluster, shape, axis_names, options, hybrid)
+        return plan_on(micro, cluster, shape, axis_names, options, hybrid)
     names = axis_names[1:] if axis_names else None
-    return _plan_on(micro, cluster, shape[1:] or (1,), names, options, hybrid)
+    return plan_on(micro, cluster, shape[1:] or (1,), names, options, hybrid)
 
 
 def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
@@ -197,7 +124,7 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
 
         def plan_as(hybrid: Hybrid, first: First | None, seconds: float) -> Plan:
             within = replace(options, time_limit_s=seconds, search=search)
-            return _plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first)
+            return plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first)
 
         made = plan_as(candidate.hybrid, candidate.first, seconds)
         fixed_stages = stages is not None or options.schedule not in (None, "gpipe", "1f1b") or candidate.hybrid.cuts
@@ -304,7 +231,7 @@ def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Opt
     agree("a program", graph.fingerprint)
     micro = split_batch(graph, hybrid.micro_batches)
     space = StrategySpace(micro.body, tuple(site.mesh.shape), site.axis_names)
-    found = given or decide_once(lambda: _plan_in(space, micro, cluster, options, placed, hybrid))
+    found = given or decide_once(lambda: plan_in(space, micro, cluster, options, placed, hybrid))
     labels = found.labels(space)
     stages = stages_of(space, micro.loss, found.hybrid)
     path = Prices(space, cluster, options.optimizer, direct=found.direct, stages=site.pipeline_ranks).path
@@ -317,215 +244,6 @@ def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Opt
         sum_gradients_in(program, found.hybrid.sum_dtype)
     agree("an order of collectives", "".join(order_digest(p) for p in programs.values()), site.pipeline_rank)
     return Compiled(found, space, micro, stages, programs)
-
-
-def _plan_on(
-    micro: MicroBatches,
-    cluster: Cluster,
-    mesh_shape: tuple[int, ...],
-    axis_names: Sequence[str] | None,
-    options: Options,
-    hybrid: Hybrid,
-    first: First | None = None,
-) -> Plan:
-    """Space, prices, problem, solution, plan; with the CPU seconds of each."""
-    clock = _Clock()
-    space = StrategySpace(micro.body, mesh_shape, axis_names)
-    clock.lap("strategies")
-    return _plan_in(space, micro, cluster, options, {}, hybrid, clock, first)
-
-
-def _plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
-             placed: Mapping[str, Layout], hybrid: Hybrid, clock: _Clock | None = None,
-             first: First | None = None) -> Plan:
-    """The plan that a search finds; ``first`` gives labels for it to begin with, where pins allow them."""
-    if options.recompute == "auto":
-        return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
-    clock = clock or _Clock()
-    prices = Prices(space, cluster, options.optimizer, direct=options.baseline is not None,
-                    stages=hybrid.pipeline_ranks)
-    allowed = apply_pins(space, options.pins or {})
-    if options.zero_stage:
-        allowed = {**stored_in_pieces(space), **allowed}
-    allowed.update(_placed_choices(space, placed))
-    faults = _faults(space, options)
-    limit, begin = options.limit_bytes(cluster), first(space) if first is not None else None
-
-    def priced(hybrid: Hybrid) -> tuple[Stages, SpacePricer]:
-        stages = stages_of(space, micro.loss, hybrid)
-        turns = Turns(space, hybrid, stages.of_sites(len(space)))
-        return stages, SpacePricer(prices, limit, allowed, faults, turns)
-
-    if hybrid.stages > 1 and not hybrid.cuts:
-        if begin is None:
-            begin = _rough_labels(priced(replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid)))[1])
-        hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid, begin))
-    stages, pricer = priced(hybrid)
-    problem = pricer.full()
-    clock.lap("pricing")
-    try:
-        solution = solve(problem, options.search, options.time_limit_s, pricer, options.progress,
-                         pricer.choice_near(begin) if begin is not None else None)
-    except InfeasibleError as error:
-        raise _naming_pins(error, pricer, options) from None
-    clock.lap("search")
-    labels = pricer.labels_of(solution.choice)
-    if faults is not None:  # told apart from the price of the plan that they led to
-        pricer = SpacePricer(prices, limit, allowed, turns=pricer.turns)
-        problem = pricer.full()
-    made = _plan_of(pricer, problem, solution, labels, options, clock, stages)
-    if faults is not None:
-        return made
-    other = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
-    try:
-        hiding = _solved_hiding(pricer, problem, solution, options, clock) if first is None else None
-    except (InfeasibleError, SearchError) as error:
-        reason = f"{solution.stop_reason}; not searched for what runs beside compute: {error}"
-        made = replace(made, evidence=replace(made.evidence, stop_reason=reason))
-    else:
-        if hiding is not None:
-            rival = other(hiding, pricer.labels_of(hiding.choice))
-            if rival.prediction.step_s < made.prediction.step_s:
-                made, solution = rival, hiding
-    elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
-    return replace(made, study=Study(pricer, problem, solution, lambda labels, found: other(found, labels), elsewhere))
-
-
-def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,
-               placed: Mapping[str, Layout], stages: Stages, cluster: Cluster, limit_bytes: float, held: bool) -> Plan:
-    """A solution (if held), or the best plan, for other machines or another memory limit. Raises as `plan` does."""
-    options = replace(options, memory_limit_bytes=limit_bytes, progress=None,
-                      time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
-    space, hybrid = pricer.space, pricer.turns.hybrid
-    if not held:
-        return _plan_in(space, micro, cluster, options, placed, hybrid)
-    prices = Prices(space, cluster, options.optimizer, stages=hybrid.pipeline_ranks)
-    there = SpacePricer(prices, limit_bytes, pricer.allowed, turns=pricer.turns)
-    return _plan_of(there, there.full(), solution, pricer.labels_of(solution.choice), options, _Clock(), stages)
-
-
-def _solved_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock
-                   ) -> Solution | None:
-    """The solution where communication of parameters runs beside compute as far as it may, judged by the problem where
-    nothing does; None where nothing may. Raises SearchError, InfeasibleError where none is found in the time left."""
-    share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
-    if share == (1.0, 1.0):
-        return None
-    if left <= 0:
-        raise SearchError(f"the first search took the {options.time_limit_s:g} s that both have")
-    hiding = SpacePricer(pricer.prices, pricer.limit_bytes, pricer.allowed, turns=pricer.turns, exposed=share)
-    found = solve(hiding.full_like(problem), options.search, left, hiding, options.progress, solution.choice)
-    clock.lap("search beside compute")
-    if found.choice == solution.choice:
-        return None
-    judged = evaluate(problem, found.choice)
-    return replace(solution, choice=found.choice, objective=judged.objective, peak_bytes=judged.peak_bytes,
-                   stop_reason="faster beside compute")
-
-
-def _rough_labels(pricer: SpacePricer) -> list[Label] | None:
-    """Labels of about the plan that will be found, by which to cut stages evenly."""
-    found = plan_within(pricer.full(), ROUGH_GAP, ROUGH_S, pricer)
-    return pricer.labels_of(found.choice) if found is not None and found.choice is not None else None
-
-
-def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
-                      placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
-    """The plan without recompute, if one fits; else the fastest that computes some blocks again."""
-    started = time.monotonic()
-    within = replace(options, recompute=None, time_limit_s=options.time_limit_s / RECOMPUTE_TRIES)
-    make = partial(_plan_in, space, micro, cluster, within, placed)
-    try:
-        return make(hybrid)
-    except InfeasibleError:
-        whole = make(replace(hybrid, recompute="full"))
-    blocks = blocks_by_stage(space, stages_of(space, micro.loss, whole.hybrid))
-    return fewest_recomputed(whole, blocks, lambda again: make(replace(whole.hybrid, recompute_blocks=again)),
-                             started + options.time_limit_s)
-
-
-def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) -> InfeasibleError:
-    """The error; where pins leave no plan, it names a smallest set of them that does."""
-    free = SpacePricer(pricer.prices, pricer.limit_bytes, turns=pricer.turns)
-    pins = {
-        pattern: {site: np.searchsorted(free.choices(site), numbers).tolist()
-                  for site, numbers in apply_pins(free.space, {pattern: pin}).items()}
-        for pattern, pin in (options.pins or {}).items()
-    }
-    found = conflict(free.full(), pins, options.time_limit_s) if pins else None
-    if found is not None and found.pins:
-        error.args = (f"{error} {found.explanation(pricer.limit_bytes)}",)
-    return error
-
-
-def _faults(space: StrategySpace, options: Options) -> Faults | None:
-    if options.baseline:
-        return baseline(options.baseline, space)
-    return Ungathered(space) if options.zero_stage == 0 else None
-
-
-def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: Sequence[Label], options: Options,
-             clock: _Clock, stages: Stages) -> Plan:
-    space = pricer.space
-    judged = evaluate(problem, pricer.choice_of(labels))
-    named = f"baseline {options.baseline}" if options.baseline else "zero_stage=0" if options.zero_stage == 0 else ""
-    evidence = Evidence(
-        solution.solver, judged.objective, judged.objective if named else solution.lower_bound,
-        0.0 if named else solution.gap, named or solution.stop_reason,
-        {**clock.seconds, **{f"search: {k}": v for k, v in solution.seconds.items()}},
-    )
-    strategies = {
-        site.name: s.names(label) for site, s, label in zip(space.sites, space.strategies, labels, strict=True)
-    }
-    prediction = predict(pricer, problem, labels, judged.peak_bytes, stages.sent_bytes(space, labels))
-    _check_host(prediction, pricer.prices.cluster)
-    return Plan(
-        fingerprint=space.graph.fingerprint,
-        mesh_shape=space.mesh_shape,
-        axis_names=space.axis_names,
-        strategies=strategies,
-        cluster=pricer.prices.cluster.name,
-        evidence=evidence,
-        prediction=prediction,
-        blocks=block_layouts(space, labels),
-        pins=pin_strings(space, options.pins or {}),
-        direct=pricer.prices.direct,
-        hybrid=pricer.turns.hybrid,
-    )
-
-
-def _check_host(prediction: Prediction, cluster: Cluster) -> None:
-    """Raises InfeasibleError when a device's share of its host's memory cannot hold what is offloaded."""
-    share = cluster.host.memory_bytes / min(cluster.links[0].num_devices, cluster.num_devices)
-    if share and prediction.host_bytes > share:
-        raise InfeasibleError(f"recompute='offload' needs {prediction.host_bytes:.3g} bytes of the host's memory for "
-                              f"each device, and {cluster.name} has {share:.3g}: take more micro-batches or "
-                              "recompute='full'")
-
-
-def _placed_choices(space: StrategySpace, placed: Mapping[str, Layout]) -> dict[int, np.ndarray]:
-    """Parameters that lie on the mesh already stay where they are."""
-    found = {}
-    for site in space.sites:
-        if site.kind == "parameter" and site.path in placed:
-            s = space.strategies[site.index]
-            found[site.index] = np.array([
-                c for c, label in enumerate(s.labels) if s.output_layout(label) == placed[site.path]
-            ])
-    return found
-
-
-class _Clock:
-    """CPU seconds by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.process_time()
-
-    def lap(self, phase: str) -> None:
-        now = time.process_time()
-        self.seconds[phase] = now - self._last
-        self._last = now
 
 
 def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> list[tuple[int, ...]]:

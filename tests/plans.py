@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 
 from autoparallel.capture import capture
-from autoparallel.compiler import Options, _plan_on
 from autoparallel.hybrid import split_batch
+from autoparallel.planning import Options, plan_on
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction
 from autoparallel.rules.space import StrategySpace
 from cost_models import Cluster
@@ -42,5 +42,5 @@ def half_recomputed(case: ModelCase, mesh_shape: tuple[int, ...], turns: int = 1
     hybrid = Hybrid(turns, stages, stages, recompute="full", recompute_blocks=("model.layers.0",),
                     zero_stage=2 if turns == 1 else 1)
     inner, names = (mesh_shape, ("x", "y", "z")) if stages == 1 else (mesh_shape[1:], ("y", "z"))
-    return _plan_on(micro, Cluster.load("local-cpu", num_devices=4), inner, names[: len(inner)],
+    return plan_on(micro, Cluster.load("local-cpu", num_devices=4), inner, names[: len(inner)],
                     Options(memory_limit_bytes=float("inf")), hybrid)

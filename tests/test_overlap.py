@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
-from autoparallel import compiler
+from autoparallel import planning
 from autoparallel.capture import capture
 from autoparallel.errors import SearchError
 from autoparallel.hybrid import split_batch
@@ -228,14 +228,14 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
 
     told = "; not searched for what runs beside compute: "
     assert told not in planned().evidence.stop_reason
-    solve = compiler.solve
+    solve = planning.solve
 
     def only_the_first(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
         if pricer.exposed != (1.0, 1.0):
             raise SearchError("no plan that fits was found")
         return solve(problem, search, left, pricer, *rest)
 
-    monkeypatch.setattr(compiler, "solve", only_the_first)
+    monkeypatch.setattr(planning, "solve", only_the_first)
     made = planned()
     assert f"{told}no plan that fits was found" in made.evidence.stop_reason
     assert "not searched for what runs beside compute" in " ".join(made.report().split())
