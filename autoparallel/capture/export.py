@@ -91,7 +91,7 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
             "  Required: control flow that depends on shapes and Python values only.\n"
             "  Write torch.where(condition, a, b) instead of `if condition:`."
         )
-    if "capture.ragged." in text:
+    if "capture.rows." in text:
         return (f"{type(model).__name__} returns rows that their values choose: a shape depends on the data\n"
                 "  Return all rows, and the mask.")
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
