@@ -102,8 +102,8 @@ def test_flexible_attention_is_what_its_functions_say(options: Options, call: Ca
     expected, graph = truth(mine, inputs), capture(model, (), inputs)
     for mesh in ((3,), (2, 2)):
         space = StrategySpace(graph, mesh)
-        assert all(len(s.labels) > 1 for site, s in zip(space.sites, space.strategies, strict=True)
-                   if site.name.startswith("matmul"))
+        products = [s for site, s in zip(space.sites, space.strategies, strict=True) if site.name.startswith("matmul")]
+        assert len(products) == 2 and all(len(s.labels) > 1 for s in products)
         for plan in range(4):
             error, name = error_under(model, inputs, expected, space, plan)
             assert error <= TOLERANCE, f"{name} on {mesh}, plan {plan}"
@@ -115,3 +115,16 @@ def test_torch_computes_the_same_forward(options: Options) -> None:
     with torch.no_grad():
         x = torch.randn(2, LENGTH, 16)
         torch.testing.assert_close(model(x).logits, mine(x).logits)
+
+
+def test_that_all_scores_are_computed_is_said_once_a_trace() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            made: Tensor = flex_attention(flex_attention(x, y, y), y, y)
+            return made
+
+    inputs = torch.zeros(1, 2, 6, 4), torch.zeros(1, 2, 9, 4)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"all its scores at once, 6 x 9 a head") as told:
+            capture(Twice(), inputs)
+        assert sum("flex_attention" in str(w.message) for w in told) == 1

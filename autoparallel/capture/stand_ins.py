@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -56,14 +57,24 @@ def traced_methods() -> Iterator[None]:
 @contextmanager
 def flex_attention_as_ops() -> Iterator[None]:
     """Flexible attention is what its functions of places make of all scores at once, as torch computes it without a
-    compiler: memory grows with the square of the length."""
+    compiler: memory grows with the square of the length, and a warning says so, once."""
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     if flex is None:  # nobody can call it
         yield
         return
     from torch._higher_order_ops.flex_attention import math_attention
 
-    with (_instead(flex, "flex_attention_hop", math_attention),
+    told = False
+
+    def of_all_scores(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal told
+        if not told:
+            warnings.warn(f"flex_attention is captured as all its scores at once, {query.shape[-2]} x {key.shape[-2]} "
+                          "a head, masked ones too: memory grows with the square of the length", stacklevel=2)
+            told = True
+        return math_attention(query, key, *args, **kwargs)
+
+    with (_instead(flex, "flex_attention_hop", of_all_scores),
           _instead(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
           _instead(flex, "_validate_device", lambda *tensors: None),
           _instead(flex, "setup_compilation_env", lambda: nullcontext("eager"))):
