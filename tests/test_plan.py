@@ -22,12 +22,13 @@ from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
 from autoparallel.cli import progress_line
 from autoparallel.compiler import plan
-from autoparallel.errors import PlanError
+from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.lower import count_collectives, emit
 from autoparallel.plans import BlockLayouts, CollectiveUse, Evidence, Prediction
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.report import text_report
+from autoparallel.report.study import sensitivities
 from autoparallel.rules.space import StrategySpace
 from autoparallel.search import evaluate
 from tests.models import CASES
@@ -222,6 +223,27 @@ def test_what_bandwidth_and_memory_would_change() -> None:
     assert found["memory limit", 0.25].held_s == math.inf
     with pytest.raises(PlanError, match="read from a file"):
         Plan.from_json(made.to_json()).sensitivity()
+
+
+@pytest.mark.parametrize(("error", "said"), [(SearchError("no time is left"), "none found"),
+                                             (InfeasibleError("they are too large"), "none fits")])
+def test_that_no_plan_was_found_is_not_that_none_fits(error: Exception, said: str) -> None:
+    peak = planned("mlp").prediction.peak_bytes
+    study = planned("mlp", memory_limit_bytes=peak).study
+    assert study is not None
+
+    def elsewhere(cluster: Cluster, limit: float, held: bool) -> Plan:
+        if not held:
+            raise error
+        return study.elsewhere(cluster, limit, held)
+
+    found = dataclasses.replace(study, elsewhere=elsewhere).sensitivity((0.5, 2.0))
+    assert all(s.none_found == (said == "none found") and s.best_s == s.held_s for s in found)
+    table = dict(zip(("what", "held", "best"), [list(sensitivities(1.0, found).columns[c].cells) for c in (0, 2, 3)],
+                     strict=True))
+    by_memory = [n for n, what in enumerate(table["what"]) if what == "memory limit"]
+    assert [table["held"][n] == "does not fit" for n in by_memory] == [True, False]
+    assert [table["best"][n] == said for n in by_memory] == [True, said == "none found"]
 
 
 # ------------------------------------------------------------------------------------------------------------ baselines

@@ -169,7 +169,8 @@ class Plan:
 
     def sensitivity(self, factors: Sequence[float] = (0.5, 2.0)) -> list[Sensitivity]:
         """What so many times the bandwidth of each link, or the memory limit, would make of the step: of this plan, and
-        of the best one (with pipeline, mesh and micro-batches as they are).
+        of the best one (with pipeline, mesh and micro-batches as they are; where the search ends without a plan, that
+        says `none_found`).
 
         Raises PlanError when the plan was read from a file.
         """

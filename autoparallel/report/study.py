@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rich.table import Table
@@ -34,14 +33,16 @@ class Choice:
 @dataclass(frozen=True)
 class Sensitivity:
     """What a step becomes where ``what`` (a link's bandwidth, or the memory limit) is ``factor`` times what it is:
-    seconds of this plan (inf: it does not fit) and of the best plan (inf: none fits), and how many ops that runs
-    otherwise."""
+    seconds of this plan (inf: it does not fit) and of the best plan (inf: there is none), and how many ops that runs
+    otherwise. ``none_found``: the search for the best plan ended without one, and cannot say that none fits; the best
+    is this plan, then, if it fits."""
 
     what: str
     factor: float
     held_s: float
     best_s: float
     num_others: int
+    none_found: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +85,16 @@ class Study:
         """What so much more or less bandwidth of each link that ranks use, and memory, would change."""
         found = []
         for what, factor, cluster, limit in self._changes(factors):
-            held, best = self.elsewhere(cluster, limit, True), None
+            held, best, none_found = self.elsewhere(cluster, limit, True), None, False
             held_s = held.prediction.step_s if held.prediction.peak_bytes <= limit else float("inf")
-            with suppress(InfeasibleError, SearchError):
+            try:
                 best = self.elsewhere(cluster, limit, False)
+            except InfeasibleError:
+                pass
+            except SearchError:
+                none_found = True
             if best is None or best.prediction.step_s >= held_s:
-                found.append(Sensitivity(what, factor, held_s, held_s, 0))
+                found.append(Sensitivity(what, factor, held_s, held_s, 0, none_found))
             else:
                 others = sum(best.strategies[site.name] != held.strategies[site.name]
                              for site in self.pricer.space.sites if site.kind == "op")
@@ -119,7 +124,8 @@ def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
     for column in ("what", "times", "this plan", "best plan", "other ops"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for s in found:
-        held, best = ("does not fit" if t == float("inf") else seconds_str(t) for t in (s.held_s, s.best_s))
+        held = "does not fit" if s.held_s == float("inf") else seconds_str(s.held_s)
+        best = "none found" if s.none_found else "none fits" if s.best_s == float("inf") else seconds_str(s.best_s)
         table.add_row(s.what, f"{s.factor:g}", held, best, str(s.num_others))
     return table
 
