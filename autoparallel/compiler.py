@@ -24,7 +24,8 @@ from autoparallel.hybrid import (
     split_batch,
     stages_of,
 )
-from autoparallel.hybrid.joint import Candidate, First, Fixed, search_jointly
+from autoparallel.hybrid.estimates import Candidate, First, Fixed
+from autoparallel.hybrid.joint import search_jointly
 from autoparallel.layout import Layout
 from autoparallel.planning import RECOMPUTE_TRIES, ROUGH_S, Options, plan_in, plan_on
 from autoparallel.plans import Hybrid, Plan

@@ -22,7 +22,7 @@ from autoparallel.hybrid import (
     stages_of,
     stored_in_pieces,
 )
-from autoparallel.hybrid.joint import First
+from autoparallel.hybrid.estimates import First
 from autoparallel.layout import Layout
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict

@@ -20,7 +20,8 @@ from autoparallel.capture import OpGraph, capture
 from autoparallel.cli import load_model
 from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchError
 from autoparallel.hybrid import fewest_recomputed, split_batch
-from autoparallel.hybrid.joint import WORTH, Candidate, Fixed, JointSearch, _Drafts, _Promise
+from autoparallel.hybrid.estimates import WORTH, Candidate, Fixed, JointSearch, _Promise
+from autoparallel.hybrid.joint import _Drafts
 from autoparallel.hybrid.sketch import sketch
 from autoparallel.hybrid.stages import cut_evenly, flow_of, stages_of
 from autoparallel.plans import Hybrid
