@@ -134,6 +134,49 @@ def test_stages_on_several_ranks(ranks: Any, case_name: str, mesh_shape: tuple[i
     assert_one_process(ranks, case_name, mesh_shape, options, "adamw", batch)
 
 
+class _Remembers(torch.nn.Module):
+    """Its first and its last layer read what steps before have left: their number, and (``echo``) what came out."""
+
+    def __init__(self, echo: bool) -> None:
+        super().__init__()
+        self.echo, self.first, self.last = echo, torch.nn.Linear(6, 8), torch.nn.Linear(8, 6)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("before", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1.0)
+        y = self.last(torch.tanh(self.first(x + self.before) / self.steps)) * self.steps
+        if self.echo:
+            self.before.copy_(y.detach().sum(0))
+        return y.square().sum()
+
+
+def remembered(mesh_shape: tuple[int, ...], echo: bool, options: Options | None) -> tuple[list[float], list[Any]]:
+    """The losses of three steps, and the buffers after them; without options on one process."""
+    torch.manual_seed(SEED)
+    model, x = _Remembers(echo), torch.randn(4, 6)
+    if options is None:
+        losses = [float(model(x).detach()) for _ in range(3)]
+    else:
+        model = autoparallel.compile(model, mesh_of(*mesh_shape), example_kwargs={"x": x}, **options)
+        losses = [float(model.step(x=x)) for _ in range(3)]
+    return losses, [model.get_buffer(name).tolist() for name in ("steps", "before")]
+
+
+@pytest.mark.parametrize(("mesh_shape", "echo", "options"), [
+    ((2,), True, {"pipeline_stages": 2, "schedule": "gpipe"}),
+    ((2,), False, {"pipeline_stages": 2, "micro_batches": 2}),
+    pytest.param((3,), False, {"stage_replicas": (1, 2), "micro_batches": 4}, marks=pytest.mark.slow),
+])
+def test_every_stage_reads_the_buffers_that_one_has_written(ranks: Any, mesh_shape: tuple[int, ...], echo: bool,
+                                                            options: Options) -> None:
+    losses, buffers = remembered((), echo, None)
+    for found in ranks(math.prod(mesh_shape)).run(remembered, mesh_shape, echo, dict(options), timeout_s=100):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        for one, other in zip(found[1], buffers, strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_ranks_that_take_turns_drop_the_same(ranks: Any) -> None:
     """A turn draws its own numbers, wherever it runs."""

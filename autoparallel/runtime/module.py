@@ -87,6 +87,12 @@ class Compiled:
                 found[site.path] = ranks
         return found
 
+    @cached_property
+    def written(self) -> dict[str, int]:
+        """Buffers that the program writes, with the first rank of the pipeline that computes what."""
+        return {site.path: self.plan.hybrid.ranks_of(stage)[0] for stage, part in enumerate(self.stages.parts)
+                for site in self.space.sites if site.kind == "update" and site.index in part.sites}
+
 
 #: (model in the right mode, args, kwargs, layouts of parameters placed already, whether the form is plain: in one turn
 #: and one stage whatever the plan) -> Compiled
@@ -228,6 +234,7 @@ class ParallelModule(nn.Module):
         state.calls += 1
         for module in state.runners[key].modules.values():
             self._update(module.program.updates, module.updates)
+        self._share_written(compiled)
         self._add_shared_gradients(compiled, held)
         return loss
 
@@ -235,6 +242,12 @@ class ParallelModule(nn.Module):
         with torch.no_grad():
             for name, value in zip(names, values, strict=True):
                 self.get_buffer(name).copy_(value)
+
+    def _share_written(self, compiled: Compiled) -> None:
+        """Give the buffers that one stage has written to the others, which may read them in the next step."""
+        if (group := self._state.site.pipeline_group) is not None:
+            for name, rank in compiled.written.items():
+                dist.broadcast(self.get_buffer(name), dist.get_global_rank(group, rank), group=group)
 
     def _feeds(self, compiled: Compiled, leaves: Sequence[Any]) -> list[list[Any]]:
         """Each input of the turns' program, turn by turn."""
