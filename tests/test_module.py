@@ -57,6 +57,50 @@ def test_names_state_and_structure(ranks: Any) -> None:
     assert ranks(4).run(modes_and_state) == [[]] * 4
 
 
+class Growing(nn.Module):
+    """A block that reads a buffer, and then writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.scale.clone()
+        self.scale.add_(1.0)
+        return x + torch.tanh(self.layer(x) * before) * before
+
+
+class Grown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Growing(), Growing()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+def grown(options: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Gradients of two calls together, before whose backward both have been made; without options of one process."""
+    torch.manual_seed(0)
+    model, x = Grown(), torch.randn(4, 6)
+    called = model if options is None else autoparallel.compile(model, mesh_of(2), example_inputs=(x,), **options)
+    (called(x) + called(x)).backward()
+    return gathered((name, p.grad) for name, p in called.named_parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"recompute": "offload"},
+                                     {"baseline": "fsdp", "zero_stage": 3}], ids=str)
+def test_backward_reads_buffers_as_they_were_before_they_were_written(ranks: Any, options: dict[str, Any]) -> None:
+    expected = grown(None)
+    for found in ranks(2).run(grown, options):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name])
+
+
 def eval_differs() -> tuple[float, float, float]:
     """Batch norm in eval mode uses the running statistics; the call is traced anew with parameters in place."""
     model, _, kwargs = _case("resnet")

@@ -184,6 +184,7 @@ class ParallelModule(nn.Module):
         with groups.use(state.axes):
             local = initialise.local_pieces([
                 self._local_input(leaves[int(site.path)], layout) if site.kind == "input"
+                else self._state_of(site.path, space.graph).clone() if site.path in program.updates  # backward reads it
                 else self._state_of(site.path, space.graph)
                 for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
             ])
