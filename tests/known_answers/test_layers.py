@@ -16,6 +16,7 @@ from autoparallel.search import MemoryLimitError
 from tests.known_answers.machines import (
     BYTES_PER_S,
     NO_REDUCE_SCATTER,
+    alternating,
     assert_not_beaten,
     communication,
     counts,
@@ -35,6 +36,7 @@ from tests.known_answers.models import (
     Tied,
     WithLoss,
     bert,
+    mlp,
 )
 
 LOSS = 6.0  # an all_reduce of one float32 among four
@@ -128,6 +130,28 @@ def test_transformer_layers_on_two_axes() -> None:
     assert communication(best) < communication(stated) / 5
     assert all(best.strategies[name][0] != "I" for name, p in model.named_parameters() if p.ndim == 2)
     assert saved(best, stated) == pytest.approx(communication(stated) - communication(best), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert"])
+def test_parameters_in_pieces_on_two_axes(name: str) -> None:
+    """Alpa on 2 x 2 with parameters' state in pieces: what is added up along the second axis stays, gradients along the
+    first are scattered, and what is learned is gathered; all matrices are in four pieces. The bytes are as before.
+    """
+    if name == "mlp":
+        x, model, pins, objective = torch.zeros(256, 32), mlp(6, 32), alternating(6), 21248.0
+    else:
+        x, model, first, last = torch.zeros(8, 8, 128), bert(2, 128, 8), (Shard(0), Shard(2)), (Shard(0), Partial())
+        columns = ("attention.query", "attention.key", "attention.value", "inner")
+        pins = {f"model.layers.*.{one}": first for one in columns}
+        pins |= {f"model.layers.*.{one}": last for one in ("attention.out", "outer")}
+        objective = sum(p.numel() * 4 / 2 for p in model.parameters()) + 7 * 0.1 * 8 * 8 * 128 * 4 / 2
+    stated = planned(model, (x, x), (2, 2), (1.0, 0.1), zero_stage=2, pins=pins)
+    count = len(list(model.parameters()))
+    assert counts(stated, axis="axis0") == {"all_gather": count, "reduce_scatter": count}
+    assert all("I" not in stated.strategies[name] for name, p in model.named_parameters() if p.ndim > 1)
+    assert communication(stated) == pytest.approx(objective, rel=0.02)
+    best = planned(model, (x, x), (2, 2), (1.0, 0.1), zero_stage=2)
+    assert saved(best, stated) > 0.2 * objective
 
 
 def test_a_tied_embedding() -> None:
