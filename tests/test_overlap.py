@@ -317,6 +317,52 @@ def test_the_last_turn_reduces_beside_its_backward(ranks: Any, mesh_shape: tuple
         assert alone > 0 and (beside > 0) == ("zero_stage" not in options)
 
 
+class _WhereMeant(torch.autograd.Function):
+    """Its scale has no gradient where nothing is meant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, scale, mask)
+        return x * scale * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, scale, mask = ctx.saved_tensors
+        of_scale = (gradient * x * mask).sum(0) if mask.any() else None
+        return gradient * scale * mask, of_scale, None
+
+
+class _LearnsLate(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.layer = torch.nn.Parameter(torch.randn(6)), torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.layer(_WhereMeant.apply(x, self.scale, mask)).square().sum()
+
+
+def learnt_late(in_turns: bool) -> dict[str, torch.Tensor]:
+    """Gradients of a step whose second half alone has one of the scale."""
+    model, x = _LearnsLate(), torch.arange(48.0).view(8, 6) / 48
+    inputs = x, torch.cat([torch.zeros(4, 1), torch.ones(4, 1)])
+    if not in_turns:
+        model(*inputs).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=inputs, baseline="ddp", micro_batches=2)
+    parallel.step(*inputs)
+    return gradients_of(parallel)
+
+
+def test_what_only_the_last_turn_has_a_gradient_of_is_reduced_too(ranks: Any) -> None:
+    """Backward comes to it after those that are reduced with it have been posted."""
+    expected = learnt_late(in_turns=False)
+    for found in ranks(2).run(learnt_late, True):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name])
+
+
 #: What a program does with its device and two links: works, posts, waits for the n-th of what it posted; quarters of
 #: a second.
 PROGRAMS = st.lists(st.one_of(

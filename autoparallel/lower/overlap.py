@@ -122,12 +122,24 @@ class Gather:
 class _OnTheWay:
     """What `begin` and `end` share beside autograd's edges, along which only stand-ins of the values' shapes go.
 
-    ``early``: the way to gradients that are on their way before backward comes to `end` (`post_gradients`)."""
+    ``early``: which gradients are on their way before backward comes to `end` (`post_gradients`), and the way to
+    them."""
 
     sending: Sending
     values: Callable[[], Values] | None = None
     gradients: Callable[[], Gradients] | None = None
-    early: Callable[[], Gradients] | None = None
+    early: tuple[tuple[bool, ...], Callable[[], Gradients]] | None = None
+
+    def send(self, gradients: Gradients) -> Callable[[], Gradients]:
+        """Those that are not on their way yet; the way to all."""
+        if self.early is None:
+            return self.sending.backward(gradients)
+        (sent, finish), self.early = self.early, None
+        late = tuple(None if there else g for g, there in zip(gradients, sent, strict=True))
+        if all(g is None for g in late):
+            return finish
+        finish_late = self.sending.backward(late)
+        return lambda: tuple(b if a is None else a for a, b in zip(finish(), finish_late(), strict=True))
 
 
 class _Begin(torch.autograd.Function):
@@ -157,7 +169,7 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             return None, *ctx.way.sending.backward_at_once(gradients)
-        ctx.way.gradients, ctx.way.early = ctx.way.early or ctx.way.sending.backward(gradients), None
+        ctx.way.gradients = ctx.way.send(gradients)
         return None, *(None if g is None else g.new_zeros(()).expand(shape)
                        for g, shape in zip(gradients, ctx.shapes, strict=True))
 
@@ -193,10 +205,11 @@ def end(begun: Begun) -> Values:
 
 
 def post_gradients(values: Values, gradients: Gradients) -> None:
-    """Send the gradients of all that one `end` returned now; backward must come to it with the same ones later."""
+    """Send the gradients of what one `end` returned now; backward must come to it with the same ones later, and may
+    with some that are None here."""
     way = values[0].grad_fn.way  # type: ignore[union-attr]
     with torch.no_grad():
-        way.early = way.sending.backward(gradients)
+        way.early = tuple(g is not None for g in gradients), way.sending.backward(gradients)
 
 
 def ended_together(module: GraphModule) -> list[list[int]]:
