@@ -89,4 +89,4 @@ def test_what_a_step_sends(ranks: Any, name: str, mesh_shape: tuple[int, ...], o
     """In turns as in one, once a step; in a pipeline, on each stage."""
     model, inputs = model_of(name)
     made = planned(model, inputs, mesh_shape, **options)
-    assert ranks(4).run(sent, name, made, timeout_s=60) == [expected] * 4, elsewhere
+    assert ranks(4).run(sent, name, made, timeout_s=100) == [expected] * 4, elsewhere
