@@ -32,7 +32,7 @@ from autoparallel.search import NotRepairedError, evaluate, solve
 from cost_models import Cluster
 from tests.models import CASES
 from tests.plans import half_recomputed
-from tests.ranks import mesh_of
+from tests.ranks import RankError, mesh_of
 from tests.reference import (
     SEED,
     Trained,
@@ -175,6 +175,25 @@ def test_every_stage_reads_the_buffers_that_one_has_written(ranks: Any, mesh_sha
         assert found[0] == pytest.approx(losses, rel=1e-5)
         for one, other in zip(found[1], buffers, strict=True):
             assert one == pytest.approx(other, rel=1e-5)
+
+
+def step_of_an_input_that_learns(options: Options) -> torch.Tensor | None:
+    torch.manual_seed(SEED)
+    x = torch.randn(4, 6, requires_grad=True)
+    parallel = autoparallel.compile(_Remembers(False), mesh_of(2), example_kwargs={"x": x}, **options)
+    parallel.step(x=x)
+    return x.grad
+
+
+def test_gradients_of_inputs(ranks: Any) -> None:
+    """In turns they are whole; in a pipeline a rank would have its stages' part."""
+    torch.manual_seed(SEED)
+    x = torch.randn(4, 6, requires_grad=True)
+    _Remembers(False)(x).backward()
+    for gradient in ranks(2).run(step_of_an_input_that_learns, {"micro_batches": 2}):
+        torch.testing.assert_close(gradient, x.grad)
+    with pytest.raises(RankError, match="of its own pipeline stages only"):
+        ranks(2).run(step_of_an_input_that_learns, {"pipeline_stages": 2, "micro_batches": 2})
 
 
 @pytest.mark.slow

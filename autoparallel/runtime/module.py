@@ -204,6 +204,9 @@ class ParallelModule(nn.Module):
         state = self._state
         compiled = self.trace(args, kwargs)
         leaves = pytree.tree_leaves(canonical_call(args, kwargs))
+        if len(compiled.stages) > 1 and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            raise InputError("an input requires a gradient, of which each rank would have the part of its own pipeline "
+                             "stages only\n  Give it detached, or run the model without a pipeline.")
         if compiled.plan.hybrid.is_plain:
             number = loss_of(compiled.micro.loss)
             loss = self._run(compiled, leaves)[number]
