@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
                                "recompute", "zero_stage", "reduce_dtype"})
 
+
 def plan(
     model: nn.Module,
     cluster: Cluster | str,

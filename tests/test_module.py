@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoparallel
+from autoparallel.runtime.shared import SharedGradients
 from cost_models import Cluster
 from tests.models import CASES
 from tests.ranks import mesh_of
@@ -403,3 +404,14 @@ def test_hugging_face_models_generate(ranks: Any, baseline: str | None, use_cach
     results = ranks(4).run(generated, baseline, use_cache, timeout_s=200)
     for *same, drawn in results:
         assert all(same) and drawn == results[0][-1]
+
+
+def test_a_step_that_fails_leaves_gradients_that_ranks_share() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = before = torch.full((3,), 2.0)
+    shared = SharedGradients({"weight": parameter}.__getitem__, {"weight": (0, 1)}, {}, None)
+    with pytest.raises(RuntimeError, match="no more memory"), shared.added_up():
+        assert parameter.grad is None
+        parameter.grad = torch.zeros(3)
+        raise RuntimeError("no more memory")
+    assert parameter.grad is before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -180,6 +181,29 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
     assert parts.hidden_s <= min(parts.forward_s + parts.backward_s, communication)
     assert parts.hidden_s <= step.hidden_s(1.0)
     assert step.hidden_s(2.0) == pytest.approx(0.0, abs=1e-3 * parts.added_s)
+
+
+@pytest.mark.parametrize("options", [
+    {"micro_batches": 4}, {"micro_batches": 4, "baseline": "fsdp", "schedule": "gpipe", "recompute": "full"},
+    {"micro_batches": 4, "schedule": "interleaved", "pipeline_stages": 4}, {"micro_batches": 1, "schedule": "gpipe"},
+    {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 2},
+    {"micro_batches": 4, "schedule": "zero_bubble", "pipeline_stages": 4},
+])
+def test_a_pipeline_hides_what_its_last_backward_reduces(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+                                                         ) -> None:
+    """And no more: not without turns before it, nor where each turn reduces, nor where gradients of weights are put
+    off; less than what is reduced once, and than a rank's compute of a turn."""
+    monkeypatch.setattr(posting, "BUCKET_BYTES", 20_000)
+    case, options = CASES["gpt2"], {"pipeline_stages": 2, "baseline": "ddp", **options}
+    args, kwargs = case.inputs(32)
+    cluster = Cluster.load("h100-sxm", num_devices=8)
+    made = autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 4),
+                             **options)
+    parts, reduces_early = made.prediction, options["micro_batches"] > 1 and "zero_stage" not in options
+    assert (parts.hidden_s > 0) == (reduces_early and options.get("schedule") != "zero_bubble")
+    assert parts.step_s == parts.added_s - parts.hidden_s
+    reduced = sum(use.seconds for use in parts.collectives if use.direction == "backward")
+    assert parts.hidden_s <= min(reduced, (parts.forward_s + parts.backward_s) / options["micro_batches"])
 
 
 def test_links_of_parameters_alone_cost_otherwise_beside_compute() -> None:
@@ -361,6 +385,55 @@ def test_what_only_the_last_turn_has_a_gradient_of_is_reduced_too(ranks: Any) ->
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name])
+
+
+def pipelined_steps(model: Any, calls: Beside | None) -> dict[str, torch.Tensor]:
+    """As `two_steps`, by name; a rank has the parameters of its stages."""
+    ids = torch.arange(8 * 6).view(8, 6) % 19
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), {}
+    for number in range(2):
+        if calls is not None:
+            with calls:
+                found[f"loss {number}"] = model.step(ids, ids + 1)
+        else:
+            found[f"loss {number}"] = model(ids, ids + 1)
+            found[f"loss {number}"].backward()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        found |= {name: p.detach()} | ({} if p.grad is None else {f"gradient of {name}": p.grad})
+    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach() for name, x in found.items()}
+
+
+def pipelined_on_ranks(mesh_shape: tuple[int, ...], options: dict[str, Any]
+                       ) -> tuple[dict[str, torch.Tensor], int, int]:
+    posting.BUCKET_BYTES = 1000
+    ids = torch.arange(8 * 6).view(8, 6) % 19
+    parallel = autoparallel.compile(Tied(), mesh_of(*mesh_shape), example_inputs=(ids, ids + 1), **options)
+    made = pipelined_steps(parallel, calls := Beside())
+    assert calls.on_the_way == 0
+    return made, calls.beside, calls.alone
+
+
+@pytest.mark.parametrize(("mesh_shape", "options"), [
+    ((2, 2), {"baseline": "ddp", "micro_batches": 4, "pipeline_stages": 2}),
+    ((2, 2), {"baseline": "fsdp", "micro_batches": 4, "pipeline_stages": 2, "schedule": "gpipe", "zero_stage": 1}),
+    ((2, 2), {"baseline": "ddp", "micro_batches": 2, "pipeline_stages": 4, "schedule": "interleaved",
+              "recompute": "full"}),
+    ((3, 2), {"baseline": "ddp", "micro_batches": 4, "stage_replicas": (1, 2)}),
+    ((2, 2), {"baseline": "ddp", "micro_batches": 4, "pipeline_stages": 4, "schedule": "zero_bubble"}),
+])
+def test_pipelines_reduce_beside_their_last_backward(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
+                                                     ) -> None:
+    """On ranks with several products to run backward; but for zero bubble, which puts gradients of weights off."""
+    expected, names, counts = pipelined_steps(Tied(), None), set[str](), Counter[str]()
+    for found, beside, alone in ranks(math.prod(mesh_shape)).run(pipelined_on_ranks, mesh_shape, options,
+                                                                 timeout_s=200):
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+        counts += Counter(beside=beside, alone=alone)
+        names |= set(found)
+    assert counts["alone"] and bool(counts["beside"]) == (options.get("schedule") != "zero_bubble")
+    assert names == set(expected)
 
 
 #: What a program does with its device and two links: works, posts, waits for the n-th of what it posted; quarters of

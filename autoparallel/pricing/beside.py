@@ -2,8 +2,8 @@
 
 The prices that the search adds up let everything wait for everything. The program of a step in one turn posts gathers
 of parameters ahead of their readers, and reductions of gradients behind them: they go by the streams of the links that
-they cross, in order, while compute goes on. In several turns only the last goes backward beside reductions of what
-turns read, if gradients are reduced once a step. Pipelines are taken to hide nothing.
+they cross, in order, while compute goes on. In several turns, and in pipelines, only the last turn goes backward beside
+reductions of what turns read, if gradients are reduced once a step.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ def least_exposed(pricer: SpacePricer) -> tuple[float, float]:
     so much that none is taken for nothing)."""
     hybrid = pricer.turns.hybrid
     share = max(LEAST_SHARE, pricer.prices.cluster.device.overlap_slowdown - 1.0)
-    if not _hides(pricer) or hybrid.zero_stage == 3:
+    if not _hides(pricer) or hybrid.zero_stage == 3 or hybrid.stages > 1:  # a pipeline's last turn hides little
         return 1.0, 1.0
     return share if hybrid.is_plain else 1.0, share
 
 
-def hidden_s(pricer: SpacePricer, labels: Sequence[Label]) -> float:
-    """Seconds by which a step of this plan is shorter than the sum of its parts."""
+def hidden_s(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[int] = (0,)) -> float:
+    """Seconds by which what a rank of these stages does is shorter than the sum of its parts."""
     if not _hides(pricer):
         return 0.0
-    return _Plan(pricer, labels).step().hidden_s(pricer.prices.cluster.device.overlap_slowdown)
+    return _Plan(pricer, labels, stages).step().hidden_s(pricer.prices.cluster.device.overlap_slowdown)
 
 
 def _hides(pricer: SpacePricer) -> bool:
-    """Whether anything runs beside compute: in one turn, or where turns read parameters once, and reduce once."""
+    """Whether anything runs beside compute: in one turn, or where turns read parameters once, and reduce once. (Zero
+    bubble makes gradients of weights last of all.)"""
     hybrid = pricer.turns.hybrid
-    return pricer.prices.training and (hybrid.is_plain or (hybrid.stages == 1 and hybrid.zero_stage < 2))
+    put_off = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
+    return pricer.prices.training and (hybrid.is_plain or (hybrid.zero_stage < 2 and not put_off))
 
 
 class _Step:
@@ -99,18 +101,21 @@ class _Way:
 
 
 class _Plan:
-    """A plan's step: by site what it sends (`sent`), by place which steps of parameters the program waits for there
-    (`waited`), and all those steps (`ways`), which `posting` tells apart."""
+    """A plan's step on a rank of some stages: its sites, with the stage that has each (`stage_of`), by site what it
+    sends (`sent`), by place which steps of parameters the program waits for there (`waited`), and all those steps
+    (`ways`), which `posting` tells apart."""
 
-    def __init__(self, pricer: SpacePricer, labels: Sequence[Label]) -> None:
+    def __init__(self, pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[int] = (0,)) -> None:
         self.pricer, self.space, self.turns, self.labels = pricer, pricer.space, pricer.turns, labels
-        self.count = self.turns.hybrid.micro_batches
+        self.plain, self.count = self.turns.hybrid.is_plain, self.turns.turns_on(stages[0])
+        self.stage_of = {index: stage for index, holders in enumerate(self.turns.stages_of)
+                         for stage in reversed(holders) if stage in stages}
+        self.sites = [site for site in self.space.sites if site.index in self.stage_of]
         self._seconds: dict[object, tuple[float, float]] = {}
         self.sent: dict[int, list[_Way]] = defaultdict(list)
         self.waited: dict[int, list[_Way]] = defaultdict(list)
         self.ways: list[_Way] = []
-        steps = {link: self._path(link) for site in self.space.sites
-                 for link in self.space.links_into.get(site.index, ())}
+        steps = {link: self._path(link) for site in self.sites for link in self.space.links_into.get(site.index, ())}
         self.reads = self._reads(steps)
         for link, path in steps.items():
             (self.ways if self.turns.of_parameter[link.source] else self.sent[link.target]).extend(
@@ -129,9 +134,8 @@ class _Plan:
     def _reads(self, steps: Mapping[Link, Sequence[PricedStep]]) -> list[Read]:
         """As `lower.overlap.reads_of` finds them in the program."""
         runs = dict.fromkeys(link.target for link, path in steps.items() if path)
-        runs |= dict.fromkeys(site.index for site in self.space.sites if site.kind == "op")
-        apart = self.count > 1  # in a program of their own
-        place = places((index, None if apart else self.turns.block_of[index]) for index in sorted(runs))
+        runs |= dict.fromkeys(site.index for site in self.sites if site.kind == "op")
+        place = places((index, self.turns.block_of[index] if self.plain else None) for index in sorted(runs))
         found: list[Read] = []
         passed: dict[int, int | None] = {}  # by hub, the last step on the way to it
         for link, path in steps.items():
@@ -150,7 +154,7 @@ class _Plan:
         step, seconds, _ = priced
         streams = [self._stream(step.axis) if kind in COLLECTIVES else COMPUTE
                    for kind in (step.forward, step.backward)]
-        there, back = self.turns.link_times(link)
+        there, back = self.turns.link_times(link, self.stage_of[link.target])
         again = max(0, there - back) * seconds[0]
         return _Way(link.target, (min(there, back) * seconds[0], streams[0]),
                     (again + back * seconds[1], streams[1]))
@@ -162,8 +166,8 @@ class _Plan:
     def step(self) -> _Step:
         """Forward, backward the other way round, optimizer."""
         step = _Step()
-        sites, on_the_way = [site for site in self.space.sites if site.kind != "parameter"], _OnTheWay()
-        if self.count == 1:
+        sites, on_the_way = [site for site in self.sites if site.kind != "parameter"], _OnTheWay()
+        if self.plain:
             self._read(step, TOP, on_the_way)
             for site in sites:
                 self._read(step, site.index, on_the_way)
@@ -174,15 +178,15 @@ class _Plan:
             self._reduce(step, TOP, on_the_way)
         else:
             self._in_turns(step, sites, on_the_way)
-        for site in self.space.sites:
+        for site in self.sites:
             if site.kind == "parameter":
                 step.work(float(self.pricer.prices.parameter_s(self.space.strategies[site.index])[self._number(site)]))
         step.flush()
         return step
 
     def _in_turns(self, step: _Step, sites: Sequence[Site], on_the_way: _OnTheWay) -> None:
-        """Parameters are read, then turns run alone, but for the last: it posts what is reduced together once it has
-        the last gradient of it, if turns read that. What is left is reduced at the end."""
+        """Parameters are read, then turns run alone, but for the last of several: it posts what is reduced together
+        once it has the last gradient of it, if turns read that. What is left is reduced at the end."""
         order = (TOP, *range(len(self.space)))
         for place in order:
             self._read(step, place, on_the_way)
@@ -196,7 +200,7 @@ class _Plan:
                   + (self.count - 2) * sum(summed.values()))
         early = defaultdict[int, list[Pair]](list)
         for pair in (*self.posting.reduced, *self.posting.gathered):
-            if all(self.posting.is_last(n) for n in pair.steps):
+            if self.count > 1 and all(self.posting.is_last(n) for n in pair.steps):
                 early[min(self._first_reader(self.ways[n].target) for n in pair.steps)].append(pair)
         for site in sites:
             self._forward(step, site)
@@ -212,7 +216,8 @@ class _Plan:
         """The first op that reads what is there for a site: its own, or of a hub's readers."""
         if self.space.sites[target].kind != "hub":
             return target
-        return min((link.target for link in self.space.links if link.source == target), default=target)
+        readers = (link.target for link in self.space.links if link.source == target)
+        return min((reader for reader in readers if reader in self.stage_of), default=target)
 
     def _sums_s(self, link: Link) -> float:
         """Seconds in which a turn adds gradients of a parameter to those before."""
@@ -261,7 +266,7 @@ class _Plan:
 
     def _op_s(self, site: Site) -> tuple[float, float]:
         """Seconds of forward, and of backward with what runs again for it."""
-        number, times = self._number(site), self.turns.op_times(site.index)
+        number, times = self._number(site), self.turns.op_times(site.index, self.stage_of[site.index])
         if site.kind == "hub":
             return 0.0, times[1] * float(self.pricer.hub_s(site.index)[number])
         if site.kind != "op":

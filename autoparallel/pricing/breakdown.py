@@ -49,9 +49,9 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
             sends: Sequence[float] = ()) -> Prediction:
     """Seconds and bytes of the plan that takes ``labels``.
 
-    Without a pipeline the parts add up to the search's objective, of which `beside` hides some. With one they are means
-    over the ranks, and waiting is what the schedule adds; ``sends`` are the bytes of one micro-batch over each cut, one
-    way.
+    Without a pipeline the parts add up to the search's objective. With one they are means over the ranks, and waiting
+    is what the schedule adds; ``sends`` are the bytes of one micro-batch over each cut, one way. Of either, `beside`
+    hides some.
     """
     hybrid = pricer.turns.hybrid
     stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
@@ -64,7 +64,12 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
     by_rank = [_together([stages[stage] for stage in hybrid.stages_of(rank)]) for rank in range(ranks)]
     fullest = max(by_rank, key=lambda s: s.live_bytes)
     mean = _together(by_rank)
-    step = _pipelined_s(pricer, stages, sends) if hybrid.stages > 1 else mean.total
+    step, hidden = mean.total, 0.0
+    if hybrid.stages > 1:
+        step = _pipelined_s(pricer, stages, sends)
+        hidden = step - _pipelined_s(pricer, stages, sends, labels)
+    else:
+        hidden = hidden_s(pricer, labels)
     return Prediction(
         forward_s=mean.forward / ranks,
         backward_s=mean.backward / ranks,
@@ -79,12 +84,12 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
         repeated_ops=tuple(dict.fromkeys(mean.repeated)),
         host_bytes=max(s.host_bytes for s in by_rank),
         waiting_s=max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0,
-        hidden_s=hidden_s(pricer, labels),
+        hidden_s=hidden,
     )
 
 
 def step_s(pricer: SpacePricer, labels: Sequence[Label], sends: Sequence[float]) -> float:
-    """Seconds of a step in a pipeline, as `predict` says; whether it fits or not."""
+    """Seconds of a step in a pipeline, as `predict` adds them up; whether it fits or not."""
     stages = [_Parts() for _ in range(pricer.turns.hybrid.stages)]
     _add_sites(pricer, labels, stages, {})
     _add_links(pricer, labels, stages, {})
@@ -96,8 +101,8 @@ def estimate(pricer: SpacePricer, labels: Sequence[Label]) -> float:
     hybrid, stage = pricer.turns.hybrid, _Parts()
     _add_sites(pricer, labels, [stage], {})
     _add_links(pricer, labels, [stage], {})
-    once = stage.once * max(hybrid.groups) / hybrid.pipeline_ranks
-    return equal_stages_s(hybrid, stage.total - stage.once) + once - hidden_s(pricer, labels)
+    once = (stage.once - hidden_s(pricer, labels)) * max(hybrid.groups) / hybrid.pipeline_ranks
+    return equal_stages_s(hybrid, stage.total - stage.once) + once
 
 
 def site_seconds(prices: Prices, hybrid: Hybrid, labels: Sequence[Label]) -> np.ndarray:
@@ -130,8 +135,10 @@ def _together(stages: Sequence[_Parts]) -> _Parts:
     return made
 
 
-def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[float]) -> float:
-    """Seconds of a step under the schedule: turns in a pipeline, then what is done once.
+def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[float],
+                 labels: Sequence[Label] | None = None) -> float:
+    """Seconds of a step under the schedule: turns in a pipeline, then what is done once, less what of it is hidden
+    (given ``labels``).
 
     In a turn both stages beside a cut wait for a message: a value goes one way as a gradient comes the other.
     """
@@ -141,7 +148,9 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[
     turn = [(s.total - s.once) / hybrid.turns_on(number) + before + after
             for number, (s, before, after) in enumerate(zip(stages, [0.0, *passed], [*passed, 0.0], strict=True))]
     of_group = [sum(turn[g :: len(groups)]) for g in range(len(groups))]
-    once = max(sum(s.once for s in stages[g :: len(groups)]) for g in range(len(groups)))
+    of_rank = [range(g, len(stages), len(groups)) for g in range(len(groups))]
+    hidden = [hidden_s(pricer, labels, rank) if labels is not None else 0.0 for rank in of_rank]
+    once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
     return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
 
 

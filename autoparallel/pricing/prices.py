@@ -129,11 +129,11 @@ class Prices:
                 return collectives.all_to_all_s(before, group) + collectives.copy_s(before, device)
         raise ValueError(f"unknown action {action!r}")
 
-    def bucket_s(self, axis: int, num_bytes: np.ndarray) -> np.ndarray:
+    def bucket_s(self, group: Group, num_bytes: np.ndarray) -> np.ndarray:
         """Seconds of a gradient's part in an all-reduce of many (`lower.overlap`), and of its copy into the bucket."""
-        whole = collectives.all_reduce_s(BUCKET_BYTES, self.groups[axis])
+        whole = collectives.all_reduce_s(BUCKET_BYTES, group)
         whole = whole + collectives.copy_s(BUCKET_BYTES, self.cluster.device)
-        alone = collectives.all_reduce_s(num_bytes, self.groups[axis])
+        alone = collectives.all_reduce_s(num_bytes, group)
         return np.where(num_bytes < BUCKET_BYTES, np.minimum(alone, num_bytes / BUCKET_BYTES * whole), alone)
 
     def summed_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
@@ -143,7 +143,7 @@ class Prices:
         backward = ACTIONS[source.kind, target.kind][1]
         scale = summing.scale if backward in SUMS else 1.0
         if summing.in_buckets and (source.kind, target.kind) == ("I", "R"):
-            seconds = self.bucket_s(axis, scale * after)
+            seconds = self.bucket_s(self.groups[axis], scale * after)
         else:
             seconds = self.action_s(backward, axis, target, source, scale * after, scale * before)
         if scale == 1.0:

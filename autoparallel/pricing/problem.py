@@ -163,7 +163,7 @@ class SpacePricer:
         if len(ranks) < 2:
             return np.zeros(len(num_bytes))
         shape = (self.turns.hybrid.pipeline_ranks, *self.space.mesh_shape)
-        return np.asarray(collectives.all_reduce_s(num_bytes, self.prices.cluster.group(shape, 0, ranks)))
+        return self.prices.bucket_s(self.prices.cluster.group(shape, 0, ranks), num_bytes)
 
     def hub_s(self, index: int) -> np.ndarray:
         """Seconds of adding up the gradients from a value's readers once, by strategy."""

@@ -198,9 +198,11 @@ class Turns:
         return self._count(link.target) * self.counts[link.target] if moved else 0
 
     def _count(self, index: int, stage: int | None = None) -> int:
-        """How many micro-batches a rank of the stage runs that has the site (by default the first of several). A sketch
-        has no stages, and runs all."""
-        stage = self.stages_of[index][0] if stage is None else stage
+        """How many micro-batches a rank of the stage runs that has the site (by default the first of several)."""
+        return self.turns_on(self.stages_of[index][0] if stage is None else stage)
+
+    def turns_on(self, stage: int) -> int:
+        """How many micro-batches a rank of the stage runs. A sketch has no stages, and runs all."""
         return self.hybrid.micro_batches if self.one_for_all else self.hybrid.turns_on(stage)
 
     def op_times(self, index: int, stage: int | None = None) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from autoparallel.plans import Hybrid, Plan
 from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime import data, groups, initialise, rng
 from autoparallel.runtime.interpret import values_of
+from autoparallel.runtime.shared import Ranks, SharedGradients
 from autoparallel.runtime.step import Forward, StepRunner, loss_of
 
 _LOG = logging.getLogger("autoparallel")
@@ -77,7 +78,7 @@ class Compiled:
         return read - set(self.parameter_layouts) if len(self.stages) > 1 else set()
 
     @cached_property
-    def shared(self) -> dict[str, tuple[int, ...]]:
+    def shared(self) -> dict[str, Ranks]:
         """Parameters of several ranks of the pipeline, with these ranks."""
         found = {}
         for site in self.space.sites:
@@ -219,9 +220,11 @@ class ParallelModule(nn.Module):
                 compiled.programs, compiled.micro.loss, compiled.plan.hybrid, state.axes, state.site.pipeline_group,
                 state.device,
             )
+            own = {name: ranks for name, ranks in compiled.shared.items() if name in compiled.parameter_layouts}
+            state.shared_gradients[key] = SharedGradients(self.get_parameter, own, state.shared_groups,
+                                                          compiled.plan.hybrid.sum_dtype)
         feeds = self._feeds(compiled, leaves)
-        held = self._take_shared_gradients(compiled)
-        with precision.without_autocast():
+        with state.shared_gradients[key].added_up(), precision.without_autocast():
             loss = state.runners[key].run(
                 lambda program: initialise.local_pieces([
                     self._state_of(site.path, compiled.space.graph) for site in program.placeholders
@@ -239,7 +242,6 @@ class ParallelModule(nn.Module):
         for module in state.runners[key].modules.values():
             self._update(module.program.updates, module.updates)
         self._share_written(compiled)
-        self._add_shared_gradients(compiled, held)
         return loss
 
     def _update(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
@@ -270,30 +272,6 @@ class ParallelModule(nn.Module):
             list(values[feed.ref].chunk(micro.count, feed.dim)) if feed.dim >= 0 else [values[feed.ref]] * micro.count
             for feed in micro.feeds
         ]
-
-    def _take_shared_gradients(self, compiled: Compiled) -> dict[str, torch.Tensor | None]:
-        """Put aside the gradients (of earlier steps) of parameters that several ranks of the pipeline have."""
-        found = {}
-        for name in compiled.shared:
-            if name in compiled.parameter_layouts:
-                parameter = self.get_parameter(name)
-                found[name], parameter.grad = parameter.grad, None
-        return found
-
-    def _add_shared_gradients(self, compiled: Compiled, held: Mapping[str, torch.Tensor | None]) -> None:
-        """Add up the gradients that ranks of the pipeline have of a parameter that they share."""
-        sum_dtype = compiled.plan.hybrid.sum_dtype
-        for name, ranks in sorted(compiled.shared.items()):
-            if name in held:
-                parameter = self.get_parameter(name)
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                local = cast(DTensor, parameter.grad).to_local()
-                summed = local.to(sum_dtype or local.dtype)
-                dist.all_reduce(summed, group=self._state.shared_groups[ranks])
-                local.copy_(summed)
-                if (before := held[name]) is not None:
-                    parameter.grad += before
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm together is at most ``max_norm``; returns the norm before.
@@ -542,7 +520,8 @@ class _State:
         self.calls_traced: dict[str, None] = {}
         self.runners: dict[int, StepRunner] = {}
         self.layouts: dict[str, Layout] = {}
-        self.shared_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.shared_groups: dict[Ranks, dist.ProcessGroup] = {}
+        self.shared_gradients: dict[int, SharedGradients] = {}
         self.calls = 0
         self.gathers = False
         self.seed = initialise.shared_seed(torch.initial_seed())
@@ -559,7 +538,7 @@ class _State:
         for module, part in self.parts.items():
             module.training = part.training
 
-    def make_shared_groups(self, ranks_together: Sequence[tuple[int, ...]]) -> None:
+    def make_shared_groups(self, ranks_together: Sequence[Ranks]) -> None:
         """Process groups of these ranks of the pipeline, beside each place in a stage. All ranks call this."""
         for ranks in ranks_together:
             for column in self.site.whole.mesh.flatten(1).t().tolist():

@@ -50,8 +50,9 @@ class _Stage(torch_pp.PipelineStage):
         # torch wants as many stages as ranks
         super().__init__(module, index, max(hybrid.stages, hybrid.pipeline_ranks), device,
                          input_args=_metas(module.received), output_args=_metas(module.results), group=group)
-        self.num_stages = hybrid.stages
+        self.module, self.num_stages = module, hybrid.stages
         self.hybrid, self.turns, self.turn = hybrid, hybrid.turns_of(self.group_rank), 0
+        self.backwards = 0
 
     def _resolve_peer_global_rank(self, stage_idx: int) -> int:
         assert self.group is not None
@@ -109,7 +110,14 @@ class _Stage(torch_pp.PipelineStage):
                                       bwd_kwargs["input_values"], list(self.submod.parameters()))
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        self.backwards = 0
+
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.backwards += 1
+        if self.backwards == len(self.turns) and self.hybrid.schedule != "zero_bubble":  # which puts gradients off
+            self.module.reduce_beside()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
 

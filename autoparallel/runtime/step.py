@@ -1,7 +1,7 @@
 """One training step in turns: parameters are read, each micro-batch runs forward and backward, gradients are reduced.
 
-Without a pipeline the turns run one after the other here, and what is reduced once a step is posted while the last goes
-backward; with one, torch's schedule runs them (`pipeline.py`).
+Without a pipeline the turns run one after the other here; with one, torch's schedule runs them (`pipeline.py`). What is
+reduced once a step is posted while the last goes backward.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class TurnModule(nn.Module):
         return tuple(_Sent.apply(x) for x in sent)
 
     def reduce_beside(self) -> None:
-        """In the turn to come, the last, post what is reduced together as soon as backward has the last gradient of it
+        """In the backward to come, the last, post what is reduced together as soon as the last gradient of it is there
         (of those that turns before had)."""
         for numbers in self.reduced_together:
             left = {n for n in numbers if self.leaves[n].grad is not None}
