@@ -387,6 +387,36 @@ def test_what_only_the_last_turn_has_a_gradient_of_is_reduced_too(ranks: Any) ->
             torch.testing.assert_close(gradient, expected[name])
 
 
+def learnt_by_one_rank(shared: bool) -> list[dict[str, torch.Tensor]]:
+    """Gradients of two steps: nothing learns the scale in the first, one of the ranks that share it in the second."""
+    model, found = _LearnsLate(), []
+    x = torch.arange(48.0).view(8, 6) / 48
+    masks = torch.zeros(8, 1), torch.tensor([0.0, 0, 1, 1, 0, 0, 1, 1])[:, None]
+    parallel: Any = autoparallel.compile(
+        model, mesh_of(3), example_inputs=(x, masks[0]), micro_batches=4, stage_replicas=(2, 1)) if shared else model
+    for mask in masks:
+        parallel.zero_grad(set_to_none=True)
+        if shared:
+            parallel.step(x, mask)
+        else:
+            model(x, mask).backward()
+        found.append(gradients_of(parallel))
+    return found
+
+
+def test_what_no_rank_that_shares_it_learns_has_no_gradient(ranks: Any) -> None:
+    """Nor is one lost that a single one of them has, in a later step."""
+    expected = learnt_by_one_rank(shared=False)
+    assert ["scale" in gradients for gradients in expected] == [False, True]
+    seen: list[set[str]] = [set(), set()]
+    for found in ranks(3).run(learnt_by_one_rank, True):
+        for gradients, others, names in zip(found, expected, seen, strict=True):
+            names |= set(gradients)
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, others[name])
+    assert seen == [set(gradients) for gradients in expected]
+
+
 def pipelined_steps(model: Any, calls: Beside | None) -> dict[str, torch.Tensor]:
     """As `two_steps`, by name; a rank has the parameters of its stages."""
     ids = torch.arange(8 * 6).view(8, 6) % 19

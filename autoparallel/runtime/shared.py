@@ -26,7 +26,6 @@ class SharedGradients:
     def __init__(self, parameter: Callable[[str], nn.Parameter], ranks_of: Mapping[str, Ranks],
                  groups: Mapping[Ranks, dist.ProcessGroup], sum_dtype: torch.dtype | None) -> None:
         self.parameter, self.ranks_of, self.groups, self.sum_dtype = parameter, ranks_of, groups, sum_dtype
-        self._buckets: dict[tuple[bool, ...], list[list[str]]] = {}
 
     @contextmanager
     def added_up(self) -> Iterator[None]:
@@ -48,38 +47,31 @@ class SharedGradients:
                 parameter.grad = before if parameter.grad is None else parameter.grad + before
 
     def _add_up(self, names: Sequence[str]) -> None:
-        local = []
-        for parameter in map(self.parameter, names):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            local.append(_local(parameter.grad))
-        dtype = self.sum_dtype or local[0].dtype
-        summed = torch.cat([gradient.reshape(-1).to(dtype) for gradient in local])
+        """Of these parameters; one of which no rank has a gradient gets none."""
+        found = [self.parameter(name) for name in names]
+        pieces = [_local(p if p.grad is None else p.grad).detach() for p in found]
+        dtype = self.sum_dtype or pieces[0].dtype
+        there = torch.tensor([p.grad is not None for p in found], dtype=dtype, device=pieces[0].device)
+        summed = torch.cat([there, *(piece.new_zeros(piece.numel(), dtype=dtype) if p.grad is None else
+                                     piece.reshape(-1).to(dtype) for p, piece in zip(found, pieces, strict=True))])
         dist.all_reduce(summed, group=self.groups[self.ranks_of[names[0]]])
-        for gradient, made in zip(local, summed.split([gradient.numel() for gradient in local]), strict=True):
-            gradient.copy_(made.view(gradient.shape))
+        anywhere, *sums = summed.split([len(names), *(piece.numel() for piece in pieces)])
+        for number, (parameter, made) in enumerate(zip(found, sums, strict=True)):
+            if parameter.grad is None and anywhere[number] > 0:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                local = _local(parameter.grad)
+                local.copy_(made.view(local.shape))
 
-    def _summed_together(self) -> list[list[str]]:
-        """Names in buckets, of parameters of which any of their ranks has a gradient: which is so in all steps or in
-        none, unless the user freezes parameters, so that it is asked once."""
-        learns = tuple(self.parameter(name).requires_grad for name in sorted(self.ranks_of))
-        if learns not in self._buckets:
-            alike: dict[tuple[Ranks, str], list[str]] = {}
-            for name, ranks in sorted(self.ranks_of.items()):
-                alike.setdefault((ranks, str(self.parameter(name).dtype)), []).append(name)
-            learnt = [self._learnt(names, ranks) for (ranks, _), names in sorted(alike.items())]
-            self._buckets[learns] = [
-                [names[n] for n in bucket] for names in learnt
-                for bucket in in_buckets([_local(self.parameter(name)).nbytes for name in names])
-            ]
-        return self._buckets[learns]
-
-    def _learnt(self, names: Sequence[str], ranks: Ranks) -> list[str]:
-        """The parameters of which one of these ranks has a gradient."""
-        there = torch.tensor([self.parameter(name).grad is not None for name in names], dtype=torch.int32,
-                             device=_local(self.parameter(names[0])).device)
-        dist.all_reduce(there, dist.ReduceOp.MAX, group=self.groups[ranks])
-        return [name for name, learnt in zip(names, there.tolist(), strict=True) if learnt]
+    def _summed_together(self) -> Iterator[list[str]]:
+        """Names in buckets: all ranks of a parameter come to the same."""
+        alike: dict[tuple[Ranks, str], list[str]] = {}
+        for name, ranks in sorted(self.ranks_of.items()):
+            if (parameter := self.parameter(name)).requires_grad:
+                alike.setdefault((ranks, str(parameter.dtype)), []).append(name)
+        for _, names in sorted(alike.items()):
+            for bucket in in_buckets([_local(self.parameter(name)).nbytes for name in names]):
+                yield [names[n] for n in bucket]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
