@@ -196,6 +196,38 @@ def test_gradients_of_inputs(ranks: Any) -> None:
         ranks(2).run(step_of_an_input_that_learns, {"pipeline_stages": 2, "micro_batches": 2})
 
 
+class _Swaps(torch.nn.Module):
+    """Two buffers, each of which becomes the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+        self.register_buffer("one", torch.tensor(1.0))
+        self.register_buffer("two", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = self.one.clone()
+        self.one.copy_(self.two)
+        self.two.copy_(one)
+        return (self.layer(x) * self.one).square().sum()
+
+
+def swapped(options: Options | None) -> list[float]:
+    """The losses of three steps; without options on one process."""
+    torch.manual_seed(SEED)
+    model, x = _Swaps(), torch.randn(4, 6)
+    if options is None:
+        return [float(model(x).detach()) for _ in range(3)]
+    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=(x,), **options)
+    return [float(parallel.step(x)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"pipeline_stages": 2, "micro_batches": 2}], ids=str)
+def test_buffers_that_become_one_another(ranks: Any, options: Options) -> None:
+    for found in ranks(2).run(swapped, dict(options)):
+        assert found == pytest.approx(swapped(None), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_ranks_that_take_turns_drop_the_same(ranks: Any) -> None:
     """A turn draws its own numbers, wherever it runs."""

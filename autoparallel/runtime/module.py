@@ -245,8 +245,8 @@ class ParallelModule(nn.Module):
         return loss
 
     def _update(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, value in zip(names, values, strict=True):
+        with torch.no_grad():  # a new value may be another buffer's old one
+            for name, value in zip(names, [value.clone() for value in values], strict=True):
                 self.get_buffer(name).copy_(value)
 
     def _share_written(self, compiled: Compiled) -> None:
