@@ -86,24 +86,30 @@ class Branching:
                  offer: Callable[[Sequence[int]], float]) -> None:
         self.cost, self.deadline = cost, deadline
         self._offer_root = offer
-        root = shrink(compact)
+        self._settling_s, self.is_late = 0.0, False
+        root = shrink(compact, until=deadline)
         self._open = [_Open(root, -FORBIDDEN, moved_prices(prices, compact, root.compact))] if root.allowed else []
 
     def run(self) -> float:
         """Until proof or deadline; a bound for every plan (the best cost where it is proven to be the least)."""
         start = self.cost
         anew = [replace(root, prices=np.zeros(len(root.prices))) for root in self._open]
-        while self._open and time.monotonic() < self.deadline:
+        while self._open and not self._late():
             if self.cost < start * (1 - RESTART):  # rules out most at the root
                 self._open, start = list(anew), self.cost
             if self._closes(self._open[-1].bound):
                 self._open.pop()
                 continue
             children = self._work(self._open[-1])
-            if time.monotonic() < self.deadline:
+            if not self._late():
                 self._open.pop()
                 self._open += sorted(children, key=lambda child: -child.bound)
         return min((node.bound for node in self._open), default=self.cost)
+
+    def _late(self, seconds: float = 0.0) -> bool:
+        """Whether time is up, or would be after so many seconds; from then on nothing that is open is settled."""
+        self.is_late = self.is_late or time.monotonic() + seconds >= self.deadline
+        return self.is_late
 
     def _closes(self, bound: float) -> bool:
         return bound >= self.cost - EXACT * abs(self.cost) if self.cost < FORBIDDEN else bound == FORBIDDEN
@@ -113,9 +119,10 @@ class Branching:
         return self.cost
 
     def _work(self, node: _Open) -> list[_Open]:
-        """What is left open of a problem: nothing where no better plan is in it."""
+        """What is left open of a problem: nothing where no better plan is in it, nor where time is up before that is
+        known."""
         found = self._bounded(node)
-        if found is None or time.monotonic() >= self.deadline:
+        if found is None or self._late():
             return []
         if allowed_cells(found.left) <= PROGRAM_CELLS:
             shrunk = shrink(found.left, outer=found.shrunk)
@@ -124,7 +131,8 @@ class Branching:
         return self._children(found)
 
     def _bounded(self, node: _Open) -> _Bounded | None:
-        """Bound, drop and merge, as long as that makes the problem much smaller. None where nothing is left."""
+        """Bound, drop and merge, as long as that makes the problem much smaller. None where nothing is left, or time is
+        up."""
         shrunk, prices, known, raised = node.shrunk, node.prices, node.bound, node.raised
         messenger = node.messenger or self._messenger(shrunk.compact)
         steps = STEPS if node.messenger is None else WARM_STEPS
@@ -133,8 +141,12 @@ class Branching:
                 self._offer(shrunk, ())
                 return None
             raised = raised or raise_prices(messenger, self.deadline, steps, None, prices, self.cost)
+            if self._late(self._settling_s):
+                return None
+            start = time.monotonic()
             costs = messenger.costs(raised.values)
             bound = messenger.settle(costs) - float(raised.values @ shrunk.compact.room)
+            self._settling_s = time.monotonic() - start
             known = max(known, bound, raised.bound)
             self._offer(shrunk, messenger.plan(costs))
             if self._closes(known):
@@ -186,6 +198,8 @@ class Branching:
         gap = self._slack(found.bound) if self.cost < FORBIDDEN else abs(found.bound) + 1.0
         best: tuple[float, int, list[tuple[float, np.ndarray]]] = (FORBIDDEN, -1, [])
         for v, groups in self._groups(found).items():
+            if self._late():
+                return []
             open_groups = []
             for group, bound in zip(groups, self._probe(found, costs, v, groups, several), strict=True):
                 if self._closes(bound):

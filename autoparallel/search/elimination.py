@@ -14,6 +14,7 @@ import hashlib
 import heapq
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -130,6 +131,10 @@ class Step(NamedTuple):
         return list(zip(self.slot.layout, self.inputs, strict=True))
 
 
+class TimeIsUpError(Exception):
+    """An elimination was not done by the deadline that it was given."""
+
+
 class Tables:
     """Every array by name, and what each result was lowered by so that its least is 0.
 
@@ -137,7 +142,8 @@ class Tables:
     changed costs. ``cells`` counts those of all arrays that are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: float = FORBIDDEN) -> None:
+        self.deadline = deadline
         self._names: dict[object, int] = {}
         self._seen: dict[int, tuple[np.ndarray, int]] = {}
         self._arrays: dict[int, np.ndarray] = {}
@@ -167,10 +173,16 @@ class Tables:
             self.cells += row.size
         return known[1]
 
+    def look_at_clock(self) -> None:
+        """Raises TimeIsUpError after the deadline; asked about every `CHUNK_CELLS` cells."""
+        if time.monotonic() >= self.deadline:
+            raise TimeIsUpError
+
     def work_out(self, steps: Sequence[Step]) -> float:
         """Fill in the result of every step, each less its minimum; returns the sum of these minima."""
         for step in steps:
             if step.name not in self.lowered:
+                self.look_at_clock()
                 result = self._minimise(step)
                 lowest = float(result.min())
                 self.lowered[step.name] = lowest
@@ -196,6 +208,7 @@ class Tables:
         rows = max(1, int(CHUNK_CELLS * shape[0] / math.prod(shape)))
         pieces: list[list[np.ndarray]] = [[] for _ in onto]
         for low in range(0, shape[0], rows):
+            self.look_at_clock()
             total = functools.reduce(np.add, [part if part.shape[0] == 1 else part[low:low + rows] for part in parts])
             full = np.broadcast_to(total, (min(rows, shape[0] - low), *shape[1:]))
             for found, axes in zip(pieces, rest, strict=True):
@@ -220,8 +233,11 @@ class Tables:
             least = np.minimum.reduce(functools.reduce(np.add, parts), axis=0)
             return least if least.shape == shape[1:] else np.broadcast_to(least, shape[1:])
         rows = max(1, int(CHUNK_CELLS * shape[1] / cells))
-        pieces = [functools.reduce(np.add, [part if part.shape[1] == 1 else part[:, low:low + rows] for part in parts])
-                  .min(axis=0) for low in range(0, shape[1], rows)]
+        pieces = []
+        for low in range(0, shape[1], rows):
+            self.look_at_clock()
+            some = [part if part.shape[1] == 1 else part[:, low:low + rows] for part in parts]
+            pieces.append(functools.reduce(np.add, some).min(axis=0))
         full = shape[1:]
         return np.concatenate([np.broadcast_to(piece, (min(rows, full[0] - low), *full[1:])) for piece, low
                                in zip(pieces, range(0, full[0], rows), strict=True)])
@@ -334,11 +350,11 @@ class Eliminator:
 
     Pieces of the graph that repeat are eliminated first, once for all that cost the same; then what joins them. Look at
     ``max_cells`` (of the largest table kept) first (`exact.affordable` does): inf means that there is no order to solve
-    in.
+    in. After the deadline (`until`) `solve` and `regrets` raise TimeIsUpError. ``solved_s``: what `solve` took last.
     """
 
     def __init__(self, sizes: Sequence[int] | np.ndarray, pairs: Sequence[tuple[int, int]] | np.ndarray) -> None:
-        self.sizes = np.asarray(sizes, np.int64)
+        self.sizes, self.solved_s = np.asarray(sizes, np.int64), 0.0
         self._tables = Tables()
         ends = np.asarray(pairs, np.int64).reshape(-1, 2)
         self._lay_out(ends, repeated_pieces(self.sizes, ends))
@@ -372,6 +388,22 @@ class Eliminator:
     def of(cls, problem: Problem) -> Eliminator:
         return cls(problem.sizes, problem.ends)
 
+    @classmethod
+    def none(cls) -> Eliminator:
+        """No order is looked for."""
+        found = cls((), ())
+        found.max_cells = FORBIDDEN
+        return found
+
+    @property
+    def deadline(self) -> float:
+        return self._tables.deadline
+
+    def until(self, deadline: float) -> Eliminator:
+        """This one, with a deadline."""
+        self._tables.deadline = deadline
+        return self
+
     def work(self, arrays: Shared) -> float:
         """Cells that `solve` would touch: the sum over distinct steps."""
         run = _Run(self, arrays)
@@ -386,9 +418,11 @@ class Eliminator:
 
         An array of costs per node, then a table per edge of the problem given at birth. Time O(`work`).
         """
+        start = time.monotonic()
         run = _Run(self, arrays)
         found = run.value(), run.choice()
         self._forget()
+        self.solved_s = time.monotonic() - start
         return found
 
     def regrets(self, arrays: Shared) -> list[np.ndarray]:
@@ -406,7 +440,7 @@ class Eliminator:
     def _forget(self) -> None:
         """Let go of tables where they are many."""
         if self._tables.cells > KEPT_CELLS:
-            self._tables = Tables()
+            self._tables = Tables(self._tables.deadline)
 
 
 class _Run:

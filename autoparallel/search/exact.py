@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoparallel.search.elimination import Eliminator
+from autoparallel.search.elimination import Eliminator, TimeIsUpError
 from autoparallel.search.lagrange import Dual, LowestPeak, lowest_peak, mixed_plans, raise_bound
 from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
 from autoparallel.search.memory import Memory, memory_at, memory_of
@@ -26,7 +26,7 @@ TARGET_GAP = 1e-6
 WITHIN_REACH = 0.05  # of the best plan; dearer ones are not worth a descent
 FIRST_ROUNDS = 6
 WORTHWHILE = 0.5
-NARROWING_PRICINGS = 5
+NARROWING_PRICINGS = 12
 LEAST_S = 5.0
 LEAST_ROUNDS = 15
 
@@ -118,10 +118,13 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
     Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
     """
     began = time.monotonic()
-    relax, spent = eliminator.solve, 0.0
+    relax = eliminator.solve
     unpriced, value = None, -FORBIDDEN
     if prices is None:
-        unpriced = value, plan = relax(problem.costs)
+        try:
+            unpriced = value, plan = relax(problem.costs)
+        except TimeIsUpError:
+            return Outcome(None, FORBIDDEN, -FORBIDDEN, "time limit", {"exact": time.monotonic() - began})
         spent = time.monotonic() - began
         if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
             return Outcome(plan, judged.objective, min(value, judged.objective), "optimal", {"exact": spent})
@@ -148,9 +151,10 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
         incumbent.offer(least)
     left = Priced(untouched(problem), memory, eliminator, dual)
     if mix:
-        left = _narrowed(left, incumbent, deadline, gap, spent)
+        left = _narrowed(left, incumbent, deadline, gap)
     for contrast, dear_last in MIXTURES if left.dual.bound < FORBIDDEN and mix else ():
-        if incumbent.within(left.dual.bound, max(MIXED_GAP, gap)) or time.monotonic() >= deadline:
+        in_time = time.monotonic() + left.eliminator.solved_s <= deadline
+        if incumbent.within(left.dual.bound, max(MIXED_GAP, gap)) or not in_time:
             break
         for mixed in mixed_plans(left.problem, left.memory, left.relax, deadline, left.dual.prices, contrast,
                                  dear_last):
@@ -165,17 +169,20 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
     return Outcome(incumbent.choice, incumbent.objective, bound, reason, {"exact": time.monotonic() - began}, left)
 
 
-def _narrowed(left: Priced, incumbent: Incumbent, deadline: float, gap: float, pricing_s: float) -> Priced:
+def _narrowed(left: Priced, incumbent: Incumbent, deadline: float, gap: float) -> Priced:
     """Better prices and fewer choices in turn, until the one is no longer possible or the other makes no difference.
 
-    ``pricing_s``: seconds of one elimination; dropping choices takes as long as a few.
+    Dropping choices takes as long as `NARROWING_PRICINGS` eliminations.
     """
     work = left.work()
     while left.dual.bound < FORBIDDEN and not incumbent.within(left.dual.bound, gap) and time.monotonic() < deadline:
         best, near = incumbent.choice, incumbent.within(left.dual.bound, max(MIXED_GAP, gap))
-        in_time = NARROWING_PRICINGS * pricing_s < deadline - time.monotonic()
+        in_time = NARROWING_PRICINGS * left.eliminator.solved_s < deadline - time.monotonic()
         if best is not None and not near and in_time and left.dual.rounds < MAX_ROUNDS:
-            fewer = left.narrowed(incumbent.objective, best)
+            try:
+                fewer = left.narrowed(incumbent.objective, best)
+            except TimeIsUpError:
+                return left
             less = fewer.work()
             if less <= WORTHWHILE * work:
                 left, work = fewer, less

@@ -7,12 +7,14 @@ linear program over them proposes the next prices, taken part of the way from th
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoparallel.search.elimination import TimeIsUpError
 from autoparallel.search.memory import Memory, least_peak, memory_at, memory_of
 from autoparallel.search.problem import FORBIDDEN, Problem, evaluate
 from autoparallel.search.shared import Shared
@@ -86,11 +88,15 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
     trial = dual.next_trial() if dual.rounds else dual.prices
     dearest = dearest_cost(problem)
     for _ in range(rounds):
+        start = time.monotonic()
         if trial is None:
             dual.exact = True
             break
         known, unpriced = unpriced, None
-        value, plan = known or relax(priced(problem, memory, trial))
+        try:
+            value, plan = known or relax(priced(problem, memory, trial))
+        except TimeIsUpError:
+            break
         bound = value - float(trial @ memory.room)
         dual.rounds += 1
         if value == FORBIDDEN or dual.bound > dearest:
@@ -101,7 +107,8 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
         if bound > dual.bound:
             dual.bound, dual.prices = bound, trial
         best = on_plan(plan)
-        if (best < FORBIDDEN and best - dual.bound <= target_gap * abs(best)) or time.monotonic() >= deadline:
+        now = time.monotonic()
+        if (best < FORBIDDEN and best - dual.bound <= target_gap * abs(best)) or now + (now - start) > deadline:
             break
         trial = dual.next_trial(over)
     return dual
@@ -130,10 +137,13 @@ def mixed_plans(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
         return fit
 
     low, high = 0, count
-    if fits(count):
-        while high - low > max(1, count // PLACES) and time.monotonic() < deadline:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
+    with contextlib.suppress(TimeIsUpError):
+        start = time.monotonic()
+        if fits(count):
+            spent = time.monotonic() - start
+            while high - low > max(1, count // PLACES) and time.monotonic() + spent <= deadline:
+                middle = (low + high) // 2
+                low, high = (low, middle) if fits(middle) else (middle, high)
     return list(found.values())
 
 
@@ -174,16 +184,21 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
     active: list[int] = []
     cuts: list[tuple[float, np.ndarray]] = []
     for number in range(rounds):
+        start = time.monotonic()
         share = EVEN / 2**number
         trial, even = (1 - share) * weights, share / max(1, len(weights))
-        value, plan = relax(bare.priced(memory.extra, memory.prices_per_user(trial) + even * lives))
+        try:
+            value, plan = relax(bare.priced(memory.extra, memory.prices_per_user(trial) + even * lives))
+        except TimeIsUpError:
+            break
         if value == FORBIDDEN:
             return LowestPeak(FORBIDDEN, FORBIDDEN, None)
         bound = max(bound, value + float((trial + even) @ (floor - memory.room)))
         judged = evaluate(problem, plan).peak_bytes
         if judged < peak:
             best, peak = plan, judged
-        if peak <= max(enough, bound * (1 + NEAR_LEAST)) or time.monotonic() >= deadline or not memory.binds:
+        now = time.monotonic()
+        if peak <= max(enough, bound * (1 + NEAR_LEAST)) or now + (now - start) > deadline or not memory.binds:
             break
         if 0.0 < enough < bound:
             return LowestPeak(min(bound, peak), peak, best)

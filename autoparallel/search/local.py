@@ -165,11 +165,13 @@ class LocalState:
             known = self._known[v] = self.near.costs(v, self.choice)
         return known
 
-    def improvable(self) -> list[int]:
-        """Nodes with a choice that costs less, the neighbours as they are, and fits at the time with the least room."""
+    def improvable(self, deadline: float) -> list[int]:
+        """Nodes with a choice that costs less, the neighbours as they are, and fits at the time with the least room; of
+        those that the clock leaves time for."""
         picks, at, room = np.array(self.choice), *self._tightest()
         first, alike = firsts(self.near.live(paired(self.near.surroundings(picks), picks), at))
-        better = [any(self._rise(v, pick, at) <= room for pick in self.costs(v).cheaper_than(self.choice[v]))
+        better = [time.monotonic() < deadline and
+                  any(self._rise(v, pick, at) <= room for pick in self.costs(v).cheaper_than(self.choice[v]))
                   for v in first]
         return np.flatnonzero(np.array(better, bool)[alike]).tolist()
 
@@ -183,13 +185,15 @@ class LocalState:
         """By how many bytes the load at a time rises if v moves."""
         return sum(float(deltas[pick]) for low, high, deltas in self.changes(v) if low <= at < high)
 
-    def improvable_pairs(self) -> list[int]:
-        """Edges whose two nodes have a joint move that costs less, and fits at the time with the least room."""
+    def improvable_pairs(self, deadline: float) -> list[int]:
+        """Edges whose two nodes have a joint move that costs less, and fits at the time with the least room; of those
+        that the clock leaves time for."""
         picks, (source, target), (at, room) = np.array(self.choice), self.problem.ends.T, self._tightest()
         alike = self.near.live(paired(self.near.surroundings(picks), picks), at)
         tables = paired(self.problem.costs.numbers[len(picks):], self.near.alone)
         first, edges = firsts(paired(paired(alike[source], alike[target]), tables))
-        better = [any(self._joint_rise(number, moves, at) <= room for moves in self.pairs(number))
+        better = [time.monotonic() < deadline and
+                  any(self._joint_rise(number, moves, at) <= room for moves in self.pairs(number))
                   for number in first]
         return np.flatnonzero(np.array(better, bool)[edges]).tolist()
 
@@ -258,7 +262,7 @@ def repair(state: LocalState, deadline: float = FORBIDDEN) -> bool:
         at = int(over.argmax())
         if over[at] <= 0:
             return True
-        if not _relieve(state, at) or time.monotonic() >= deadline:
+        if not _relieve(state, at, deadline) or time.monotonic() >= deadline:
             break
     return state.excess() <= 0
 
@@ -289,14 +293,15 @@ def _relief(state: LocalState, v: int, at: int) -> tuple[float, int]:
     return float(rates[pick]), pick
 
 
-def _relieve(state: LocalState, at: int) -> bool:
-    """Moves in order of cost per byte, until this time fits; False when no move is left. Rates are kept current."""
+def _relieve(state: LocalState, at: int, deadline: float) -> bool:
+    """Moves in order of cost per byte, until this time fits; False when no move, or no time, is left. Rates are kept
+    current."""
     heap = [(rate, v, pick) for rate, pick, v in _reliefs(state, at) if rate < FORBIDDEN]
     heapq.heapify(heap)
     worst = state.excess()
     moves = 0
     while state.load[at] > state.memory.room[at]:
-        if not heap or moves > 20 * len(state.problem.nodes):
+        if not heap or moves > 20 * len(state.problem.nodes) or time.monotonic() >= deadline:
             return False
         rate, v, pick = heapq.heappop(heap)
         fresh = _relief(state, v, at)
@@ -314,7 +319,7 @@ def _relieve(state: LocalState, at: int) -> bool:
 
 def descend(state: LocalState, deadline: float = FORBIDDEN, pairs: bool = True) -> None:
     """Moves that lower the cost and fit, first of single nodes, then of pairs, until none is left."""
-    stale = dict.fromkeys(state.improvable())
+    stale = dict.fromkeys(state.improvable(deadline))
     while True:
         while stale and time.monotonic() < deadline:
             v = next(iter(stale))
@@ -323,7 +328,7 @@ def descend(state: LocalState, deadline: float = FORBIDDEN, pairs: bool = True) 
                 stale.update(dict.fromkeys(other for _, other, _ in state.near.around(v)))
         if time.monotonic() >= deadline or not pairs:
             return
-        for number in state.improvable_pairs():
+        for number in state.improvable_pairs(deadline):
             if _move_pair(state, number):
                 for v in state.problem.ends[number].tolist():
                     stale.update(dict.fromkeys(other for _, other, _ in state.near.around(v)))

@@ -261,11 +261,14 @@ def raise_prices(messenger: Messenger, deadline: float, steps: int, on_plan: Cal
     """
     ascent = _Ascent(messenger.compact, np.zeros(len(messenger.compact.room)) if first is None else first)
     for number in range(1, steps + 1):
+        start = time.monotonic()
         costs = messenger.costs(ascent.prices)
         ascent.take(messenger.settle(costs, SWEEPS))
+        now = time.monotonic()
         if number % SHOW_EVERY == 0 and on_plan is not None and number < steps:
             target = show_plans(messenger, ascent.best.values, on_plan, deadline)
-        if time.monotonic() >= deadline or ascent.ended(target) or not ascent.move(messenger.plan(costs), target):
+        if (time.monotonic() + (now - start) > deadline or ascent.ended(target)
+                or not ascent.move(messenger.plan(costs), target)):
             break
     if on_plan is not None:
         show_plans(messenger, ascent.best.values, on_plan, deadline)
@@ -278,10 +281,12 @@ def raise_each(messengers: Sequence[Messenger], deadline: float, steps: int, fir
     ascents = [_Ascent(messenger.compact, first) for messenger in messengers]
     climbing, several = list(range(len(messengers))), messengers[0].times(len(messengers))
     for _ in range(steps):
+        start = time.monotonic()
         costs = several.per_node(np.stack([messengers[i].flat_costs(ascents[i].prices) for i in climbing]))
         for i, bound in zip(climbing, several.settle(costs, SWEEPS), strict=True):
             ascents[i].take(bound)
-        late = time.monotonic() >= deadline
+        now = time.monotonic()
+        late = now + (now - start) > deadline
         goes_on = [not late and not ascents[i].ended(target) and ascents[i].move(plan, target)
                    for i, plan in zip(climbing, several.plan(costs), strict=True)]
         if not all(goes_on):

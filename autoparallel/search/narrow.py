@@ -68,7 +68,8 @@ class Priced:
         kept = [np.flatnonzero(mask) for mask in needed]
         left = keep(problem, [kept[kind] for kind in kinds.tolist()])
         memory = replace(self.memory, extra=selected(self.memory.extra, problem.ends, left.kept))
-        return Priced(self.reduced.then(left), memory, Eliminator.of(left.problem), _surviving(self.dual, left))
+        eliminator = Eliminator.of(left.problem).until(self.eliminator.deadline)
+        return Priced(self.reduced.then(left), memory, eliminator, _surviving(self.dual, left))
 
 
 def _surviving(dual: Dual, left: Reduced) -> Dual:

@@ -39,12 +39,16 @@ WORST_FACTOR = 1e-12
 
 @dataclass
 class _Kind:
-    """A way to better a part of some size; ``effort`` is about its seconds, ``value`` what it lately brought for it."""
+    """A way to better a part of some size; ``effort`` is about its seconds, ``value`` what it lately brought for it.
 
-    improve: Callable[[int], None]
+    ``improve`` returns for how many seconds it did not look at the clock, ``blind_s`` the most of these.
+    """
+
+    improve: Callable[[int], float]
     size: int
     effort: float
     value: float = HOPE
+    blind_s: float = 0.0
 
 
 class Parts:
@@ -59,19 +63,24 @@ class Parts:
         self._random = np.random.default_rng(0)
         self._walk = Walk(compact, self.plan, messenger.limit)
         self._weights = np.zeros(0)
+        self.is_late = False
         self._kinds = [_Kind(self._by_elimination, size, 0.03 + size / 8000) for size in LARGE_PARTS]
         self._kinds += [_Kind(self._by_program, size, 0.1 + size / 30_000) for size in PROGRAM_CELLS]
 
     def run(self, bound: float, gap: float, rounds: int | None = None) -> None:
-        """Until the deadline, the gap is reached, so many rounds are made, or many of them brought nothing."""
+        """Until the gap is reached, no more rounds end before the deadline (``is_late``), so many are made, or many of
+        them brought nothing."""
         idle = number = 0
         while time.monotonic() < self.deadline and self.cost - bound > gap * abs(self.cost):
             if idle >= IDLE_ROUNDS or number == rounds:
                 return
             if number % WEIGHTS_EVERY == 0:
                 self._weights = self._dearness()
-            kind, before = self._kind(), self.cost
-            kind.improve(kind.size)
+            kind, before, start = self._kind(), self.cost, time.monotonic()
+            if start + kind.blind_s > self.deadline:
+                self.is_late = True
+                return
+            kind.blind_s = max(kind.blind_s, kind.improve(kind.size))
             kind.value += LEARNING * ((before - self.cost) / abs(before) / kind.effort - kind.value)
             idle = 0 if self.cost < before else idle + 1
             number += 1
@@ -112,30 +121,40 @@ class Parts:
             return list(nodes)
         return [nodes[i] for i in self._random.permutation(len(nodes))[:MAX_FANOUT]]
 
-    def _by_program(self, cells: int) -> None:
+    def _by_program(self, cells: int) -> float:
+        start = time.monotonic()
         part = self._grow(len(self.plan), cells)
         shrunk = shrink(part_of(self.compact, self.plan, part))
-        if not shrunk.merger.feasible:
-            return
-        picks: Sequence[int] | None = ()
-        if shrunk.roots:
+        picks: Sequence[int] | None = None
+        blind_s = time.monotonic() - start
+        if shrunk.merger.feasible and shrunk.roots:
             deadline = min(self.deadline, time.monotonic() + PROGRAM_S)
-            picks, _ = Program(shrunk.compact).solve(deadline, self.cost, BRANCHES)
+            program = Program(shrunk.compact)
+            blind_s = time.monotonic() - start
+            picks, _ = program.solve(deadline, self.cost, BRANCHES)
+        elif shrunk.merger.feasible:
+            picks = ()
         if picks is not None:
             self._try(part, shrunk.restore(picks))
+        return blind_s
 
-    def _by_elimination(self, max_nodes: int) -> None:
+    def _by_elimination(self, max_nodes: int) -> float:
         """At a few multiples of the prices: dear memory leaves room for what local search then makes cheaper."""
+        begun = time.monotonic()
         part = self._narrow(self._grow(max_nodes, 10**9))
         inner = part_of(self.compact, self.plan, part)
         eliminator = Eliminator(inner.sizes, inner.ends)
+        blind_s = time.monotonic() - begun
         for factor in self._random.choice(FACTORS, PRICINGS, replace=False).tolist():
-            if time.monotonic() >= self.deadline:
-                return
+            start = time.monotonic()
+            if start >= self.deadline:
+                break
             costs, tables = inner.priced(factor * self.prices)
             value, picks = eliminator.solve(Shared.of([*costs, *tables]))
+            blind_s = max(blind_s, time.monotonic() - start)
             if value < FORBIDDEN:
                 self._try(part, picks)
+        return blind_s
 
     def _narrow(self, part: list[int]) -> list[int]:
         """Without those that have most neighbours inside, until elimination is quick."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,15 +68,16 @@ def keep(problem: Problem, kept: Sequence[np.ndarray]) -> Reduced:
     return Reduced(select(problem, kept), tuple(kept))
 
 
-def drop_dominated(problem: Problem, rounds: int = 2) -> Reduced:
+def drop_dominated(problem: Problem, rounds: int = 2, deadline: float = FORBIDDEN) -> Reduced:
     """Drop forbidden choices, and those for which another choice costs and uses no more whatever the neighbours do.
 
     Of equal choices the first stays. Equal nodes (by array identity) are worked out once. O(nodes k^2 columns).
+    After the deadline nodes keep what they have.
     """
     kept = [np.arange(len(node.costs)) for node in problem.nodes]
     reduced = problem
     for _ in range(rounds):
-        picks = _needed(reduced)
+        picks = _needed(reduced, deadline)
         if all(len(pick) == len(node.costs) for pick, node in zip(picks, reduced.nodes, strict=True)):
             break
         kept = [old[pick] for old, pick in zip(kept, picks, strict=True)]
@@ -132,7 +134,7 @@ def selected(arrays: Shared, ends: np.ndarray, kept: Sequence[np.ndarray]) -> Sh
     return Shared(parts.distinct, parts.numbers[numbers])
 
 
-def _needed(problem: Problem) -> list[np.ndarray]:
+def _needed(problem: Problem, deadline: float) -> list[np.ndarray]:
     around: list[list[tuple[Edge, bool]]] = [[] for _ in problem.nodes]
     for edge in problem.edges:
         around[edge.source].append((edge, True))
@@ -143,7 +145,8 @@ def _needed(problem: Problem) -> list[np.ndarray]:
     for node, edges in zip(problem.nodes, around, strict=True):
         key = (id(node.costs), id(node.usages), *((id(e.costs), id(e.usages), side) for e, side in edges))
         if key not in known:
-            known[key] = _needed_choices(node, edges, memory)
+            in_time = time.monotonic() < deadline
+            known[key] = _needed_choices(node, edges, memory) if in_time else np.arange(len(node.costs))
         found.append(known[key])
     return found
 

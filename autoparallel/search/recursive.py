@@ -13,6 +13,7 @@ label, and adds what it wants; until nothing is added (column generation, with l
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoparallel.search.elimination import Eliminator
+from autoparallel.search.elimination import Eliminator, TimeIsUpError
 from autoparallel.search.exact import Incumbent, affordable, solve_exact
 from autoparallel.search.lagrange import at_prices, raise_bound
 from autoparallel.search.memory import least_peak, memory_of
@@ -137,16 +138,24 @@ class Recursion:
             lookaheads = ("repeat", "same") if axis + 1 < self.num_axes else ("repeat",)
             found: dict[Plan, State] = {}
             for state, lookahead in itertools.product(beam, lookaheads):
+                start = time.monotonic()
                 new = self.level(axis, state.plan if state else None, lookahead)
                 for candidate in (new, state):
                     if candidate is not None:
                         found.setdefault(candidate.plan, candidate)
-                if time.monotonic() >= self.deadline and found:
+                if found and self._late(start):
                     break
             if not found:
                 return []
             beam = [*sorted(found.values(), key=lambda state: state.rank)[:BEAM]]
+            if time.monotonic() >= self.deadline:
+                break
         return [state for state in beam if state is not None]
+
+    def _late(self, start: float) -> bool:
+        """Whether what takes as long as what was begun at ``start`` would end late."""
+        now = time.monotonic()
+        return now + (now - start) > self.deadline
 
     def improve(self, state: State) -> tuple[State, Priced | None]:
         """All axes at once among the wanted labels and each axis anew at the prices found, in turn; never worse.
@@ -157,11 +166,17 @@ class Recursion:
         left = None
         for _ in range(ROUNDS):
             known = self._num_wanted()
+            start = time.monotonic()
+            if start >= self.deadline:
+                return state, left
             state, left = self.together(state)
             pricer = self.pricer if left is None else AtPrices(self.pricer, left.memory.times, left.dual.prices)
             for axis in range(self.num_axes):
-                self.beside(axis, pricer)
-            if self._num_wanted() == known or time.monotonic() >= self.deadline:
+                if time.monotonic() < self.deadline:
+                    self.beside(axis, pricer)
+            if self._late(start):
+                return state, left
+            if self._num_wanted() == known:
                 break
         return state if left is None else self.together(state, mix=True)[0], left
 
@@ -177,8 +192,8 @@ class Recursion:
             return state, None
         start = [labels.index(label) for labels, label in zip(allowed, state.plan, strict=True)]
         try:
-            found = solve_exact(problem, self.deadline, eliminator, lambda better: None, WANTED_GAP, start=start,
-                                mix=mix)
+            found = solve_exact(problem, self.deadline, eliminator.until(self.deadline), lambda better: None,
+                                WANTED_GAP, start=start, mix=mix)
         except MemoryLimitError:
             return state, None
         if found.choice is None:
@@ -192,8 +207,9 @@ class Recursion:
         problem = pricer.problem(allowed)
         eliminator = Eliminator.of(problem)
         if affordable(eliminator, problem, WORK_CELLS):
-            _, plan = eliminator.solve(problem.costs)
-            self._want(allowed, plan)
+            with contextlib.suppress(TimeIsUpError):
+                _, plan = eliminator.until(self.deadline).solve(problem.costs)
+                self._want(allowed, plan)
 
     def _beside(self, v: int, wanted: Plan, axis: int) -> tuple[Label, ...]:
         key = id(self._labels[v]), wanted, axis

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.search.compact import compact_of, num_events
-from autoparallel.search.elimination import HOPELESS_CELLS, Eliminator
+from autoparallel.search.elimination import HOPELESS_CELLS, Eliminator, TimeIsUpError
 from autoparallel.search.exact import (
     LEAST_PRICINGS,
     MAX_ROUNDS,
@@ -42,7 +43,7 @@ from autoparallel.search.problem import (
 from autoparallel.search.program import Program, cells
 from autoparallel.search.recursive import search_axes
 from autoparallel.search.screen import Screened, bound_without_limit, screen
-from autoparallel.search.wide import WideSearch, quick_plan
+from autoparallel.search.wide import FIRST_PLAN_S, WideSearch, quick_plan
 
 Progress = Callable[[str, float, float], None]
 AUTO_GAP = 1e-3
@@ -54,6 +55,8 @@ NEAR_CELLS = 1e9
 SLACK = 1e-9
 SCREEN_CELLS = 3e7  # tables of 240 MB; messages need a few times as much
 MAX_CELLS = 500_000
+SCREENED_CELLS_PER_S = 2e7  # of tables: messages are set up, swept a few times and say what goes
+ORDER_S, ORDER_SHARE = 3e-6, 0.1  # per node and edge, to find an order; of the time
 WORK_CELLS_PER_S = 2e8  # a quarter of what one elimination does; if the limit binds, `solve_exact` knows its time
 AUTO_CELLS = 50_000  # of tables between the choices that are left; beyond, HiGHS proves nothing about equal blocks
 MAX_EVENTS = 8_000_000
@@ -77,7 +80,9 @@ class Run:
         start = time.monotonic()
         self._work = min(WORK_CELLS, WORK_CELLS_PER_S * (deadline - start))
         self.reduced = untouched(problem)
-        self.eliminator = Eliminator.of(problem)
+        order_s = ORDER_S * (len(problem.nodes) + len(problem.edges))
+        in_haste = order_s > ORDER_SHARE * (deadline - start) and not any(node.labels for node in problem.nodes)
+        self.eliminator = Eliminator.none() if in_haste else Eliminator.of(problem)
         self._prices: TimedPrices | None = None
         cells = elimination_cells(self.eliminator, problem)
         self.can_eliminate = cells <= self._work
@@ -93,8 +98,18 @@ class Run:
     def drop_dominated(self) -> None:
         start = time.monotonic()
         if not self.can_eliminate and self.eliminator.max_cells < HOPELESS_CELLS:
-            self.reduce(drop_dominated(self.reduced.problem))
+            left = drop_dominated(self.reduced.problem, deadline=self.deadline)
+            if not self.late():
+                self.reduce(left)
         self.best.seconds["presolve"] += time.monotonic() - start
+
+    def late(self, seconds: float = 0.0) -> bool:
+        """Whether there is a plan, and no time for what takes so long: a reason to stop."""
+        if self.best.choice is None or time.monotonic() + seconds < self.deadline:
+            return False
+        if self.best.stop_reason != "optimal":
+            self.best.stop_reason = "time limit"
+        return True
 
     def note(self, found: Outcome, way_back: Reduced | None = None) -> None:
         """Take over a solver's answer: the better plan, the better bound, its reason and seconds."""
@@ -122,6 +137,8 @@ class Run:
             self.recursive()
             self.screen(SCREENINGS)
         self.drop_dominated()
+        if self.late():
+            return
         if self.can_eliminate:
             self.eliminate()
             if self._left is not None or self.best.choice is not None:
@@ -140,6 +157,8 @@ class Run:
         if self.best.choice is None or table_cells(self.problem) > SCREEN_CELLS:
             return
         for turn in range(turns):
+            if self.late(table_cells(self.reduced.problem) / SCREENED_CELLS_PER_S):
+                return
             start, objective, choice = time.monotonic(), self.best.objective, self.reduced.forward(self.best.choice)
             found = screen(self.reduced.problem, objective, self._prices, self.gap, self.deadline)
             reach = max(0.0, objective - found.bound) + SLACK * abs(objective)
@@ -165,8 +184,9 @@ class Run:
         def better(outcome: Outcome) -> None:
             self.note(replace(outcome, lower_bound=-FORBIDDEN), way_back)  # its bound is one for what is near
 
-        best = solve_exact(left.problem, self.deadline, Eliminator.of(left.problem), better, self.gap, 1,
-                           left.forward(choice), prices=self._prices)
+        eliminator = Eliminator.of(left.problem).until(self.deadline)
+        best = solve_exact(left.problem, self.deadline, eliminator, better, self.gap, 1, left.forward(choice),
+                           prices=self._prices)
         if best.left is not None:
             self._prices = best.left.memory.times, best.left.dual.prices
         better(best)
@@ -174,8 +194,14 @@ class Run:
     def eliminate(self, quick: bool = False) -> None:
         first = self.best.choice or self.first
         first = None if first is None else self.reduced.forward(first)
-        found = solve_exact(self.reduced.problem, self.deadline, self.eliminator,
-                            lambda better: self.note(better, self.reduced), self.gap,
+        self.eliminator.until(self.deadline + (FIRST_PLAN_S if self.best.choice is None else 0.0))
+
+        def better(outcome: Outcome) -> None:
+            self.note(outcome, self.reduced)
+            if self.best.choice is not None:
+                self.eliminator.until(self.deadline)
+
+        found = solve_exact(self.reduced.problem, self.deadline, self.eliminator, better, self.gap,
                             1 if quick else LEAST_PRICINGS, first, not quick, self._prices)
         self._left = found.left
         self.note(found, self.reduced)
@@ -201,20 +227,24 @@ class Run:
         self.drop_dominated()
         if self.can_eliminate:
             free = self.reduced.problem
-            bound, _ = self.eliminator.solve(free.costs)
-            self.note(Outcome(None, FORBIDDEN, bound, self.best.stop_reason, {"bound": time.monotonic() - start}))
+            with contextlib.suppress(TimeIsUpError):
+                bound, _ = self.eliminator.until(self.deadline).solve(free.costs)
+                self.note(Outcome(None, FORBIDDEN, bound, self.best.stop_reason, {"bound": time.monotonic() - start}))
 
     def program(self, max_cells: int = MAX_CELLS) -> None:
         """The integer program over the choices that can still be part of a better plan, unless it is too large."""
         start = time.monotonic()
         if start >= self.deadline:
             return
-        reduced = self._within_reach()
+        try:
+            reduced = self._within_reach()
+        except TimeIsUpError:
+            return self.note(Outcome(None, FORBIDDEN, -FORBIDDEN, "time limit"))
         narrow = self._left is not None  # then merging makes little of it, in seconds
         if num_events(reduced.problem) > MAX_EVENTS or (narrow and table_cells(reduced.problem) > 4 * max_cells):
             self.note(Outcome(None, FORBIDDEN, -FORBIDDEN, "too large"))
             return
-        left = shrink(compact_of(reduced.problem))
+        left = shrink(compact_of(reduced.problem), until=self.deadline)
         found = Outcome(None, FORBIDDEN, -FORBIDDEN, "infeasible")
         if left.allowed:
             if cells(left.compact) > max_cells:
@@ -222,6 +252,8 @@ class Run:
                 return
             if self.best.choice is None:
                 self._try(reduced, left, quick_plan(left.compact, self.deadline))
+            if self.late():
+                return
             picks, answer = Program(left.compact).solve(self.deadline, self.best.objective)
             self._try(reduced, left, picks)
             found = Outcome(None, FORBIDDEN, answer.bound, answer.reason, {"ilp": time.monotonic() - start})
@@ -239,12 +271,15 @@ class Run:
                 self.note(Outcome(choice, judged.objective, -FORBIDDEN, "better"))
 
     def _within_reach(self) -> Reduced:
-        """Without the choices whose best priced plan costs more than the plan in hand, and without dominated ones."""
+        """Without the choices whose best priced plan costs more than the plan in hand, and without dominated ones.
+
+        Raises TimeIsUpError.
+        """
         if self._left is None or self.best.choice is None or self._left.dual.bound == FORBIDDEN:
-            return self.reduced.then(drop_dominated(self.reduced.problem))
+            return self.reduced.then(drop_dominated(self.reduced.problem, deadline=self.deadline))
         wanted = self.reduced.forward(self.best.choice)
         left = self.reduced.then(self._left.narrowed(self.best.objective, wanted).reduced)
-        return left.then(drop_dominated(left.problem))
+        return left.then(drop_dominated(left.problem, deadline=self.deadline))
 
 
 def _ilp(run: Run) -> None:
@@ -352,7 +387,10 @@ def _local(problem: Problem, first: Sequence[int], deadline: float) -> Solution:
 def _solve_classes(problem: Problem, search: str, time_limit_s: float | None, pricer: Pricer | None,
                    progress: Progress | None) -> Solution:
     """Several device classes: as one limit; see `single_limit`. Errors count from the lowest limit."""
+    start = time.monotonic()
     single, lowest = single_limit(problem), min(problem.limits)
+    if time_limit_s is not None:
+        time_limit_s -= time.monotonic() - start
     try:
         found = solve(single, search, time_limit_s, pricer, progress)
     except MemoryLimitError as error:
@@ -364,7 +402,7 @@ def _solve_classes(problem: Problem, search: str, time_limit_s: float | None, pr
 
 def lowest_memory(problem: Problem, deadline: float) -> LowestPeak:
     """The least memory of any plan, by what suits the problem: a program, elimination, messages or double recursion."""
-    reduced = drop_dominated(replace(problem, limit=0.0))
+    reduced = drop_dominated(replace(problem, limit=0.0), deadline=deadline)
     bare = reduced.problem
     eliminator = Eliminator.of(bare)
     cells = elimination_cells(eliminator, bare)

@@ -169,13 +169,16 @@ class Walk:
                     moved.add(v)
                 else:
                     dead.add(slot)
+                if time.monotonic() >= deadline:
+                    return
             if not moved:
                 if not dead:
                     return
                 dead = set()
-                if not self._any_fits(better):
+                if not self._any_fits(better, deadline):
                     return
 
-    def _any_fits(self, slots: np.ndarray) -> bool:
-        return any(self.fits(int(self.owner[slot]), slot - int(self.firsts[self.owner[slot]]))
+    def _any_fits(self, slots: np.ndarray, deadline: float) -> bool:
+        return any(time.monotonic() >= deadline or
+                   self.fits(int(self.owner[slot]), slot - int(self.firsts[self.owner[slot]]))
                    for slot in slots.tolist())

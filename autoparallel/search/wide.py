@@ -16,7 +16,7 @@ from autoparallel.search.branch import Branching, allowed_cells
 from autoparallel.search.compact import Compact, compact_of
 from autoparallel.search.exact import TARGET_GAP, Outcome
 from autoparallel.search.merge import shrink
-from autoparallel.search.messages import SWEEPS, Messenger, raise_prices
+from autoparallel.search.messages import SWEEPS, Messenger, Prices, raise_prices
 from autoparallel.search.parts import Parts
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
 from autoparallel.search.walk import Walk, finite_limit
@@ -29,11 +29,14 @@ STEPS = 60
 PRICE_SHARE = 0.35
 DEAR = 30.0
 REPAIR_SHARE = 0.1
+FIRST_SHARE = 0.5
 TELL_S = 10.0
 MERGE_SHARE = 0.3
 FIRST_PLAN_SHARE = 0.04  # so much over time, or so many seconds, are better than no plan
 FIRST_PLAN_S = 5.0
 JUDGINGS = 2.0  # what is left to do when time is up takes as long as judging a plan so many times
+ROUND_SWEEPS, PARTS_SWEEPS, PLAN_SWEEPS = 16, 4, 5  # what a step of the prices and a look at its plan, the setting up
+# of parts, and a plan that is made to fit take, in sweeps one way
 
 
 def quick_plan(compact: Compact, deadline: float) -> list[int] | None:
@@ -71,7 +74,10 @@ class WideSearch:
         self._known = known
         self._told = time.monotonic()
         self._best: list[int] | None = None
+        self._shown: list[int] | None = None
         self._cost = FORBIDDEN
+        self._sweep_s = self._judging_s = 0.0
+        self._cut_short = False
         self._lap("merge")
 
     def _lap(self, phase: str) -> None:
@@ -83,6 +89,12 @@ class WideSearch:
         """The time at which this share of what is left has passed."""
         now = time.monotonic()
         return now + share * max(0.0, self.deadline - now) if self.deadline < FORBIDDEN else FORBIDDEN
+
+    def _ends_late(self, seconds: float = 0.0) -> bool:
+        """Whether there is a plan, and no time for a phase that takes so long; then the search is cut short."""
+        late = self._best is not None and time.monotonic() + seconds >= self.deadline
+        self._cut_short = self._cut_short or late
+        return late
 
     def run(self) -> None:
         """Search until proof or deadline; also when interrupted, ``outcome`` has the best plan."""
@@ -101,18 +113,25 @@ class WideSearch:
         if self._known is not None:
             offer(self.shrunk.forward(self._known))
         self._first_plan(messenger, offer)
-        prices = raise_prices(messenger, self._left(PRICE_SHARE), STEPS, offer)
+        prices = Prices(np.zeros(len(compact.room)), self.outcome.lower_bound)
+        if not self._ends_late(ROUND_SWEEPS * self._sweep_s):
+            messenger.into[:] = 0.0
+            prices = raise_prices(messenger, self._left(PRICE_SHARE), STEPS, offer)
         self._bound(prices.bound)
         self._lap("prices")
         self._publish()
-        self.deadline -= JUDGINGS * (time.monotonic() - self._start)
+        self.deadline -= JUDGINGS * self._judging_s
         cells = allowed_cells(compact)
-        if self._best is not None and not self._closed() and cells > SMALL_CELLS:
+        if self._best is not None and not self._closed() and cells > SMALL_CELLS and not self._ends_late(
+                PARTS_SWEEPS * self._sweep_s):
             parts = Parts(compact, self._best, messenger, prices.values, self.deadline, self._take)
             parts.run(self.outcome.lower_bound, TARGET_GAP, FIRST_ROUNDS if cells <= BRANCH_CELLS else None)
+            self._cut_short = self._cut_short or parts.is_late
             self._lap("parts")
-        if cells <= BRANCH_CELLS and not self._closed():
-            self._bound(Branching(compact, self._cost, prices.values, self.deadline, offer).run())
+        if cells <= BRANCH_CELLS and not self._closed() and not self._ends_late():
+            branching = Branching(compact, self._cost, prices.values, self.deadline, offer)
+            self._bound(branching.run())
+            self._cut_short = self._cut_short or branching.is_late
             if self._best is None and self.outcome.lower_bound == FORBIDDEN:
                 raise MemoryLimitError(self.problem.name, self.problem.limit, self.problem.limit)
             self._lap("branches")
@@ -120,23 +139,36 @@ class WideSearch:
 
     def _first_plan(self, messenger: Messenger, offer: Callable[[Sequence[int]], float]) -> None:
         """Where there is no time for all steps of the prices: a plan for which what is used too much without prices is
-        dear, so that it is soon made to fit. It may cost twice the best."""
-        if self._best is not None or self.deadline == FORBIDDEN:
+        dear, so that it is soon made to fit. It may cost twice the best. As many sweeps as there is time for."""
+        if self.deadline == FORBIDDEN:
             return
-        compact, before, start = messenger.compact, messenger.into.copy(), time.monotonic()
+        compact, start = messenger.compact, time.monotonic()
         costs = messenger.costs(np.zeros(len(compact.room)))
-        bound = messenger.settle(costs, SWEEPS)
+        bound = messenger.sweep(costs, False)
         now = time.monotonic()
-        if STEPS * (now - start) > PRICE_SHARE * (self.deadline - now):
-            over = np.maximum(compact.load(messenger.plan(costs)) - compact.room, 0.0)
-            dear = messenger.costs(DEAR * abs(bound) * over / (float(over @ over) or 1.0))
-            messenger.settle(dear, SWEEPS)
-            offer(messenger.plan(dear))
-        messenger.into[:] = before
+        self._sweep_s = now - start
+        if 2 * SWEEPS * STEPS * self._sweep_s > PRICE_SHARE * (self.deadline - now):
+            bound = self._settle(messenger, costs, bound, 2 * SWEEPS + PLAN_SWEEPS)
+            self._bound(bound)
+            if self._best is None:
+                over = np.maximum(compact.load(messenger.plan(costs)) - compact.room, 0.0)
+                dear = messenger.costs(DEAR * abs(bound) * over / (float(over @ over) or 1.0))
+                self._settle(messenger, dear, messenger.sweep(dear, False), PLAN_SWEEPS)
+                offer(messenger.plan(dear))
+            self._publish()
+
+    def _settle(self, messenger: Messenger, costs: Sequence[np.ndarray], bound: float, later: int) -> float:
+        """Sweeps there and back, while there is time for what takes as long as so many more."""
+        for _ in range(SWEEPS):
+            if time.monotonic() + (2 + later) * self._sweep_s > self.deadline:
+                break
+            messenger.sweep(costs, True)
+            bound = max(bound, messenger.sweep(costs, False))
+        return bound
 
     def _finish(self) -> None:
-        self.outcome.stop_reason = ("optimal" if self._closed() else
-                                    "time limit" if time.monotonic() >= self.deadline else "gap")
+        late = self._cut_short or time.monotonic() >= self.deadline
+        self.outcome.stop_reason = "optimal" if self._closed() else "time limit" if late else "gap"
 
     def _closed(self) -> bool:
         return self._best is not None and self._cost - self.outcome.lower_bound <= TARGET_GAP * abs(self._cost)
@@ -148,7 +180,7 @@ class WideSearch:
         """Make a plan fit and better, and keep it if it is the best; returns the best cost so far."""
         walk = Walk(self.shrunk.compact, plan, limit)
         if walk.repair(self._left(REPAIR_SHARE) if self._best else self.deadline + self._grace):
-            walk.descend(self._left(REPAIR_SHARE))
+            walk.descend(self._left(REPAIR_SHARE if self._best else FIRST_SHARE))
             cost = walk.cost()
             if cost < self._cost and self.shrunk.compact.fits(walk.plan):
                 self._take(list(walk.plan), cost)
@@ -162,9 +194,12 @@ class WideSearch:
 
     def _publish(self) -> None:
         """Show the best plan so far, judged; only what is told and when depends on the clock."""
-        if self._best is not None:
-            choice = self.shrunk.restore(self._best)
-            judged = evaluate(self.problem, choice)
-            if judged.feasible and judged.objective < self.outcome.objective:
-                self.outcome.choice, self.outcome.objective = choice, judged.objective
-                self._on_better(Outcome(choice, judged.objective, self.outcome.lower_bound, "better"))
+        if self._best is None or self._best is self._shown:
+            return
+        start, self._shown = time.monotonic(), self._best
+        choice = self.shrunk.restore(self._best)
+        judged = evaluate(self.problem, choice)
+        if judged.feasible and judged.objective < self.outcome.objective:
+            self.outcome.choice, self.outcome.objective = choice, judged.objective
+            self._on_better(Outcome(choice, judged.objective, self.outcome.lower_bound, "better"))
+        self._judging_s = max(self._judging_s, time.monotonic() - start)

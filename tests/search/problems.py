@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -81,6 +82,23 @@ def block_chain(layers: int, choices: int = 8, seed: int = 0, limit: float = np.
         x = op("mix", x, hub)
         stream = op("residual", stream, x)
     return Problem(tuple(nodes), tuple(edges), limit, f"{layers} blocks")
+
+
+def grid(rows: int, columns: int, choices: int, room: float) -> Problem:
+    """Nodes beside and below each other, no two alike; ``room``: the limit's place between least and most memory.
+
+    Elimination takes ``choices ** (rows + 1)`` cells per node.
+    """
+    rng = np.random.default_rng(0)
+    count = rows * columns
+    usages = rng.integers(0, 1000, (count, choices)).astype(float)
+    nodes = tuple(Node(f"n{v}", rng.integers(0, 1000, choices).astype(float), usages[v], (v // 4, v // 4 + 8))
+                  for v in range(count))
+    pairs = [(v, v + 1) for v in range(count - 1) if (v + 1) % rows] + [(v, v + rows) for v in range(count - rows)]
+    edges = tuple(Edge(u, v, rng.integers(0, 500, (choices, choices)).astype(float)) for u, v in pairs)
+    free = Problem(nodes, edges, np.inf, f"{rows} x {columns} nodes")
+    least, most = (evaluate(free, picks).peak_bytes for picks in (usages.argmin(axis=1), usages.argmax(axis=1)))
+    return replace(free, limit=float(least + room * (most - least)))
 
 
 def lateness() -> float:

@@ -1,0 +1,112 @@
+"""Searches that end on time: wherever the clock stops them, the plan fits and the bound holds."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.search import MemoryLimitError, Problem, evaluate, solve
+from autoparallel.search.elimination import Eliminator, TimeIsUpError
+from autoparallel.search.presolve import drop_dominated
+from tests.search.problems import all_plans, block_chain, grid, random_problem, seeds, two_axes
+
+CLOCKED = ("branch", "elimination", "exact", "highs", "lagrange", "least", "local", "messages", "parts", "presolve",
+           "recursive", "screen", "solver", "walk", "wide")
+LATE_S = 0.4
+WAYS = {"as it is": {}, "dear": {"AT_ONCE_CELLS": 0.0}, "wide": {"WORK_CELLS": 0.0}, "whole": {"SCREEN_CELLS": 0.0,
+        "AT_ONCE_CELLS": 0.0}}
+
+
+def stop_after(patch: pytest.MonkeyPatch, looks: int) -> float:
+    """A clock that advances when it is looked at, and the limit that so many looks are."""
+    ticks = itertools.count()
+    set_clock(patch, lambda: next(ticks) * 1e-3)
+    return looks * 1e-3
+
+
+def set_clock(patch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+    for name in CLOCKED:
+        module = importlib.import_module(f"autoparallel.search.{name}")
+        patch.setattr(module, "time", SimpleNamespace(monotonic=clock, time=time.time))
+
+
+@settings(max_examples=150, deadline=None)
+@given(seeds, st.integers(0, 300), st.sampled_from(sorted(WAYS)))
+@example(3, 0, "wide")
+def test_wherever_the_clock_stops_a_search_its_answer_holds(seed: int, looks: int, way: str) -> None:
+    problem = random_problem(seed, limited=bool(seed % 4), max_nodes=5)
+    plans = [judged for _, judged in all_plans(problem)]
+    least = min((judged.objective for judged in plans if judged.feasible), default=math.inf)
+    needed = min((judged.peak_bytes for judged in plans if judged.objective < math.inf), default=math.inf)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in WAYS[way].items():
+            patch.setattr(f"autoparallel.search.solver.{name}", value)
+        limit = stop_after(patch, looks)
+        for search in ("auto", "recursive"):
+            try:
+                found = solve(problem, search, time_limit_s=limit)
+            except MemoryLimitError as error:
+                assert least == math.inf and problem.limit < error.needed_bytes <= needed
+            except InfeasibleError:
+                assert needed == math.inf
+            except SearchError:
+                continue  # no plan in time
+            else:
+                judged = evaluate(problem, found.choice)
+                assert judged.feasible and judged.objective == found.objective >= least
+                assert found.lower_bound <= least * (1 + 1e-9) + 1e-9
+                assert found.stop_reason != "optimal" or found.objective <= least * (1 + 1e-5)
+
+
+def test_an_elimination_ends_on_time_and_can_go_on() -> None:
+    problem = block_chain(4)
+    eliminator, fresh = Eliminator.of(problem).until(0.0), Eliminator.of(problem)
+    for step in (eliminator.solve, eliminator.regrets):
+        with pytest.raises(TimeIsUpError):
+            step(problem.costs)
+    eliminator.until(math.inf)
+    assert eliminator.solve(problem.costs) == fresh.solve(problem.costs)
+    for one, other in zip(eliminator.regrets(problem.costs), fresh.regrets(problem.costs), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_after_the_deadline_no_choice_is_dropped() -> None:
+    problem = random_problem(0, limited=True)
+    assert drop_dominated(problem).problem.sizes.sum() < problem.sizes.sum()
+    assert drop_dominated(problem, deadline=0.0).problem.sizes.sum() == problem.sizes.sum()
+
+
+def ends_on_time(problem: Problem, limit_s: float) -> None:
+    """By CPU seconds, so that the machine may be busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_clock(patch, time.process_time)
+        start = time.process_time()
+        found = solve(problem, "auto", time_limit_s=limit_s)
+        assert time.process_time() - start < limit_s * 1.05 + LATE_S
+    assert evaluate(problem, found.choice).feasible and 0 < found.lower_bound <= found.objective
+
+
+@pytest.mark.parametrize("limit_s", [0.5, pytest.param(3.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [(60, 60, 12), (5, 40, 12)])
+def test_a_short_limit_is_kept(size: tuple[int, int, int], limit_s: float) -> None:
+    """A graph too wide to eliminate, and one where an elimination takes a good part of the time."""
+    ends_on_time(grid(*size, room=0.3), limit_s)
+
+
+def test_a_short_limit_is_kept_where_choices_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparing choices with one another, where there are too many cells for messages, takes seconds."""
+    monkeypatch.setattr("autoparallel.search.solver.SCREEN_CELLS", 0.0)
+    problem = two_axes(0, 40, 20, weights=True)
+    least = sum(float(node.usages.min()) for node in problem.nodes[40:])
+    ends_on_time(replace(problem, limit=1.5 * least + 2.0), 1.0)
