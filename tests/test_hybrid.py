@@ -387,6 +387,20 @@ def test_cuts_send_little_where_that_is_faster(bytes_per_s: float, width: int) -
     assert space.links_into[cut][0].meta.shape == (4, width)
 
 
+def test_both_stages_beside_a_cut_wait_for_what_it_sends() -> None:
+    """Cuts as even as the ops, however dear messages are: these are the same wherever it is cut."""
+    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(12)]
+    flow = flow_of(space := StrategySpace(capture(torch.nn.Sequential(*layers), (torch.zeros(4, 8),)), (1,)), 0)
+    seconds = np.array([float(site.kind == "op") for site in space.sites])
+    ops = [site.index for site in space.sites if site.kind == "op"]
+    (half,) = cut_evenly(flow, seconds, 2, [1, 1], lambda link: 1.0, lambda sent: 5 * sent)
+    assert ops.index(half) == 6
+    # The stage in the middle waits at both of its ends: 12 ops and 8 for messages, in three.
+    cuts = cut_evenly(flow, seconds, 3, [1, 1, 1], lambda link: 1.0, lambda sent: 2 * sent)
+    loads = np.diff([0, *(ops.index(cut) for cut in cuts), 12]) + np.array([2, 4, 2])
+    assert loads.max() == 7
+
+
 @pytest.mark.parametrize(("groups", "begins"), [([1, 3], [3]), ([3, 1], [9]), ([2, 1, 3], [4, 6])])
 def test_stages_on_several_ranks_get_more(groups: list[int], begins: list[int]) -> None:
     """As many times the work as they have ranks."""

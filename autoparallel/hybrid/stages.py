@@ -112,7 +112,7 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, labels: Sequenc
     link = prices.cluster.group((hybrid.pipeline_ranks, *space.mesh_shape), 0)
 
     def send_s(num_bytes: np.ndarray) -> np.ndarray:
-        return np.where(num_bytes > 0, 2 * collectives.send_recv_s(num_bytes, link), 0.0)
+        return np.where(num_bytes > 0, collectives.send_recv_s(num_bytes, link), 0.0)
 
     flow = flow_of(space, _loss(loss))
     cuts = cut_evenly(flow, seconds, hybrid.stages, hybrid.groups, lambda k: _local_bytes(space, k, labels), send_s)
@@ -170,7 +170,7 @@ def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, groups: Sequence[int
     """Sites at which stages 1 .. count - 1 begin: of all places that send at most so much those that make the slowest
     stage fastest, for that so much with which the slowest rank is; then moved while that is better still. Stages are
     dealt out to ``groups`` of so many ranks, which share the seconds of theirs. ``seconds`` by site; ``send_s`` of
-    bytes, there and back.
+    bytes, for which both stages beside a cut wait.
 
     Raises InfeasibleError when there are fewer ops than stages.
     """
@@ -178,7 +178,7 @@ def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, groups: Sequence[int
     if len(ops) < count:
         raise InfeasibleError(f"{len(ops)} ops cannot be cut into {count} pipeline stages: take at most {len(ops)}")
     before, sent = np.concatenate([[0.0], np.cumsum(seconds[ops])]), _sent_bytes(flow, ops, num_bytes)
-    loads = _Loads(before, np.append(send_s(sent), 0.0), np.array(groups))
+    loads = _Loads(before, np.concatenate([[0.0], send_s(sent[1:]), [0.0]]), np.array(groups))
     limits = np.unique(sent[1:])
     tried = [1 + np.flatnonzero(sent[1:] <= limit) for limit in (*limits[:MOST_LIMITS], limits[-1])]
     best = min((loads.even(places, count) for places in tried if len(places) >= count - 1),
@@ -188,8 +188,8 @@ def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, groups: Sequence[int
 
 @dataclass(frozen=True, eq=False)
 class _Loads:
-    """Seconds that ranks take: ``before[c]`` is computed before place c, a cut there takes ``sends[c]`` to send; ranks
-    of one of the ``groups`` share what its stages take."""
+    """Seconds that ranks take: ``before[c]`` is computed before place c, a cut there takes both stages ``sends[c]``;
+    ranks of one of the ``groups`` share what its stages take."""
 
     before: np.ndarray
     sends: np.ndarray
@@ -199,8 +199,8 @@ class _Loads:
         return int(self.groups[stage % len(self.groups)])
 
     def of_ranks(self, cuts: np.ndarray) -> np.ndarray:
-        ends = np.append(cuts, len(self.before) - 1)
-        stages = np.diff(self.before[np.append(0, ends)]) + self.sends[ends]
+        places = np.concatenate([[0], cuts, [len(self.before) - 1]])
+        stages = np.diff(self.before[places]) + self.sends[places[:-1]] + self.sends[places[1:]]
         of_group = np.array([stages[g :: len(self.groups)].sum() for g in range(len(self.groups))])
         return of_group / self.groups
 
@@ -209,7 +209,7 @@ class _Loads:
         end = len(self.before) - 1
         stops = np.append(places, end)
         ranks = np.cumsum([self._ranks(stage) for stage in range(count)])
-        low, high = self.before[-1] / ranks[-1], float(self.before[-1] + self.sends.max())
+        low, high = self.before[-1] / ranks[-1], float(self.before[-1] + 2 * self.sends.max())
         while high - low > 1e-4 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._enough(stops, middle, count) else (middle, high)
@@ -229,7 +229,8 @@ class _Loads:
         """By number of ranks, from the beginning and from each stop on: the last stop that a stage reaches, each of its
         ranks in at most so many seconds."""
         reached = np.minimum.accumulate((self.before[stops] + self.sends[stops])[::-1])[::-1]
-        starts = self.before[np.append(0, stops)]
+        begins = np.append(0, stops)
+        starts = self.before[begins] - self.sends[begins]
         return {ranks: np.searchsorted(reached, starts + ranks * most_s, side="right") - 1
                 for ranks in set(self.groups.tolist())}
 
@@ -275,9 +276,9 @@ class _Loads:
         low, here, high = around[number : number + 3]
         places = np.arange(low + 1, high)
         later = self.before[places] - self.before[here]
-        more = later + self.sends[places] - self.sends[here]
-        left = loads[number % len(loads)] + more / self._ranks(number)
-        right = loads[(number + 1) % len(loads)] - later / self._ranks(number + 1)
+        sent = self.sends[places] - self.sends[here]
+        left = loads[number % len(loads)] + (sent + later) / self._ranks(number)
+        right = loads[(number + 1) % len(loads)] + (sent - later) / self._ranks(number + 1)
         most = np.maximum(left, right)
         return float(most.min()), number, int(places[most.argmin()])
 

@@ -331,6 +331,7 @@ class Pipeline:
         for stage in self.stages:
             stage.has_backward = True
             stage.clear_runtime_states()
+        self.sent.clear()  # of a step that failed
         losses: list[torch.Tensor] = []
         turns: list[Any] = [{"turn": turn} for turn in self.stages[0].turns]
         self.schedule._step_microbatches(
