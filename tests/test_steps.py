@@ -6,7 +6,9 @@ the value; its backward must turn a gradient placed as the dual of the target in
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,13 @@ import torch
 
 from autoparallel.layout import Placement, pieces, shard
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.lower.collectives import STEP_FUNCTIONS
+from autoparallel.lower import collectives
+from autoparallel.lower.collectives import (
+    STEP_FUNCTIONS,
+    begin_all_gather,
+    begin_all_reduce,
+    begin_reduce_scatter,
+)
 from autoparallel.runtime import groups
 from tests.ranks import mesh_of
 
@@ -143,3 +151,28 @@ def test_spmd_types_agrees(ranks: Any) -> None:
             torch.testing.assert_close(global_value(mine, p), global_value(theirs, p), msg=step)
             if p.kind != "P":
                 assert all(torch.allclose(m, t) for m, t in zip(mine, theirs, strict=True)), step
+
+
+@pytest.mark.parametrize("begin", [
+    lambda x, axis: begin_all_reduce(x.t(), axis),
+    lambda x, axis: begin_all_gather(x, axis, 1, (4, 4)),
+    lambda x, axis: begin_all_gather(x, axis, 0, (4, 3)),
+    lambda x, axis: begin_reduce_scatter(x, axis, 1, (2, 2)),
+    lambda x, axis: begin_reduce_scatter(x, axis, 0, (3, 1)),
+])
+def test_what_is_sent_lives_until_it_is_waited_for(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo's threads read it: that Python lets go of it meanwhile damages the heap."""
+    sent: list[weakref.ref[torch.Tensor]] = []
+
+    def post(x: torch.Tensor, *_: Any) -> torch.Tensor:
+        sent.append(weakref.ref(x))
+        return torch.zeros(8, 8)
+
+    names = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
+    ops = SimpleNamespace(wait_tensor=lambda x: x, **dict.fromkeys(names, post))
+    monkeypatch.setattr(collectives, "_c10d", ops)
+    finish = begin(torch.randn(4, 4).t(), SimpleNamespace(size=2, rank=0, group_name=""))
+    assert len(sent) == 1 and sent[0]() is not None
+    finish()
+    del finish
+    assert sent[0]() is None

@@ -24,8 +24,11 @@ Finish = Callable[[], torch.Tensor]
 _c10d = torch.ops._c10d_functional
 
 
-def _wait(tensor: torch.Tensor) -> torch.Tensor:
-    return _c10d.wait_tensor(tensor)
+def _begin(op: Any, sent: torch.Tensor, *args: Any) -> Finish:
+    """Post a collective. What is sent lives until it is waited for: that Python lets go of a tensor while a thread of
+    gloo's reads it damages the heap (https://github.com/pytorch/pytorch/issues/75529)."""
+    under_way = sent, op(sent, *args)
+    return lambda: _c10d.wait_tensor(under_way[1])
 
 
 def _leading(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -40,22 +43,20 @@ def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def begin_all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> Finish:
-    made = _c10d.all_reduce(x.contiguous(), op, axis.group_name)
-    return lambda: _wait(made)
+    return _begin(_c10d.all_reduce, x.contiguous(), op, axis.group_name)
 
 
 def begin_all_reduce_own(x: torch.Tensor, axis: Axis) -> Finish:
     """The sum, written over x, of which nobody else may have the memory (a copy of a bucket costs as much as it)."""
-    made = _c10d.all_reduce_(x, "sum", axis.group_name)
-    return lambda: _wait(made)
+    return _begin(_c10d.all_reduce_, x, "sum", axis.group_name)
 
 
 def begin_all_gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
     longest = max(sizes)
-    made = _c10d.all_gather_into_tensor(_padded(_leading(x, dim), longest), axis.size, axis.group_name)
+    gathered = _begin(_c10d.all_gather_into_tensor, _padded(_leading(x, dim), longest), axis.size, axis.group_name)
 
     def finish() -> torch.Tensor:
-        whole = _wait(made)
+        whole = gathered()
         if any(size != longest for size in sizes):
             whole = torch.cat([p[:size] for p, size in zip(whole.split(longest), sizes, strict=True)])
         return whole.movedim(0, dim).contiguous()
@@ -68,8 +69,12 @@ def begin_reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) ->
     moved = _leading(x, dim)
     if any(size != longest for size in sizes):
         moved = torch.cat([_padded(p, longest) for p in moved.split(list(sizes))])
-    made = _c10d.reduce_scatter_tensor(moved, "sum", axis.size, axis.group_name)
-    return lambda: _wait(made)[: sizes[axis.rank]].movedim(0, dim).contiguous()
+    reduced = _begin(_c10d.reduce_scatter_tensor, moved, "sum", axis.size, axis.group_name)
+    return lambda: reduced()[: sizes[axis.rank]].movedim(0, dim).contiguous()
+
+
+def _all_to_all(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+    return _begin(_c10d.all_to_all_single, x, received, sent, axis.group_name)()
 
 
 def all_reduce_tensor(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
@@ -91,11 +96,7 @@ def all_to_all_tensor(
     shape = list(pieces[axis.rank].shape)
     shapes = [[*shape[:source], size, *shape[source + 1 :]] for size in source_sizes]
     counts = [int(torch.Size(s).numel()) for s in shapes]
-    received = _wait(
-        _c10d.all_to_all_single(
-            torch.cat([p.reshape(-1) for p in pieces]), counts, [p.numel() for p in pieces], axis.group_name
-        )
-    )
+    received = _all_to_all(torch.cat([p.reshape(-1) for p in pieces]), axis, counts, [p.numel() for p in pieces])
     return torch.cat([r.reshape(s) for r, s in zip(received.split(counts), shapes, strict=True)], dim=source)
 
 
@@ -103,8 +104,7 @@ def shifted(values: Sequence[torch.Tensor], axis: Axis) -> tuple[torch.Tensor, .
     """The values of the rank before, of the same shapes and one dtype; in one message."""
     numel = sum(value.numel() for value in values)
     counts = [[numel if r == (axis.rank + by) % axis.size else 0 for r in range(axis.size)] for by in (-1, 1)]
-    message = torch.cat([value.reshape(-1) for value in values])
-    message = _wait(_c10d.all_to_all_single(message, *counts, axis.group_name))
+    message = _all_to_all(torch.cat([value.reshape(-1) for value in values]), axis, *counts)
     parts = message.split([value.numel() for value in values])
     return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
 
@@ -117,7 +117,7 @@ class _Exchange(torch.autograd.Function):
         ctx.way_back = axis, sent, received
         width = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
         counts = [[n * width for n in numbers] for numbers in (received, sent)]
-        made = _wait(_c10d.all_to_all_single(x.reshape(-1), *counts, axis.group_name))
+        made = _all_to_all(x.reshape(-1), axis, *counts)
         return made.view(sum(received), *x.shape[1:])
 
     @staticmethod

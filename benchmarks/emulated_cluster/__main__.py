@@ -50,20 +50,22 @@ def main(
     settings = [Topology(hosts, ranks_per_host, rate, intra) for rate in inter.split(",")]
     rows: list[Row] = []
     calibrations = []
-    with _folder(clusters) as folder:
-        for topology in settings:
-            with network(topology) as built:
-                calibration = _calibrated(built, folder, console)
-                calibrations.append(calibration)
-                for name in models.split(","):
-                    rows += _measured(built, name, calibration, folder, specs(topology.num_ranks, plans, hybrid),
-                                      launches, steps, console)
-                if dropped := built.drops():
-                    raise EmulationError(f"{dropped} packets were dropped: what was measured is worth nothing")
-    for table in report.tables(rows):
-        console.print(table)
-    if output is not None:
-        output.write_text(json.dumps(_everything(rows, calibrations), indent=1), encoding="utf-8")
+    try:
+        with _folder(clusters) as folder:
+            for topology in settings:
+                with network(topology) as built:
+                    calibration = _calibrated(built, folder, console)
+                    calibrations.append(calibration)
+                    for name in models.split(","):
+                        rows += _measured(built, name, calibration, folder, specs(topology.num_ranks, plans, hybrid),
+                                          launches, steps, console)
+                    if dropped := built.drops():
+                        raise EmulationError(f"{dropped} packets were dropped: what was measured is worth nothing")
+    finally:  # what was measured is kept where a later model fails
+        for table in report.tables(rows):
+            console.print(table)
+        if output is not None:
+            output.write_text(json.dumps(_everything(rows, calibrations), indent=1), encoding="utf-8")
 
 
 def _end(*_: object) -> None:
