@@ -87,7 +87,7 @@ def test_searches_on_one_axis_with_adamw(ranks: Any, case_name: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [3, pytest.param(6, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case_name", ["mlp", "llama", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case_name", ["mlp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama", "bert"))])
 def test_uneven_shards(ranks: Any, case_name: str, num_ranks: int) -> None:
     """Nothing in these models divides by three."""
     check(ranks, case_name, (num_ranks,), [("search", "auto"), ("baseline", "fsdp"), ("random", 0)], "sgd")

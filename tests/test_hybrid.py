@@ -735,7 +735,7 @@ def test_turns_of_a_batch_that_is_no_power_of_two() -> None:
     assert search.turns(3) == [4, 5, 7] and search.turns(16)[0] >= 16
 
 
-@pytest.mark.parametrize("limit_share", [1.0, pytest.param(0.6, marks=pytest.mark.slow), 0.35])
+@pytest.mark.parametrize("limit_share", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.6, 0.35))])
 def test_what_the_joint_search_picks_computes_the_same(ranks: Any, limit_share: float) -> None:
     """Under three memory limits: none, and shares of what the plan without a limit takes."""
     case = CASES["llama"]

@@ -153,7 +153,7 @@ class Branching:
                 return None
             left = messenger.within(costs, self._slack(bound))
             cells = allowed_cells(left)
-            if cells <= PROGRAM_CELLS or cells > WORTH * allowed_cells(shrunk.compact):
+            if cells <= PROGRAM_CELLS or cells >= WORTH * allowed_cells(shrunk.compact):
                 return _Bounded(shrunk, messenger, raised.values, costs, known, left)
             smaller = shrink(left, outer=shrunk)
             if not smaller.allowed:

@@ -23,7 +23,7 @@ from tests.search.problems import all_plans, block_chain, grid, random_problem, 
 
 CLOCKED = ("branch", "elimination", "exact", "highs", "lagrange", "least", "local", "messages", "parts", "presolve",
            "recursive", "screen", "solver", "walk", "wide")
-LATE_S = 0.4
+LATE_S = 1.0
 WAYS = {"as it is": {}, "dear": {"AT_ONCE_CELLS": 0.0}, "wide": {"WORK_CELLS": 0.0}, "whole": {"SCREEN_CELLS": 0.0,
         "AT_ONCE_CELLS": 0.0}}
 

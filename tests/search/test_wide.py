@@ -156,6 +156,7 @@ def test_wide_search_is_right_about_small_problems(seed: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seeds, st.booleans())
+@example(56445, False)
 def test_branching_proves_the_optimum(seed: int, by_program: bool) -> None:
     problem = random_problem(seed, limited=bool(seed % 4), max_nodes=7)
     compact, best = compact_or_none(problem), best_of(problem)
