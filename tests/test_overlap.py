@@ -294,27 +294,27 @@ class Tied(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def two_steps(model: Any, calls: Beside | None) -> list[torch.Tensor]:
-    """Two steps of which the first adds to the second's gradients, clipped: losses, norm, gradients, parameters."""
+def two_steps(model: Any, calls: Beside | None) -> dict[str, torch.Tensor]:
+    """Two steps of which the first adds to the second's gradients, clipped: losses, norm, gradients and parameters by
+    name; a rank of a pipeline has the parameters of its stages."""
     ids = torch.arange(8 * 6).view(8, 6) % 19
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(2):
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), {}
+    for number in range(2):
         if calls is not None:
             with calls:
-                found.append(model.step(ids, ids + 1))
+                found[f"loss {number}"] = model.step(ids, ids + 1)
         else:
-            found.append(model(ids, ids + 1))
-            found[-1].backward()
+            found[f"loss {number}"] = model(ids, ids + 1)
+            found[f"loss {number}"].backward()
     clip = model.clip_grad_norm_ if calls else lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
-    found.append(clip(0.05))
+    found["norm"] = clip(0.05)
     optimizer.step()
-    for p in model.parameters():
-        for value in (p.grad, p.detach()):
-            found += [] if value is None else [value.full_tensor() if hasattr(value, "full_tensor") else value]
-    return [value.detach() for value in found]
+    for name, p in model.named_parameters():
+        found |= {name: p.detach()} | ({} if p.grad is None else {f"gradient of {name}": p.grad})
+    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach() for name, x in found.items()}
 
 
-def steps_on_ranks(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[list[torch.Tensor], int, int]:
+def steps_on_ranks(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int, int]:
     """What they make; products beside a collective, and alone."""
     posting.BUCKET_BYTES = 1000
     ids = torch.arange(8 * 6).view(8, 6) % 19
@@ -335,9 +335,9 @@ def test_the_last_turn_reduces_beside_its_backward(ranks: Any, mesh_shape: tuple
     """With tied, frozen and unused parameters, over two steps that add up, clipped: the numbers of one process."""
     expected = two_steps(Tied(), None)
     for found, beside, alone in ranks(4).run(steps_on_ranks, mesh_shape, options, timeout_s=200):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
         assert alone > 0 and (beside > 0) == ("zero_stage" not in options)
 
 
@@ -417,33 +417,6 @@ def test_what_no_rank_that_shares_it_learns_has_no_gradient(ranks: Any) -> None:
     assert seen == [set(gradients) for gradients in expected]
 
 
-def pipelined_steps(model: Any, calls: Beside | None) -> dict[str, torch.Tensor]:
-    """As `two_steps`, by name; a rank has the parameters of its stages."""
-    ids = torch.arange(8 * 6).view(8, 6) % 19
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), {}
-    for number in range(2):
-        if calls is not None:
-            with calls:
-                found[f"loss {number}"] = model.step(ids, ids + 1)
-        else:
-            found[f"loss {number}"] = model(ids, ids + 1)
-            found[f"loss {number}"].backward()
-    optimizer.step()
-    for name, p in model.named_parameters():
-        found |= {name: p.detach()} | ({} if p.grad is None else {f"gradient of {name}": p.grad})
-    return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach() for name, x in found.items()}
-
-
-def pipelined_on_ranks(mesh_shape: tuple[int, ...], options: dict[str, Any]
-                       ) -> tuple[dict[str, torch.Tensor], int, int]:
-    posting.BUCKET_BYTES = 1000
-    ids = torch.arange(8 * 6).view(8, 6) % 19
-    parallel = autoparallel.compile(Tied(), mesh_of(*mesh_shape), example_inputs=(ids, ids + 1), **options)
-    made = pipelined_steps(parallel, calls := Beside())
-    assert calls.on_the_way == 0
-    return made, calls.beside, calls.alone
-
-
 @pytest.mark.parametrize(("mesh_shape", "options"), [
     ((2, 2), {"baseline": "ddp", "micro_batches": 4, "pipeline_stages": 2}),
     ((2, 2), {"baseline": "fsdp", "micro_batches": 4, "pipeline_stages": 2, "schedule": "gpipe", "zero_stage": 1}),
@@ -455,8 +428,8 @@ def pipelined_on_ranks(mesh_shape: tuple[int, ...], options: dict[str, Any]
 def test_pipelines_reduce_beside_their_last_backward(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
                                                      ) -> None:
     """On ranks with several products to run backward; but for zero bubble, which puts gradients of weights off."""
-    expected, names, counts = pipelined_steps(Tied(), None), set[str](), Counter[str]()
-    for found, beside, alone in ranks(math.prod(mesh_shape)).run(pipelined_on_ranks, mesh_shape, options,
+    expected, names, counts = two_steps(Tied(), None), set[str](), Counter[str]()
+    for found, beside, alone in ranks(math.prod(mesh_shape)).run(steps_on_ranks, mesh_shape, options,
                                                                  timeout_s=200):
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
