@@ -80,7 +80,6 @@ class Study:
         s, choices = space.strategies[node], self.pricer.choices(node)
         return [Choice(s.names(s.labels[int(choices[o.pick])]), o.alone, o.least, o.resolved) for o in options]
 
-
     def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
         """What so much more or less bandwidth of each link that ranks use, and memory, would change."""
         found = []
@@ -89,10 +88,8 @@ class Study:
             held_s = held.prediction.step_s if held.prediction.peak_bytes <= limit else float("inf")
             try:
                 best = self.elsewhere(cluster, limit, False)
-            except InfeasibleError:
-                pass
-            except SearchError:
-                none_found = True
+            except (InfeasibleError, SearchError) as error:
+                none_found = isinstance(error, SearchError)
             if best is None or best.prediction.step_s >= held_s:
                 found.append(Sensitivity(what, factor, held_s, held_s, 0, none_found))
             else:

@@ -49,11 +49,10 @@ class SharedGradients:
     def _add_up(self, names: Sequence[str]) -> None:
         """Of these parameters; one of which no rank has a gradient gets none."""
         found = [self.parameter(name) for name in names]
-        pieces = [_local(p if p.grad is None else p.grad).detach() for p in found]
+        pieces = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad) for p in found]
         dtype = self.sum_dtype or pieces[0].dtype
         there = torch.tensor([p.grad is not None for p in found], dtype=dtype, device=pieces[0].device)
-        summed = torch.cat([there, *(piece.new_zeros(piece.numel(), dtype=dtype) if p.grad is None else
-                                     piece.reshape(-1).to(dtype) for p, piece in zip(found, pieces, strict=True))])
+        summed = torch.cat([there, *(piece.detach().reshape(-1).to(dtype) for piece in pieces)])
         dist.all_reduce(summed, group=self.groups[self.ranks_of[names[0]]])
         anywhere, *sums = summed.split([len(names), *(piece.numel() for piece in pieces)])
         for number, (parameter, made) in enumerate(zip(found, sums, strict=True)):
