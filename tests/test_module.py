@@ -13,10 +13,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoparallel
+from autoparallel.errors import InputError
 from autoparallel.runtime.shared import SharedGradients
 from cost_models import Cluster
 from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.ranks import RankError, mesh_of
 from tests.reference import gathered, gradients_of
 
 
@@ -121,6 +122,118 @@ def eval_differs() -> tuple[float, float, float]:
 def test_train_and_eval(ranks: Any) -> None:
     for in_eval, in_train, buffers in ranks(4).run(eval_differs):
         assert max(in_eval, in_train, buffers) < 1e-5
+
+
+class Rows(nn.Module):
+    """Three layers, one of which has a weight that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.turned = nn.Parameter(torch.randn(12, 8).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(torch.tanh(self.first(x)) @ self.turned)[:, :8]).square().mean()
+
+
+def rows_of(mesh_shape: tuple[int, ...] | None, options: dict[str, Any], frozen: tuple[str, ...] = ()
+            ) -> tuple[Rows, Any, torch.Tensor]:
+    """A model, the same compiled (or itself, without a mesh), and an input."""
+    torch.manual_seed(0)
+    model, x = Rows(), torch.randn(8, 8)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    if mesh_shape is None:
+        return model, model, x
+    return model, autoparallel.compile(model, mesh_of(*mesh_shape), example_inputs=(x,), **options), x
+
+
+def stepped(called: Any, x: torch.Tensor) -> None:
+    called.step(x) if hasattr(called, "step") else called(x).backward()
+
+
+def learnt_later(mesh_shape: tuple[int, ...] | None, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Gradients of a parameter that was frozen in the first step, and of what was frozen after it."""
+    _, called, x = rows_of(mesh_shape, options, frozen=("first",))
+    stepped(called, x)
+    called.zero_grad()
+    called.first.requires_grad_(True)
+    called.last.requires_grad_(False)
+    stepped(called, x)
+    return gradients_of(called)
+
+
+@pytest.mark.parametrize("options", [{"baseline": "ddp"}, {"baseline": "fsdp"},
+                                     {"micro_batches": 2, "zero_stage": 2}], ids=str)
+def test_parameters_that_are_frozen_and_learn_later(ranks: Any, options: dict[str, Any]) -> None:
+    expected = learnt_later(None, {})
+    assert expected.keys() == {"first.weight", "first.bias", "turned"}
+    for found in ranks(2).run(learnt_later, (2,), options):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name])
+
+
+def test_parameters_of_a_pipeline_that_learn_later_are_refused(ranks: Any) -> None:
+    with pytest.raises(RankError, match="frozen when the pipeline was compiled"):
+        ranks(2).run(learnt_later, (2,), {"pipeline_stages": 2, "micro_batches": 2})
+
+
+def first_in_inference_mode() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    parallel, x = autoparallel.compile(Rows(), mesh_of(2)), torch.randn(8, 8)
+    with torch.inference_mode():
+        parallel(x)
+    stepped(parallel, x)
+    return gradients_of(parallel)
+
+
+def test_what_is_called_in_inference_mode_first_can_be_trained(ranks: Any) -> None:
+    model, _, x = rows_of(None, {})
+    stepped(model, x)
+    for found in ranks(2).run(first_in_inference_mode):
+        for name, gradient in gradients_of(model).items():
+            torch.testing.assert_close(found[name], gradient)
+
+
+def trained_by_fused_adamw(mesh_shape: tuple[int, ...] | None, options: dict[str, Any]
+                           ) -> tuple[dict[str, torch.Tensor], bool]:
+    """Parameters after two steps, and whether the original has those of before. The fused optimizer does not look how a
+    parameter and its gradient lie in memory."""
+    model, called, x = rows_of(mesh_shape, options)
+    before = gathered(model.named_parameters())
+    optimizer = torch.optim.AdamW(called.parameters(), lr=0.1, eps=1e-4, fused=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        stepped(called, x)
+        optimizer.step()
+    after = gathered(called.named_parameters())
+    return after, all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{"baseline": "ddp"}, {"baseline": "fsdp"},
+                                     {"pipeline_stages": 2, "micro_batches": 2}], ids=str)
+def test_fused_optimizers_train_what_is_not_the_original(ranks: Any, options: dict[str, Any]) -> None:
+    expected, _ = trained_by_fused_adamw(None, {})
+    for found, original_kept in ranks(2).run(trained_by_fused_adamw, (2,), options):
+        assert original_kept
+        for name, parameter in found.items():
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def loaded_in_stages() -> list[str]:
+    """A whole state dict in a pipeline: names with other values than given; and one name too many is told."""
+    _, parallel, _ = rows_of((2,), {"pipeline_stages": 2, "micro_batches": 2})
+    given = {name: torch.randn_like(value) for name, value in Rows().state_dict().items()}
+    result = parallel.load_state_dict(given)
+    wrong = [name for name, value in gathered(parallel.state_dict().items()).items() if not value.equal(given[name])]
+    with pytest.raises(InputError, match=r"unexpected \['more'"):
+        parallel.load_state_dict({**given, "more": torch.zeros(1)})
+    return [*wrong, *result.missing_keys, *result.unexpected_keys]
+
+
+def test_pipelines_load_whole_state_dicts(ranks: Any) -> None:
+    assert ranks(2).run(loaded_in_stages) == [[]] * 2
 
 
 class Taught(torch.nn.Module):

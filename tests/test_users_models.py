@@ -117,6 +117,19 @@ def autocast_around() -> Case:
     return Case(model, (x(), torch.arange(BATCH) % 5), around=bfloat16, tolerance=2e-2)
 
 
+@case
+def autocast_of_layers_without_bias() -> Case:
+    """Which alone tell a trace that low precision meets weights in float32; and a batch norm between."""
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.d(m.norm(m.c((m.b(m.a(x)) @ m.w).unflatten(1, (4, 4)))))
+        assert y.dtype == torch.bfloat16
+        return y.float().square().mean()
+
+    parts = {"a": nn.Linear(WIDTH, WIDTH, bias=False), "b": nn.Linear(WIDTH, WIDTH, bias=False),
+             "c": nn.Conv1d(4, 8, 3, bias=False), "norm": nn.BatchNorm1d(8), "d": nn.Conv1d(8, 4, 1, bias=False)}
+    return Case(Model(forward, w=nn.Parameter(x(WIDTH, WIDTH)), **parts), around=bfloat16, tolerance=4e-2)
+
+
 class StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ def batch_norm(graph: Graph, mutations: dict[str, Node]) -> None:
     """Batch norm into sums and element-wise ops: a batch cut over ranks then gives synchronised statistics by itself.
     And so instance norm, where it has running statistics.
 
-    These, which the op updates behind its schema's back, become buffer updates like any other.
+    These, which the op updates behind its schema's back, become buffer updates like any other. As the op does, it
+    computes in float32 what has less.
     """
     for node in list(graph.nodes):
         instances = node.target is aten.instance_norm.default and argument(node, "running_mean") is not None
@@ -41,6 +42,11 @@ def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
     def wide(vector: Node) -> Node:
         return e(aten.reshape.default, vector, [1, channels] + [1] * (value.dim() - 2))
 
+    def as_type(made: Node, dtype: torch.dtype) -> Node:
+        return made if made.meta["val"].dtype == dtype else e(aten.to.dtype, made, dtype)
+
+    if value.dtype.itemsize < 4:
+        x = e(aten.to.dtype, x, torch.float32)
     if training:
         mean = e(aten.mul.Tensor, e(aten.sum.dim_IntList, x, dims, True), 1.0 / count)
         centred = e(aten.sub.Tensor, x, mean)
@@ -54,14 +60,15 @@ def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
                     batch = e(aten.mul.Tensor, e(aten.sum.dim_IntList, batch, [0], True), 1.0 / instances)
                 batch = e(aten.reshape.default, batch, [channels])
                 kept = e(aten.mul.Tensor, mutations.get(buffer.name, buffer), 1.0 - momentum)
-                mutations[buffer.name] = e(aten.add.Tensor, kept, e(aten.mul.Tensor, batch, scale * momentum))
+                new = e(aten.add.Tensor, kept, e(aten.mul.Tensor, batch, scale * momentum))
+                mutations[buffer.name] = as_type(new, buffer.meta["val"].dtype)
     else:
         mean, variance = wide(running_mean), wide(running_var)
         centred = e(aten.sub.Tensor, x, mean)
     out = e(aten.mul.Tensor, centred, e(aten.rsqrt.default, e(aten.add.Tensor, variance, eps)))
     if weight is not None:
         out = e(aten.mul.Tensor, out, wide(weight))
-    return e(aten.add.Tensor, out, wide(bias)) if bias is not None else out
+    return as_type(e(aten.add.Tensor, out, wide(bias)) if bias is not None else out, value.dtype)
 
 
 def refuse_given_statistics(mutations: dict[str, Node], buffer_names: dict[str, str]) -> None:

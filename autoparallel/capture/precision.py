@@ -19,6 +19,9 @@ from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
 DEVICES = ("cpu", "cuda")
+#: Always in low precision; and tensors without data do not say that these refuse operands of several types.
+PRODUCTS = frozenset({aten.linear, aten.matmul, aten.mm, aten.conv1d, aten.conv2d, aten.conv3d,
+                      aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d, aten.convolution})
 
 
 def ambient(tensors: Iterable[Any]) -> torch.dtype | None:
@@ -58,7 +61,7 @@ def explicit_casts(graph: Graph) -> None:
         if low is None or not isinstance(node.target, torch._ops.OpOverload):
             continue
         wanted = _dtypes(node.meta["val"])
-        for dtype in (None, low, torch.float32):
+        for dtype in (low,) if node.target.overloadpacket in PRODUCTS else (None, low, torch.float32):
             if _made(node, dtype) == wanted:
                 if dtype is not None:
                     _cast(graph, node, dtype)

@@ -65,10 +65,12 @@ class _LocalPieces(torch.autograd.Function):
 
 
 def _gradient(local: torch.Tensor, spec: Any) -> DTensor:
+    """Contiguous, as parameters are: torch's fused optimizers read both by one stride."""
+    local = local.contiguous()
     if torch.is_grad_enabled():  # to be differentiated again
         return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape,
                                   stride=spec.stride)
-    return DTensor(local.contiguous(), copy.copy(spec), requires_grad=False)
+    return DTensor(local, copy.copy(spec), requires_grad=False)
 
 
 def local_pieces(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -79,9 +81,9 @@ def local_pieces(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def place(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: torch.device) -> DTensor:
-    """A parameter on the mesh: rank 0's value in pieces, or an empty meta piece of a meta value."""
+    """A parameter on the mesh, in its own memory: rank 0's value in pieces, or an empty meta piece of a meta value."""
     if value.device.type != "meta":
-        return distribute_tensor(value.to(device), mesh, to_torch(layout))
+        return distribute_tensor(value.to(device, copy=True), mesh, to_torch(layout))
     shape = local_shape(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ())
     return as_dtensor(torch.empty(shape, dtype=value.dtype, device="meta"), mesh, layout, tuple(value.shape))
 
@@ -141,12 +143,18 @@ def _set(parallel: nn.Module, name: str, value: torch.Tensor, device: torch.devi
                     table[key] = replacement  # type: ignore[assignment]
 
 
-def load_state_dict(parallel: nn.Module, state: Mapping[str, Any], device: torch.device, strict: bool) -> Any:
-    """Load global values by name. With ``strict``, missing and unexpected names raise InputError."""
-    known = {name for name, _ in parallel.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in parallel.named_buffers(remove_duplicate=False)}
-    persistent = set(nn.Module.state_dict(parallel))
-    missing, unexpected = sorted(persistent - set(state)), sorted(set(state) - known)
+def _names(module: nn.Module) -> set[str]:
+    """Of its parameters and buffers."""
+    named = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
+    return {name for name, _ in named}
+
+
+def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], device: torch.device, strict: bool
+                    ) -> Any:
+    """Load global values by name; of a pipeline stage its own. With ``strict``, names that are missing here, or that
+    the original ``model`` has not, raise InputError."""
+    known, persistent = _names(parallel), set(nn.Module.state_dict(parallel))
+    missing, unexpected = sorted(persistent - set(state)), sorted(set(state) - known - _names(model))
     if strict and (missing or unexpected):
         raise InputError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; "
                          "strict=False loads the rest")

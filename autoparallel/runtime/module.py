@@ -105,7 +105,7 @@ class ParallelModule(nn.Module):
 
     Call it like the original. Plain tensors are global values, the same on all ranks; DTensors are what their
     placements say. Parameters are DTensors under the original names. A call of another form (shapes, structure, train
-    or eval mode of any part) is traced and planned anew, with the parameters where they are.
+    or eval mode of any part, which parameters learn) is traced and planned anew, with the parameters where they are.
     """
 
     def __init__(self, model: nn.Module, site: groups.MeshSite, hybrid: Hybrid, compile_call: Compile) -> None:
@@ -141,7 +141,7 @@ class ParallelModule(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         plain = not step or state.hybrid.is_plain
         casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in precision.DEVICES]
-        key = (str(spec), tuple(_form(leaf) for leaf in leaves), state.modes(), plain, *casts)
+        key = (str(spec), tuple(_form(leaf) for leaf in leaves), state.modes(), state.learning(), plain, *casts)
         if key not in state.forms:
             state.take_modes()
             on_meta = any(p.device.type == "meta" for p in state.model.parameters())
@@ -159,7 +159,8 @@ class ParallelModule(nn.Module):
                     error.args = (f"{error}\n  This call: {call}\n  Traced before: {'; '.join(state.calls_traced)}",)
                 raise
             if not state.forms:
-                self._place(compiled)
+                with torch.inference_mode(False):  # parameters learn later
+                    self._place(compiled)
             state.forms[key] = compiled
             state.calls_traced[call] = None
         return state.forms[key]
@@ -365,7 +366,7 @@ class ParallelModule(nn.Module):
         """Load global tensors (or DTensors) by the original names; each rank takes its piece."""
         if not self._state.forms:
             return self._state.model.load_state_dict(state_dict, strict, assign)
-        result = initialise.load_state_dict(self, state_dict, self._state.device, strict)
+        result = initialise.load_state_dict(self._state.model, self, state_dict, self._state.device, strict)
         initialise.init_lost_buffers(self._state.model, self, self._state.device)
         return result
 
@@ -533,10 +534,27 @@ class _State:
         """Whether each part trains: a part may stay in eval mode while the others train."""
         return tuple(part.training for part in self.parts.values() or self.model.modules())
 
+    def learning(self) -> tuple[bool, ...]:
+        """Whether each parameter learns: some may be frozen, and learn later. Raises InputError where a rank would have
+        to tell those of other pipeline stages, which have other parameters."""
+        if self.hybrid.stages == 1:
+            parts = self.parts.values() or self.model.modules()
+            return tuple(p.requires_grad for part in parts for p in part._parameters.values() if p is not None)
+        for module, part in self.parts.items():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.requires_grad > module.get_parameter(name).requires_grad:
+                    raise InputError(f"{type(part).__name__}.{name} was frozen when the pipeline was compiled, and is "
+                                     "to learn now\n  Compile again, with all that may learn (freezing is possible at "
+                                     "any time).")
+        return ()
+
     def take_modes(self) -> None:
-        """Give the original's modules the modes of their parts."""
+        """Give the original's modules the modes of their parts, and say which of its parameters learn."""
         for module, part in self.parts.items():
             module.training = part.training
+            for name, parameter in part._parameters.items():
+                if parameter is not None and self.hybrid.stages == 1:
+                    module.get_parameter(name).requires_grad_(parameter.requires_grad)
 
     def make_shared_groups(self, ranks_together: Sequence[Ranks]) -> None:
         """Process groups of these ranks of the pipeline, beside each place in a stage. All ranks call this."""
