@@ -68,8 +68,8 @@ class Collectives:
         return x.copy_(made)
 
     @staticmethod
-    def all_gather_into_tensor(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
-        return torch.cat(_groups[group].exchange("all_gather", x))
+    def all_gather_into_tensor_out(x: torch.Tensor, size: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
+        return torch.cat(_groups[group].exchange("all_gather", x), out=out)
 
     @staticmethod
     def reduce_scatter_tensor(x: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:

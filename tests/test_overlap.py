@@ -77,7 +77,7 @@ def test_gradients_of_data_parallelism_are_reduced_together(ranks: Any, mesh_sha
         assert in_buckets == expected if expected else 1 < in_buckets < one_by_one / 4
 
 
-POSTED = ("all_reduce_.default", "all_reduce.default", "all_gather_into_tensor.default",
+POSTED = ("all_reduce_.default", "all_reduce.default", "all_gather_into_tensor_out.default",
           "reduce_scatter_tensor.default")
 
 

@@ -24,11 +24,9 @@ Finish = Callable[[], torch.Tensor]
 _c10d = torch.ops._c10d_functional
 
 
-def _begin(op: Any, sent: torch.Tensor, *args: Any) -> Finish:
-    """Post a collective. What is sent lives until it is waited for: that Python lets go of a tensor while a thread of
-    gloo's reads it damages the heap (https://github.com/pytorch/pytorch/issues/75529)."""
-    under_way = sent, op(sent, *args)
-    return lambda: _c10d.wait_tensor(under_way[1])
+def _begin(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Finish:
+    under_way = op(sent, *args, **kwargs)
+    return lambda: _c10d.wait_tensor(under_way)
 
 
 def _leading(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -51,9 +49,23 @@ def begin_all_reduce_own(x: torch.Tensor, axis: Axis) -> Finish:
     return _begin(_c10d.all_reduce_, x, "sum", axis.group_name)
 
 
+def _begin_whole(x: torch.Tensor, axis: Axis) -> Finish:
+    """Gather equal pieces along dim 0, into memory made here.
+
+    The same operator without ``out`` is "ALLGATHER_COALESCED" to gloo. Its threads write down the name of what they
+    ended last without a lock (``ProcessGroupGloo::runLoop``, torch 2.13), and a name of more than 15 letters lies on
+    the heap: two that end at once free it twice. Every other collective used here has a shorter name.
+    """
+    if x.is_complex():  # gloo exchanges real numbers only
+        real = _begin_whole(torch.view_as_real(x.resolve_conj()), axis)
+        return lambda: torch.view_as_complex(real())
+    whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    return _begin(_c10d.all_gather_into_tensor_out, x, axis.size, axis.group_name, out=whole)
+
+
 def begin_all_gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
     longest = max(sizes)
-    gathered = _begin(_c10d.all_gather_into_tensor, _padded(_leading(x, dim), longest), axis.size, axis.group_name)
+    gathered = _begin_whole(_padded(_leading(x, dim), longest), axis)
 
     def finish() -> torch.Tensor:
         whole = gathered()
