@@ -11,7 +11,7 @@ import numpy as np
 from autoparallel.search.elimination import Eliminator, TimeIsUpError
 from autoparallel.search.lagrange import Dual, LowestPeak, lowest_peak, mixed_plans, raise_bound
 from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
-from autoparallel.search.memory import Memory, memory_at, memory_of
+from autoparallel.search.memory import Memory, Users
 from autoparallel.search.narrow import Priced
 from autoparallel.search.presolve import untouched
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
@@ -27,6 +27,8 @@ WITHIN_REACH = 0.05  # of the best plan; dearer ones are not worth a descent
 FIRST_ROUNDS = 6
 WORTHWHILE = 0.5
 NARROWING_PRICINGS = 12
+DEEP_NODES = 500
+CHEAP_CELLS = 2e7  # of one elimination, which then takes little longer than its calls of numpy
 LEAST_S = 5.0
 LEAST_ROUNDS = 15
 
@@ -132,10 +134,11 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
             return Outcome(None, FORBIDDEN, value, "time limit", {"exact": spent})
         if value < FORBIDDEN:
             tell(Outcome(None, FORBIDDEN, value, "bound"))
-    memory = memory_of(problem)
+    users = Users(problem)
+    memory = users.within(problem.limit)
     dual = None
     if prices is not None:
-        memory = memory_at(problem, np.union1d(memory.times, prices[0]))
+        memory = users.memory(np.union1d(memory.times, prices[0]), problem.limit)
         dual = Dual(-FORBIDDEN, np.zeros(len(memory.times)))
         dual.prices[np.searchsorted(memory.times, prices[0])] = prices[1]
     incumbent = Incumbent(problem, memory, deadline, lambda plan, cost: tell(Outcome(plan, cost, value, "better")))
@@ -144,29 +147,48 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
     least = None
     if incumbent.choice is None and mix:
         quick = min(deadline, began + LEAST_S)
-        least = _take_least(incumbent, lowest_peak(problem, relax, quick, LEAST_ROUNDS, problem.limit))
+        least = _take_least(incumbent, lowest_peak(problem, relax, quick, LEAST_ROUNDS, problem.limit, users))
     rounds = FIRST_ROUNDS if mix else MAX_ROUNDS
     dual = raise_bound(problem, memory, relax, deadline, rounds, incumbent.offer, gap, unpriced, dual)
     if least is not None and incumbent.choice == least:
         incumbent.offer(least)
     left = Priced(untouched(problem), memory, eliminator, dual)
     if mix:
-        left = _narrowed(left, incumbent, deadline, gap)
-    for contrast, dear_last in MIXTURES if left.dual.bound < FORBIDDEN and mix else ():
-        in_time = time.monotonic() + left.eliminator.solved_s <= deadline
-        if incumbent.within(left.dual.bound, max(MIXED_GAP, gap)) or not in_time:
-            break
-        for mixed in mixed_plans(left.problem, left.memory, left.relax, deadline, left.dual.prices, contrast,
-                                 dear_last):
-            incumbent.offer(left.reduced.restore(mixed))
+        left = _closed(left, incumbent, deadline, gap)
     if incumbent.choice is None:
-        least = _take_least(incumbent, lowest_peak(problem, relax, deadline, MAX_ROUNDS, problem.limit))
+        least = _take_least(incumbent, lowest_peak(problem, relax, deadline, MAX_ROUNDS, problem.limit, users))
         if least is not None and incumbent.choice is not None:
             incumbent.offer(least)
     bound = min(left.dual.bound, incumbent.objective)
     reason = ("optimal" if incumbent.within(bound, TARGET_GAP) else
               "time limit" if time.monotonic() >= deadline else "gap")
     return Outcome(incumbent.choice, incumbent.objective, bound, reason, {"exact": time.monotonic() - began}, left)
+
+
+def _closed(left: Priced, incumbent: Incumbent, deadline: float, gap: float) -> Priced:
+    """Close the gap by better prices, fewer choices and mixed plans. Where an elimination is cheap, there are as many
+    rounds first as raise the bound: to find fewer choices takes longer, and in deep models longer than mixtures."""
+    deep = len(left.problem.nodes) >= DEEP_NODES
+    if left.work() <= CHEAP_CELLS and left.dual.bound < FORBIDDEN and not incumbent.within(left.dual.bound, gap):
+        left = left.raised(deadline, MAX_ROUNDS - left.dual.rounds, incumbent.offer, gap)
+        if deep:
+            _mix(left, incumbent, deadline, gap)
+            if incumbent.within(left.dual.bound, max(MIXED_GAP, gap)):
+                return left
+    left = _narrowed(left, incumbent, deadline, gap)
+    _mix(left, incumbent, deadline, gap)
+    return left
+
+
+def _mix(left: Priced, incumbent: Incumbent, deadline: float, gap: float) -> None:
+    """Offer mixtures until one is near enough."""
+    for contrast, dear_last in MIXTURES if left.dual.bound < FORBIDDEN else ():
+        in_time = time.monotonic() + left.eliminator.solved_s <= deadline
+        if incumbent.within(left.dual.bound, max(MIXED_GAP, gap)) or not in_time:
+            break
+        for mixed in mixed_plans(left.problem, left.memory, left.relax, deadline, left.dual.prices, contrast,
+                                 dear_last):
+            incumbent.offer(left.reduced.restore(mixed))
 
 
 def _narrowed(left: Priced, incumbent: Incumbent, deadline: float, gap: float) -> Priced:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoparallel.search.elimination import TimeIsUpError
-from autoparallel.search.memory import Memory, least_peak, memory_at, memory_of
+from autoparallel.search.memory import Memory, Users, memory_at
 from autoparallel.search.problem import FORBIDDEN, Problem, evaluate
 from autoparallel.search.shared import Shared
 
@@ -45,9 +45,10 @@ class Dual:
     active: list[int] = field(default_factory=list)
     exact: bool = False
 
-    def next_trial(self, over: np.ndarray | None = None) -> np.ndarray | None:
+    def next_trial(self, over: np.ndarray | None = None, all_the_way: bool = False) -> np.ndarray | None:
         """Prices between the best ones and those that the cuts propose; None where the bound can hardly rise.
 
+        ``all_the_way``: just these, as the last plan was known, and only they can tell whether the bound is attained.
         Times at which the last plan exceeds the room by most (``over``) become active.
         """
         worst = [] if over is None else [int(p) for p in np.argsort(-over, kind="stable")[:NEW_TIMES]
@@ -58,7 +59,8 @@ class Dual:
         proposed = _master(self.cuts, self.active, len(self.prices), float(self.prices.max()))
         if proposed is None or (proposed[0] - self.bound <= MODEL_GAP * abs(proposed[0]) and not worst):
             return None
-        return self.prices + (1.0 if len(self.active) == 1 else STEP) * (proposed[1] - self.prices)
+        step = 1.0 if all_the_way or len(self.active) == 1 else STEP
+        return self.prices + step * (proposed[1] - self.prices)
 
 
 def priced(problem: Problem, memory: Memory, prices: np.ndarray) -> Shared:
@@ -101,16 +103,19 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
         dual.rounds += 1
         if value == FORBIDDEN or dual.bound > dearest:
             return Dual(FORBIDDEN, trial, dual.plans, dual.rounds)
-        over = memory.load(problem, plan) - memory.room
-        dual.cuts.append((evaluate(problem, plan).objective, over))
-        dual.plans.append(plan)
+        again = plan in dual.plans
+        if not again:
+            over = memory.load(problem, plan) - memory.room
+            dual.cuts.append((bound - float(trial @ over), over))
+            dual.plans.append(plan)
+        over = dual.cuts[dual.plans.index(plan)][1]
         if bound > dual.bound:
             dual.bound, dual.prices = bound, trial
         best = on_plan(plan)
         now = time.monotonic()
         if (best < FORBIDDEN and best - dual.bound <= target_gap * abs(best)) or now + (now - start) > deadline:
             break
-        trial = dual.next_trial(over)
+        trial = dual.next_trial(over, again)
     return dual
 
 
@@ -165,16 +170,18 @@ class LowestPeak:
     plan: tuple[int, ...] | None
 
 
-def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: int, enough: float = 0.0) -> LowestPeak:
+def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: int, enough: float = 0.0,
+                users: Users | None = None) -> LowestPeak:
     """The plan with the least memory, whatever it costs, until one needs at most ``enough`` bytes, or all need more.
 
     The same cutting planes: weights on times that sum to 1; the least weighted memory bounds the least peak. All times
     share `EVEN` of the weight, half as much each round, since times without any would use what they like; users count
-    as if they lived at one of them only, which bounds all the same and keeps equal blocks equal.
+    as if they lived at one of them only, which bounds all the same and keeps equal blocks equal. ``users``: the
+    problem's, where they are known.
     """
-    floor = least_peak(problem)
-    problem = problem.with_limit(floor)
-    memory = memory_of(problem)
+    users = users or Users(problem)
+    floor = float(users.least.max(initial=0.0))
+    memory = users.within(floor)
     bare = problem.costs.map(lambda array: np.where(array < FORBIDDEN, 0.0, FORBIDDEN))  # only what is forbidden
     lives = memory.spans[:, 0] < memory.spans[:, 1]
     weights = np.zeros(len(memory.times))

@@ -18,6 +18,7 @@ from autoparallel.search.memory import Memory
 from autoparallel.search.problem import FORBIDDEN, Problem
 from autoparallel.search.shared import firsts, paired
 
+MANY_EDGES = 8
 PAIR_CELLS = 4096
 PAIR_TRIES = 8
 KEPT_CELLS = 20_000_000
@@ -62,11 +63,13 @@ class Neighbourhood:
         self._is_source = np.repeat([True, False], len(source))[order]
         self._degree = np.bincount(owner[order], minlength=count)
         self._start = np.cumsum(self._degree) - self._degree
+        self._unlike = np.flatnonzero(self._degree > MANY_EDGES)
         _, repeated, times = np.unique(np.sort(problem.ends, axis=1), axis=0, return_inverse=True, return_counts=True)
         self.alone = times[repeated.reshape(-1)] == 1
         arrays = paired(problem.costs.numbers, memory.extra.numbers)
         self._kind = self._alike(arrays[:count], paired(arrays[count + self._edge], self._is_source))
         self._around: dict[int, list[tuple[int, int, bool]]] = {}
+        self._using: dict[int, list[tuple[int, int, np.ndarray, int]]] = {}
         self._costs: dict[tuple[int, ...], Costs] = {}
         self._pairs: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         self._kept = 0
@@ -79,13 +82,29 @@ class Neighbourhood:
                                        self._is_source[part].tolist(), strict=True))
         return self._around[v]
 
+    def using(self, v: int) -> list[tuple[int, int, np.ndarray, int]]:
+        """What v's choice makes of the memory: ranges of times, tables with a row per choice of v, and the node whose
+        choices are the columns (-1: there is one column)."""
+        if v not in self._using:
+            extra, count = self.memory.extra, self.memory.num_nodes
+            found = [(*self.spans[v], extra[v][:, None], -1)] if self.uses[v] else []
+            for number, other, is_source in self.around(v):
+                if self.uses[count + number]:
+                    table = extra[count + number]
+                    found.append((*self.spans[count + number], table if is_source else table.T, other))
+            self._using[v] = found
+        return self._using[v]
+
     def _alike(self, numbers: np.ndarray, beside: np.ndarray) -> np.ndarray:
-        """Equal numbers for nodes that have equal ``numbers`` and, edge by edge, equal numbers ``beside`` them."""
+        """Equal numbers for nodes that have equal ``numbers`` and, edge by edge, equal numbers ``beside`` them; nodes
+        with more than `MANY_EDGES` are like no other."""
         found = paired(numbers, self._degree)
-        for place in range(int(self._degree.max(initial=0))):
+        for place in range(min(MANY_EDGES, int(self._degree.max(initial=0)))):
             who = np.flatnonzero(self._degree > place)
             found[who] = paired(found[who], beside[self._start[who] + place])
-        return paired(found, self._degree)
+        found = paired(found, self._degree)
+        found[self._unlike] = len(found) + np.arange(len(self._unlike))
+        return found
 
     def surroundings(self, choice: np.ndarray) -> np.ndarray:
         """Equal numbers for nodes of one kind whose neighbours' choices are equal."""
@@ -183,7 +202,7 @@ class LocalState:
 
     def _rise(self, v: int, pick: int, at: int) -> float:
         """By how many bytes the load at a time rises if v moves."""
-        return sum(float(deltas[pick]) for low, high, deltas in self.changes(v) if low <= at < high)
+        return sum(delta for low, high, delta in self.rises(v, pick) if low <= at < high)
 
     def improvable_pairs(self, deadline: float) -> list[int]:
         """Edges whose two nodes have a joint move that costs less, and fits at the time with the least room; of those
@@ -214,20 +233,23 @@ class LocalState:
 
     def changes(self, v: int) -> list[tuple[int, int, np.ndarray]]:
         """Ranges of times and the bytes by which v's move to each of its choices changes them."""
-        memory, old, found = self.memory, self.choice[v], []
-        if self.near.uses[v]:
-            found.append((*self.near.spans[v], memory.extra[v] - memory.extra[v][old]))
-        for number, other, is_source in self.near.around(v):
-            user = memory.num_nodes + number
-            if not self.near.uses[user]:
-                continue
-            row = memory.extra[user][:, self.choice[other]] if is_source else memory.extra[user][self.choice[other]]
-            found.append((*self.near.spans[user], row - row[old]))
+        old, found = self.choice[v], []
+        for low, high, table, other in self.near.using(v):
+            row = table[:, self.choice[other]] if other >= 0 else table[:, 0]
+            found.append((low, high, row - row[old]))
+        return found
+
+    def rises(self, v: int, pick: int) -> list[tuple[int, int, float]]:
+        """The same of one choice."""
+        old, found = self.choice[v], []
+        for low, high, table, other in self.near.using(v):
+            column = self.choice[other] if other >= 0 else 0
+            found.append((low, high, float(table[pick, column]) - float(table[old, column])))
         return found
 
     def excess_after(self, v: int, pick: int) -> float:
         """Highest excess over the room, in bytes, within v's times if it moved (<= 0: it fits there)."""
-        changes = [(low, high, float(deltas[pick])) for low, high, deltas in self.changes(v)]
+        changes = self.rises(v, pick)
         if not changes or max(delta for _, _, delta in changes) <= 0:
             return 0.0
         if len(changes) == 1:
@@ -241,8 +263,8 @@ class LocalState:
         return float(over[rises > 0].max(initial=0.0))
 
     def move(self, v: int, pick: int) -> None:
-        for low, high, deltas in self.changes(v):
-            self.load[low:high] += deltas[pick]
+        for low, high, delta in self.rises(v, pick):
+            self.load[low:high] += delta
         self.choice[v] = pick
         for _, other, _ in self.near.around(v):
             self._known.pop(other, None)
@@ -267,22 +289,23 @@ def repair(state: LocalState, deadline: float = FORBIDDEN) -> bool:
     return state.excess() <= 0
 
 
-def _reliefs(state: LocalState, at: int) -> list[tuple[float, int, int]]:
-    """Of every node whose choice changes the load at a time `_relief`'s rate and choice, and the node."""
+def _reliefs(state: LocalState, at: int) -> list[tuple[float, int, float]]:
+    """Of every node: `_relief` where its choice changes the load at a time, else that nothing saves."""
     spans, num_nodes, picks = state.memory.spans, state.memory.num_nodes, np.array(state.choice)
     live = (spans[:, 0] <= at) & (at < spans[:, 1])
     owns = live[:num_nodes].copy()
     owns[state.problem.ends[live[num_nodes:]]] = True
     first, alike = firsts(state.near.live(paired(paired(state.near.surroundings(picks), picks), owns), at))
-    known = [_relief(state, v, at) if owns[v] else (FORBIDDEN, 0) for v in first]
-    return [(*known[number], v) for v, number in enumerate(alike.tolist())]
+    known = [_relief(state, v, at) if owns[v] else (FORBIDDEN, 0, 0.0) for v in first]
+    return [known[number] for number in alike.tolist()]
 
 
-def _relief(state: LocalState, v: int, at: int) -> tuple[float, int]:
-    """The least cost per byte saved at a time by moving v, and the choice (inf: none saves)."""
+def _relief(state: LocalState, v: int, at: int) -> tuple[float, int, float]:
+    """The least cost per byte saved at a time by moving v, the choice (inf: none saves), and the most bytes that any
+    saves: where so many are over the room, no fewer make a difference."""
     saved = -sum(deltas for low, high, deltas in state.changes(v) if low <= at < high)
     if not isinstance(saved, np.ndarray) or saved.max() <= 0:
-        return FORBIDDEN, 0
+        return FORBIDDEN, 0, 0.0
     costs = state.costs(v).array
     now = costs[state.choice[v]]
     rise = np.maximum(costs - now, 0.0) if now < FORBIDDEN else costs
@@ -290,30 +313,35 @@ def _relief(state: LocalState, v: int, at: int) -> tuple[float, int]:
     useful = np.where(saved > 0, np.minimum(saved, over) if over > 0 else saved, 1.0)
     rates = np.where(saved > 0, rise, FORBIDDEN) / useful
     pick = int(rates.argmin())
-    return float(rates[pick]), pick
+    return float(rates[pick]), pick, float(saved.max())
 
 
 def _relieve(state: LocalState, at: int, deadline: float) -> bool:
     """Moves in order of cost per byte, until this time fits; False when no move, or no time, is left. Rates are kept
     current."""
-    heap = [(rate, v, pick) for rate, pick, v in _reliefs(state, at) if rate < FORBIDDEN]
+    known = _reliefs(state, at)
+    heap = [(rate, v, pick) for v, (rate, pick, _) in enumerate(known) if rate < FORBIDDEN]
     heapq.heapify(heap)
+    touched: set[int] = set()
     worst = state.excess()
     moves = 0
     while state.load[at] > state.memory.room[at]:
         if not heap or moves > 20 * len(state.problem.nodes) or time.monotonic() >= deadline:
             return False
         rate, v, pick = heapq.heappop(heap)
-        fresh = _relief(state, v, at)
-        if fresh != (rate, pick):
-            if fresh[0] < FORBIDDEN:
-                heapq.heappush(heap, (*fresh[:1], v, fresh[1]))
+        if v in touched or known[v][2] > state.load[at] - state.memory.room[at]:
+            known[v] = _relief(state, v, at)
+            touched.discard(v)
+        if known[v][:2] != (rate, pick):
+            if known[v][0] < FORBIDDEN:
+                heapq.heappush(heap, (known[v][0], v, known[v][1]))
         elif state.excess_after(v, pick) <= worst:
             state.move(v, pick)
             moves += 1
-            again = _relief(state, v, at)
-            if again[0] < FORBIDDEN:
-                heapq.heappush(heap, (again[0], v, again[1]))
+            touched.update([other for _, other, _ in state.near.around(v)])
+            known[v] = _relief(state, v, at)
+            if known[v][0] < FORBIDDEN:
+                heapq.heappush(heap, (known[v][0], v, known[v][1]))
     return True
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -47,11 +48,11 @@ class Memory:
         return np.maximum(0.0, total[self.spans[:, 1]] - total[self.spans[:, 0]])
 
 
-class _Users:
-    """All nodes, then all edges, with the least and the most usages of those choices that are allowed."""
+class Users:
+    """All nodes, then all edges, with the least and the most usages of those choices that are allowed. O(n log n)."""
 
     def __init__(self, problem: Problem) -> None:
-        self.intervals, self.num_nodes = problem.intervals, len(problem.nodes)
+        self.intervals, self.num_nodes, self.name = problem.intervals, len(problem.nodes), problem.name
         first, numbers = firsts(paired(problem.usages.numbers, problem.costs.numbers))
         ranges = [_range(problem.usages[user], problem.costs[user]) for user in first]
         least, most = np.array(ranges).reshape(-1, 2).T
@@ -60,8 +61,26 @@ class _Users:
         self.extra = Shared([np.maximum(problem.usages[user] - low, 0.0) if low else problem.usages[user]
                              for user, (low, _) in zip(first, ranges, strict=True)], numbers)
 
+    @cached_property
+    def times(self) -> np.ndarray:
+        """Those that no other dominates."""
+        return undominated_times(self.intervals[self.live])
+
+    @cached_property
+    def least(self) -> np.ndarray:
+        """Least usage at each of ``times``."""
+        return self.load(self.times, self.low)
+
     def load(self, times: np.ndarray, usages: np.ndarray) -> np.ndarray:
         return load_at(times, self.intervals[self.live], usages[self.live])
+
+    def within(self, limit: float) -> Memory:
+        """The rows. Raises MemoryLimitError when the least usages alone exceed the limit."""
+        if limit == FORBIDDEN:
+            return self.memory(np.zeros(0, np.int64), limit)
+        if len(self.times) and self.least.max() > limit:
+            raise MemoryLimitError(self.name, float(self.least.max()), limit)
+        return self.memory(self.times[self.load(self.times, self.high) > limit], limit)
 
     def memory(self, times: np.ndarray, limit: float) -> Memory:
         spans = np.searchsorted(times, self.intervals)
@@ -99,25 +118,14 @@ def load_of(spans: np.ndarray, usages: np.ndarray, num_times: int) -> np.ndarray
 
 def memory_of(problem: Problem) -> Memory:
     """Set up the rows. Raises MemoryLimitError when the least usages alone exceed the limit. O(n log n)."""
-    if problem.limit == FORBIDDEN:
-        return memory_at(problem, np.zeros(0, np.int64))
-    users = _Users(problem)
-    times = undominated_times(users.intervals[users.live])
-    least, most = users.load(times, users.low), users.load(times, users.high)
-    if len(times) and least.max() > problem.limit:
-        raise MemoryLimitError(problem.name, float(least.max()), problem.limit)
-    return users.memory(times[most > problem.limit], problem.limit)
+    return Users(problem).within(problem.limit)
 
 
 def memory_at(problem: Problem, times: np.ndarray) -> Memory:
     """Rows at these (ascending) times, whether they matter or not. O(n log n)."""
-    return _Users(problem).memory(times, problem.limit)
+    return Users(problem).memory(times, problem.limit)
 
 
 def least_peak(problem: Problem) -> float:
     """Peak bytes if every node and edge could take its least usage: no plan needs less. O(n log n)."""
-    try:
-        memory_of(problem.with_limit(0.0))
-    except MemoryLimitError as error:
-        return error.needed_bytes
-    return 0.0
+    return float(Users(problem).least.max(initial=0.0))

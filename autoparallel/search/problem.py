@@ -211,6 +211,12 @@ class Problem:
         return np.array([*[node.device_class for node in self.nodes],
                          *[edge.device_class for edge in self.edges]], np.int64)
 
+    @cached_property
+    def profiles(self) -> list[Profile]:
+        """One per device class. O((n + m) log(n + m))."""
+        return [Profile.of(np.flatnonzero(self.device_classes == number), self.intervals)
+                for number in range(len(self.limits))]
+
     def cells(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """Which entry of each node's costs and of each edge's table, row by row, a choice takes."""
         picks = np.asarray(choice, np.int64)
@@ -276,25 +282,30 @@ class Evaluation:
     peaks: tuple[float, ...] = ()
 
 
-def load_profile(intervals: np.ndarray, usages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Times at which the summed usage changes, and the usage from each of them on. O(n log n).
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """When the memory of some users changes: ``users`` live from ``times[starts]`` to ``times[ends]``."""
 
-    ``intervals`` has one row (start, end) per usage.
-    """
-    live = (intervals[:, 0] < intervals[:, 1]) & (usages != 0)
-    if not live.any():
-        return np.zeros(1, np.int64), np.zeros(1)
-    intervals, usages = intervals[live], usages[live]
-    times, where = np.unique(intervals, return_inverse=True)
-    where = where.reshape(intervals.shape)
-    change = np.zeros(len(times))
-    np.add.at(change, where[:, 0], usages)
-    np.subtract.at(change, where[:, 1], usages)
-    return times, np.cumsum(change)
+    users: np.ndarray
+    times: np.ndarray
+    where: np.ndarray
+
+    @classmethod
+    def of(cls, users: np.ndarray, intervals: np.ndarray) -> Profile:
+        """Of those users that live at all; an interval per row."""
+        users = users[intervals[users, 0] < intervals[users, 1]]
+        times, where = np.unique(intervals[users].T, return_inverse=True)
+        return cls(users, times if len(times) else np.zeros(1, np.int64), where.reshape(-1))
+
+    def peak(self, usages: np.ndarray) -> tuple[float, int]:
+        """The highest sum of all users' usages, and the first time at which it is reached. O(n)."""
+        used = usages[self.users]
+        load = np.cumsum(np.bincount(self.where, np.concatenate([used, -used]), len(self.times)))
+        return float(load.max()), int(self.times[load.argmax()])
 
 
 def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
-    """Judge a choice: the only place where objective and memory are defined. O((n + m) log(n + m)).
+    """Judge a choice: the only place where objective and memory are defined. O(n + m), once `profiles` are known.
 
     Costs are summed exactly (`math.fsum`), so that the order of nodes does not matter.
     """
@@ -308,11 +319,8 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
                           f"0..{len(node.costs) - 1}")
     cells = problem.cells(picks)
     objective = math.fsum(problem.costs.take(cells).tolist())
-    usages, peaks = problem.usages.take(cells), []
-    for number in range(len(problem.limits)):
-        own = problem.device_classes == number
-        times, load = load_profile(problem.intervals[own], usages[own])
-        peaks.append((float(load.max()), int(times[load.argmax()])))
+    usages = problem.usages.take(cells)
+    peaks = [profile.peak(usages) for profile in problem.profiles]
     tightest = max(range(len(peaks)), key=lambda number: (peaks[number][0] - problem.limits[number], -number))
     fits = all(peak <= limit for (peak, _), limit in zip(peaks, problem.limits, strict=True))
     return Evaluation(objective, peaks[tightest][0], objective < FORBIDDEN and fits, peaks[tightest][1],

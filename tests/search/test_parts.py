@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from autoparallel.errors import SearchError
 from autoparallel.search import Edge, Node, Problem, elimination, evaluate, iopddl, solve
-from autoparallel.search.elimination import Eliminator, elimination_order
+from autoparallel.search.elimination import Eliminator, Sweep, Tables, elimination_order
 from autoparallel.search.lagrange import lowest_peak, raise_bound
 from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
 from autoparallel.search.memory import least_peak, memory_of
@@ -160,6 +160,15 @@ def test_equal_blocks_are_worked_out_once() -> None:
     assert evaluate(problem, choice).objective == value
 
 
+@pytest.mark.parametrize("blocks", [8, 32])
+def test_a_chain_of_equal_blocks_is_halved_again_and_again(blocks: int) -> None:
+    """All its tables have one name; the ends, which stay, are open to something wider, so that neither goes first."""
+    scopes = [(v, v + 1) for v in range(blocks - 2)] + [(0, blocks - 1), (blocks - 2, blocks)]
+    rule = Sweep([4] * (blocks + 1), scopes, blocks - 1)
+    steps = rule.steps([1] * len(scopes), Tables())
+    assert len({step.name for step in steps}) <= 2 * math.log2(blocks) < len(steps)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_pieces_that_repeat_are_eliminated_by_one_rule(seed: int) -> None:
     problem = block_chain(12, choices=3, seed=seed)
@@ -215,6 +224,10 @@ def test_priced_bounds_hold(seed: int) -> None:
     best = min((judged.objective for judged in plans if judged.feasible), default=math.inf)
     dual = raise_bound(problem, memory, relax, math.inf, 20, lambda plan: math.inf, 0.0)
     assert dual.bound <= best * (1 + 1e-9) + 1e-9
+    assert len(set(dual.plans)) == len(dual.plans)
+    for plan, (cost, over) in zip(dual.plans, dual.cuts, strict=dual.bound < math.inf):
+        assert cost == pytest.approx(evaluate(problem, plan).objective)
+        assert np.array_equal(over, memory.load(problem, plan) - memory.room)
     least = lowest_peak(problem, relax, math.inf, 20)
     peaks = [judged.peak_bytes for judged in plans if judged.objective < math.inf]
     assert least.bound <= min(peaks, default=math.inf) * (1 + 1e-9) <= least.peak * (1 + 1e-9)
@@ -230,6 +243,9 @@ def test_local_search_keeps_its_books(seed: int) -> None:
     problem = replace(problem, limit=max(problem.limit, least_peak(problem)))
     memory = memory_of(problem)
     state = LocalState(Neighbourhood(problem, memory), [0] * len(problem.nodes))
+    for v, size in enumerate(problem.sizes.tolist()):
+        for pick in range(size):
+            assert state.rises(v, pick) == [(low, high, rise[pick]) for low, high, rise in state.changes(v)]
     fits = repair(state)
     before = evaluate(problem, state.choice)
     descend(state)
