@@ -221,6 +221,25 @@ def test_fused_optimizers_train_what_is_not_the_original(ranks: Any, options: di
             torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5)
 
 
+def evaluated(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[float, int, float, int]:
+    """The loss of a step that learns nothing and the number of gradients after it; and of one that learns."""
+    _, called, x = rows_of(mesh_shape, options)
+    with torch.no_grad():
+        before = float(called.step(x)), len(gradients_of(called))
+    return *before, float(called.step(x)), len(gradients_of(called))
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "zero_stage": 3}, *(
+    {"pipeline_stages": 2 if schedule != "interleaved" else 4, "micro_batches": 2, "schedule": schedule}
+    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble"))], ids=str)
+def test_steps_under_no_grad_return_the_loss_only(ranks: Any, options: dict[str, Any]) -> None:
+    model, _, x = rows_of(None, {})
+    expected = float(model(x).detach())
+    for without, none, loss, some in ranks(2).run(evaluated, (2,), options):
+        assert (without, loss) == pytest.approx((expected, expected))
+        assert none == 0 and some > 0
+
+
 def loaded_in_stages() -> list[str]:
     """A whole state dict in a pipeline: names with other values than given; and one name too many is told."""
     _, parallel, _ = rows_of((2,), {"pipeline_stages": 2, "micro_batches": 2})

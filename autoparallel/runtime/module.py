@@ -201,7 +201,8 @@ class ParallelModule(nn.Module):
 
         The model must return a scalar loss: alone, first in a tuple, or as ``loss`` of a structure. With
         micro-batches and pipeline stages it is the same step, in turns; every rank returns the loss. Then DTensor
-        inputs are gathered first: each turn's samples may lie anywhere.
+        inputs are gathered first: each turn's samples may lie anywhere. Under torch.no_grad nothing learns: the loss of
+        a pipeline in evaluation.
         """
         state = self._state
         compiled = self.trace(args, kwargs)
@@ -212,8 +213,9 @@ class ParallelModule(nn.Module):
         if compiled.plan.hybrid.is_plain:
             number = loss_of(compiled.micro.loss)
             loss = self._run(compiled, leaves)[number]
-            with precision.without_autocast(), groups.use(state.axes):
-                loss.backward()
+            if torch.is_grad_enabled():
+                with precision.without_autocast(), groups.use(state.axes):
+                    loss.backward()
             return cast(torch.Tensor, loss.detach())
         key = id(compiled)
         if key not in state.runners:

@@ -194,7 +194,8 @@ def run_turns(module: TurnModule, turns: Sequence[int]) -> torch.Tensor:
         if turn == turns[-1]:
             module.reduce_beside()
         (loss,) = module(turn=turn)
-        loss.backward()
+        if torch.is_grad_enabled():
+            loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses).sum()
 
