@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
@@ -114,12 +115,93 @@ def products_beside(mesh_shape: tuple[int, ...], bucket_bytes: int, options: dic
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [
     ((4,), {"baseline": "fsdp"}), ((2, 2), {"baseline": "fsdp"}), ((4,), {"baseline": "fsdp", "recompute": "full"}),
+    ((4,), {"baseline": "fsdp", "zero_stage": 3}),
+    ((2, 2), {"baseline": "fsdp", "zero_stage": 3, "recompute": "full"}),
 ])
 def test_parameters_are_gathered_before_they_are_read(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
                                                       ) -> None:
     """All products but the first group's of forward and the last's of backward run beside a gather or a reduction."""
     for (beside, alone), (back, back_alone) in ranks(4).run(products_beside, mesh_shape, 0, options, timeout_s=100):
         assert beside > 4 * alone and back > 3 * back_alone
+
+
+class GatheredBytes(TorchDispatchMode):
+    """The most bytes of gathered tensors that are there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.__name__ == "all_gather_into_tensor.default":
+            storage = made.untyped_storage()
+            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+            self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return made
+
+
+def most_gathered(options: dict[str, Any]) -> tuple[float, float]:
+    """Bytes of gathered parameters at the fullest moment of a step: predicted, and as they are on this rank."""
+    case, posting.BUCKET_BYTES = CASES["llama"], 0
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(4), example_inputs=args, example_kwargs=kwargs, **options)
+    space = StrategySpace(capture(case.build(), args, kwargs), (4,))
+    prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True)
+    pricer = SpacePricer(prices, turns=Turns(space, parallel.plan.hybrid))
+    problem, choice = pricer.full(), pricer.choice_of(parallel.plan.labels(space))
+    there = np.zeros(2 * len(space) + 2)
+    for edge, link in zip(problem.edges, space.links, strict=True):
+        if pricer.turns.of_parameter[link.source] and edge.usages is not None:
+            there[slice(*edge.interval)] += edge.usages[choice[edge.source], choice[edge.target]]
+    with GatheredBytes() as gathered:
+        case.loss(parallel(*args, **kwargs)).backward()
+    return float(there.max()), float(gathered.most)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_bytes_of_what_is_gathered_ahead_are_counted(ranks: Any, recompute: str) -> None:
+    """With ZeRO-3 those that are read and the next, far fewer than all."""
+    options = {"baseline": "fsdp", "zero_stage": 3, "recompute": recompute}
+    whole = sum(p.numel() * p.element_size() for p in CASES["llama"].build().parameters())
+    for predicted, found in ranks(4).run(most_gathered, options, timeout_s=100):
+        assert predicted == pytest.approx(found, rel=0.05) and found < 0.8 * whole
+
+
+class _Aside(torch.nn.Module):
+    """With a result that no loss needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.begin, self.aside, self.head = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.begin(x).tanh()
+        aside = self.aside(x)
+        return self.head(x).square().mean(), aside
+
+
+def gathered_for_nothing() -> tuple[int, int, dict[str, torch.Tensor]]:
+    """Gathers of backward, those it leaves on their way, and its gradients."""
+    x = torch.arange(64.0).view(8, 8) / 64
+    parallel = autoparallel.compile(_Aside(), mesh_of(4), example_inputs=(x,), baseline="fsdp", zero_stage=3)
+    loss, _ = parallel(x)
+    with Beside() as beside, Calls() as calls:
+        loss.backward()
+    return calls.counts["all_gather_into_tensor.default"], beside.on_the_way, gradients_of(parallel)
+
+
+def test_what_backward_gathered_for_nothing_is_waited_for(ranks: Any) -> None:
+    model = _Aside()
+    model(torch.arange(64.0).view(8, 8) / 64)[0].backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for gathers, left, gradients in ranks(4).run(gathered_for_nothing, timeout_s=100):
+        assert (gathers, left) == (2, 0)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient)
 
 
 def test_gradients_are_reduced_while_backward_goes_on(ranks: Any) -> None:

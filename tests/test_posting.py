@@ -86,6 +86,7 @@ def lines_priced(plan: _Plan) -> list[object]:
     ("llama", (2, 2), {"baseline": "ddp"}, Hybrid()),
     ("llama", (2, 2), {"baseline": "sequence_parallel"}, Hybrid()),
     ("gpt2", (2, 2), {"seed": 0}, Hybrid(zero_stage=3)),
+    ("llama", (4,), {"baseline": "fsdp"}, Hybrid(zero_stage=3, recompute="full")),
     ("t5", (2, 2), {"seed": 1}, Hybrid(recompute="selective")),
     ("t5", (4,), {"seed": 2}, Hybrid()),
 ])
@@ -98,16 +99,18 @@ def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...]
     prices = Prices(space, CLUSTER, direct="baseline" in options)
     plan = _Plan(SpacePricer(prices, turns=Turns(space, hybrid)), labels)
     program = emit(space, labels, prices.path, (0,) * len(mesh_shape))
-    block_of, gathers = _recomputed(hybrid), hybrid.zero_stage < 3
+    block_of = _recomputed(hybrid)
     assert reads_of(program.module, block_of)[1] == plan.reads
-    written = lines_of(overlap(program.module, block_of, gathers), ops)
+    written = lines_of(overlap(program.module, block_of), ops)
     assert written == lines_priced(plan)
     posted: list[float] = []
     monkeypatch.setattr(_Step, "work", lambda step, *rest: None)
     monkeypatch.setattr(_Step, "post", lambda step, seconds, stream: posted.append(seconds) or len(posted) - 1)
     plan.step()
     pairs = [event for event in written if isinstance(event, tuple)]
-    assert len(posted) == sum(gather or not begins for begins, gather, _ in pairs)
+    again = sum(plan.ways[pair.steps[0]].again_s > 0 for pair in plan.posting.gathered)
+    assert len(posted) == sum(gather or not begins for begins, gather, _ in pairs) + again
+    assert (again > 0) == (hybrid.zero_stage == 3)
     assert pairs
 
 

@@ -176,10 +176,11 @@ class _End(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Begun:
-    """Values on their way."""
+    """Values on their way; ``again``: what is known of making them again in backward."""
 
     way: _OnTheWay
     values: Values
+    again: Any = None
 
 
 def _begin(sending: Sending, *values: torch.Tensor) -> Begun:
@@ -221,14 +222,13 @@ def ended_together(module: GraphModule) -> list[list[int]]:
             if all(set(made.users) == {output} for made in made_here)]
 
 
-def overlap(module: GraphModule, block_of: BlockOf | None = None, gathers: bool = True) -> GraphModule:
+def overlap(module: GraphModule, block_of: BlockOf | None = None) -> GraphModule:
     """The same program, in which communication of parameters runs beside compute.
 
     ``block_of``: blocks of which each must stay one run of nodes, so that what they read is there when they begin.
-    ``gathers``: whether that goes for gathering, too.
     """
     steps, reads = reads_of(module, block_of or (lambda node: None))
-    events, writer = Posting(reads, gathers).events, _Writer(module, steps)
+    events, writer = Posting(reads).events, _Writer(module, steps)
     writer.run(events.get(TOP, ()))
     seen = set[int]()
     for node in module.graph.nodes:
@@ -279,6 +279,7 @@ class _Writer:
             made = self.graph.call_function(begin_reductions, (first.args[1], *values), dict(first.kwargs))
         else:
             made = self.graph.call_function(begin_gather, (values[0], *first.args[1:]), dict(first.kwargs))
+            made.meta = {"place": pair.end, "num_bytes": first.meta["num_bytes"]}
         self.begun[pair] = made
 
     def _end(self, pair: Pair) -> None:

@@ -69,14 +69,13 @@ def places(sites: Iterable[tuple[int, object]]) -> dict[int, int]:
 
 
 class Posting:
-    """Reads, in the order of the program, told apart: reduced in buckets, gathered ahead (unless not ``gathers``), or
-    waited for.
+    """Reads, in the order of the program, told apart: reduced in buckets, gathered ahead, or waited for.
 
     Reduced are the reductions that a way begins with, many at once by axis, dtype and place on the way; gathered is
     what a way's communication ends with.
     """
 
-    def __init__(self, reads: Sequence[Read], gathers: bool = True) -> None:
+    def __init__(self, reads: Sequence[Read]) -> None:
         self.reads = reads
         self._users = defaultdict[int, list[int]](list)
         for number, read in enumerate(reads):
@@ -89,7 +88,7 @@ class Posting:
         for number, read in enumerate(reads):
             if read.kind == "reduction" and (read.after is None or read.after in self._depth):
                 self._depth[number] = 0 if read.after is None else self._depth[read.after] + 1
-        self.gathered = self._gathered() if gathers else []
+        self.gathered = self._gathered()
         self.reduced = self._reduced()
 
     def _gathered(self) -> list[Pair]:
@@ -179,6 +178,20 @@ def in_buckets(sizes: Sequence[float]) -> list[list[int]]:
         buckets[-1].append(number)
         size += num_bytes
     return buckets
+
+
+def asked_for(place: int, left: Sequence[tuple[int, float]]) -> list[int]:
+    """Which gathers are posted where backward asks for what is read at a place, of those that it will ask for (their
+    places, in order, and bytes): those of that place, and the next as `starts` has it, the other way round."""
+    before = [number for number in reversed(range(len(left))) if left[number][0] <= place]
+    groups = [sorted(group) for _, group in itertools.groupby(before, lambda number: left[number][0])]
+    found = [n for n in (groups[0] if groups else ()) if left[n][0] == place]
+    rest = groups[1:] if found else groups
+    for group, after in zip(rest, starts([sum(left[n][1] for n in group) for group in rest]), strict=True):
+        if after >= 0:
+            break
+        found += group
+    return found
 
 
 def starts(sizes: Sequence[float]) -> list[int]:

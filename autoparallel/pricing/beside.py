@@ -2,8 +2,8 @@
 
 The prices that the search adds up let everything wait for everything. The program of a step in one turn posts gathers
 of parameters ahead of their readers, and reductions of gradients behind them: they go by the streams of the links that
-they cross, in order, while compute goes on. In several turns, and in pipelines, only the last turn goes backward beside
-reductions of what turns read, if gradients are reduced once a step.
+they cross, in order, while compute goes on; with ZeRO-3 backward posts gathers ahead, too. In several turns, and in
+pipelines, only the last turn goes backward beside reductions of what turns read, if gradients are reduced once a step.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autoparallel.layout import COLLECTIVES
-from autoparallel.lower.posting import TOP, Pair, Posting, Read, kind_of, places
+from autoparallel.lower.posting import TOP, Pair, Posting, Read, asked_for, kind_of, places
 from autoparallel.pricing.prices import PricedStep
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.rules.space import Label, Link, Site
@@ -29,7 +30,7 @@ def least_exposed(pricer: SpacePricer) -> tuple[float, float]:
     so much that none is taken for nothing)."""
     hybrid = pricer.turns.hybrid
     share = max(LEAST_SHARE, pricer.prices.cluster.device.overlap_slowdown - 1.0)
-    if not _hides(pricer) or hybrid.zero_stage == 3 or hybrid.stages > 1:  # a pipeline's last turn hides little
+    if not _hides(pricer) or hybrid.stages > 1:  # a pipeline's last turn hides little
         return 1.0, 1.0
     return share if hybrid.is_plain else 1.0, share
 
@@ -93,10 +94,12 @@ _OnTheWay = dict[Pair, list[int]]
 
 @dataclass(frozen=True)
 class _Way:
-    """One step of redistribution: before which site, seconds forward and backward, and by which streams."""
+    """One step of redistribution: before which site, seconds forward, of the same again for backward, and backward, and
+    by which streams."""
 
     target: int
     forward: tuple[float, str]
+    again_s: float
     backward: tuple[float, str]
 
 
@@ -120,7 +123,7 @@ class _Plan:
         for link, path in steps.items():
             (self.ways if self.turns.of_parameter[link.source] else self.sent[link.target]).extend(
                 self._way(link, step) for step in path)
-        self.posting = Posting(self.reads, self.turns.hybrid.zero_stage < 3)
+        self.posting = Posting(self.reads)
         for number, place in self.posting.waited():
             way = self.ways[number]
             self.waited[way.target if place is None else place].append(way)
@@ -156,8 +159,7 @@ class _Plan:
                    for kind in (step.forward, step.backward)]
         there, back = self.turns.link_times(link, self.stage_of[link.target])
         again = max(0, there - back) * seconds[0]
-        return _Way(link.target, (min(there, back) * seconds[0], streams[0]),
-                    (again + back * seconds[1], streams[1]))
+        return _Way(link.target, (min(there, back) * seconds[0], streams[0]), again, (back * seconds[1], streams[1]))
 
     def _stream(self, axis: int) -> str:
         crossed = self.pricer.prices.groups[axis].crossed
@@ -172,7 +174,9 @@ class _Plan:
             for site in sites:
                 self._read(step, site.index, on_the_way)
                 self._forward(step, site)
+            left: dict[Pair, int | None] = {pair: None for pair in self.posting.gathered if self._again_s(pair)}
             for site in reversed(sites):
+                self._read_again(step, site.index, left)
                 self._backward(step, site)
                 self._reduce(step, site.index, on_the_way)
             self._reduce(step, TOP, on_the_way)
@@ -235,8 +239,41 @@ class _Plan:
         for way in self.waited[place]:
             step.work(*way.forward)
 
+    def _read_again(self, step: _Step, index: int, left: dict[Pair, int | None]) -> None:
+        """What backward of a site asks for is waited for, what it asks for next is posted; ``left``: all that it will
+        ask for, with the tasks of what is on its way."""
+        for pair in self.asked.get(index, ()):
+            pairs = list(left)
+            for number in asked_for(pair.end, [(p.end, self.reads[p.steps[0]].num_bytes) for p in pairs]):
+                if left[posted := pairs[number]] is None:
+                    left[posted] = step.post(self._again_s(posted), self.ways[posted.steps[0]].forward[1])
+            if (task := left.pop(pair, None)) is not None:
+                step.wait([task])
+
+    def _again_s(self, pair: Pair) -> float:
+        return self.ways[pair.steps[0]].again_s
+
+    @cached_property
+    def asked(self) -> Mapping[int, Sequence[Pair]]:
+        """Gathers by the site whose backward asks for them: the last that reads them, or with which a block ends."""
+        found = defaultdict[int, list[Pair]](list)
+        for pair in self.posting.gathered:
+            target = self.ways[pair.steps[0]].target
+            block = self.turns.block_of[target]
+            found[self._last_reader(target) if block is None else self.turns.block_end[block]].append(pair)
+        return found
+
+    def _last_reader(self, target: int) -> int:
+        """The last op that reads what is there for a site: itself, or what passes it on to."""
+        rule = self.space.strategies[target].rule
+        if self.space.sites[target].kind != "hub" and (rule is None or not rule.alias):
+            return target
+        readers = (link.target for link in self.space.links if link.source == target)
+        return max((self._last_reader(reader) for reader in readers), default=target)
+
     def _reduce(self, step: _Step, place: int, on_the_way: _OnTheWay) -> None:
         for way in reversed(self.waited[place]):
+            step.work(way.again_s, way.forward[1])
             step.work(*way.backward)
         for begins, pair in reversed(self.posting.events.get(place, ())):
             if begins:
@@ -256,6 +293,7 @@ class _Plan:
     def _backward(self, step: _Step, site: Site) -> None:
         step.work(self._op_s(site)[1] / self.count)
         for way in reversed(self.sent[site.index]):
+            step.work(way.again_s / self.count, way.forward[1])
             step.work(way.backward[0] / self.count, way.backward[1])
 
     def _of(self, pair: Pair) -> list[_Way]:

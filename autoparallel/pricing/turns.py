@@ -230,10 +230,22 @@ class Turns:
         some = self.counts[link.target]
         count = self._count(link.target, stage) * some
         if self.of_parameter[link.source]:
-            return {0: (some, some), 1: (some, some), 2: (some, count), 3: (2 * count, count)}[self.hybrid.zero_stage]
+            again = self.gathers_again(link)
+            return {0: (some, some), 1: (some, some), 2: (some, count), 3: (count + again * count, count)}[
+                self.hybrid.zero_stage]
         block = self.block_of[link.target]
         again = self.hybrid.recompute == "full" and block is not None and link.target <= self._ends_again[block]
         return count * (2 if again else 1), count
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether what ZeRO-3 gathers is gathered ahead of its readers."""
+        return self.hybrid.is_plain
+
+    def gathers_again(self, link: Link) -> bool:
+        """Whether backward asks for what ZeRO-3 gathered: an op that keeps it, or a block that runs again with it."""
+        copy = "copy", link.target, link.position
+        return self.hybrid.zero_stage == 3 and (copy in self.kept or self.block_of[link.target] is not None)
 
     def summing(self, link: Link) -> Summing:
         """How gradients of what the link reads are summed: in buckets (`lower.fuse`), in which type."""
@@ -358,9 +370,34 @@ class Turns:
             always = self._always(link.target).interval
             return Life(always, self.held[link.source] * (2 if sums else 1))  # and the gradient of the whole
         transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3
+        if transient and self.gathers_ahead:
+            return self._gathered_life(link)
         if ("copy", link.target, link.position) in self.kept and not transient:
             return self._kept_life(link.target, self._copy_away(link), saver=link.target)
         return Life((start + link.target, start + link.target + 1))
+
+    def _gathered_life(self, link: Link) -> Life:
+        """Of what ZeRO-3 gathers: it is on its way while what was asked for before it is used. Backward holds more than
+        forward at the same site, so if it asks for it, that is the time that counts."""
+        (start, turn), own = self._at(link.target), self._read_at(link.target)
+        number = self._all_read_at.index(own)
+        if self.gathers_again(link):
+            (_, asked), *_ = self._all_read_at[number + 1 : number + 2] or [own]
+            return Life((start + turn - asked, start + turn - link.target + 1))
+        return Life((start + self._all_read_at[max(number - 1, 0)][0], start + own[1] + 1))
+
+    def _read_at(self, target: int) -> tuple[int, int]:
+        """The first and the last site of the block that reads a parameter for this one; itself, if in none."""
+        block = self.block_of[target]
+        return (target, target) if block is None else (self._block_begin[block], self.block_end[block])
+
+    @cached_property
+    def _all_read_at(self) -> list[tuple[int, int]]:
+        return sorted({self._read_at(index) for index in self.by_parameter})
+
+    @cached_property
+    def _block_begin(self) -> dict[tuple[int, str], int]:
+        return {block: index for index, block in reversed(list(enumerate(self.block_of))) if block is not None}
 
     def _kept_values(self) -> frozenset[object]:
         """Values (site, output) and copies ("copy", site, input) that backward needs, where they are made.

@@ -1,7 +1,8 @@
 """ZeRO-3's second half: a parameter gathered for forward is not kept for backward, but gathered again there.
 
 While a program runs under `regathering`, what autograd would save of a gathered parameter is replaced by the way to
-gather it (torch.autograd.graph.saved_tensors_hooks).
+gather it (torch.autograd.graph.saved_tensors_hooks). What forward gathers ahead of its readers, backward gathers ahead
+of where it asks for it, too: the other way round, by the same rule (`lower.posting.starts`).
 """
 
 from __future__ import annotations
@@ -10,92 +11,178 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from autoparallel.lower.collectives import redistribute
+from autoparallel.layout import Placement
+from autoparallel.lower import overlap
+from autoparallel.lower.collectives import Finish, Sizes, begin_all_gather, redistribute
+from autoparallel.lower.emit import item
+from autoparallel.lower.posting import asked_for
 from autoparallel.runtime import groups
 
-Make = Callable[[], torch.Tensor]
+_current_backward = torch._C._current_graph_task_id
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Gathered:
-    """A gathered tensor that is still alive (so that nothing else has its memory), and how to make it anew."""
+    """A gathered parameter, and how to post the gather that makes it anew.
 
-    tensor: weakref.ref[torch.Tensor]
-    make: Make
+    ``place``: where forward reads it, if it is gathered ahead of that (else -1), of so many bytes on the fullest rank;
+    ``uses``: how often backward is still to ask for it; ``under_way``: its value, if it is."""
+
+    post: Callable[[], Finish]
+    place: int = -1
+    num_bytes: float = 0.0
+    uses: int = 0
+    under_way: Finish | None = None
+
+    def made(self) -> torch.Tensor:
+        """The value; `_Run.made` also posts what comes next."""
+        finish, self.under_way = self.under_way or self.post(), None
+        self.uses -= 1
+        return finish()
+
+
+@dataclass
+class _Run:
+    """One forward: what it gathered, by the memory that has it (while the tensor lives, nothing else has that); and
+    what it gathered ahead, in order."""
+
+    found: dict[int, tuple[weakref.ref[torch.Tensor], _Gathered]] = field(default_factory=dict)
+    ahead: list[_Gathered] = field(default_factory=list)
+    backward: int = -1
+
+    def add(self, made: torch.Tensor, gathered: _Gathered) -> None:
+        self.found[made.untyped_storage().data_ptr()] = weakref.ref(made), gathered
+
+    def find(self, tensor: torch.Tensor) -> _Gathered | None:
+        alive, gathered = self.found.get(tensor.untyped_storage().data_ptr(), (None, None))
+        return gathered if alive is not None and alive() is not None else None
+
+    def made(self, asked: _Gathered) -> torch.Tensor:
+        """What backward asks for; what it asks for next is on its way then."""
+        if asked.place < 0 or asked.uses < 1 or _current_backward() < 0:
+            return asked.made()
+        if self.backward != _current_backward():
+            self.backward = _current_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+        left = [gathered for gathered in self.ahead if gathered.uses]
+        for number in asked_for(asked.place, [(gathered.place, gathered.num_bytes) for gathered in left]):
+            left[number].under_way = left[number].under_way or left[number].post()
+        return asked.made()
+
+    def settle(self) -> None:
+        """Wait for what was posted, and no backward asked for."""
+        for gathered in self.ahead:
+            finish, gathered.under_way = gathered.under_way, None
+            if finish is not None:
+                finish()
 
 
 @dataclass(frozen=True)
 class _View:
     """What autograd saved: a view of a gathered tensor."""
 
-    make: Make
+    run: _Run
+    gathered: _Gathered
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
 
-_gathered: ContextVar[dict[int, _Gathered] | None] = ContextVar("gathered", default=None)
+_run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 @contextmanager
 def regathering() -> Iterator[None]:
-    """Run a forward whose `gather` results are made again in backward."""
-    token = _gathered.set({})
+    """Run a forward whose `gather` and `begin_gather` results are made again in backward."""
+    token = _run.set(_Run())
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
             yield
     finally:
-        _gathered.reset(token)
+        _run.reset(token)
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    found = _found(tensor)
-    if found is None:
+    run, found = _run.get(), _found(tensor)
+    if run is None or found is None:
         return tensor.detach()  # a result that its own op keeps would otherwise keep the op
-    return _View(found.make, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    found.uses += 1
+    return _View(run, found, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(saved: Any) -> torch.Tensor:
     if not isinstance(saved, _View):
         return saved
     with torch.no_grad():
-        return saved.make().as_strided(saved.size, saved.stride, saved.offset)
+        return saved.run.made(saved.gathered).as_strided(saved.size, saved.stride, saved.offset)
 
 
 def _found(tensor: torch.Tensor) -> _Gathered | None:
-    table = _gathered.get() or {}
-    found = table.get(tensor.untyped_storage().data_ptr())
-    return found if found is not None and found.tensor() is not None else None
+    run = _run.get()
+    return run.find(tensor) if run is not None else None
+
+
+def _source(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The way to a value that is gathered further: itself, or made anew."""
+    before, kept = _found(value), value.detach()
+    if before is None:
+        return lambda: kept
+    post = before.post
+    return lambda: post()()
 
 
 def gather(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`redistribute`, whose result is to be made again in backward."""
-    axes, before = groups.bound(), _found(value)
+    axes, run, source = groups.bound(), _run.get(), _source(value)
     made = redistribute(value, *args, **kwargs)
-    kept = None if before is not None else value.detach()
 
-    def make() -> torch.Tensor:
-        source = kept if before is None else before.make()
-        assert source is not None
+    def post() -> Finish:
         with groups.use(axes):
-            return redistribute(source, *args, **kwargs)
+            again = redistribute(source(), *args, **kwargs)
+        return lambda: again
 
-    table = _gathered.get()
-    if table is not None:
-        table[made.untyped_storage().data_ptr()] = _Gathered(weakref.ref(made), make)
+    if run is not None:
+        run.add(made, _Gathered(post))
+    return made
+
+
+def begin_gather(value: torch.Tensor, axis: str, source: str, target: str, *, source_sizes: Sizes, place: int,
+                 num_bytes: float, **kwargs: Any) -> overlap.Begun:
+    """`overlap.begin_gather`, whose result (`end`) is to be made again in backward."""
+    where, run, value_again = groups.current(axis), _run.get(), _source(value)
+    begun = overlap.begin_gather(value, axis, source, target, source_sizes, **kwargs)
+    if run is None:
+        return begun
+    dim = Placement.parse(source).dim
+    gathered = _Gathered(lambda: begin_all_gather(value_again(), where, dim, source_sizes), place, num_bytes)
+    run.ahead.append(gathered)
+    return replace(begun, again=gathered)
+
+
+def end(begun: overlap.Begun) -> tuple[torch.Tensor, ...]:
+    """`overlap.end`."""
+    made, run = overlap.end(begun), _run.get()
+    if run is not None and begun.again is not None:
+        run.add(made[0], begun.again)
     return made
 
 
 def gather_again(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphModule:
-    """The same program with the steps for which ``gathers`` is true made again in backward."""
+    """The same program with the steps for which ``gathers`` is true, and what it gathers ahead, made again in
+    backward."""
     for node in program.graph.nodes:
-        if gathers(node):
+        if node.target is overlap.begin_gather:
+            node.target = begin_gather
+            node.kwargs = {**node.kwargs, "place": node.meta["place"], "num_bytes": node.meta["num_bytes"]}
+        elif node.target is overlap.end and node.args[0].target is begin_gather:
+            node.target = end
+        elif node.target is not item and gathers(node):
             node.target = gather
     program.recompile()
     return program

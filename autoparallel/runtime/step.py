@@ -62,8 +62,7 @@ class Forward(nn.Module):
     def __init__(self, program: Program, hybrid: Hybrid) -> None:
         super().__init__()
         self.regathers = hybrid.zero_stage == 3
-        beside = overlap(program.module, _recomputed(hybrid), gathers=not self.regathers)
-        self.module = _kept_less(beside, hybrid)
+        self.module = _kept_less(overlap(program.module, _recomputed(hybrid)), hybrid)
 
     def forward(self, *local: torch.Tensor) -> Any:
         with regathering() if self.regathers else nullcontext():
