@@ -64,7 +64,8 @@ def main() -> None:
         try:
             answer: object = solve(model)
         except Exception as error:
-            answer = f"{type(error).__name__}: {error}"
+            cause = error.__context__ or error  # ortools 9.15 fails to tell what went wrong
+            answer = f"{type(cause).__name__}: {cause}"
         pickle.dump(answer, answers)
         answers.flush()
 

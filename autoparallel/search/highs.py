@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import pickle
 import subprocess
@@ -15,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from autoparallel.errors import SearchError
 from autoparallel.search.problem import FORBIDDEN
+
+_log = logging.getLogger("autoparallel")
 
 RELATIVE_GAP = 1e-9
 GRACE_S = 0.3  # HiGHS is given that much, or a share of its time, to hand in what it has
@@ -67,7 +69,8 @@ class LinearModel:
 class Answer:
     """``values`` per variable (None: none found), a lower bound, and why HiGHS stopped.
 
-    Reasons: "optimal", "infeasible", "time limit" (also: the limit on branches), "ended" (its process, by the system).
+    Reasons: "optimal", "infeasible", "time limit" (also: the limit on branches), "ended" (its process, by the system;
+    or HiGHS, by an error of its own, which is logged).
     """
 
     values: np.ndarray | None
@@ -136,11 +139,10 @@ def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN, br
     answer = _process.ask({**model.message(scale), "gap": RELATIVE_GAP, "nodes": branches, "until": until}, deadline)
     if answer is None:
         return Answer(None, -FORBIDDEN, "time limit" if time.monotonic() >= deadline else "ended")
-    if isinstance(answer, str):
-        raise SearchError(f"HiGHS stopped without an answer: {answer}")
-    values, bound, reason = answer
+    values, bound, reason = (None, 0.0, answer) if isinstance(answer, str) else answer
     if reason in ("INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED"):
         return Answer(None, FORBIDDEN, "infeasible")
     if reason not in ("OPTIMAL", "FEASIBLE", "NO_SOLUTION_FOUND"):
-        raise SearchError(f"HiGHS stopped without an answer: {reason}")
+        _log.warning("HiGHS stopped without an answer, and the search goes on without it: %s", reason)
+        return Answer(None, -FORBIDDEN, "ended")
     return Answer(values, bound * scale, "optimal" if reason == "OPTIMAL" else "time limit")

@@ -7,8 +7,10 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import MemoryLimitError, Problem, evaluate, solve
+from autoparallel.search import MemoryLimitError, Problem, evaluate, highs, solve
 from autoparallel.search.elimination import Eliminator, TimeIsUpError
 from autoparallel.search.presolve import drop_dominated
 from tests.search.problems import all_plans, block_chain, grid, random_problem, seeds, two_axes
@@ -110,3 +112,21 @@ def test_a_short_limit_is_kept_where_choices_are_many(monkeypatch: pytest.Monkey
     problem = two_axes(0, 40, 20, weights=True)
     least = sum(float(node.usages.min()) for node in problem.nodes[40:])
     ends_on_time(replace(problem, limit=1.5 * least + 2.0), 1.0)
+
+
+@pytest.mark.parametrize("answer", ["StatusNotOk: kError", (None, 0.0, "NUMERICAL_ERROR"), None])
+def test_what_fails_in_highs_loses_no_plan(answer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """It errs on some of the contest's large instances, minutes after there is a plan."""
+    asked = []
+    monkeypatch.setattr(highs._process, "ask", lambda *_: asked.append(1) or answer)
+    for seed in range(30):
+        problem = random_problem(seed, limited=True)
+        costs = [judged.objective for _, judged in all_plans(problem) if judged.feasible]
+        if not costs:
+            continue
+        for search in ("auto", "ilp"):
+            with suppress(SearchError):  # no plan found
+                found = solve(problem, search)
+                assert evaluate(problem, found.choice).feasible and found.lower_bound <= min(costs) * (1 + 1e-9)
+                assert found.stop_reason != "optimal" or found.objective <= min(costs) * (1 + 1e-5)
+    assert asked and ("stopped without an answer" in caplog.text) == (answer is not None)
