@@ -12,6 +12,7 @@ import numpy as np
 
 from autoparallel.baselines import baseline
 from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.garbage import collected_later
 from autoparallel.hybrid import (
     MicroBatches,
     Stages,
@@ -26,7 +27,7 @@ from autoparallel.hybrid.estimates import First
 from autoparallel.layout import Layout
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
-from autoparallel.pricing.beside import least_exposed
+from autoparallel.pricing.beside import hidden_s, least_exposed
 from autoparallel.report import block_layouts
 from autoparallel.report.study import TIME_LIMIT_S, Study
 from autoparallel.rules.space import Label, StrategySpace
@@ -96,6 +97,7 @@ class Options:
         return cluster.device.usable_bytes if self.memory_limit_bytes is None else self.memory_limit_bytes
 
 
+@collected_later()
 def plan_on(
     micro: MicroBatches,
     cluster: Cluster,
@@ -112,6 +114,7 @@ def plan_on(
     return plan_in(space, micro, cluster, options, {}, hybrid, clock, first)
 
 
+@collected_later()
 def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
              placed: Mapping[str, Layout], hybrid: Hybrid, clock: _Clock | None = None,
              first: First | None = None) -> Plan:
@@ -146,26 +149,15 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     except InfeasibleError as error:
         raise _naming_pins(error, pricer, options) from None
     clock.lap("search")
-    labels = pricer.labels_of(solution.choice)
     if faults is not None:  # told apart from the price of the plan that they led to
-        pricer = SpacePricer(prices, limit, allowed, turns=pricer.turns)
-        problem = pricer.full()
-    made = _plan_of(pricer, problem, solution, labels, options, clock, stages)
-    if faults is not None:
-        return made
-    other = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
-    try:
-        hiding = _solved_hiding(pricer, problem, solution, options, clock) if first is None else None
-    except (InfeasibleError, SearchError) as error:
-        reason = f"{solution.stop_reason}; not searched for what runs beside compute: {error}"
-        made = replace(made, evidence=replace(made.evidence, stop_reason=reason))
-    else:
-        if hiding is not None:
-            rival = other(hiding, pricer.labels_of(hiding.choice))
-            if rival.prediction.step_s < made.prediction.step_s:
-                made, solution = rival, hiding
+        labels, pricer = pricer.labels_of(solution.choice), SpacePricer(prices, limit, allowed, turns=pricer.turns)
+        return _plan_of(pricer, pricer.full(), solution, labels, options, clock, stages)
+    if first is None:
+        solution = _faster_hiding(pricer, problem, solution, options, clock)
+    make = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
-    return replace(made, study=Study(pricer, problem, solution, lambda labels, found: other(found, labels), elsewhere))
+    study = Study(pricer, problem, solution, lambda labels, found: make(found, labels), elsewhere)
+    return replace(make(solution, pricer.labels_of(solution.choice)), study=study)
 
 
 def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,
@@ -181,23 +173,29 @@ def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, opt
     return _plan_of(there, there.full(), solution, pricer.labels_of(solution.choice), options, _Clock(), stages)
 
 
-def _solved_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock
-                   ) -> Solution | None:
-    """The solution where communication of parameters runs beside compute as far as it may, judged by the problem where
-    nothing does; None where nothing may. Raises SearchError, InfeasibleError where none is found in the time left."""
+def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock
+                   ) -> Solution:
+    """Of a solution, and the one where communication of parameters runs beside compute as far as it may, the faster
+    when run; the latter is judged by the problem where nothing does."""
     share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
     if share == (1.0, 1.0):
-        return None
-    if left <= 0:
-        raise SearchError(f"the first search took the {options.time_limit_s:g} s that both have")
-    hiding = SpacePricer(pricer.prices, pricer.limit_bytes, pricer.allowed, turns=pricer.turns, exposed=share)
-    found = solve(hiding.full_like(problem), options.search, left, hiding, options.progress, solution.choice)
-    clock.lap("search beside compute")
+        return solution
+    hiding = pricer.exposing(share)
+    try:
+        if left <= 0:
+            raise SearchError(f"the first search took the {options.time_limit_s:g} s that both have")
+        found = solve(hiding.full_like(problem), options.search, left, hiding, options.progress, solution.choice)
+    except (InfeasibleError, SearchError) as error:
+        reason = f"{solution.stop_reason}; not searched for what runs beside compute: {error}"
+        return replace(solution, stop_reason=reason)
+    finally:
+        clock.lap("search beside compute")
     if found.choice == solution.choice:
-        return None
+        return solution
     judged = evaluate(problem, found.choice)
-    return replace(solution, choice=found.choice, objective=judged.objective, peak_bytes=judged.peak_bytes,
-                   stop_reason="faster beside compute")
+    rival = replace(solution, choice=found.choice, objective=judged.objective, peak_bytes=judged.peak_bytes,
+                    stop_reason="faster beside compute")
+    return min(solution, rival, key=lambda one: one.objective - hidden_s(pricer, pricer.labels_of(one.choice)))
 
 
 def _rough_labels(pricer: SpacePricer) -> list[Label] | None:

@@ -23,6 +23,7 @@ from autoparallel.capture.precision import ambient, without_autocast
 from autoparallel.capture.repeats import Calls, UnlikeError, find_repeated
 from autoparallel.capture.unfold import unfold
 from autoparallel.errors import CaptureError
+from autoparallel.garbage import collected_later
 
 PLACEHOLDERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "buffer",
                 InputKind.USER_INPUT: "input"}
@@ -33,6 +34,7 @@ def canonical_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tupl
     return tuple(args), dict(sorted(kwargs.items()))
 
 
+@collected_later()
 def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> OpGraph:
     """Trace and normalise ``model(*args, **kwargs)``, in the model's present mode (train or eval).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -115,7 +116,7 @@ class Hybrid:
         known = self.recompute_blocks is None or block in self.recompute_blocks
         return self.recompute != "none" and block is not None and known
 
-    @property
+    @cached_property
     def groups(self) -> tuple[int, ...]:
         """How many neighbours on the pipeline axis have the same stages, group by group (stages are dealt out to the
         groups in turn)."""

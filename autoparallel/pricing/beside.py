@@ -39,7 +39,9 @@ def hidden_s(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[int]
     """Seconds by which what a rank of these stages does is shorter than the sum of its parts."""
     if not _hides(pricer):
         return 0.0
-    return _Plan(pricer, labels, stages).step().hidden_s(pricer.prices.cluster.device.overlap_slowdown)
+    slowdown = pricer.prices.cluster.device.overlap_slowdown
+    return pricer.once(("hidden", tuple(labels), tuple(stages)),
+                       lambda: _Plan(pricer, labels, stages).step().hidden_s(slowdown))
 
 
 def _hides(pricer: SpacePricer) -> bool:
@@ -118,9 +120,11 @@ class _Plan:
         self.sent: dict[int, list[_Way]] = defaultdict(list)
         self.waited: dict[int, list[_Way]] = defaultdict(list)
         self.ways: list[_Way] = []
-        steps = {link: self._path(link) for site in self.sites for link in self.space.links_into.get(site.index, ())}
+        self._op_s = {site.index: self._priced(site) for site in self.sites}
+        steps = [(link, pricer.steps(link, labels)) for site in self.sites
+                 for link in self.space.links_into.get(site.index, ())]
         self.reads = self._reads(steps)
-        for link, path in steps.items():
+        for link, path in steps:
             (self.ways if self.turns.of_parameter[link.source] else self.sent[link.target]).extend(
                 self._way(link, step) for step in path)
         self.posting = Posting(self.reads)
@@ -128,20 +132,14 @@ class _Plan:
             way = self.ways[number]
             self.waited[way.target if place is None else place].append(way)
 
-    def _path(self, link: Link) -> Sequence[PricedStep]:
-        source = self.space.strategies[link.source].output_layout(self.labels[link.source], link.output)
-        target = self.space.strategies[link.target].input_layout(self.labels[link.target], link.position)
-        summing = self.turns.summing(link)
-        return self.pricer.prices.steps(link.meta, source, target, summing) if source != target else ()
-
-    def _reads(self, steps: Mapping[Link, Sequence[PricedStep]]) -> list[Read]:
+    def _reads(self, steps: Sequence[tuple[Link, Sequence[PricedStep]]]) -> list[Read]:
         """As `lower.overlap.reads_of` finds them in the program."""
-        runs = dict.fromkeys(link.target for link, path in steps.items() if path)
+        runs = dict.fromkeys(link.target for link, path in steps if path)
         runs |= dict.fromkeys(site.index for site in self.sites if site.kind == "op")
         place = places((index, self.turns.block_of[index] if self.plain else None) for index in sorted(runs))
         found: list[Read] = []
         passed: dict[int, int | None] = {}  # by hub, the last step on the way to it
-        for link, path in steps.items():
+        for link, path in steps:
             if self.turns.of_parameter[link.source]:
                 last, layouts = passed.get(link.source), self.space.spaces(link.meta)
                 for step, *_ in path:
@@ -288,10 +286,10 @@ class _Plan:
     def _forward(self, step: _Step, site: Site) -> None:
         for way in self.sent[site.index]:
             step.work(way.forward[0] / self.count, way.forward[1])
-        step.work(self._op_s(site)[0] / self.count)
+        step.work(self._op_s[site.index][0] / self.count)
 
     def _backward(self, step: _Step, site: Site) -> None:
-        step.work(self._op_s(site)[1] / self.count)
+        step.work(self._op_s[site.index][1] / self.count)
         for way in reversed(self.sent[site.index]):
             step.work(way.again_s / self.count, way.forward[1])
             step.work(way.backward[0] / self.count, way.backward[1])
@@ -302,7 +300,7 @@ class _Plan:
     def _number(self, site: Site) -> int:
         return self.space.strategies[site.index].position[self.labels[site.index]]
 
-    def _op_s(self, site: Site) -> tuple[float, float]:
+    def _priced(self, site: Site) -> tuple[float, float]:
         """Seconds of forward, and of backward with what runs again for it."""
         number, times = self._number(site), self.turns.op_times(site.index, self.stage_of[site.index])
         if site.kind == "hub":

@@ -256,8 +256,6 @@ def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_P
 def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, times: tuple[int, int], stage: _Parts,
               found: Found) -> None:
     space, prices = pricer.space, pricer.prices
-    source = space.strategies[link.source].output_layout(labels[link.source], link.output)
-    target = space.strategies[link.target].input_layout(labels[link.target], link.position)
     if pricer.turns.sums(link):
         numbers = [space.strategies[i].position[labels[i]] for i in (link.source, link.target)]
         stage.backward += float(pricer.sums_s(link)[numbers[0], numbers[1]])
@@ -266,10 +264,8 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, times: t
         there, back = pricer.offload_copy_s(link)
         stage.forward += float(there[pair])
         stage.backward += float(back[pair])
-    if source == target:
-        return
     once, summing = pricer.turns.of_parameter[link.source], pricer.turns.summing(link)
-    for step, seconds, elements in prices.steps(link.meta, source, target, summing):
+    for step, seconds, elements in pricer.steps(link, labels):
         axis = space.axis_names[step.axis]
         actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)
         for direction, kind, s, n in actions:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import RedistributionTable
-from autoparallel.pricing.prices import Prices, dtype_name
+from autoparallel.pricing.prices import PricedStep, Prices, dtype_name
 from autoparallel.pricing.turns import Buffer, Turns
 from autoparallel.rules.space import Label, Link, StrategySpace
 from autoparallel.search.problem import Edge, Node, Problem, unchecked
@@ -19,6 +20,7 @@ from autoparallel.search.shared import Shared
 from cost_models import collectives, compute
 
 Allowed = Mapping[int, np.ndarray]
+Made = TypeVar("Made")
 #: Seconds that one fault counts for: more than any step takes.
 FAULT_S = 1e3
 SIDE_SHARE = 1e-3
@@ -51,7 +53,7 @@ class SpacePricer:
         self.prices, self.space, self.limit_bytes = prices, prices.space, limit_bytes
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
-        self._arrays: dict[object, np.ndarray] = {}
+        self._made: dict[object, object] = {}
         self._readers = Counter(k.source for k in self.space.links if self.space.sites[k.target].kind in ("op", "hub"))
 
     @property
@@ -76,6 +78,12 @@ class SpacePricer:
     def full(self) -> Problem:
         """The problem with every strategy that pins leave."""
         return self._problem([self.choices(site) for site in range(len(self.space))])
+
+    def exposing(self, share: tuple[float, float]) -> SpacePricer:
+        """The same with another ``exposed``."""
+        other = copy(self)
+        other.exposed = share
+        return other
 
     def full_like(self, problem: Problem) -> Problem:
         """The same, made of that of a pricer which differs by ``exposed`` only: links of parameters cost otherwise."""
@@ -122,23 +130,29 @@ class SpacePricer:
         edges += [self._buffer(buffer, chosen) for buffer in self.turns.buffers]
         return Problem(nodes, tuple(edges), self.limit_bytes, "strategy space")
 
-    def _memo(self, key: object, make: object) -> np.ndarray:
-        if key not in self._arrays:
-            self._arrays[key] = make()  # type: ignore[operator]
-        return self._arrays[key]
+    def once(self, key: object, make: Callable[[], Made]) -> Made:
+        """What is made for a key, the first time; what is alike has one."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(Made, self._made[key])
 
     def _node(self, index: int, numbers: np.ndarray) -> Node:
         site, s = self.space.sites[index], self.space.strategies[index]
         life = self.turns.site_life(index, range(len(s.output_metas)))
         times, shared = self.turns.op_times(index), self.turns.ranks_with(index)
         key = (id(s), site.kind, numbers.tobytes(), self._readers[index] if site.kind == "hub" else 0)
-        costs = self._memo(("cost", *key, times, self.turns.offloads(index), shared),
-                           lambda: self._site_s(index, times)[numbers])
-        usages = self._memo(("usage", *key, life.copies), lambda: self.site_bytes(index)[numbers] * life.copies)
-        if self.faults is not None:
-            costs = costs + FAULT_S * self.faults.site_faults(index)[numbers]
-        labels = s.labels if len(numbers) == len(s.labels) else tuple(s.labels[n] for n in numbers)
-        return Node(site.name, costs, usages, life.interval, labels)
+        in_time, in_memory = (times, self.turns.offloads(index), shared), life.copies
+
+        def first() -> Node:
+            costs = self.once(("cost", *key, *in_time), lambda: self._site_s(index, times)[numbers])
+            usages = self.once(("usage", *key, in_memory), lambda: self.site_bytes(index)[numbers] * in_memory)
+            labels = s.labels if len(numbers) == len(s.labels) else tuple(s.labels[n] for n in numbers)
+            return Node(site.name, costs, usages, life.interval, labels)
+
+        node = unchecked(self.once(("node", *key, *in_time, in_memory), first), name=site.name, interval=life.interval)
+        if self.faults is None:
+            return node
+        return unchecked(node, costs=node.costs + FAULT_S * self.faults.site_faults(index)[numbers])
 
     def _site_s(self, index: int, times: tuple[int, int]) -> np.ndarray:
         s, kind = self.space.strategies[index], self.space.sites[index].kind
@@ -167,12 +181,14 @@ class SpacePricer:
 
     def hub_s(self, index: int) -> np.ndarray:
         """Seconds of adding up the gradients from a value's readers once, by strategy."""
-        return self.prices.sum_s(self.space.strategies[index], self._readers.get(index, 0))
+        s, readers = self.space.strategies[index], self._readers.get(index, 0)
+        return self.once(("hub", id(s), readers), lambda: self.prices.sum_s(s, readers))
 
     def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds in a step of moving what an op makes to the host, and back for backward, by strategy."""
         if not (times := self.turns.offloads(index)):
-            return (np.zeros(len(self.space.strategies[index].labels)),) * 2
+            size = len(self.space.strategies[index].labels)
+            return self.once(("nothing", size), lambda: (np.zeros(size),) * 2)
         return self._moved_s(times, self.site_bytes(index))
 
     def offload_copy_s(self, link: Link) -> tuple[np.ndarray, np.ndarray]:
@@ -221,22 +237,38 @@ class SpacePricer:
     def _edge(self, link: Link, chosen: Sequence[np.ndarray]) -> Edge:
         rows, columns = chosen[link.source], chosen[link.target]
         life, costs = self.turns.copy_life(link), self._link_costs(link, rows, columns)
-        usages = self._memo(("copy", *self._pair(link, rows, columns), life.copies),
-                            lambda: self._copy_bytes(link)[np.ix_(rows, columns)] * life.copies)
-        return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)
+
+        def first() -> Edge:
+            usages = self._copy_bytes(link)[np.ix_(rows, columns)] * life.copies
+            return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)
+
+        alike = self.once(("edge", *self._pair(link, rows, columns), life.copies), first)
+        return unchecked(alike, source=link.source, target=link.target, interval=life.interval, costs=costs)
 
     def _link_costs(self, link: Link, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Seconds of a link between these choices of its ends."""
         times, (there, back) = self.turns.link_times(link), self.exposed
         counted = (there * times[0], back * times[1]) if self.turns.of_parameter[link.source] else times
         sums, summing, moves = self.turns.sums(link), self.turns.summing(link), self.turns.offloads_copy(link)
-        costs = self._memo(("link", *self._pair(link, rows, columns), counted, sums, summing, moves), lambda: (
+        costs = self.once(("link", *self._pair(link, rows, columns), counted, sums, summing, moves), lambda: (
             self.prices.link_s(link, counted, summing) + (self.sums_s(link) if sums else 0.0)
             + (sum(self.offload_copy_s(link)) if moves else 0.0))[np.ix_(rows, columns)])
         if self.faults is None:
             return costs
         faults = self.faults.link_faults(link, self.prices.table(link.meta))[np.ix_(rows, columns)]
         return costs + FAULT_S * faults
+
+    def steps(self, link: Link, labels: Sequence[Label]) -> Sequence[PricedStep]:
+        """What a link does between the labels of its ends, priced."""
+        s, t = self.space.strategies[link.source], self.space.strategies[link.target]
+        ends = labels[link.source], labels[link.target]
+
+        def first() -> Sequence[PricedStep]:
+            source, target = s.output_layout(ends[0], link.output), t.input_layout(ends[1], link.position)
+            return self.prices.steps(link.meta, source, target, self.turns.summing(link)) if source != target else ()
+
+        of_parameter = self.turns.of_parameter[link.source]
+        return self.once(("steps", id(s), link.output, id(t), link.position, ends, of_parameter), first)
 
     def _pair(self, link: Link, rows: np.ndarray, columns: np.ndarray) -> tuple[object, ...]:
         """What makes two links between these choices of their ends alike."""

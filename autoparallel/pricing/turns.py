@@ -78,7 +78,7 @@ class Turns:
                  counts: Sequence[int] | None = None, held: Sequence[float] | None = None) -> None:
         self.space, self.hybrid = space, hybrid or Hybrid()
         self.counts, self.held = counts or [1] * len(space), held or [1] * len(space)
-        self.one_for_all = held is not None
+        self.one_for_all, self._num_sites = held is not None, len(space)
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
         self.within = [link for link in space.links if not self._crosses(link)]
         self.first_saver: dict[object, int] = {}
@@ -137,7 +137,7 @@ class Turns:
 
     def buffer_life(self, stage: int) -> tuple[int, int]:
         """The whole of a step on the stage's rank."""
-        return self._start(stage), self._start(stage) + 2 * len(self.space) + 1
+        return self._start(stage), self._start(stage) + 2 * self._num_sites + 1
 
     def _block(self, index: int) -> tuple[int, str] | None:
         site = self.space.sites[index]
@@ -188,9 +188,10 @@ class Turns:
 
     def offloads(self, index: int) -> int:
         """How often in a step what the op makes is moved to the host and back."""
+        if self.hybrid.recompute != "offload" or not self._inside(index):
+            return 0
         kept = any((index, o) in self.kept for o in range(len(self.space.strategies[index].output_metas)))
-        moved = self.hybrid.recompute == "offload" and kept and self._inside(index)
-        return self._count(index) * self.counts[index] if moved else 0
+        return self._count(index) * self.counts[index] if kept else 0
 
     def offloads_copy(self, link: Link) -> int:
         """How often in a step a redistributed copy is."""
@@ -282,18 +283,20 @@ class Turns:
 
     def _at(self, index: int) -> tuple[int, int]:
         """The start of the rank of the site's (first) stage, and its turning point."""
-        return self._start(self.stages_of[index][0]), 2 * len(self.space)
+        return self._start(self.stages_of[index][0]), 2 * self._num_sites
 
     def _start(self, stage: int) -> int:
         """The start of the stage's rank: the stages of one rank hold what they hold at the same time."""
-        return stage % len(self.hybrid.groups) * (2 * len(self.space) + 2)
+        return stage % len(self.hybrid.groups) * (2 * self._num_sites + 2)
 
     def turn_of(self, stage: int) -> int:
         """The moment between forward and backward of a stage's rank."""
-        return self._start(stage) + len(self.space)
+        return self._start(stage) + self._num_sites
 
     def _over(self, stages: Sequence[int], life: Life) -> Life:
         """A life in the first of several stages, on all their ranks (and those between)."""
+        if len(stages) == 1:
+            return life
         (start, end), copies = life
         shifts = [self._start(stage) - self._start(stages[0]) for stage in stages]
         return Life((start + min(shifts), end + max(shifts)), copies)
