@@ -12,6 +12,7 @@
       LoweringError         the rewritten program failed its own check (a bug of ours: please report)
       MeshError             no process group, or a mesh that does not fit the world
       InputError            a call whose inputs do not fit the traced program
+      PeerError             a call in which another rank failed (`rank`), or after such a call
 
 Every message says what was given, what is required and what to write instead.
 """
@@ -26,6 +27,7 @@ __all__ = [
     "InputError",
     "LoweringError",
     "MeshError",
+    "PeerError",
     "PinError",
     "PlanError",
     "RuleError",
@@ -68,3 +70,11 @@ class MeshError(AutoparallelError, RuntimeError):
 
 class InputError(AutoparallelError, ValueError):
     """A call whose inputs do not fit the traced program."""
+
+
+class PeerError(AutoparallelError, RuntimeError):
+    """A call in which another rank failed, or after such a call; ``rank`` is the one that failed first."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank

@@ -29,6 +29,7 @@ from autoparallel.lower.overlap import overlap
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime import data, groups, initialise, rng
+from autoparallel.runtime.failing import Together
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.shared import Ranks, SharedGradients
 from autoparallel.runtime.step import Forward, StepRunner, loss_of
@@ -137,6 +138,7 @@ class ParallelModule(nn.Module):
         ``step``: as `step` runs it, in its turns and stages; else as one forward.
         """
         state = self._state
+        state.together.check()
         args, kwargs = canonical_call(args, kwargs or {})
         leaves, spec = pytree.tree_flatten((args, kwargs))
         plain = not step or state.hybrid.is_plain
@@ -152,8 +154,9 @@ class ParallelModule(nn.Module):
                 _LOG.warning("%s is compiled for a call of another form (form %d): %s", type(state.model).__name__,
                              len(state.forms) + 1, call)
             try:
-                compiled = state.compile_call(state.model, args, kwargs, state.layouts,
-                                              plain and not state.hybrid.is_plain)
+                with state.together.call(ends=False):
+                    compiled = state.compile_call(state.model, args, kwargs, state.layouts,
+                                                  plain and not state.hybrid.is_plain)
             except CaptureError as error:
                 if state.calls_traced:
                     error.args = (f"{error}\n  This call: {call}\n  Traced before: {'; '.join(state.calls_traced)}",)
@@ -173,11 +176,12 @@ class ParallelModule(nn.Module):
             raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
                              "parallel.step(...), which runs forward and backward of a whole step")
         compiled = self.trace(args, kwargs, step=False)
-        outputs = self._run(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
-        results = [
-            value if layout is None else self._global_output(value, layout, compiled.space, number)
-            for number, (value, layout) in enumerate(zip(outputs, compiled.program.output_layouts, strict=True))
-        ]
+        with state.together.call():
+            outputs = self._run(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
+            results = [
+                value if layout is None else self._global_output(value, layout, compiled.space, number)
+                for number, (value, layout) in enumerate(zip(outputs, compiled.program.output_layouts, strict=True))
+            ]
         return pytree.tree_unflatten(results, compiled.space.graph.out_spec)
 
     def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -202,7 +206,7 @@ class ParallelModule(nn.Module):
         The model must return a scalar loss: alone, first in a tuple, or as ``loss`` of a structure. With
         micro-batches and pipeline stages it is the same step, in turns; every rank returns the loss. Then DTensor
         inputs are gathered first: each turn's samples may lie anywhere. Under torch.no_grad nothing learns: the loss of
-        a pipeline in evaluation.
+        a pipeline in evaluation. Where a rank fails, all others raise PeerError, which says why.
         """
         state = self._state
         compiled = self.trace(args, kwargs)
@@ -210,14 +214,21 @@ class ParallelModule(nn.Module):
         if len(compiled.stages) > 1 and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise InputError("an input requires a gradient, of which each rank would have the part of its own pipeline "
                              "stages only\n  Give it detached, or run the model without a pipeline.")
-        if compiled.plan.hybrid.is_plain:
-            number = loss_of(compiled.micro.loss)
-            loss = self._run(compiled, leaves)[number]
-            if torch.is_grad_enabled():
-                with precision.without_autocast(), groups.use(state.axes):
-                    loss.backward()
-            return cast(torch.Tensor, loss.detach())
-        key = id(compiled)
+        run = self._whole_step if compiled.plan.hybrid.is_plain else self._turns
+        with state.together.call():
+            return run(compiled, leaves)
+
+    def _whole_step(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
+        """A step of a form that is one stage in one turn."""
+        loss = cast(torch.Tensor, self._run(compiled, leaves)[loss_of(compiled.micro.loss)])
+        if torch.is_grad_enabled():
+            with precision.without_autocast(), groups.use(self._state.axes):
+                loss.backward()
+        return loss.detach()
+
+    def _turns(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
+        """A step in turns or stages."""
+        state, key = self._state, id(compiled)
         if key not in state.runners:
             state.runners[key] = StepRunner(
                 compiled.programs, compiled.micro.loss, compiled.plan.hybrid, state.axes, state.site.pipeline_group,
@@ -518,6 +529,7 @@ class _State:
     def __post_init__(self) -> None:
         self.mesh = self.site.mesh
         self.axes = groups.bind(self.mesh)
+        self.together = Together(self.site.whole)
         self.forms: dict[Any, Compiled] = {}
         self.parts: dict[nn.Module, nn.Module] = {}
         self.calls_traced: dict[str, None] = {}
@@ -565,6 +577,7 @@ class _State:
                 group = dist.new_group([column[rank] for rank in ranks])
                 if dist.get_rank() in column and self.site.pipeline_rank in ranks:
                     self.shared_groups[ranks] = group
+                    self.together.groups.append(group)
 
     def same_on_pipeline(self, value: torch.Tensor) -> torch.Tensor:
         """A value as the pipeline's first rank has it."""

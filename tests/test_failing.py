@@ -1,0 +1,141 @@
+"""A rank that fails in a call: every rank gets an error soon, which says who failed and why, and none hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoparallel
+from tests.ranks import RankError, RankPool, mesh_of, pool_of
+
+SOON_S = 10.0  # process groups time out after 60 s
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[RankPool]:
+    """Ranks whose process groups are of no use afterwards."""
+    yield pool_of(4)
+    pool_of(4).stop()
+
+
+class FailsAt(TorchDispatchMode):
+    """No memory left for the product of this number; at 0 for none."""
+
+    def __init__(self, number: int, dies: bool = False) -> None:
+        super().__init__()
+        self.number, self.dies = number, dies
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("mm.default", "addmm.default", "bmm.default"):
+            self.number -= 1
+            if self.number == 0 and self.dies:
+                os._exit(3)
+            if self.number == 0:
+                raise torch.OutOfMemoryError("no memory for this product")
+        return func(*args, **(kwargs or {}))
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def products_of(call: Any) -> int:
+    with FailsAt(0) as count:
+        call()
+    return -count.number
+
+
+def told(call: Any) -> tuple[str, str, int, float]:
+    """The error of a call: its name, what it says with its notes, the rank that it names, after how many seconds."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        return type(error).__name__, text, getattr(error, "rank", -1), time.monotonic() - began
+    return "", "", -1, time.monotonic() - began
+
+
+def one_fails(mesh_shape: tuple[int, ...], options: dict[str, Any], way: str, failing: int, dies: bool = False) -> Any:
+    """Two calls of a model, in the first of which a rank fails half way."""
+    x, rank = torch.randn(8, 32), torch.distributed.get_rank()
+    parallel = autoparallel.compile(Deep(), mesh_of(*mesh_shape), example_inputs=(x,), **options)
+    run = (lambda: parallel(x)) if way == "forward" else (lambda: parallel.step(x))
+    half = products_of(run) // 2
+    assert half > 0 or rank != failing
+    with FailsAt(half if rank == failing else 0, dies):
+        first = told(run)
+    return first, told(run), told(lambda: parallel.step(x[:4]))
+
+
+CASES_OF_FAILING = [
+    ((2, 2), {"baseline": "fsdp", "pipeline_stages": 2, "micro_batches": 4, "schedule": "1f1b"}, "step", 1),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ((4,), {"baseline": "fsdp"}, "step", 1),
+        ((4,), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "gpipe"}, "step", 0),
+        ((2, 2), {"baseline": "fsdp", "pipeline_stages": 4, "micro_batches": 4, "schedule": "interleaved"}, "step", 0),
+        ((2, 2), {"baseline": "fsdp", "pipeline_stages": 4, "micro_batches": 4, "schedule": "zero_bubble"}, "step", 1),
+        ((2, 2), {"micro_batches": 2, "zero_stage": 3, "baseline": "fsdp"}, "step", 2),
+        ((2, 2), {"baseline": "tensor_parallel"}, "forward", 0),
+    ]),
+]
+
+
+@pytest.mark.parametrize(("mesh_shape", "options", "way", "failing"), CASES_OF_FAILING)
+def test_all_ranks_are_told_that_one_failed(four_ranks: RankPool, mesh_shape: tuple[int, ...],
+                                            options: dict[str, Any], way: str, failing: int) -> None:
+    found = four_ranks.run(one_fails, mesh_shape, options, way, failing, timeout_s=50)
+    for rank, (first, *later) in enumerate(found):
+        name, text, named, seconds = first
+        assert seconds < SOON_S
+        assert (name != "PeerError") == (rank == failing) and name, first  # torch's pipelines wrap the one that fails
+        assert f"rank {failing} failed" in text and "OutOfMemoryError: no memory for this product" in text, text
+        assert "process groups are closed" in text
+        assert named == (-1 if rank == failing else failing)
+        for name, text, named, seconds in later:
+            assert (name, named) == ("PeerError", failing) and seconds < 1
+            assert text.startswith(f"rank {failing} failed in an earlier call: OutOfMemoryError: no memory for this")
+
+
+@pytest.mark.slow
+def test_all_ranks_are_told_that_one_has_died(four_ranks: RankPool) -> None:
+    options = {"pipeline_stages": 4, "micro_batches": 4, "schedule": "1f1b"}
+    with pytest.raises(RankError) as error:
+        four_ranks.run(told_and_raises, options, timeout_s=50)
+    assert error.value.states[2] == "died (exit code 3)"
+    rest = [error.value.states[rank] for rank in (0, 1, 3)]
+    assert all("peer" in state for state in rest), rest
+    assert sum(state.startswith("raised PeerError: rank ") for state in rest) == 2, rest
+
+
+def told_and_raises(options: dict[str, Any]) -> None:
+    first, _, _ = one_fails((4,), options, "step", 2, dies=True)
+    raise {"PeerError": autoparallel.errors.PeerError}.get(first[0], lambda text, _: RuntimeError(text))(*first[1:3])
+
+
+def rows_of(ids: torch.Tensor, bad: int) -> tuple[str, str, int, float]:
+    """Rows of a table for a batch, of which one rank's part asks for a row that is not there."""
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8))
+    parallel = autoparallel.compile(model, mesh_of(4), example_inputs=(ids,), baseline="fsdp")
+    (mine,) = parallel.shard_batch((ids,))
+    if torch.distributed.get_rank() == bad:
+        mine.to_local()[0, 0] = 99
+    return told(lambda: [parallel(mine) for _ in range(2)])  # it may have sent all that the others need of the first
+
+
+def test_a_batch_of_one_rank_that_does_not_fit_is_told_to_all(four_ranks: RankPool) -> None:
+    found = four_ranks.run(rows_of, torch.randint(16, (8, 4)), 2)
+    assert [name for name, *_ in found] == ["PeerError", "PeerError", "IndexError", "PeerError"], found
+    assert all("rank 2 failed" in text and "index out of range" in text for _, text, *_ in found), found
