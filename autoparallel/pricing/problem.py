@@ -66,7 +66,9 @@ class SpacePricer:
         return np.arange(len(self.space.strategies[site].labels)) if found is None else found
 
     def rows(self, node: int, axis: int) -> Sequence[int]:
-        return sorted({int(r) for r in self.space.strategies[node].array[self.choices(node), axis]})
+        s = self.space.strategies[node]
+        alike = node if node in self.allowed else -1
+        return self.once(("rows", id(s), alike, axis), lambda: np.unique(s.array[self.choices(node), axis]).tolist())
 
     def labels(self, node: int) -> Sequence[Label]:
         s = self.space.strategies[node]

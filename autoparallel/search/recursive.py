@@ -118,17 +118,18 @@ class Recursion:
 
     def level(self, axis: int, plan: Plan | None, lookahead: str) -> State | None:
         """Decide ``axis``; axes above it are as in ``plan``, axes below it follow the lookahead."""
+        known: dict[object, tuple[Label, ...]] = {}
         allowed = []
-        for v in range(self.pricer.num_nodes):
-            above = plan[v][:axis] if plan is not None else ()
-            found: dict[Label, None] = {} if plan is None else {plan[v]: None}
-            for row in self.pricer.rows(v, axis):
-                below = tuple(row if lookahead == "same" else self.pricer.repeat_row(v, a)
-                              for a in range(axis + 1, self.num_axes))
-                label = self.closest(v, (*above, row, *below), axis + 1)
-                if label is not None:
-                    found[label] = None
-            allowed.append(tuple(found))
+        for v, labels in enumerate(self._labels):
+            decided = plan[v] if plan is not None else ()
+            repeat = tuple(self.pricer.repeat_row(v, a) for a in range(axis + 1, self.num_axes))
+            key = id(labels), decided, repeat
+            if key not in known:
+                wanted = ((*decided[:axis], row, *([row] * len(repeat) if lookahead == "same" else repeat))
+                          for row in self.pricer.rows(v, axis))
+                near = [self.closest(v, label, axis + 1) for label in wanted]
+                known[key] = tuple(dict.fromkeys(label for label in (decided, *near) if label))
+            allowed.append(known[key])
         return self.solve_allowed(allowed)
 
     def descend_axes(self) -> list[State]:
