@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -49,6 +48,7 @@ Progress = Callable[[str, float, float], None]
 AUTO_GAP = 1e-3
 SMALL_CELLS = 20_000
 AT_ONCE_CELLS = 5e7  # a fifth of a second
+SOON_CELLS_PER_S = 2.5e7  # of the time left: a tenth of what elimination does in it
 SCREENINGS = 3
 SHARES = (0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.05)  # of the reach
 NEAR_CELLS = 1e9
@@ -86,7 +86,7 @@ class Run:
         self._prices: TimedPrices | None = None
         cells = elimination_cells(self.eliminator, problem)
         self.can_eliminate = cells <= self._work
-        self._dear = cells > AT_ONCE_CELLS
+        self._dear, self._soon = cells > AT_ONCE_CELLS, cells <= SOON_CELLS_PER_S * (deadline - start)
         self.best.seconds["presolve"] = time.monotonic() - start
 
     def reduce(self, left: Reduced) -> None:
@@ -130,11 +130,14 @@ class Run:
             self._progress(found.stop_reason, best.objective, bound)
 
     def exact(self) -> None:
-        """Elimination, with prices for memory; where it is dear, of what double recursion and messages leave of the
-        choices; where it is too wide even so, `wide`."""
+        """Elimination, with prices for memory; where it is dear, of what a first choice or double recursion, and
+        messages, leave of the choices; where it is too wide even so, `wide`."""
         labelled = any(node.labels for node in self.problem.nodes)
         if self._dear and labelled:
-            self.recursive()
+            if self._soon and self.can_eliminate and self.unlimited():
+                return
+            if self.first is None or not self._offer(self.first, "first"):
+                self.recursive()
             self.screen(SCREENINGS)
         self.drop_dominated()
         if self.late():
@@ -221,15 +224,26 @@ class Run:
 
     def relaxed_bound(self) -> None:
         """The optimum without memory limit, as a bound; where elimination is dear, one at the prices of memory."""
-        start = time.monotonic()
         if self._dear and table_cells(self.problem) <= SCREEN_CELLS:
             return self.screen()
         self.drop_dominated()
         if self.can_eliminate:
-            free = self.reduced.problem
-            with contextlib.suppress(TimeIsUpError):
-                bound, _ = self.eliminator.until(self.deadline).solve(free.costs)
-                self.note(Outcome(None, FORBIDDEN, bound, self.best.stop_reason, {"bound": time.monotonic() - start}))
+            self._unlimited()
+
+    def unlimited(self) -> bool:
+        """Whether the best plan without a memory limit fits: then it is the plan."""
+        plan = self._unlimited()
+        return plan is not None and self._offer(self.reduced.restore(plan), "optimal")
+
+    def _unlimited(self) -> Sequence[int] | None:
+        """The best plan without a memory limit, whose cost is a bound; None where time is up."""
+        start = time.monotonic()
+        try:
+            bound, plan = self.eliminator.until(self.deadline).solve(self.reduced.problem.costs)
+        except TimeIsUpError:
+            return None
+        self.note(Outcome(None, FORBIDDEN, bound, self.best.stop_reason, {"bound": time.monotonic() - start}))
+        return plan
 
     def program(self, max_cells: int = MAX_CELLS) -> None:
         """The integer program over the choices that can still be part of a better plan, unless it is too large."""
@@ -265,10 +279,14 @@ class Run:
 
     def _try(self, reduced: Reduced, left: Shrunk, picks: Sequence[int] | None) -> None:
         if picks is not None:
-            choice = reduced.restore(left.restore(picks))
-            judged = evaluate(self.problem, choice)
-            if judged.feasible:
-                self.note(Outcome(choice, judged.objective, -FORBIDDEN, "better"))
+            self._offer(reduced.restore(left.restore(picks)), "better")
+
+    def _offer(self, choice: Sequence[int], reason: str) -> bool:
+        """Whether a choice fits; then it is one to be better than."""
+        judged = evaluate(self.problem, choice)
+        if judged.feasible:
+            self.note(Outcome(tuple(choice), judged.objective, -FORBIDDEN, reason))
+        return judged.feasible
 
     def _within_reach(self) -> Reduced:
         """Without the choices whose best priced plan costs more than the plan in hand, and without dominated ones.
