@@ -74,6 +74,7 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
         result = forward(module, *received, turn=turn)
         modules.add(module)
         own = [leaf.grad for m in modules for leaf, v in zip(m.leaves, m.values, strict=True) if storage(v) in stored]
+        own += [leaf.grad for m in modules for _, leaf in m.parameters_read]
         most = max(most, live.total(without=[*own, *states, *on_host, *(local(p.grad) for p in parallel.parameters())]))
         return result
 

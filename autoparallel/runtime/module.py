@@ -80,12 +80,12 @@ class Compiled:
 
     @cached_property
     def shared(self) -> dict[str, Ranks]:
-        """Parameters of several ranks of the pipeline, with these ranks."""
+        """Parameters of several stages or ranks of the pipeline, with these ranks."""
         found = {}
         for site in self.space.sites:
             stages = [s for s, part in enumerate(self.stages.parts) if site.index in part.sites]
             ranks = self.plan.hybrid.ranks_of(*stages)
-            if site.kind == "parameter" and len(ranks) > 1:
+            if site.kind == "parameter" and max(len(stages), len(ranks)) > 1:
                 found[site.path] = ranks
         return found
 
@@ -238,11 +238,11 @@ class ParallelModule(nn.Module):
             state.shared_gradients[key] = SharedGradients(self.get_parameter, own, state.shared_groups,
                                                           compiled.plan.hybrid.sum_dtype)
         feeds = self._feeds(compiled, leaves)
-        with state.shared_gradients[key].added_up(), precision.without_autocast():
+        with state.shared_gradients[key].added_up() as shared, precision.without_autocast():
             loss = state.runners[key].run(
                 lambda program: initialise.local_pieces([
-                    self._state_of(site.path, compiled.space.graph) for site in program.placeholders
-                    if site.kind == "parameter"
+                    shared[site.path] if site.path in shared else self._state_of(site.path, compiled.space.graph)
+                    for site in program.placeholders if site.kind == "parameter"
                 ]),
                 lambda program, turn: [
                     self._local_input(feeds[int(site.path)][turn], layout) if site.kind == "input"
@@ -572,7 +572,7 @@ class _State:
 
     def make_shared_groups(self, ranks_together: Sequence[Ranks]) -> None:
         """Process groups of these ranks of the pipeline, beside each place in a stage. All ranks call this."""
-        for ranks in ranks_together:
+        for ranks in filter(lambda ranks: len(ranks) > 1, ranks_together):
             for column in self.site.whole.mesh.flatten(1).t().tolist():
                 group = dist.new_group([column[rank] for rank in ranks])
                 if dist.get_rank() in column and self.site.pipeline_rank in ranks:

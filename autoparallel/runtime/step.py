@@ -94,7 +94,7 @@ class TurnModule(nn.Module):
     def begin(self, parameters: Sequence[torch.Tensor], inputs: Mapping[int, Sequence[torch.Tensor]], seed: int
               ) -> None:
         """Read the parameters (local tensors); ``inputs`` are the other placeholders' tensors by turn."""
-        if self.each_turn and self.sum_dtype is not None:  # what is reduced after each turn adds up beside them
+        if self.each_turn:  # what is reduced after each turn adds up beside them: their hooks see it once, and whole
             self.parameters_read = [(p, self._leaf(p)) for p in parameters]
             parameters = [leaf for _, leaf in self.parameters_read]
         with groups.use(self.axes):

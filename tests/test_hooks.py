@@ -1,0 +1,74 @@
+"""Hooks of parameters are called once a step, with the whole gradient, whatever plan the step runs by."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import autoparallel
+from tests.ranks import mesh_of
+from tests.reference import gathered
+from tests.test_overlap import Tied
+
+Seen = list[tuple[str, torch.Tensor]]
+
+
+def seen_by_hooks(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> Seen:
+    """What hooks of parameters get in two steps, of which the second adds to the gradients of the first and doubles its
+    own; by step, kind of hook and name. Without a mesh of one process."""
+    ids = torch.arange(8 * 6).view(8, 6) % 19
+    model: Any = Tied()
+    if mesh_shape:
+        model = autoparallel.compile(model, mesh_of(*mesh_shape), example_inputs=(ids, ids + 1), **options)
+    seen, parameters = Seen(), dict(model.named_parameters())
+
+    def note(name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            seen.append((name, gradient.clone()))
+
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            parameter.register_hook(partial(note, f"gradient of {name}"))
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: note(f"sum of {name}", p.grad))
+    for number in range(2):
+        if number == 1:
+            for parameter in filter(lambda p: p.requires_grad, parameters.values()):
+                parameter.register_hook(lambda gradient: None if gradient is None else 2 * gradient)
+        if mesh_shape:
+            model.step(ids, ids + 1)
+        else:
+            model(ids, ids + 1).backward()
+        seen = Seen((name if name.startswith("step") else f"step {number}: {name}", x) for name, x in seen)
+    seen.sort(key=lambda pair: pair[0])
+    seen += [(f"gradient of {name} at last", p.grad) for name, p in parameters.items() if p.grad is not None]
+    return [(name, x) for n, x in seen for name, x in gathered([(n, x)]).items()]
+
+
+@pytest.mark.parametrize(("mesh_shape", "options"), [
+    ((2,), {"baseline": "fsdp", "zero_stage": 2, "micro_batches": 4}),
+    ((2,), {"baseline": "ddp", "pipeline_stages": 2, "micro_batches": 4}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ((4,), {"baseline": "fsdp", "zero_stage": 3, "micro_batches": 2}),
+        ((2, 2), {"baseline": "fsdp", "zero_stage": 3, "micro_batches": 4, "reduce_dtype": "float32"}),
+        ((4,), {"baseline": "fsdp", "zero_stage": 1, "micro_batches": 4}),
+        ((2, 2), {"baseline": "fsdp", "zero_stage": 3}),
+        ((2, 2), {"baseline": "fsdp", "zero_stage": 2, "pipeline_stages": 2, "micro_batches": 4}),
+        ((3, 2), {"baseline": "ddp", "micro_batches": 4, "stage_replicas": (1, 2)}),
+        ((2, 2), {"baseline": "ddp", "micro_batches": 4, "pipeline_stages": 4, "schedule": "zero_bubble"}),
+    ]),
+])
+def test_hooks_of_parameters_are_called_once_a_step(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
+                                                    ) -> None:
+    expected = dict(seen_by_hooks((), {}))
+    assert any("sum of embedding" in name for name in expected)
+    names = set[str]()
+    for found in ranks(math.prod(mesh_shape)).run(seen_by_hooks, mesh_shape, options, timeout_s=100):
+        assert len(dict(found)) == len(found)
+        for name, x in found:
+            torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        names |= set(dict(found))
+    assert names == set(expected)
