@@ -36,8 +36,9 @@ from cost_models import Cluster
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from autoparallel.runtime.form import Compiled
     from autoparallel.runtime.groups import MeshSite
-    from autoparallel.runtime.module import Compiled, ParallelModule
+    from autoparallel.runtime.module import ParallelModule
 
 
 #: Options that a ready plan leaves no room for.
@@ -228,7 +229,7 @@ def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Opt
     """One call form: rank 0 plans it (or the plan is given), every rank emits its own programs and checks them."""
     from autoparallel.lower import check, emit, order_digest, sum_gradients_in
     from autoparallel.runtime.agree import agree, decide_once
-    from autoparallel.runtime.module import Compiled
+    from autoparallel.runtime.form import Compiled
 
     agree("a program", graph.fingerprint)
     micro = split_batch(graph, hybrid.micro_batches)

@@ -69,39 +69,6 @@ class MeasuredBeside:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Fit:
-    """alpha and beta, and by sample (predicted - measured)/measured."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-    residuals: tuple[float, ...]
-
-    @property
-    def mean_error(self) -> float:
-        """Mean absolute relative error."""
-        return float(np.mean(np.abs(self.residuals)))
-
-
-def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float], messages: Sequence[float] | None = None) -> Fit:
-    """The alpha, beta >= 0 that minimise sum |(messages alpha + nbytes beta - seconds)/seconds|.
-
-    >>> fit = fit_alpha_beta([0.0, 1e6, 2e6], [1e-5, 1.1e-4, 2.1e-4])
-    >>> f"{fit.alpha_s:.1e} {fit.beta_s_per_byte:.1e} {fit.mean_error:.3f}"
-    '1.0e-05 1.0e-10 0.000'
-
-    Raises ClusterError for fewer than two samples, or seconds that are not positive.
-    """
-    b, t = np.asarray(nbytes, dtype=float), np.asarray(seconds, dtype=float)
-    m = np.ones_like(b) if messages is None else np.asarray(messages, dtype=float)
-    if len(b) < 2 or b.shape != t.shape or m.shape != t.shape or not (t > 0).all() or not (b >= 0).all():
-        raise ClusterError("a fit needs at least two pairs of bytes and seconds, seconds above 0; got "
-                           f"{len(b)} bytes and {len(t)} seconds")
-    columns = np.stack([m / t, b / t], axis=1)
-    x = _non_negative(columns)
-    return Fit(float(x[0]), float(x[1]), tuple(float(r) for r in columns @ x - 1))
-
-
 def _non_negative(columns: np.ndarray, goal: np.ndarray | None = None) -> np.ndarray:
     """The x >= 0 that minimises the sum of |columns x - goal| (1 by default), so that a disturbed measurement does not
     bend the others' fit: least squares, weighed anew by what is left (Weiszfeld 1937)."""

@@ -13,9 +13,6 @@ import numpy as np
 from cost_models.cluster import ITEM_BYTES, Device
 from cost_models.errors import ClusterError
 
-#: PyTorch's caching allocator rounds blocks up to this (c10/cuda/CUDACachingAllocator.h: kMinBlockSize).
-BLOCK_BYTES = 512
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -151,11 +148,6 @@ def optimizer_step_s(num_elements: Any, dtype: str, optimizer: str, device: Devi
     moved = _item_bytes(kept.gradient) + parameter + master + 2 * (how.num_states + how.num_factored) * state
     speed = device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency
     return np.asarray(num_elements, dtype=float) * moved / speed
-
-
-def allocated_bytes(nbytes: Any) -> Any:
-    """What the caching allocator sets aside for tensors of these sizes: whole blocks of 512 bytes."""
-    return np.ceil(np.asarray(nbytes, dtype=float) / BLOCK_BYTES) * BLOCK_BYTES
 
 
 def peak_bytes(starts: Any, ends: Any, nbytes: Any) -> float:

@@ -61,10 +61,6 @@ class Timeline:
         both = _length(self._intervals(rank, streams | {hidden_by}))
         return both - _length(self._intervals(rank, [hidden_by]))
 
-    def idle_s(self, rank: int = 0) -> float:
-        """Time in which no stream of the rank works: bubbles."""
-        return self.total_s - _length(self._intervals(rank, {task.stream for task in self.tasks}))
-
     def _intervals(self, rank: int, streams: Iterable[str]) -> list[tuple[float, float]]:
         names = set(streams)
         return [(float(s), float(e)) for task, s, e in zip(self.tasks, self.start_s, self.end_s, strict=True)

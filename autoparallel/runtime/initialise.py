@@ -1,4 +1,4 @@
-"""Placing state on a mesh: parameters as DTensors, initial weights of meta-device models, loading by name."""
+"""Values of parameters on a mesh: their local pieces, initial weights of meta-device models, loading by name."""
 
 from __future__ import annotations
 
@@ -10,30 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError
-from autoparallel.layout import Layout, from_torch, local_box, local_shape, to_torch
-
-
-def make_parts(root: nn.Module, model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Give ``root`` the submodules of ``model``, each of the original's class and with its attributes, but without its
-    parameters and buffers. Returns the part of each module; the model's own is ``root``."""
-    parts = {model: root}
-    for module in model.modules():
-        if module is not model:
-            part = parts[module] = module.__class__.__new__(module.__class__)
-            part.__dict__.update(module.__dict__, _parameters=_absent(module._parameters),
-                                 _buffers=_absent(module._buffers), _modules={},
-                                 _non_persistent_buffers_set=set(module._non_persistent_buffers_set))
-    for module, part in parts.items():
-        part._modules.update({name: child and parts[child] for name, child in module._modules.items()})
-    return parts
-
-
-def _absent(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, None]:
-    """The names that a module has without a tensor (``bias=False``)."""
-    return {name: None for name, value in tensors.items() if value is None}
+from autoparallel.layout import Layout, from_torch, local_box, to_torch
 
 
 def container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -78,25 +58,6 @@ def local_pieces(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     learning = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
     pieces = iter(_LocalPieces.apply(*learning) if learning else ())
     return [v if not isinstance(v, DTensor) else next(pieces) if v.requires_grad else v.to_local() for v in values]
-
-
-def place(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: torch.device) -> DTensor:
-    """A parameter on the mesh, in its own memory: rank 0's value in pieces, or an empty meta piece of a meta value."""
-    if value.device.type != "meta":
-        return distribute_tensor(value.to(device, copy=True), mesh, to_torch(layout))
-    shape = local_shape(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ())
-    return as_dtensor(torch.empty(shape, dtype=value.dtype, device="meta"), mesh, layout, tuple(value.shape))
-
-
-def same_everywhere(value: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
-    """A buffer with rank 0's value on every rank."""
-    if value.device.type == "meta":
-        return value
-    value = value.to(device).clone()
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
-    return value
 
 
 def shared_seed(seed: int) -> int:

@@ -163,10 +163,6 @@ class Problem:
                 raise SearchError(f"{self.name}: edge {number} ({edge.source} -> {edge.target}) has a table of "
                                   f"{edge.costs.shape} for nodes with {shape} choices")
 
-    def with_limit(self, limit: float) -> Problem:
-        """The same decisions under another limit of class 0, without checking them or deriving arrays again."""
-        return unchecked(self, limit=limit)
-
     def __getstate__(self) -> dict[str, Any]:
         """The fields only: what was derived from them knows arrays by identity, which a copy has not."""
         return {one.name: getattr(self, one.name) for one in fields(self)}

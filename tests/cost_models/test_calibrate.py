@@ -11,33 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_models import Cluster, ClusterError, Device, Link, calibrate, known_clusters
-from cost_models.calibrate import Measured, fit_alpha_beta, fit_efficiency, fit_links, predicted_s
+from cost_models.calibrate import Measured, fit_efficiency, fit_links, predicted_s
 
 SIZES = [2.0**k for k in range(10, 26)]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.floats(1e-7, 1e-3), st.floats(1e-12, 1e-8))
-def test_alpha_and_beta_are_recovered(alpha_s: float, beta: float) -> None:
-    fit = fit_alpha_beta(SIZES, [alpha_s + beta * b for b in SIZES])
-    assert fit.mean_error < 1e-6
-    assert fit.alpha_s + fit.beta_s_per_byte * 2**20 == pytest.approx(alpha_s + beta * 2**20, rel=1e-6)
-
-
-def test_noise_averages_out_and_shows_in_residuals() -> None:
-    random = np.random.default_rng(0)
-    seconds = [(1e-5 + 1e-10 * b) * random.lognormal(0, 0.05) for b in SIZES * 20]
-    fit = fit_alpha_beta(SIZES * 20, seconds)
-    assert fit.alpha_s == pytest.approx(1e-5, rel=0.05)
-    assert fit.beta_s_per_byte == pytest.approx(1e-10, rel=0.05)
-    assert 0.02 < fit.mean_error < 0.08
-
-
-def test_neither_is_negative() -> None:
-    fit = fit_alpha_beta([1e6, 2e6, 4e6], [1e-3, 2.5e-3, 6e-3])    # a straight line through these starts below 0
-    assert fit.alpha_s == 0
-    assert fit.beta_s_per_byte > 0
-    assert fit_alpha_beta([1e6, 2e6, 4e6], [3e-3, 2e-3, 1e-3]).beta_s_per_byte == 0
 
 
 GROUPS = [((4, 2), 1), ((4, 2), 0), ((2, 4), 0), ((2, 4), 1), ((8,), 0)]
@@ -140,10 +116,6 @@ def test_files_read_back_as_written(name: str, tmp_path: Path) -> None:
 
 
 def test_too_little_to_fit_is_said() -> None:
-    with pytest.raises(ClusterError, match="at least two pairs"):
-        fit_alpha_beta([1.0], [1.0])
-    with pytest.raises(ClusterError, match="seconds above 0"):
-        fit_alpha_beta([1.0, 2.0], [0.0, 1.0])
     inside = [m for m in measured_on(cluster_of(Link("wire", 8, 1e-5, 1e9)), ["all_reduce"]) if m.axis == 1]
     with pytest.raises(ClusterError, match=r"links .'outside'. need two all_reduce measurements or more"):
         fit_links(cluster_of(Link("inside", 4, 0.0, 1e9), Link("outside", 64, 0.0, 1e9)), inside)

@@ -92,10 +92,6 @@ def test_in_flight_micro_batches() -> None:
     assert in_flight_micro_batches("GPipe", 3, 4, 16) == 16
 
 
-def test_allocated_bytes_are_whole_blocks() -> None:
-    assert memory.allocated_bytes([0, 1, 512, 513]).tolist() == [0, 512, 512, 1024]
-
-
 def test_errors_name_what_is_known() -> None:
     with pytest.raises(ClusterError, match=r"unknown optimizer 'nonesuch': known are .*adamw"):
         memory.recipe("nonesuch")

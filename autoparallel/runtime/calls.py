@@ -1,0 +1,159 @@
+"""Runs compiled calls on this rank: values in, the program, values out, and the buffers that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoparallel.capture import OpGraph, Ref, precision
+from autoparallel.errors import InputError
+from autoparallel.layout import INVARIANT, Layout, to_torch
+from autoparallel.rules.space import StrategySpace
+from autoparallel.runtime import groups, initialise, rng
+from autoparallel.runtime.form import Compiled
+from autoparallel.runtime.interpret import values_of
+from autoparallel.runtime.shared import SharedGradients
+from autoparallel.runtime.state import State
+from autoparallel.runtime.step import StepRunner, loss_of
+
+
+class Calls:
+    """Calls of a module with these parameters and buffers; ``leaves`` are a call's arguments, flat."""
+
+    def __init__(self, module: nn.Module, state: State) -> None:
+        self.module, self._state = module, state
+        self._runners: dict[int, StepRunner] = {}
+        self._shared_gradients: dict[int, SharedGradients] = {}
+
+    def forward(self, compiled: Compiled, leaves: Sequence[Any]) -> Any:
+        """Forward of a form that is one stage in one turn; returns what the original returns."""
+        with self._state.together.call():
+            outputs = self._run(compiled, leaves)
+            results = [
+                value if layout is None else self._global_output(value, layout, compiled.space, number)
+                for number, (value, layout) in enumerate(zip(outputs, compiled.program.output_layouts, strict=True))
+            ]
+        return pytree.tree_unflatten(results, compiled.space.graph.out_spec)
+
+    def step(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
+        """Forward and backward; returns the loss, detached."""
+        run = self._whole_step if compiled.plan.hybrid.is_plain else self._turns
+        with self._state.together.call():
+            return run(compiled, leaves)
+
+    def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Forward of a form that is one stage in one turn; returns this rank's outputs."""
+        state, program, space = self._state, compiled.program, compiled.space
+        with groups.use(state.axes):
+            local = initialise.local_pieces([
+                self._local_input(leaves[int(site.path)], layout) if site.kind == "input"
+                else self._state_of(site.path, space.graph).clone() if site.path in program.updates  # backward reads it
+                else self._state_of(site.path, space.graph)
+                for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+            ])
+            with rng.use_seed(rng.mix(state.seed, state.calls)), precision.without_autocast():
+                outputs, updates, _ = compiled.forward(*local)
+        state.calls += 1
+        self._update(program.updates, updates)
+        return cast(Sequence[Any], outputs)
+
+    def _whole_step(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
+        """A step of a form that is one stage in one turn."""
+        loss = cast(torch.Tensor, self._run(compiled, leaves)[loss_of(compiled.micro.loss)])
+        if torch.is_grad_enabled():
+            with precision.without_autocast(), groups.use(self._state.axes):
+                loss.backward()
+        return loss.detach()
+
+    def _turns(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
+        """A step in turns or stages."""
+        state, key = self._state, id(compiled)
+        if key not in self._runners:
+            self._runners[key] = StepRunner(
+                compiled.programs, compiled.micro.loss, compiled.plan.hybrid, state.axes, state.site.pipeline_group,
+                state.device,
+            )
+            own = {name: ranks for name, ranks in compiled.shared.items() if name in compiled.parameter_layouts}
+            self._shared_gradients[key] = SharedGradients(self.module.get_parameter, own, state.shared_groups,
+                                                          compiled.plan.hybrid.sum_dtype)
+        feeds = self._feeds(compiled, leaves)
+        with self._shared_gradients[key].added_up() as shared, precision.without_autocast():
+            loss = self._runners[key].run(
+                lambda program: initialise.local_pieces([
+                    shared[site.path] if site.path in shared else self._state_of(site.path, compiled.space.graph)
+                    for site in program.placeholders if site.kind == "parameter"
+                ]),
+                lambda program, turn: [
+                    self._local_input(feeds[int(site.path)][turn], layout) if site.kind == "input"
+                    else self._state_of(site.path, compiled.space.graph)
+                    for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+                    if site.kind != "parameter"
+                ],
+                rng.mix(state.seed, state.calls),
+            )
+        state.calls += 1
+        for module in self._runners[key].modules.values():
+            self._update(module.program.updates, module.updates)
+        self._share_written(compiled)
+        return loss
+
+    def _update(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():  # a new value may be another buffer's old one
+            for name, value in zip(names, [value.clone() for value in values], strict=True):
+                self.module.get_buffer(name).copy_(value)
+
+    def _share_written(self, compiled: Compiled) -> None:
+        """Give the buffers that one stage has written to the others, which may read them in the next step."""
+        if (group := self._state.site.pipeline_group) is not None:
+            for name, rank in compiled.written.items():
+                dist.broadcast(self.module.get_buffer(name), dist.get_global_rank(group, rank), group=group)
+
+    def _feeds(self, compiled: Compiled, leaves: Sequence[Any]) -> list[list[Any]]:
+        """Each input of the turns' program, turn by turn."""
+        state, micro = self._state, compiled.micro
+        if micro.count == 1:
+            return [[leaf] for leaf in leaves]
+        known: dict[Ref, torch.Tensor] = {}
+        for node in micro.whole.of_kind("input"):
+            leaf = leaves[int(node.path)]
+            known[Ref(node.index)] = (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).to(state.device)
+        for node in micro.whole.of_kind("buffer"):
+            known[Ref(node.index)] = self._state_of(node.path, micro.whole)
+        with torch.no_grad():
+            values = values_of(micro.whole, [feed.ref for feed in micro.feeds], known, state.device)
+        return [
+            list(values[feed.ref].chunk(micro.count, feed.dim)) if feed.dim >= 0 else [values[feed.ref]] * micro.count
+            for feed in micro.feeds
+        ]
+
+    def _state_of(self, path: str, graph: OpGraph) -> torch.Tensor:
+        """A parameter, buffer or constant."""
+        if path in graph.constant_tensors:
+            return graph.constant_tensors[path].to(self._state.device)
+        owner, leaf = initialise.container(self.module, path)
+        value = cast(torch.Tensor, owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf])
+        if value.device.type == "meta":
+            raise InputError(f"{path} is still on the meta device: call init_weights() or load_state_dict(...) first")
+        return value
+
+    def _local_input(self, value: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if not isinstance(value, DTensor):
+            value = DTensor.from_local(
+                value.to(self._state.device), self._state.mesh, to_torch((INVARIANT,) * len(layout)), run_check=False
+            )
+        elif value.device_mesh != self._state.mesh:
+            raise InputError(f"an input lies on the mesh {value.device_mesh}, the model on {self._state.mesh}")
+        return value.redistribute(placements=to_torch(layout)).to_local()
+
+    def _global_output(self, value: torch.Tensor, layout: Layout, space: StrategySpace, number: int) -> torch.Tensor:
+        if all(p == INVARIANT for p in layout):
+            return value
+        meta = space.graph.meta(space.graph.outputs[number])
+        made = initialise.as_dtensor(value, self._state.mesh, layout, meta.shape)
+        return made.full_tensor() if self._state.gathers else made

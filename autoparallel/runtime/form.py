@@ -1,0 +1,117 @@
+"""The form of a call (what makes two calls the same program), and what `compile` makes of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoparallel.capture import precision
+from autoparallel.errors import InputError
+from autoparallel.hybrid import MicroBatches, Stages
+from autoparallel.layout import Layout
+from autoparallel.lower.emit import Program
+from autoparallel.lower.overlap import overlap
+from autoparallel.plans import Plan
+from autoparallel.rules.space import StrategySpace
+from autoparallel.runtime.shared import Ranks
+from autoparallel.runtime.step import Forward
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One traced call form: its plan, the strategy space of one turn, and this rank's programs by stage."""
+
+    plan: Plan
+    space: StrategySpace
+    micro: MicroBatches
+    stages: Stages
+    programs: Mapping[int, Program]
+
+    @property
+    def program(self) -> Program:
+        """The program of a form that is one stage."""
+        if len(self.stages) > 1:
+            raise InputError(f"the model is cut into {len(self.stages)} pipeline stages: it runs by step(...)")
+        return self.programs[0]
+
+    @cached_property
+    def forward(self) -> nn.Module:
+        """The program of a form that is one stage, as it runs: parameters are on their way beside compute."""
+        hybrid = self.plan.hybrid
+        if hybrid.recompute == "none" and hybrid.zero_stage < 3:
+            return overlap(self.program.module)
+        return Forward(self.program, hybrid)
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Layouts of the parameters that this rank has."""
+        return {
+            site.path: layout
+            for program in self.programs.values()
+            for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+            if site.kind == "parameter"
+        }
+
+    @property
+    def elsewhere(self) -> set[str]:
+        """Parameters that only other stages have."""
+        read = {site.path for site in self.space.sites if site.kind == "parameter"}
+        return read - set(self.parameter_layouts) if len(self.stages) > 1 else set()
+
+    @cached_property
+    def shared(self) -> dict[str, Ranks]:
+        """Parameters of several stages or ranks of the pipeline, with these ranks."""
+        found = {}
+        for site in self.space.sites:
+            stages = [s for s, part in enumerate(self.stages.parts) if site.index in part.sites]
+            ranks = self.plan.hybrid.ranks_of(*stages)
+            if site.kind == "parameter" and max(len(stages), len(ranks)) > 1:
+                found[site.path] = ranks
+        return found
+
+    @cached_property
+    def written(self) -> dict[str, int]:
+        """Buffers that the program writes, with the first rank of the pipeline that computes what."""
+        return {site.path: self.plan.hybrid.ranks_of(stage)[0] for stage, part in enumerate(self.stages.parts)
+                for site in self.space.sites if site.kind == "update" and site.index in part.sites}
+
+
+#: (model in the right mode, args, kwargs, layouts of parameters placed already, whether the form is plain: in one turn
+#: and one stage whatever the plan) -> Compiled
+Compile = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], Mapping[str, Layout], bool], Compiled]
+
+
+def form_of(leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
+    """What of a call's arguments, and of the autocast around it, is fixed when it is traced."""
+    casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in precision.DEVICES]
+    return (str(spec), *map(_form, leaves), *casts)
+
+
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return type(leaf).__name__, leaf if isinstance(leaf, (int, float, str, bool, type(None))) else repr(leaf)
+
+
+def call_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The form of a call, as (float32[8, 16], labels=int64[8])."""
+
+    def text(value: Any) -> str:
+        leaves = pytree.tree_map_only(torch.Tensor, lambda t: f"{t.dtype}{list(t.shape)}".removeprefix("torch."), value)
+        return leaves if isinstance(leaves, str) else repr(leaves).replace("'", "")
+
+    return f"({', '.join([*map(text, args), *(f'{name}={text(value)}' for name, value in kwargs.items())])})"
+
+
+def as_plain(leaf: Any, device: torch.device) -> Any:
+    """A DTensor as a tensor of its global shape, for tracing; of a meta-device model every tensor is a shape only."""
+    if isinstance(leaf, DTensor) or (isinstance(leaf, torch.Tensor) and device.type == "meta"):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+    return leaf

@@ -1,0 +1,70 @@
+"""What a parallel module knows beside its parameters, and which parts of it train and learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoparallel.errors import InputError
+from autoparallel.layout import Layout
+from autoparallel.plans import Hybrid
+from autoparallel.runtime import groups, initialise
+from autoparallel.runtime.failing import Together
+from autoparallel.runtime.form import Compile, Compiled
+from autoparallel.runtime.shared import Ranks
+
+
+@dataclass
+class State:
+    """What the module keeps beside its parameters."""
+
+    model: nn.Module
+    site: groups.MeshSite
+    hybrid: Hybrid
+    compile_call: Compile
+
+    def __post_init__(self) -> None:
+        self.mesh = self.site.mesh
+        self.axes = groups.bind(self.mesh)
+        self.together = Together(self.site.whole)
+        self.forms: dict[Any, Compiled] = {}
+        self.parts: dict[nn.Module, nn.Module] = {}
+        self.calls_traced: dict[str, None] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.shared_groups: dict[Ranks, dist.ProcessGroup] = {}
+        self.calls = 0
+        self.gathers = False
+        self.seed = initialise.shared_seed(torch.initial_seed())
+        self.device = torch.device(self.mesh.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each part trains: a part may stay in eval mode while the others train."""
+        return tuple(part.training for part in self.parts.values() or self.model.modules())
+
+    def learning(self) -> tuple[bool, ...]:
+        """Whether each parameter learns: some may be frozen, and learn later. Raises InputError where a rank would have
+        to tell those of other pipeline stages, which have other parameters."""
+        if self.hybrid.stages == 1:
+            parts = self.parts.values() or self.model.modules()
+            return tuple(p.requires_grad for part in parts for p in part._parameters.values() if p is not None)
+        for module, part in self.parts.items():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.requires_grad > module.get_parameter(name).requires_grad:
+                    raise InputError(f"{type(part).__name__}.{name} was frozen when the pipeline was compiled, and is "
+                                     "to learn now\n  Compile again, with all that may learn (freezing is possible at "
+                                     "any time).")
+        return ()
+
+    def take_modes(self) -> None:
+        """Give the original's modules the modes of their parts, and say which of its parameters learn."""
+        for module, part in self.parts.items():
+            module.training = part.training
+            for name, parameter in part._parameters.items():
+                if parameter is not None and self.hybrid.stages == 1:
+                    module.get_parameter(name).requires_grad_(parameter.requires_grad)
