@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from functools import cached_property
@@ -19,6 +20,7 @@ from cost_models import Cluster
 from tests.models import CASES
 from tests.ranks import RankError, mesh_of
 from tests.reference import gathered, gradients_of
+from tests.test_overlap import Tied
 
 
 def _case(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
@@ -546,3 +548,34 @@ def test_a_step_that_fails_leaves_gradients_that_ranks_share() -> None:
         read["weight"].sum().backward()
         raise RuntimeError("no more memory")
     assert parameter.grad is before and before.tolist() == [2.0] * 3
+
+
+def copied_and_trained(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """Parameters of a model after one step, and of a copy that was made then and took another; by one process without
+    a mesh."""
+    ids = torch.arange(8 * 6).view(8, 6) % 19
+    model: Any = Tied()
+    if mesh_shape:
+        model = autoparallel.compile(model, mesh_of(*mesh_shape), example_inputs=(ids, ids + 1), **options)
+    for number in range(2):
+        trained = model if number == 0 else copy.deepcopy(model)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        if "micro_batches" in options:
+            trained.step(ids, ids + 1)
+        else:
+            trained(ids, ids + 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [gathered(found.named_parameters()) for found in (model, trained)]
+
+
+@pytest.mark.parametrize(("mesh_shape", "options"), [
+    ((2,), {"baseline": "fsdp"}), ((2,), {"baseline": "ddp", "pipeline_stages": 2, "micro_batches": 2}),
+])
+def test_a_copy_learns_by_itself(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    expected = copied_and_trained((), {})
+    for found in ranks(2).run(copied_and_trained, mesh_shape, options):
+        for mine, others in zip(found, expected, strict=True):
+            assert mine and set(mine) <= set(others)
+            for name, value in mine.items():
+                torch.testing.assert_close(value, others[name], rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,10 @@ class Calls:
         self.module, self._state = module, state
         self._runners: dict[int, StepRunner] = {}
         self._shared_gradients: dict[int, SharedGradients] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
+        """Runners are made when they are needed: these are of this one's programs."""
+        return Calls(deepcopy(self.module, memo), deepcopy(self._state, memo))
 
     def forward(self, compiled: Compiled, leaves: Sequence[Any]) -> Any:
         """Forward of a form that is one stage in one turn; returns what the original returns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,13 @@ class State:
         self.device = torch.device(self.mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        """Of a copied module, which has parameters of its own and the process groups of this one."""
+        made = memo[id(self)] = object.__new__(State)
+        memo.update({id(shared): shared for shared in (self.together, *self.shared_groups.values())})
+        made.__dict__.update(deepcopy(self.__dict__, memo))
+        return made
 
     def modes(self) -> tuple[bool, ...]:
         """Whether each part trains: a part may stay in eval mode while the others train."""
