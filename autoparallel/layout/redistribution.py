@@ -177,14 +177,21 @@ class RedistributionTable:
         if direct:
             self.seconds += DIRECT_S * (1 - np.eye(count))
         self._via = np.tile(np.arange(count, dtype=np.int32), (count, 1))
-        reachable = np.flatnonzero(space.legal)
-        for k in reachable:
-            through = self.seconds[:, k, None] + self.seconds[None, k, :]
-            better = through < self.seconds * (1 - 1e-12)
-            self.seconds = np.where(better, through, self.seconds)
-            self._via = np.where(better, self._via[:, k, None], self._via)
+        self._close(np.flatnonzero(space.legal))
         if direct:
             self.seconds = self.sum_along(step_cost)
+
+    def _close(self, legal: np.ndarray) -> None:
+        """Cheapest paths by way of these layouts, which lead nowhere else."""
+        among = np.ix_(legal, legal)
+        seconds, via = self.seconds[among], self._via[among]
+        through, least = np.empty_like(seconds), np.empty_like(seconds)
+        for k in range(len(legal)):
+            np.add(seconds[:, k, None], seconds[None, k, :], out=through)
+            better = through < np.multiply(seconds, 1 - 1e-12, out=least)
+            np.copyto(seconds, through, where=better)
+            np.copyto(via, via[:, k, None].copy(), where=better)
+        self.seconds[among], self._via[among] = seconds, via
 
     def _single_steps(self, step_cost: StepCost, item_bytes: int) -> np.ndarray:
         count = len(self.space.layouts)
