@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.ranks import RankPool, pool_of, stop_pools
 
 # Tiny models gain nothing from threads, and on a busy machine lose tenfold: OpenMP's threads wait for each other.
 torch.set_num_threads(1)
+# One example may take long on a busy machine; what takes too long altogether has a time limit of its own.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:

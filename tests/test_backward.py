@@ -70,7 +70,7 @@ def test_without_inputs_that_take_gradients() -> None:
     assert assert_two_parts_are_one(lambda x, w: [x[0] @ w[0]], tensors(1, 1, frozen=1), tensors(1, 2)) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_stage(data: st.DataObject) -> None:
     """Ops on any two earlier values; any of them are sent."""

@@ -57,7 +57,7 @@ def test_a_device_is_recovered_from_its_own_prices() -> None:
     assert all(predicted_op_s(device, op) == pytest.approx(op.seconds, rel=0.01) for op in ops)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(slowdown=st.integers(0, 100), cases=st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10),
                                                                st.sampled_from([0.0, 0.5])), min_size=1, max_size=5))
 def test_how_much_compute_and_communication_slow_each_other_is_recovered(

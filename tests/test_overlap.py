@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -556,7 +556,6 @@ def alone_s(step: _Step, stream: str = "") -> float:
     return sum(task.duration_s for task in step.tasks if stream in ("", task.stream))
 
 
-@settings(deadline=None)
 @given(PROGRAMS, st.floats(1.0, 2.0))
 def test_a_step_is_never_shorter_than_its_compute_nor_longer_than_its_parts(
         program: list[tuple[str, int, str]], slowdown: float) -> None:
@@ -567,7 +566,6 @@ def test_a_step_is_never_shorter_than_its_compute_nor_longer_than_its_parts(
     assert step.hidden_s(2.0) <= step.hidden_s(1.0) + 1e-9
 
 
-@settings(deadline=None)
 @given(PROGRAMS, st.floats(1.0, 4.0), st.sampled_from([1.0, 1.3, 2.0]))
 def test_a_slower_link_never_makes_a_simulated_step_faster(
         program: list[tuple[str, int, str]], slower: float, slowdown: float) -> None:

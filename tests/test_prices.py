@@ -208,7 +208,7 @@ def test_defect_axes_searched_one_by_one_collapse_to_data_parallelism() -> None:
     assert len(found[2, 4]) > 1
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from([(2,), (2, 4)]), st.floats(1e7, 1e11), st.floats(1.0, 100.0), st.floats(0, 1e-3))
 def test_a_slower_link_never_makes_the_best_plan_faster(mesh_shape: tuple[int, ...], bandwidth: float, times: float,
                                                         alpha_s: float) -> None:

@@ -122,7 +122,7 @@ def test_full_recomputation_costs_a_forward() -> None:
 # --- physics --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["none", "selective", "full"]),
        st.booleans())
 def test_more_work_takes_longer(tp: int, pp: int, recompute: str, flash: bool) -> None:
@@ -136,7 +136,7 @@ def test_more_work_takes_longer(tp: int, pp: int, recompute: str, flash: bool) -
     assert seconds(**plan, model__ffn=65536) > least
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(["200 Gb/s per node", "400 Gb/s per node", "1600 Gb/s per node"]), st.booleans(),
        st.sampled_from([1, 8]))
 def test_a_slower_link_never_makes_a_plan_faster(network: str, fsdp: bool, tp: int) -> None:
@@ -146,7 +146,7 @@ def test_a_slower_link_never_makes_a_plan_faster(network: str, fsdp: bool, tp: i
     assert seconds(**plan, hardware__intra_bw="100 GB/s") >= seconds(**plan, hardware__intra_bw="200 GB/s")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([0, 1, 3]), st.booleans(),
        st.sampled_from(["none", "selective", "full"]))
 def test_sharding_more_never_uses_more_memory(tp: int, dp: int, zero: int, parallel: bool, recompute: str) -> None:
@@ -314,7 +314,7 @@ def test_nonsense_is_refused(value: dict[str, Any]) -> None:
     assert predict(value) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_field_may_be_absent(data: st.DataObject) -> None:
     """A row with fields missing gives a positive prediction or None, never an error."""
@@ -330,7 +330,7 @@ NONSENSE = st.sampled_from([0, 1, -1, 3, 7, 1.5, 10**9, 10**15, 1e300, math.nan,
                             {}, "ZeRO-3", "FULL_SHARD", "0 GB/s", "1.2.3 GB/s", "0 Gb/s per GPU", {"dispatcher": 3}])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_field_may_be_anything(data: st.DataObject) -> None:
     """Fields changed to what they never hold: a finite prediction or None, and never an error."""

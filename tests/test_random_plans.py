@@ -54,7 +54,7 @@ def run_cases(number: int, count: int) -> None:
     """``count`` random cases, the same for the same ``number``."""
 
     @seed(number)
-    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck))
     @given(programs(), st.sampled_from(MESHES), st.integers(0, 2**16))
     def check(program: Program, mesh: tuple[int, ...], plan: int) -> None:
         note(f"{program}\nmesh {mesh}, plan {plan}")

@@ -91,7 +91,7 @@ def test_a_collective_that_costs_another_times_as_much_gets_a_factor() -> None:
     assert max(map(abs, residuals)) < 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.floats(1e3, 1e12), st.floats(1e-6, 1.0)), min_size=1, max_size=12))
 def test_fitted_curves_are_always_legal(samples: list[tuple[float, float]]) -> None:
     curve = fit_efficiency([s for s, _ in samples], [t for _, t in samples], 1e12)

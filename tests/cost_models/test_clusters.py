@@ -196,7 +196,7 @@ def test_shared_network_cards() -> None:
     assert collectives.all_reduce_s(1e9, shared) > 3 * collectives.all_reduce_s(1e9, alone)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["h100-sxm", "v100-sxm-32", "gb200-nvl72"]), st.lists(st.integers(1, 9), min_size=1, max_size=3),
        st.data())
 def test_groups_hold_their_invariants(name: str, mesh: list[int], data: st.DataObject) -> None:

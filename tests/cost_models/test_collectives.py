@@ -36,14 +36,14 @@ def groups(draw: st.DrawFn, bursts: tuple[float, ...] = (0.0, 2.0**15, 1e9)) -> 
 # --- properties ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups(), st.floats(0, 1e11), st.floats(0, 1e11))
 def test_more_bytes_never_cost_less(group: Group, a: float, b: float) -> None:
     for collective in COLLECTIVES:
         assert collective(min(a, b), group) <= collective(max(a, b), group)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups(), st.floats(0, 1e11), st.floats(1.0, 100.0), st.floats(1.0, 100.0), st.integers(0, 1))
 @example(SHAPED.group((8, 8), 0), 762601.0, 1.0, 3.0, 0)
 @example(SHAPED.group((64,), 0), 762601.0, 1.0, 3.0, 0)
@@ -59,7 +59,7 @@ def test_a_slower_link_never_makes_anything_faster(
         assert collective(nbytes, slower) >= collective(nbytes, group) * (1 - 1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.floats(0, 1e12), st.sampled_from(known_clusters()))
 def test_a_group_of_one_is_free(nbytes: float, name: str) -> None:
     group = MACHINES[name].group((16, 1), 1)
@@ -67,7 +67,7 @@ def test_a_group_of_one_is_free(nbytes: float, name: str) -> None:
         assert collective(nbytes, group) == 0.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups(), st.lists(st.floats(0, 1e11), min_size=1, max_size=5))
 def test_arrays_price_like_their_elements(group: Group, sizes: list[float]) -> None:
     for collective in COLLECTIVES:
@@ -76,7 +76,7 @@ def test_arrays_price_like_their_elements(group: Group, sizes: list[float]) -> N
         assert np.array_equal(together, [collective(size, group) for size in sizes])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups(bursts=(0.0,)))
 def test_gathering_and_reduce_scattering_make_an_all_reduce(group: Group) -> None:
     """Also the defect of pricing an all-gather on the sharded size: bytes are those of the gathered tensor."""
@@ -84,7 +84,7 @@ def test_gathering_and_reduce_scattering_make_an_all_reduce(group: Group) -> Non
     assert both >= 0.99 * all_reduce_s(4e9, group)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(known_clusters()), st.floats(1e3, 1e10))
 def test_the_inner_axis_is_faster_than_the_outer(name: str, nbytes: float) -> None:
     cluster = MACHINES[name]

@@ -17,14 +17,14 @@ STAGES = st.lists(st.floats(0.5, 4.0), min_size=1, max_size=6)
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.floats(0.1, 3.0))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_equal_stages_agree_with_the_simulation(stages: int, micro_batches: int, forward_s: float) -> None:
     tasks = one_forward_one_backward([forward_s] * stages, [2 * forward_s] * stages, micro_batches)
     assert pipeline_s([3 * forward_s] * stages, micro_batches) == pytest.approx(simulate(tasks).total_s)
 
 
 @given(STAGES, st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_unequal_stages_are_bounded_by_it(forward_s: list[float], micro_batches: int) -> None:
     """The closed form waits for the slowest stage once more than needed where that lies inside: never too low, and too
     high by no more than the stages on one side of it."""
@@ -38,7 +38,7 @@ def test_unequal_stages_are_bounded_by_it(forward_s: list[float], micro_batches:
 
 @given(st.lists(st.tuples(st.floats(0.5, 4.0), st.integers(1, 3)), min_size=1, max_size=4), st.integers(1, 4))
 @example([(2.0, 2), (1.0, 1), (3.0, 3), (1.0, 1)], 6)  # one forward for each rank to come is too few
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_stages_on_several_ranks_are_bounded_by_it(stages: list[tuple[float, int]], rounds: int) -> None:
     """Never too low, and too high by filling and draining at most."""
     forward_s, replicas = [seconds for seconds, _ in stages], [ranks for _, ranks in stages]
@@ -52,7 +52,7 @@ def test_stages_on_several_ranks_are_bounded_by_it(stages: list[tuple[float, int
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_ranks_dealt_out_as_work_is_all_work_all_the_time(replicas: list[int]) -> None:
     """Once the pipeline is full, a micro-batch more takes what a rank's share of it takes."""
     whole = math.lcm(*replicas)

@@ -88,7 +88,7 @@ def programs(draw: st.DrawFn) -> list[Task]:
     return tasks
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(programs(), st.floats(1.0, 3.0))
 def test_what_holds_for_every_program(tasks: list[Task], factor: float) -> None:
     free, slowed = simulate(tasks), simulate(tasks, equal_slowdown(["compute", "network", "copy"], factor))

@@ -43,7 +43,7 @@ def test_defect_zero_and_tensor_parallelism_divided_twice() -> None:
     assert state.optimizer == 125 * 8
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 10**10), st.sampled_from(sorted(PRECISIONS)), st.sampled_from(sorted(RECIPES)),
        st.integers(0, 2), st.integers(1, 512))
 def test_sharding_more_never_uses_more_memory(n: int, dtype: str, optimizer: str, stage: int, ranks: int) -> None:
@@ -78,7 +78,7 @@ def test_defect_memory_summed_without_liveness() -> None:
     assert peak_bytes([], [], []) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20), st.integers(0, 100)), max_size=12))
 def test_peak_is_the_fullest_moment(values: list[tuple[int, int, int]]) -> None:
     starts, ends, sizes = [v[0] for v in values], [v[1] for v in values], [v[2] for v in values]

@@ -14,7 +14,7 @@ from autoparallel.search.alternatives import alternatives, conflict, explain, pi
 from tests.search.problems import all_plans, random_problem, seeds
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds)
 def test_the_second_best_plan(seed: int) -> None:
     problem = random_problem(seed, limited=bool(seed % 2))
@@ -40,7 +40,7 @@ def test_alternatives_differ_in_what_matters() -> None:
     assert found[0].objective <= found[1].objective
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seeds)
 def test_explanations_hold(seed: int) -> None:
     problem = random_problem(seed, limited=bool(seed % 2))

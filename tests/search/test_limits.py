@@ -43,7 +43,7 @@ def set_clock(patch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
         patch.setattr(module, "time", SimpleNamespace(monotonic=clock, time=time.time))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seeds, st.integers(0, 300), st.sampled_from(sorted(WAYS)))
 @example(3, 0, "wide")
 def test_wherever_the_clock_stops_a_search_its_answer_holds(seed: int, looks: int, way: str) -> None:

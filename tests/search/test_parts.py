@@ -65,7 +65,7 @@ def test_malformed_problems_are_refused_at_birth(make: object, message: str) -> 
         make()  # type: ignore[operator]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds)
 def test_files_keep_problems(seed: int) -> None:
     problem = random_problem(seed, limited=True)
@@ -118,7 +118,7 @@ def test_a_malformed_file_is_an_error(changes: dict[str, object], tmp_path: Path
         iopddl.read(path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds)
 def test_presolve_keeps_an_optimum(seed: int) -> None:
     problem = random_problem(seed, limited=bool(seed % 2))
@@ -132,7 +132,7 @@ def test_presolve_keeps_an_optimum(seed: int) -> None:
         assert reduced.forward(reduced.restore(choice)) == choice
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 def test_elimination_and_its_regrets(seed: int) -> None:
     problem = random_problem(seed, limited=False)
@@ -199,7 +199,7 @@ def test_tables_of_earlier_prices_change_nothing(kept_cells: int, monkeypatch: p
     assert (kept._tables.cells == 0) == (kept_cells == 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 def test_choices_that_were_dropped_become_the_first(seed: int) -> None:
     problem, rng = random_problem(seed, limited=True), np.random.default_rng(seed)
@@ -214,7 +214,7 @@ def test_choices_that_were_dropped_become_the_first(seed: int) -> None:
         keep(problem, [np.zeros(0, np.int64), *kept[1:]])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 def test_priced_bounds_hold(seed: int) -> None:
     problem = replace(random_problem(seed, limited=True), limit=math.inf)
@@ -236,7 +236,7 @@ def test_priced_bounds_hold(seed: int) -> None:
         assert least.bound * 0.9 < early.bound <= min(peaks) * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 def test_local_search_keeps_its_books(seed: int) -> None:
     problem = random_problem(seed, limited=True)
@@ -255,7 +255,7 @@ def test_local_search_keeps_its_books(seed: int) -> None:
         assert after.peak_bytes <= problem.limit and after.objective <= before.objective
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds)
 def test_no_cheaper_plan_has_a_choice_that_was_dropped(seed: int) -> None:
     problem = random_problem(seed, limited=True)

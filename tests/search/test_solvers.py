@@ -49,13 +49,13 @@ def check_against_brute_force(problem: Problem) -> None:
             assert found.objective <= best * (1 + 1e-5) and found.lower_bound >= best * (1 - 1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds)
 def test_brute_force_without_a_limit(seed: int) -> None:
     check_against_brute_force(random_problem(seed, limited=False))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seeds)
 def test_brute_force_with_a_limit(seed: int) -> None:
     check_against_brute_force(random_problem(seed, limited=True))
@@ -81,7 +81,7 @@ def test_brute_force_as_if_elimination_were_too_wide(limited: bool, monkeypatch:
     assert looked
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds)
 def test_a_screen_keeps_every_better_plan(seed: int) -> None:
     """Whatever the prices and the plan in hand: the bound holds, and no cheaper plan has a choice that was dropped."""
@@ -100,7 +100,7 @@ def test_a_screen_keeps_every_better_plan(seed: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(seeds)
 def test_brute_force_a_thousand_times(seed: int) -> None:
     check_against_brute_force(random_problem(seed, limited=bool(seed % 2)))
@@ -179,7 +179,7 @@ def test_recursive_is_near_optimal_where_memory_binds(seed: int) -> None:
     assert found.peak_bytes <= problem.limit and found.objective <= 1.002 * best.lower_bound
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds)
 def test_memory_at_prices(seed: int) -> None:
     """At a price per byte and time, a plan costs what it costs and what its memory above the least costs."""

@@ -41,7 +41,7 @@ def compact_or_none(problem: Problem) -> Compact | None:
         return None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds, st.booleans())
 def test_merging_keeps_an_optimum(seed: int, to_the_end: bool) -> None:
     problem = random_problem(seed, limited=bool(seed % 2))
@@ -62,7 +62,7 @@ def test_merging_keeps_an_optimum(seed: int, to_the_end: bool) -> None:
     assert min(costs) == best_of(problem)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 def test_a_part_counts_what_is_around_it(seed: int) -> None:
     compact = compact_or_none(random_problem(seed, limited=True))
@@ -82,7 +82,7 @@ def test_a_part_counts_what_is_around_it(seed: int) -> None:
         assert part.fits(picks) == compact.fits(whole)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 def test_messages_bound_every_plan_and_every_choice(seed: int) -> None:
     problem = random_problem(seed, limited=bool(seed % 2))
@@ -100,7 +100,7 @@ def test_messages_bound_every_plan_and_every_choice(seed: int) -> None:
             assert all(bound + regrets[v][pick] <= judged.objective + 1e-6 for v, pick in enumerate(plan))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seeds)
 def test_prices_of_siblings_are_raised_as_if_each_were_alone(seed: int) -> None:
     compact = compact_or_none(random_problem(seed, limited=True))
@@ -116,7 +116,7 @@ def test_prices_of_siblings_are_raised_as_if_each_were_alone(seed: int) -> None:
         assert found.values == pytest.approx(expected.values) and other.into == pytest.approx(one.into)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 def test_a_walk_keeps_its_books(seed: int) -> None:
     compact = compact_or_none(random_problem(seed, limited=True))
@@ -137,7 +137,7 @@ def test_a_walk_keeps_its_books(seed: int) -> None:
             assert walk.fits(v, pick) == (not worse) or not fitted
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 def test_wide_search_is_right_about_small_problems(seed: int) -> None:
     problem, best = random_problem(seed, limited=True), 0.0
@@ -154,7 +154,7 @@ def test_wide_search_is_right_about_small_problems(seed: int) -> None:
         assert judged.feasible and judged.objective == search.outcome.objective >= best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds, st.booleans())
 @example(56445, False)
 def test_branching_proves_the_optimum(seed: int, by_program: bool) -> None:
@@ -177,7 +177,7 @@ def test_branching_proves_the_optimum(seed: int, by_program: bool) -> None:
     assert bound == found[0] == pytest.approx(best)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds)
 def test_nothing_that_better_plans_need_is_dropped(seed: int) -> None:
     problem = random_problem(seed, limited=True)
@@ -265,7 +265,7 @@ def test_wide_search_on_blocks() -> None:
     assert search.outcome.lower_bound <= search.outcome.objective
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 def test_least_memory_of_large_problems_is_bounded(seed: int) -> None:
     problem = random_problem(seed, limited=True)
@@ -289,7 +289,7 @@ def two_classes(seed: int) -> Problem:
     return replace(problem, nodes=nodes, edges=edges, more_limits=(float(limits[0]), math.inf if seed % 2 else 9.0))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seeds)
 @example(935)
 @example(5025)  # HiGHS looped on both while the pairs of choices had no upper bound
