@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
@@ -139,3 +141,15 @@ def test_a_batch_of_one_rank_that_does_not_fit_is_told_to_all(four_ranks: RankPo
     found = four_ranks.run(rows_of, torch.randint(16, (8, 4)), 2)
     assert [name for name, *_ in found] == ["PeerError", "PeerError", "IndexError", "PeerError"], found
     assert all("rank 2 failed" in text and "index out of range" in text for _, text, *_ in found), found
+
+
+def test_a_process_group_whose_store_does_nothing_will_do() -> None:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        x = torch.randn(8, 32)
+        parallel = autoparallel.compile(Deep(), init_device_mesh("cpu", (4,)), example_inputs=(x,))
+        assert parallel(x).isfinite()
+        with FailsAt(1):
+            assert told(lambda: parallel(x))[0] == "OutOfMemoryError"
+    finally:
+        torch.distributed.destroy_process_group()

@@ -33,8 +33,9 @@ class Together:
         self.failed: tuple[int, str] | None = None
         self._on_cpu, self._alone = mesh.device_type == "cpu", mesh.size() == 1
         self._store = dist.group.WORLD.get_group_store()
-        # of an earlier process group in the same store; none of this one is there before all ranks have compiled
-        self._old = self._store.get(_KEY) if self._store.check([_KEY]) else b""
+        self._old = b""  # what an earlier process group left in the store; of this one only what has compiled can fail
+        with suppress(RuntimeError):  # torch's fake process groups have a store that does nothing
+            self._old = self._store.get(_KEY) if self._store.check([_KEY]) else b""
 
     def check(self) -> None:
         """Raises PeerError where a rank failed before."""
