@@ -17,7 +17,8 @@ from autoparallel.hybrid import split_batch
 from autoparallel.lower import emit, posting
 from autoparallel.lower.emit import item
 from autoparallel.lower.overlap import begin_gather, begin_reductions, end, ended_together, overlap, reads_of
-from autoparallel.lower.posting import TOP, Posting, Read
+from autoparallel.lower.posting import TOP, Posting, Read, asked_for
+from autoparallel.lower.reads import gathers_parameter, split_reads
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.beside import _Plan, _Step
@@ -86,6 +87,7 @@ def lines_priced(plan: _Plan) -> list[object]:
     ("llama", (2, 2), {"baseline": "ddp"}, Hybrid()),
     ("llama", (2, 2), {"baseline": "sequence_parallel"}, Hybrid()),
     ("gpt2", (2, 2), {"seed": 0}, Hybrid(zero_stage=3)),
+    ("llama", (2, 2), {"baseline": "fsdp"}, Hybrid(zero_stage=3)),
     ("llama", (4,), {"baseline": "fsdp"}, Hybrid(zero_stage=3, recompute="full")),
     ("t5", (2, 2), {"seed": 1}, Hybrid(recompute="selective")),
     ("t5", (4,), {"seed": 2}, Hybrid()),
@@ -112,6 +114,22 @@ def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...]
     assert len(posted) == sum(gather or not begins for begins, gather, _ in pairs) + again
     assert (again > 0) == (hybrid.zero_stage == 3)
     assert pairs
+
+
+@pytest.mark.parametrize(("case_name", "recompute"), [("gpt2", "none"), ("llama", "full"), ("t5", "none")])
+def test_what_is_priced_is_what_runs_in_each_turn_of_zero_3(case_name: str, recompute: str,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what is read before the turns: of plans at random, steps before the first that communicates."""
+    monkeypatch.setattr(posting, "BUCKET_BYTES", 20_000)
+    case, hybrid = CASES[case_name], Hybrid(2, zero_stage=3, recompute=recompute)
+    space = StrategySpace(split_batch(capture(case.build(), *case.inputs(8)), 2).body, (2, 2))
+    labels, ops = labels_of(case_name, space, {"seed": 0}), {site.index for site in space.sites if site.kind == "op"}
+    prices = Prices(space, CLUSTER)
+    plan = _Plan(SpacePricer(prices, turns=Turns(space, hybrid)), labels)
+    turn = split_reads(emit(space, labels, prices.path, (0, 0)), gathers_parameter).turn
+    assert reads_of(turn, _recomputed(hybrid))[1] == plan.reads
+    written = lines_of(overlap(turn, _recomputed(hybrid)), ops)
+    assert written == lines_priced(plan) and any(isinstance(event, tuple) for event in written)
 
 
 @pytest.mark.parametrize(("baseline", "mesh_shape"), [("ddp", (2, 2)), ("fsdp", (4,))])
@@ -175,10 +193,26 @@ def test_a_second_reduction_does_not_wait_for_the_end(monkeypatch: pytest.Monkey
     assert [(pair.begin, pair.end) for pair in gathering.gathered] == [(TOP, 1), (1, 11), (11, 21)]
 
 
-def test_a_gather_behind_another_step_waits_for_it() -> None:
-    """Of two gathers one after the other the first waits, where the second begins; a reduction behind it waits too."""
-    reads = [Read(None, "gather", "x", "f", 4, 3), Read(0, "gather", "y", "f", 8, 3),
-             Read(0, "reduction", "y", "f", 8, 5), Read(None, "gather", "x", "f", 8, 2)]
+def test_gathers_of_one_way_are_all_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two gathers one after the other the first ends where the second begins; a reduction behind it waits."""
+    monkeypatch.setattr(posting, "BUCKET_BYTES", 4)
+    reads = [Read(after, "gather", axis, "f", size, 10 * n) for n in range(4)
+             for after, axis, size in ((None, "x", 4), (2 * n, "y", 8))] + [Read(0, "reduction", "y", "f", 8, 5)]
     told = Posting(reads)
-    assert [pair.steps for pair in told.gathered] == [(3,), (1,)] and not told.reduced
-    assert dict(told.waited()) == {0: TOP, 2: None}
+    assert {pair.steps: (pair.begin, pair.end) for pair in told.gathered} == {
+        (1,): (TOP, 0), (3,): (0, 10), (5,): (10, 20), (7,): (20, 30),
+        (0,): (TOP, TOP), (2,): (TOP, 0), (4,): (0, 10), (6,): (10, 20)}
+    assert not told.reduced and dict(told.waited()) == {8: None} and told.hops(7) == [7, 6]
+    events = {place: [(event.begins, *event.pair.steps) for event in found] for place, found in told.events.items()}
+    assert events[TOP] == [(True, 0), (False, 0), (True, 1), (True, 2)]
+    assert events[0] == [(False, 2), (False, 1), (True, 3), (True, 4)]
+    assert events[20] == [(False, 6), (False, 5), (True, 7)]
+
+
+def test_backward_posts_what_it_asks_for_next_and_what_that_is_gathered_of() -> None:
+    """The first gathers of a way as many places earlier as there are others behind them."""
+    left = [(0, 8.0), (10, 8.0), (20, 8.0), (20, 1.0), (30, 8.0)]
+    assert [asked_for(30, left, hop) for hop in range(5)] == [[4, 2, 3, 1, 0], [2, 3, 1, 0], [1, 0], [0], []]
+    large = [(place, 1e9) for place, _ in left]
+    assert [asked_for(30, large, hop) for hop in range(5)] == [[4, 2, 3], [2, 3, 1], [1, 0], [0], []]
+    assert [asked_for(25, large, hop) for hop in range(3)] == [[2, 3], [2, 3, 1], [1, 0]]

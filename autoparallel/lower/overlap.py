@@ -228,7 +228,7 @@ def overlap(module: GraphModule, block_of: BlockOf | None = None) -> GraphModule
     ``block_of``: blocks of which each must stay one run of nodes, so that what they read is there when they begin.
     """
     steps, reads = reads_of(module, block_of or (lambda node: None))
-    events, writer = Posting(reads).events, _Writer(module, steps)
+    events, writer = Posting(reads).events, _Writer(module, steps, reads)
     writer.run(events.get(TOP, ()))
     seen = set[int]()
     for node in module.graph.nodes:
@@ -253,11 +253,12 @@ def reads_of(module: GraphModule, block_of: BlockOf) -> tuple[list[FxNode], list
 
 
 class _Writer:
-    """Writes a program anew; ``made`` are its nodes by the old ones', ``steps`` what pairs' numbers mean."""
+    """Writes a program anew; ``made`` are its nodes by the old ones', ``steps`` and ``reads`` what pairs' numbers
+    mean."""
 
-    def __init__(self, module: GraphModule, steps: Sequence[FxNode]) -> None:
+    def __init__(self, module: GraphModule, steps: Sequence[FxNode], reads: Sequence[Read]) -> None:
         self.graph, self.made, self.begun = Graph(), dict[FxNode, FxNode](), dict[Pair, FxNode]()
-        self.steps = steps
+        self.steps, self.reads = steps, reads
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 self.copy(node)
@@ -279,7 +280,7 @@ class _Writer:
             made = self.graph.call_function(begin_reductions, (first.args[1], *values), dict(first.kwargs))
         else:
             made = self.graph.call_function(begin_gather, (values[0], *first.args[1:]), dict(first.kwargs))
-            made.meta = {"place": pair.end, "num_bytes": first.meta["num_bytes"]}
+            made.meta = {"place": self.reads[pair.steps[0]].place, "num_bytes": first.meta["num_bytes"]}
         self.begun[pair] = made
 
     def _end(self, pair: Pair) -> None:

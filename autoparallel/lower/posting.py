@@ -71,8 +71,8 @@ def places(sites: Iterable[tuple[int, object]]) -> dict[int, int]:
 class Posting:
     """Reads, in the order of the program, told apart: reduced in buckets, gathered ahead, or waited for.
 
-    Reduced are the reductions that a way begins with, many at once by axis, dtype and place on the way; gathered is
-    what a way's communication ends with.
+    Reduced are the reductions that a way begins with, many at once by axis, dtype and place on the way; gathered are
+    all gathers, of which a way may have several, one after the other.
     """
 
     def __init__(self, reads: Sequence[Read]) -> None:
@@ -92,13 +92,19 @@ class Posting:
         self.reduced = self._reduced()
 
     def _gathered(self) -> list[Pair]:
-        """Gathers begin where those before them end, or earlier, as far as no more than `BUCKET_BYTES` are on their
-        way."""
-        steps = [n for n, read in enumerate(self.reads) if read.kind == "gather" and not self._follow[n]]
-        groups = [list(group) for _, group in itertools.groupby(sorted(steps, key=self._place), self._place)]
-        sizes = [sum(self.reads[n].num_bytes for n in group) for group in groups]
-        return [Pair((n,), TOP if after < 0 else self._place(groups[after][0]), self._place(n))
-                for after, group in zip(starts(sizes), groups, strict=True) for n in group]
+        """Gathers end where they are read, or where the next on their way begins. They begin where those before them
+        end, or earlier, as far as no more than `BUCKET_BYTES` are on their way."""
+        found, begins = list[Pair](), dict[int, int]()
+        steps = sorted((n for n, read in enumerate(self.reads) if read.kind == "gather"), key=self._follow.__getitem__)
+        for _, level in itertools.groupby(steps, self._follow.__getitem__):
+            ends = {n: self._needed(n, begins) for n in level}
+            groups = [list(g) for _, g in itertools.groupby(sorted(ends, key=ends.__getitem__), ends.__getitem__)]
+            sizes = [sum(self.reads[n].num_bytes for n in group) for group in groups]
+            for after, group in zip(starts(sizes), groups, strict=True):
+                begin = TOP if after < 0 else ends[groups[after][0]]
+                found += [Pair((n,), begin, ends[n]) for n in group]
+                begins.update(dict.fromkeys(group, begin))
+        return found
 
     def _place(self, number: int) -> int:
         return self.reads[number].place
@@ -148,10 +154,27 @@ class Posting:
         for pair in self.reduced:
             if not self._follow[pair.steps[0]]:
                 found[pair.end].append(Event(False, pair))
+        ways = sorted(self.gathered, key=lambda pair: -self._follow[pair.steps[0]])  # the first on a way first
+        for _, hops in itertools.groupby(ways, lambda pair: self._follow[pair.steps[0]]):
+            level = list(hops)
+            for pair in level:
+                if pair.begin == pair.end:
+                    found[pair.begin].append(Event(True, pair))
+            for pair in level:
+                found[pair.end].append(Event(False, pair))
         for pair in self.gathered:
-            found[pair.end].append(Event(False, pair))
-        for pair in self.gathered:
-            found[pair.begin].append(Event(True, pair))
+            if pair.begin < pair.end:
+                found[pair.begin].append(Event(True, pair))
+        return found
+
+    def hops(self, number: int) -> list[int]:
+        """The gathers on the way to a step, and it, the last first."""
+        found: list[int] = []
+        at: int | None = number
+        while at is not None:
+            if self.reads[at].kind == "gather":
+                found.append(at)
+            at = self.reads[at].after
         return found
 
     def is_last(self, number: int) -> bool:
@@ -180,13 +203,15 @@ def in_buckets(sizes: Sequence[float]) -> list[list[int]]:
     return buckets
 
 
-def asked_for(place: int, left: Sequence[tuple[int, float]]) -> list[int]:
+def asked_for(place: int, left: Sequence[tuple[int, float]], hop: int = 0) -> list[int]:
     """Which gathers are posted where backward asks for what is read at a place, of those that it will ask for (their
-    places, in order, and bytes): those of that place, and the next as `starts` has it, the other way round."""
-    before = [number for number in reversed(range(len(left))) if left[number][0] <= place]
-    groups = [sorted(group) for _, group in itertools.groupby(before, lambda number: left[number][0])]
-    found = [n for n in (groups[0] if groups else ()) if left[n][0] == place]
-    rest = groups[1:] if found else groups
+    places and bytes): those of that place, and the next as `starts` has it, the other way round. Of what comes so many
+    hops before a gather: that of those which are posted so many places later."""
+    before = sorted((n for n in range(len(left)) if left[n][0] <= place), key=lambda n: -left[n][0])
+    groups = [list(group) for _, group in itertools.groupby(before, lambda n: left[n][0])]
+    if not groups or left[groups[0][0]][0] != place:
+        groups.insert(0, [])
+    found, rest = [n for group in groups[hop : hop + 1] for n in group], groups[hop + 1 :]
     for group, after in zip(rest, starts([sum(left[n][1] for n in group) for group in rest]), strict=True):
         if after >= 0:
             break

@@ -106,6 +106,11 @@ class Hybrid:
         return self.micro_batches == 1 and self.stages == 1
 
     @property
+    def gathers_ahead(self) -> bool:
+        """Whether what ZeRO-3 gathers is gathered ahead of its readers: not in a pipeline."""
+        return self.zero_stage == 3 and self.stages == 1
+
+    @property
     def sum_dtype(self) -> torch.dtype | None:
         """``reduce_dtype`` as torch's."""
         return getattr(torch, self.reduce_dtype) if self.reduce_dtype else None

@@ -2,12 +2,14 @@
 
 The prices that the search adds up let everything wait for everything. The program of a step in one turn posts gathers
 of parameters ahead of their readers, and reductions of gradients behind them: they go by the streams of the links that
-they cross, in order, while compute goes on; with ZeRO-3 backward posts gathers ahead, too. In several turns, and in
-pipelines, only the last turn goes backward beside reductions of what turns read, if gradients are reduced once a step.
+they cross, in order, while compute goes on; with ZeRO-3 backward posts gathers ahead, too, and so does each of several
+turns. Else, in several turns and in pipelines, only the last turn goes backward beside reductions of what turns read,
+if gradients are reduced once a step.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from functools import cached_property
 
 from autoparallel.layout import COLLECTIVES
 from autoparallel.lower.posting import TOP, Pair, Posting, Read, asked_for, kind_of, places
+from autoparallel.plans import Hybrid
 from autoparallel.pricing.prices import PricedStep
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.rules.space import Label, Link, Site
@@ -32,7 +35,7 @@ def least_exposed(pricer: SpacePricer) -> tuple[float, float]:
     share = max(LEAST_SHARE, pricer.prices.cluster.device.overlap_slowdown - 1.0)
     if not _hides(pricer) or hybrid.stages > 1:  # a pipeline's last turn hides little
         return 1.0, 1.0
-    return share if hybrid.is_plain else 1.0, share
+    return share if _alike(hybrid) else 1.0, share
 
 
 def hidden_s(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[int] = (0,)) -> float:
@@ -45,11 +48,16 @@ def hidden_s(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[int]
 
 
 def _hides(pricer: SpacePricer) -> bool:
-    """Whether anything runs beside compute: in one turn, or where turns read parameters once, and reduce once. (Zero
+    """Whether anything runs beside compute: in each turn, or where turns read parameters once, and reduce once. (Zero
     bubble makes gradients of weights last of all.)"""
     hybrid = pricer.turns.hybrid
     put_off = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
-    return pricer.prices.training and (hybrid.is_plain or (hybrid.zero_stage < 2 and not put_off))
+    return pricer.prices.training and (_alike(hybrid) or (hybrid.zero_stage < 2 and not put_off))
+
+
+def _alike(hybrid: Hybrid) -> bool:
+    """Whether a step is one turn, or several that all do the same: gather, and reduce."""
+    return hybrid.is_plain or hybrid.gathers_ahead
 
 
 class _Step:
@@ -108,11 +116,13 @@ class _Way:
 class _Plan:
     """A plan's step on a rank of some stages: its sites, with the stage that has each (`stage_of`), by site what it
     sends (`sent`), by place which steps of parameters the program waits for there (`waited`), and all those steps
-    (`ways`), which `posting` tells apart."""
+    (`ways`), which `posting` tells apart; ``read_by_ops`` are gathers whose results ops read. Turns that all do the
+    same are simulated as one that takes as long as all."""
 
     def __init__(self, pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[int] = (0,)) -> None:
         self.pricer, self.space, self.turns, self.labels = pricer, pricer.space, pricer.turns, labels
-        self.plain, self.count = self.turns.hybrid.is_plain, self.turns.turns_on(stages[0])
+        self.alike = _alike(self.turns.hybrid)
+        self.count = 1 if self.alike else self.turns.turns_on(stages[0])
         self.stage_of = {index: stage for index, holders in enumerate(self.turns.stages_of)
                          for stage in reversed(holders) if stage in stages}
         self.sites = [site for site in self.space.sites if site.index in self.stage_of]
@@ -123,21 +133,36 @@ class _Plan:
         self._op_s = {site.index: self._priced(site) for site in self.sites}
         steps = [(link, pricer.steps(link, labels)) for site in self.sites
                  for link in self.space.links_into.get(site.index, ())]
-        self.reads = self._reads(steps)
-        for link, path in steps:
+        read = list[tuple[Link, Sequence[PricedStep]]]()
+        for (link, path), first in zip(steps, self._once(steps), strict=True):
+            self.waited[link.target].extend(self._way(link, step) for step in path[:first])
+            read.append((link, path[first:]))
             (self.ways if self.turns.of_parameter[link.source] else self.sent[link.target]).extend(
-                self._way(link, step) for step in path)
+                self._way(link, step) for step in path[first:])
+        self.reads, by_ops = self._reads(read)
         self.posting = Posting(self.reads)
+        self.read_by_ops = frozenset(n for step in by_ops for n in self.posting.hops(step)[:1])
         for number, place in self.posting.waited():
             way = self.ways[number]
             self.waited[way.target if place is None else place].append(way)
 
-    def _reads(self, steps: Sequence[tuple[Link, Sequence[PricedStep]]]) -> list[Read]:
-        """As `lower.overlap.reads_of` finds them in the program."""
+    def _once(self, steps: Sequence[tuple[Link, Sequence[PricedStep]]]) -> list[int]:
+        """How many steps of each link ZeRO-3 takes before its turns, as `lower.reads.split_reads` has it: those before
+        the first that communicates."""
+        found, hubs = [0] * len(steps), set[int]()
+        for number, (link, path) in enumerate(steps if self.alike and not self.turns.hybrid.is_plain else ()):
+            if self.space.sites[link.source].kind == "parameter" or link.source in hubs:
+                found[number] = sum(1 for _ in itertools.takewhile(lambda s: s.step.forward not in COLLECTIVES, path))
+                if found[number] == len(path) and self.space.sites[link.target].kind == "hub":
+                    hubs.add(link.target)
+        return found
+
+    def _reads(self, steps: Sequence[tuple[Link, Sequence[PricedStep]]]) -> tuple[list[Read], list[int]]:
+        """As `lower.overlap.reads_of` finds them in the program; of those the last before each op, by number."""
         runs = dict.fromkeys(link.target for link, path in steps if path)
         runs |= dict.fromkeys(site.index for site in self.sites if site.kind == "op")
-        place = places((index, self.turns.block_of[index] if self.plain else None) for index in sorted(runs))
-        found: list[Read] = []
+        place = places((index, self.turns.block_of[index] if self.alike else None) for index in sorted(runs))
+        found, by_ops = list[Read](), list[int]()
         passed: dict[int, int | None] = {}  # by hub, the last step on the way to it
         for link, path in steps:
             if self.turns.of_parameter[link.source]:
@@ -148,8 +173,11 @@ class _Plan:
                     found.append(Read(last, kind, self.space.axis_names[step.axis], str(link.meta.dtype),
                                       float(num_bytes), place[link.target]))
                     last = len(found) - 1
-                passed[link.target] = last
-        return found
+                if self.space.sites[link.target].kind == "hub":
+                    passed[link.target] = last
+                elif last is not None:
+                    by_ops.append(last)
+        return found, by_ops
 
     def _way(self, link: Link, priced: PricedStep) -> _Way:
         step, seconds, _ = priced
@@ -167,16 +195,17 @@ class _Plan:
         """Forward, backward the other way round, optimizer."""
         step = _Step()
         sites, on_the_way = [site for site in self.sites if site.kind != "parameter"], _OnTheWay()
-        if self.plain:
+        if self.alike:
             self._read(step, TOP, on_the_way)
             for site in sites:
                 self._read(step, site.index, on_the_way)
                 self._forward(step, site)
-            left: dict[Pair, int | None] = {pair: None for pair in self.posting.gathered if self._again_s(pair)}
+            again = _Again(step, self)
             for site in reversed(sites):
-                self._read_again(step, site.index, left)
+                again.read(site.index)
                 self._backward(step, site)
                 self._reduce(step, site.index, on_the_way)
+                step.work(self._sums_s(site))
             self._reduce(step, TOP, on_the_way)
         else:
             self._in_turns(step, sites, on_the_way)
@@ -197,7 +226,7 @@ class _Plan:
             self._forward(once, site)
             self._backward(once, site)
         once.flush()
-        summed = {site.index: sum(map(self._sums_s, self.space.links_into.get(site.index, ()))) for site in sites}
+        summed = {site.index: self._sums_s(site) / max(1, self.count - 1) for site in sites}
         step.work((self.count - 1) * sum(task.duration_s for task in once.tasks)
                   + (self.count - 2) * sum(summed.values()))
         early = defaultdict[int, list[Pair]](list)
@@ -221,12 +250,10 @@ class _Plan:
         readers = (link.target for link in self.space.links if link.source == target)
         return min((reader for reader in readers if reader in self.stage_of), default=target)
 
-    def _sums_s(self, link: Link) -> float:
-        """Seconds in which a turn adds gradients of a parameter to those before."""
-        if not (times := self.turns.sums(link)):
-            return 0.0
-        numbers = [self._number(self.space.sites[index]) for index in (link.source, link.target)]
-        return float(self.pricer.sums_s(link)[numbers[0], numbers[1]]) / times
+    def _sums_s(self, site: Site) -> float:
+        """Seconds in which turns add gradients of what the site reads to those before."""
+        return sum(float(self.pricer.sums_s(link)[self._number(self.space.sites[link.source]), self._number(site)])
+                   for link in self.space.links_into.get(site.index, ()) if self.turns.sums(link))
 
     def _read(self, step: _Step, place: int, on_the_way: _OnTheWay) -> None:
         for begins, pair in self.posting.events.get(place, ()):
@@ -237,28 +264,16 @@ class _Plan:
         for way in self.waited[place]:
             step.work(*way.forward)
 
-    def _read_again(self, step: _Step, index: int, left: dict[Pair, int | None]) -> None:
-        """What backward of a site asks for is waited for, what it asks for next is posted; ``left``: all that it will
-        ask for, with the tasks of what is on its way."""
-        for pair in self.asked.get(index, ()):
-            pairs = list(left)
-            for number in asked_for(pair.end, [(p.end, self.reads[p.steps[0]].num_bytes) for p in pairs]):
-                if left[posted := pairs[number]] is None:
-                    left[posted] = step.post(self._again_s(posted), self.ways[posted.steps[0]].forward[1])
-            if (task := left.pop(pair, None)) is not None:
-                step.wait([task])
-
-    def _again_s(self, pair: Pair) -> float:
-        return self.ways[pair.steps[0]].again_s
-
     @cached_property
-    def asked(self) -> Mapping[int, Sequence[Pair]]:
-        """Gathers by the site whose backward asks for them: the last that reads them, or with which a block ends."""
-        found = defaultdict[int, list[Pair]](list)
-        for pair in self.posting.gathered:
-            target = self.ways[pair.steps[0]].target
-            block = self.turns.block_of[target]
-            found[self._last_reader(target) if block is None else self.turns.block_end[block]].append(pair)
+    def asked(self) -> Mapping[int, Sequence[int]]:
+        """Gathers whose results ops read, by the site whose backward asks for them: the last that reads them, or with
+        which a block ends."""
+        found = defaultdict[int, list[int]](list)
+        for number in (pair.steps[0] for pair in self.posting.gathered):
+            if number in self.read_by_ops:
+                target = self.ways[number].target
+                block = self.turns.block_of[target]
+                found[self._last_reader(target) if block is None else self.turns.block_end[block]].append(number)
         return found
 
     def _last_reader(self, target: int) -> int:
@@ -318,3 +333,41 @@ class _Plan:
         forward = float(price.forward_s[number])
         return (times[1] * forward + there,
                 (times[0] - times[1]) * forward + times[1] * float(price.backward_s[number]) + back)
+
+
+class _Again:
+    """What ZeRO-3 gathers again in a plan's backward, as `runtime.regather` does."""
+
+    def __init__(self, step: _Step, plan: _Plan) -> None:
+        self.step, self.plan = step, plan
+        gathers = [n for pair in plan.posting.gathered if plan.ways[n := pair.steps[0]].again_s]
+        self.left = {n: self._place(n) for n in gathers if n in plan.read_by_ops}
+        self.still, self.under_way = set(gathers), dict[int, int]()
+
+    def _place(self, number: int) -> tuple[int, float]:
+        return self.plan.reads[number].place, self.plan.reads[number].num_bytes
+
+    def read(self, index: int) -> None:
+        """What backward of a site asks for is waited for; what it asks for next is posted."""
+        for asked in self.plan.asked.get(index, ()):
+            ways = [self.plan.posting.hops(number) for number in self.left]
+            for hop in range(max(map(len, ways), default=0)):
+                for number in asked_for(self._place(asked)[0], list(self.left.values()), hop):
+                    if len(ways[number]) > hop and not any(n in self.under_way for n in ways[number][:hop]):
+                        self._post(ways[number][hop:])
+            self.left.pop(asked, None)
+            self._wait(asked)
+
+    def _post(self, way: Sequence[int]) -> None:
+        """The first, of what is gathered before it."""
+        if way[0] in self.still:
+            self.still.remove(way[0])
+            if way[1:]:
+                self._post(way[1:])
+                self._wait(way[1])
+            again = self.plan.ways[way[0]]
+            self.under_way[way[0]] = self.step.post(again.again_s, again.forward[1])
+
+    def _wait(self, number: int) -> None:
+        if (task := self.under_way.pop(number, None)) is not None:
+            self.step.wait([task])

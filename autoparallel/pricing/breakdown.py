@@ -213,6 +213,7 @@ def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Labe
     for node, c, holders in zip(problem.nodes, choice, turns.stages_of, strict=True):
         _count(turns, stages, holders, node.interval, float(node.usages[c]))
     holding = [turns.stages_of[link.target] for link in pricer.space.links] + [(b.stage,) for b in turns.buffers]
+    holding += [turns.stages_of[edge.target] for edge in problem.edges[len(holding):]]  # pieces of what is gathered
     for edge, holders in zip(problem.edges, holding, strict=True):
         if edge.usages is not None:
             num_bytes = float(edge.usages[choice[edge.source], choice[edge.target]])

@@ -221,6 +221,21 @@ class Prices:
         moved = self.table(link.meta).moves[np.ix_(rows, columns)]
         return np.where(moved, elements[None, :], 0.0)
 
+    def link_pieces(self, link: Link) -> np.ndarray:
+        """Bytes of what is gathered on the way to the copy, as `link_copies`."""
+        meta, table = link.meta, self.table(link.meta)
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "gathered")
+        if key not in self._weighted:
+
+            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                return np.where(ACTIONS[source.kind, target.kind][0] == "all_gather", after, 0.0)
+
+            gathered = table.sum_along(cost)
+            self._weighted[key] = np.where(np.isfinite(gathered), gathered, 0.0)
+        rows = self.space.strategies[link.source].outputs[link.output]
+        columns = self.space.strategies[link.target].inputs[link.position]
+        return np.maximum(self._weighted[key][np.ix_(rows, columns)] - self.link_copies(link), 0.0)
+
     # --- ops ----------------------------------------------------------------------------------------------------
 
     def op(self, strategies: StrategySet) -> OpPrice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Protocol, TypeVar, cast
 
@@ -130,6 +130,8 @@ class SpacePricer:
         nodes = tuple(self._node(site, numbers) for site, numbers in enumerate(chosen))
         edges = [self._edge(link, chosen) for link in self.space.links]
         edges += [self._buffer(buffer, chosen) for buffer in self.turns.buffers]
+        edges += [edge for link in self.space.links if self.turns.gathers_ahead(link)
+                  for edge in self._pieces(link, chosen)]
         return Problem(nodes, tuple(edges), self.limit_bytes, "strategy space")
 
     def once(self, key: object, make: Callable[[], Made]) -> Made:
@@ -284,6 +286,14 @@ class SpacePricer:
         num_bytes = self.prices.local_bytes(link.meta, s.outputs[link.output])[chosen[link.source]]
         usages = np.broadcast_to(buffer.copies * num_bytes[:, None], shape)
         return Edge(link.source, link.target, np.zeros(shape), usages, self.turns.buffer_life(buffer.stage))
+
+    def _pieces(self, link: Link, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
+        """An edge that costs nothing and takes the bytes of what is gathered on the way to what the link reads."""
+        rows, columns = chosen[link.source], chosen[link.target]
+        usages = self.once(("pieces", *self._pair(link, rows, columns)),
+                           lambda: self.prices.link_pieces(link)[np.ix_(rows, columns)])
+        if usages.any():
+            yield Edge(link.source, link.target, np.zeros(usages.shape), usages, self.turns.pieces_life(link))
 
     def sums_s(self, link: Link) -> np.ndarray:
         """Seconds in which a parameter's gradients of several turns are added up (two reads and a write of each, or one

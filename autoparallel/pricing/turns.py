@@ -8,7 +8,7 @@ optimizer state live always.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -238,10 +238,9 @@ class Turns:
         again = self.hybrid.recompute == "full" and block is not None and link.target <= self._ends_again[block]
         return count * (2 if again else 1), count
 
-    @property
-    def gathers_ahead(self) -> bool:
-        """Whether what ZeRO-3 gathers is gathered ahead of its readers."""
-        return self.hybrid.is_plain
+    def gathers_ahead(self, link: Link) -> bool:
+        """Whether ZeRO-3 gathers what the link reads, ahead of its readers."""
+        return self.of_parameter[link.source] and self.hybrid.gathers_ahead
 
     def gathers_again(self, link: Link) -> bool:
         """Whether backward asks for what ZeRO-3 gathered: an op that keeps it, or a block that runs again with it."""
@@ -372,9 +371,9 @@ class Turns:
             sums = self.hybrid.zero_stage < 2 and self._count(link.target) > 1 and not apart
             always = self._always(link.target).interval
             return Life(always, self.held[link.source] * (2 if sums else 1))  # and the gradient of the whole
-        transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3
-        if transient and self.gathers_ahead:
+        if self.gathers_ahead(link):
             return self._gathered_life(link)
+        transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3
         if ("copy", link.target, link.position) in self.kept and not transient:
             return self._kept_life(link.target, self._copy_away(link), saver=link.target)
         return Life((start + link.target, start + link.target + 1))
@@ -382,12 +381,25 @@ class Turns:
     def _gathered_life(self, link: Link) -> Life:
         """Of what ZeRO-3 gathers: it is on its way while what was asked for before it is used. Backward holds more than
         forward at the same site, so if it asks for it, that is the time that counts."""
-        (start, turn), own = self._at(link.target), self._read_at(link.target)
-        number = self._all_read_at.index(own)
+        (start, turn), own, before = self._at(link.target), self._read_at(link.target), self._asked_before(link, 1)
         if self.gathers_again(link):
-            (_, asked), *_ = self._all_read_at[number + 1 : number + 2] or [own]
-            return Life((start + turn - asked, start + turn - link.target + 1))
-        return Life((start + self._all_read_at[max(number - 1, 0)][0], start + own[1] + 1))
+            return Life((start + turn - before[1], start + turn - link.target + 1))
+        return Life((start + before[0], start + own[1] + 1))
+
+    def pieces_life(self, link: Link) -> tuple[int, int]:
+        """Of what ZeRO-3 gathers over one axis to gather it over the next: it is on its way before that is, and there
+        until that is done."""
+        (start, turn), own, before = self._at(link.target), self._read_at(link.target), self._asked_before(link, 2)
+        if self.gathers_again(link):
+            return start + turn - before[1], start + turn - own[1] + 1  # the next are posted before this is waited for
+        return start + before[0], start + own[0] + (before == own)
+
+    def _asked_before(self, link: Link, count: int) -> tuple[int, int]:
+        """Where what is read so many places before what the link reads is read: before it in backward, if that asks
+        for it. (The first, where there are not so many.)"""
+        places, numbers = self._all_read_at
+        number = numbers[self._read_at(link.target)] + (count if self.gathers_again(link) else -count)
+        return places[min(max(number, 0), len(places) - 1)]
 
     def _read_at(self, target: int) -> tuple[int, int]:
         """The first and the last site of the block that reads a parameter for this one; itself, if in none."""
@@ -395,8 +407,10 @@ class Turns:
         return (target, target) if block is None else (self._block_begin[block], self.block_end[block])
 
     @cached_property
-    def _all_read_at(self) -> list[tuple[int, int]]:
-        return sorted({self._read_at(index) for index in self.by_parameter})
+    def _all_read_at(self) -> tuple[list[tuple[int, int]], Mapping[tuple[int, int], int]]:
+        """All places at which parameters are read, in order; and their numbers."""
+        places = sorted({self._read_at(index) for index in self.by_parameter})
+        return places, {place: number for number, place in enumerate(places)}
 
     @cached_property
     def _block_begin(self) -> dict[tuple[int, str], int]:

@@ -29,21 +29,33 @@ _current_backward = torch._C._current_graph_task_id
 
 @dataclass(eq=False)
 class _Gathered:
-    """A gathered parameter, and how to post the gather that makes it anew.
+    """A gathered parameter, and how to gather it anew, of ``source`` (which may be gathered, too).
 
     ``place``: where forward reads it, if it is gathered ahead of that (else -1), of so many bytes on the fullest rank;
     ``uses``: how often backward is still to ask for it; ``under_way``: its value, if it is."""
 
-    post: Callable[[], Finish]
+    begin: Callable[[torch.Tensor], Finish]
+    source: torch.Tensor | _View
     place: int = -1
     num_bytes: float = 0.0
     uses: int = 0
     under_way: Finish | None = None
 
+    def hops(self) -> list[_Gathered]:
+        """What is gathered ahead on its way, the last first."""
+        before = self.source.gathered.hops() if isinstance(self.source, _View) else []
+        return [self, *before] if self.place >= 0 else before
+
+    def post(self) -> None:
+        if self.under_way is None:
+            source = self.source
+            self.under_way = self.begin(source.of(source.gathered.made()) if isinstance(source, _View) else source)
+
     def made(self) -> torch.Tensor:
         """The value; `_Run.made` also posts what comes next."""
-        finish, self.under_way = self.under_way or self.post(), None
-        self.uses -= 1
+        self.post()
+        finish, self.under_way = self.under_way, None
+        assert finish is not None
         return finish()
 
 
@@ -71,8 +83,12 @@ class _Run:
             self.backward = _current_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
         left = [gathered for gathered in self.ahead if gathered.uses]
-        for number in asked_for(asked.place, [(gathered.place, gathered.num_bytes) for gathered in left]):
-            left[number].under_way = left[number].under_way or left[number].post()
+        ways, sizes = [each.hops() for each in left], [(each.place, each.num_bytes) for each in left]
+        for hop in range(max(map(len, ways))):
+            for number in asked_for(asked.place, sizes, hop):
+                if len(ways[number]) > hop and not any(nearer.under_way for nearer in ways[number][:hop]):
+                    ways[number][hop].post()
+        asked.uses -= 1
         return asked.made()
 
     def settle(self) -> None:
@@ -85,13 +101,16 @@ class _Run:
 
 @dataclass(frozen=True)
 class _View:
-    """What autograd saved: a view of a gathered tensor."""
+    """A view of a gathered tensor, which autograd saved, or that is gathered further."""
 
     run: _Run
     gathered: _Gathered
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.as_strided(self.size, self.stride, self.offset)
 
 
 _run: ContextVar[_Run | None] = ContextVar("run", default=None)
@@ -108,59 +127,52 @@ def regathering() -> Iterator[None]:
         _run.reset(token)
 
 
-def _pack(tensor: torch.Tensor) -> Any:
-    run, found = _run.get(), _found(tensor)
-    if run is None or found is None:
-        return tensor.detach()  # a result that its own op keeps would otherwise keep the op
-    found.uses += 1
-    return _View(run, found, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+def _pack(tensor: torch.Tensor) -> torch.Tensor | _View:
+    kept = _kept(tensor)
+    if isinstance(kept, _View):
+        kept.gathered.uses += 1
+    return kept
 
 
-def _unpack(saved: Any) -> torch.Tensor:
+def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
     if not isinstance(saved, _View):
         return saved
     with torch.no_grad():
-        return saved.run.made(saved.gathered).as_strided(saved.size, saved.stride, saved.offset)
+        return saved.of(saved.run.made(saved.gathered))
 
 
-def _found(tensor: torch.Tensor) -> _Gathered | None:
+def _kept(tensor: torch.Tensor) -> torch.Tensor | _View:
+    """What is kept of a tensor for backward: how to make it again, if it was gathered."""
     run = _run.get()
-    return run.find(tensor) if run is not None else None
-
-
-def _source(value: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The way to a value that is gathered further: itself, or made anew."""
-    before, kept = _found(value), value.detach()
-    if before is None:
-        return lambda: kept
-    post = before.post
-    return lambda: post()()
+    if run is None or (found := run.find(tensor)) is None:
+        return tensor.detach()  # a result that its own op keeps would otherwise keep the op
+    return _View(run, found, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def gather(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`redistribute`, whose result is to be made again in backward."""
-    axes, run, source = groups.bound(), _run.get(), _source(value)
+    axes, run, kept = groups.bound(), _run.get(), _kept(value)
     made = redistribute(value, *args, **kwargs)
 
-    def post() -> Finish:
+    def begin(source: torch.Tensor) -> Finish:
         with groups.use(axes):
-            again = redistribute(source(), *args, **kwargs)
+            again = redistribute(source, *args, **kwargs)
         return lambda: again
 
     if run is not None:
-        run.add(made, _Gathered(post))
+        run.add(made, _Gathered(begin, kept))
     return made
 
 
 def begin_gather(value: torch.Tensor, axis: str, source: str, target: str, *, source_sizes: Sizes, place: int,
                  num_bytes: float, **kwargs: Any) -> overlap.Begun:
     """`overlap.begin_gather`, whose result (`end`) is to be made again in backward."""
-    where, run, value_again = groups.current(axis), _run.get(), _source(value)
+    where, run, kept = groups.current(axis), _run.get(), _kept(value)
     begun = overlap.begin_gather(value, axis, source, target, source_sizes, **kwargs)
     if run is None:
         return begun
     dim = Placement.parse(source).dim
-    gathered = _Gathered(lambda: begin_all_gather(value_again(), where, dim, source_sizes), place, num_bytes)
+    gathered = _Gathered(lambda again: begin_all_gather(again, where, dim, source_sizes), kept, place, num_bytes)
     run.ahead.append(gathered)
     return replace(begun, again=gathered)
 

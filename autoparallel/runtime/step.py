@@ -30,10 +30,11 @@ from autoparallel.runtime.regather import gather_again, regathering
 
 
 def in_turns(program: Program, hybrid: Hybrid) -> Turn:
-    """A program in two: reading parameters, and what takes turns, which recomputes and gathers again as ``hybrid`` has
-    it."""
+    """A program in two: reading parameters, and what takes turns, which recomputes and gathers, ahead and again, as
+    ``hybrid`` has it."""
     split = split_reads(program, gathers_parameter if hybrid.zero_stage == 3 else lambda node: False)
-    return replace(split, turn=_kept_less(split.turn, hybrid))
+    turn = overlap(split.turn, _recomputed(hybrid)) if hybrid.gathers_ahead else split.turn
+    return replace(split, turn=_kept_less(turn, hybrid))
 
 
 def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
