@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torch import nn
 
 from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError, SearchError
+from autoparallel.garbage import collected_later
 from autoparallel.hybrid import (
     blocks_by_stage,
     fewest_recomputed,
@@ -66,19 +67,19 @@ def plan(
 
     Raises CaptureError, PinError, PlanError, InfeasibleError, ClusterError.
     """
-    cluster = Cluster.load(cluster) if isinstance(cluster, str) else cluster
-    started = time.process_time()
-    graph = capture(model, example_inputs, example_kwargs or {})
-    captured = time.process_time() - started
-    chosen = Options(**options)
-    if joint:
-        if axis_names or chosen.baseline:
-            raise PlanError("joint=True picks the axes and the plan: leave out axis_names and baseline")
-        best = _plan_jointly(graph, cluster, mesh_shape, chosen)
-    else:
-        shapes = [tuple(mesh_shape)] if mesh_shape is not None else \
-            mesh_shapes(cluster.num_devices, chosen.stages, sum(chosen.replicas))
-        best = best_of(graph, cluster, shapes, axis_names, chosen)
+    cluster, chosen = Cluster.load(cluster) if isinstance(cluster, str) else cluster, Options(**options)
+    if joint and (axis_names or chosen.baseline):
+        raise PlanError("joint=True picks the axes and the plan: leave out axis_names and baseline")
+    with nullcontext() if joint else collected_later():
+        started = time.process_time()
+        graph = capture(model, example_inputs, example_kwargs or {})
+        captured = time.process_time() - started
+        if joint:
+            best = _plan_jointly(graph, cluster, mesh_shape, chosen)
+        else:
+            shapes = [tuple(mesh_shape)] if mesh_shape is not None else \
+                mesh_shapes(cluster.num_devices, chosen.stages, sum(chosen.replicas))
+            best = best_of(graph, cluster, shapes, axis_names, chosen)
     seconds = {"capture": captured, **best.evidence.seconds}
     return replace(best, evidence=replace(best.evidence, seconds=seconds))
 

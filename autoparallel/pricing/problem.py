@@ -63,7 +63,10 @@ class SpacePricer:
     def choices(self, site: int) -> np.ndarray:
         """Choice numbers (into the site's strategies) that pins leave."""
         found = self.allowed.get(site)
-        return np.arange(len(self.space.strategies[site].labels)) if found is None else found
+        if found is None:
+            size = len(self.space.strategies[site].labels)
+            found = self.once(("all", size), lambda: np.arange(size))
+        return found
 
     def rows(self, node: int, axis: int) -> Sequence[int]:
         s = self.space.strategies[node]
