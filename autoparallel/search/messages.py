@@ -209,18 +209,42 @@ class Prices:
     steps: int = 0
 
 
-class _Ascent:
-    """Subgradient steps on the prices of memory from ``first`` on.
+class Ascent:
+    """Subgradient steps on the prices of memory from ``first`` on (none: 0).
 
     What the messages' plan uses too much of gets dearer: the cheapest choices one by one say less, since equal ones are
     many. Step length after Polyak, towards the best plan's cost or half as much again as the bound, whichever is
     nearer; shorter when the bound does not grow.
     """
 
-    def __init__(self, compact: Compact, first: np.ndarray) -> None:
-        self.compact, self.best, self.prices = compact, Prices(first, -FORBIDDEN), first
+    def __init__(self, compact: Compact, first: np.ndarray | None = None) -> None:
+        self.compact, self.prices = compact, np.zeros(len(compact.room)) if first is None else first
+        self.best = Prices(self.prices, -FORBIDDEN)
         self._scale = 1.0 / max(float(compact.room.max(initial=0.0)), 1.0)
-        self._pull, self._step, self._idle, self._bound = np.zeros(len(first)), STEP, 0, -FORBIDDEN
+        self._pull, self._step, self._idle, self._bound = 0.0 * self.prices, STEP, 0, -FORBIDDEN
+
+    def climb(self, messenger: Messenger, deadline: float, steps: int,
+              on_plan: Callable[[list[int]], float] | None = None, target: float = FORBIDDEN) -> bool:
+        """So many steps, two sweeps of messages each; whether more may raise the bound.
+
+        ``target``: the cost of the best plan known so far. ``on_plan`` is shown a plan now and then, at prices above
+        and below, and returns the cost of the best plan so far (None: no plans are made).
+        """
+        goes_on = True
+        for number in range(1, steps + 1):
+            start = time.monotonic()
+            costs = messenger.costs(self.prices)
+            self.take(messenger.settle(costs, SWEEPS))
+            now = time.monotonic()
+            if number % SHOW_EVERY == 0 and on_plan is not None and number < steps:
+                target = show_plans(messenger, self.best.values, on_plan, deadline)
+            if (time.monotonic() + (now - start) > deadline or self.ended(target)
+                    or not self.move(messenger.plan(costs), target)):
+                goes_on = False
+                break
+        if on_plan is not None:
+            show_plans(messenger, self.best.values, on_plan, deadline)
+        return goes_on
 
     def take(self, priced_bound: float) -> None:
         """The messages' bound at the prices."""
@@ -254,31 +278,16 @@ class _Ascent:
 
 def raise_prices(messenger: Messenger, deadline: float, steps: int, on_plan: Callable[[list[int]], float] | None,
                  first: np.ndarray | None = None, target: float = FORBIDDEN) -> Prices:
-    """Steps on the prices of memory from ``first`` on (none: 0), two sweeps of messages each.
-
-    ``target``: the cost of the best plan known so far. ``on_plan`` is shown a plan now and then, at prices above and
-    below, and returns the cost of the best plan so far (None: no plans are made).
-    """
-    ascent = _Ascent(messenger.compact, np.zeros(len(messenger.compact.room)) if first is None else first)
-    for number in range(1, steps + 1):
-        start = time.monotonic()
-        costs = messenger.costs(ascent.prices)
-        ascent.take(messenger.settle(costs, SWEEPS))
-        now = time.monotonic()
-        if number % SHOW_EVERY == 0 and on_plan is not None and number < steps:
-            target = show_plans(messenger, ascent.best.values, on_plan, deadline)
-        if (time.monotonic() + (now - start) > deadline or ascent.ended(target)
-                or not ascent.move(messenger.plan(costs), target)):
-            break
-    if on_plan is not None:
-        show_plans(messenger, ascent.best.values, on_plan, deadline)
+    """An ascent of so many steps at most."""
+    ascent = Ascent(messenger.compact, first)
+    ascent.climb(messenger, deadline, steps, on_plan, target)
     return ascent.best
 
 
 def raise_each(messengers: Sequence[Messenger], deadline: float, steps: int, first: np.ndarray, target: float
                ) -> list[Prices]:
     """The same without plans shown, for problems that differ in costs of nodes, with equal messages: swept at once."""
-    ascents = [_Ascent(messenger.compact, first) for messenger in messengers]
+    ascents = [Ascent(messenger.compact, first) for messenger in messengers]
     climbing, several = list(range(len(messengers))), messengers[0].times(len(messengers))
     for _ in range(steps):
         start = time.monotonic()

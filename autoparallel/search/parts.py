@@ -32,7 +32,6 @@ TABLE_CELLS = 3e4
 MAX_FANOUT = 20
 FACTORS = (0.0, 0.5, 0.8, 1.0, 1.2, 1.5)
 PRICINGS = 2
-IDLE_ROUNDS = 400
 WEIGHTS_EVERY = 50
 WORST_FACTOR = 1e-12
 
@@ -67,12 +66,17 @@ class Parts:
         self._kinds = [_Kind(self._by_elimination, size, 0.03 + size / 8000) for size in LARGE_PARTS]
         self._kinds += [_Kind(self._by_program, size, 0.1 + size / 30_000) for size in PROGRAM_CELLS]
 
-    def run(self, bound: float, gap: float, rounds: int | None = None) -> None:
-        """Until the gap is reached, no more rounds end before the deadline (``is_late``), so many are made, or many of
-        them brought nothing."""
-        idle = number = 0
-        while time.monotonic() < self.deadline and self.cost - bound > gap * abs(self.cost):
-            if idle >= IDLE_ROUNDS or number == rounds:
+    def go_on(self, plan: list[int], prices: np.ndarray) -> None:
+        """From this plan, at these prices."""
+        self.prices = prices
+        if plan is not self.plan:
+            self.plan, self.cost = list(plan), self.compact.cost(plan)
+            self._walk = Walk(self.compact, self.plan, self.messenger.limit)
+
+    def run(self, bound: float, gap: float, rounds: int) -> None:
+        """So many rounds, unless the gap is reached, or none more ends before the deadline (``is_late``)."""
+        for number in range(rounds):
+            if time.monotonic() >= self.deadline or self.cost - bound <= gap * abs(self.cost):
                 return
             if number % WEIGHTS_EVERY == 0:
                 self._weights = self._dearness()
@@ -82,8 +86,6 @@ class Parts:
                 return
             kind.blind_s = max(kind.blind_s, kind.improve(kind.size))
             kind.value += LEARNING * ((before - self.cost) / abs(before) / kind.effort - kind.value)
-            idle = 0 if self.cost < before else idle + 1
-            number += 1
 
     def _kind(self) -> _Kind:
         """By chance, those more often that brought more for their effort."""

@@ -2,7 +2,7 @@
 
     compact form, shrunk -> messages and prices of memory    bound, plans that are made to fit
                          -> where that is not too large: some large-neighbourhood search, then branch and bound
-                         -> else large-neighbourhood search until time is up
+                         -> else large-neighbourhood search; where that brings nothing more, prices, and again
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoparallel.search.branch import Branching, allowed_cells
 from autoparallel.search.compact import Compact, compact_of
 from autoparallel.search.exact import TARGET_GAP, Outcome
 from autoparallel.search.merge import shrink
-from autoparallel.search.messages import SWEEPS, Messenger, Prices, raise_prices
+from autoparallel.search.messages import SWEEPS, Ascent, Messenger, raise_prices
 from autoparallel.search.parts import Parts
 from autoparallel.search.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
 from autoparallel.search.walk import Walk, finite_limit
@@ -24,6 +24,9 @@ from autoparallel.search.walk import Walk, finite_limit
 SMALL_CELLS = 60_000
 BRANCH_CELLS = 600_000
 FIRST_ROUNDS = 15
+TURN_ROUNDS = 100
+IDLE_TURNS = 4
+SMALL_GAIN = 1e-5
 QUICK_STEPS = 20
 STEPS = 60
 PRICE_SHARE = 0.35
@@ -113,29 +116,57 @@ class WideSearch:
         if self._known is not None:
             offer(self.shrunk.forward(self._known))
         self._first_plan(messenger, offer)
-        prices = Prices(np.zeros(len(compact.room)), self.outcome.lower_bound)
+        ascent = Ascent(compact)
         if not self._ends_late(ROUND_SWEEPS * self._sweep_s):
             messenger.into[:] = 0.0
-            prices = raise_prices(messenger, self._left(PRICE_SHARE), STEPS, offer)
-        self._bound(prices.bound)
+            ascent.climb(messenger, self._left(PRICE_SHARE), STEPS, offer)
+        self._bound(ascent.best.bound)
         self._lap("prices")
         self._publish()
         self.deadline -= JUDGINGS * self._judging_s
         cells = allowed_cells(compact)
         if self._best is not None and not self._closed() and cells > SMALL_CELLS and not self._ends_late(
                 PARTS_SWEEPS * self._sweep_s):
-            parts = Parts(compact, self._best, messenger, prices.values, self.deadline, self._take)
-            parts.run(self.outcome.lower_bound, TARGET_GAP, FIRST_ROUNDS if cells <= BRANCH_CELLS else None)
+            parts = Parts(compact, self._best, messenger, ascent.best.values, self.deadline, self._take)
+            if cells <= BRANCH_CELLS:
+                parts.run(self.outcome.lower_bound, TARGET_GAP, FIRST_ROUNDS)
+                self._lap("parts")
+            else:
+                self._in_turns(ascent, parts, offer)
             self._cut_short = self._cut_short or parts.is_late
-            self._lap("parts")
         if cells <= BRANCH_CELLS and not self._closed() and not self._ends_late():
-            branching = Branching(compact, self._cost, prices.values, self.deadline, offer)
+            branching = Branching(compact, self._cost, ascent.best.values, self.deadline, offer)
             self._bound(branching.run())
             self._cut_short = self._cut_short or branching.is_late
             if self._best is None and self.outcome.lower_bound == FORBIDDEN:
                 raise MemoryLimitError(self.problem.name, self.problem.limit, self.problem.limit)
             self._lap("branches")
         self._finish()
+
+    def _in_turns(self, ascent: Ascent, parts: Parts, offer: Callable[[Sequence[int]], float]) -> None:
+        """Parts; once several turns of them bring next to nothing, prices as far as they go, and parts from there."""
+        climbs, idle = True, 0
+        while self._best is not None and not self._closed() and not self._ends_late(ROUND_SWEEPS * self._sweep_s):
+            cost = self._cost
+            if idle < IDLE_TURNS:
+                parts.go_on(self._best, ascent.best.values)
+                parts.run(self.outcome.lower_bound, TARGET_GAP, TURN_ROUNDS)
+                idle = idle + 1 if cost - self._cost <= SMALL_GAIN * abs(cost) else 0
+                self._lap("parts")
+                if parts.is_late:
+                    return
+            elif climbs:
+                until = self.deadline - 2 * ROUND_SWEEPS * self._sweep_s
+                climbs = ascent.climb(parts.messenger, until, STEPS, offer, cost)
+                self._bound(max(ascent.best.bound, self._settled(parts.messenger, ascent.best.values)))
+                idle = IDLE_TURNS if climbs else 0
+                self._lap("prices")
+            else:
+                return
+
+    def _settled(self, messenger: Messenger, prices: np.ndarray) -> float:
+        """The bound of messages that have caught up with these prices; the next steps start from such messages."""
+        return float(messenger.settle(messenger.costs(prices))) - float(prices @ messenger.compact.room)
 
     def _first_plan(self, messenger: Messenger, offer: Callable[[Sequence[int]], float]) -> None:
         """Where there is no time for all steps of the prices: a plan for which what is used too much without prices is

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoparallel.errors import InfeasibleError
-from autoparallel.search import MemoryLimitError, Problem, branch, evaluate, least, solve
+from autoparallel.search import MemoryLimitError, Problem, branch, evaluate, least, solve, wide
 from autoparallel.search.compact import Compact, compact_of, part_of
 from autoparallel.search.highs import LinearModel, run_highs
 from autoparallel.search.merge import shrink
@@ -39,6 +39,25 @@ def compact_or_none(problem: Problem) -> Compact | None:
         return compact_of(problem)
     except MemoryLimitError:
         return None
+
+
+@settings(max_examples=40)
+@given(seeds)
+def test_parts_and_prices_end_by_themselves(seed: int) -> None:
+    problem = random_problem(seed, limited=True, max_nodes=7)
+    best = best_of(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("SMALL_CELLS", -1), ("BRANCH_CELLS", -1), ("TURN_ROUNDS", 5)):
+            patch.setattr(wide, name, value)
+        try:
+            search = WideSearch(problem, math.inf, None, lambda outcome: None)
+            search.run()
+        except MemoryLimitError:
+            assert best == math.inf
+            return
+    found = search.outcome
+    assert found.lower_bound <= best * (1 + 1e-9) and found.objective >= best
+    assert found.stop_reason != "optimal" or found.objective == pytest.approx(best, rel=1e-5)
 
 
 @settings(max_examples=60)
