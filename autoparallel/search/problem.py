@@ -42,10 +42,11 @@ class MemoryLimitError(InfeasibleError):
         self.needed_bytes, self.limit_bytes, self.sufficient_bytes = needed_bytes, limit_bytes, sufficient_bytes
         least = "" if sufficient_bytes == needed_bytes else "at least "
         enough = sufficient_bytes if sufficient_bytes < FORBIDDEN else needed_bytes
+        more = (f"{least}{needed_bytes:,.0f} bytes, {needed_bytes - limit_bytes:,.0f} more than the limit"
+                if needed_bytes >= limit_bytes + 1 else "more (how much more was not found in the time)")
         super().__init__(
-            f"{name}: no plan fits in {limit_bytes:,.0f} bytes. Every plan needs {least}{needed_bytes:,.0f} bytes, "
-            f"{needed_bytes - limit_bytes:,.0f} more than the limit. Raise the limit to {enough:,.0f} bytes, use "
-            "more devices, or remove pins that keep values whole.")
+            f"{name}: no plan fits in {limit_bytes:,.0f} bytes. Every plan needs {more}. Raise the limit to "
+            f"{enough:,.0f} bytes, use more devices, or remove pins that keep values whole.")
 
 
 class NotRepairedError(SearchError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -452,5 +453,5 @@ def _why_not(problem: Problem, error: MemoryLimitError, deadline: float) -> Infe
     if least.bound == FORBIDDEN:
         return InfeasibleError(f"{problem.name}: every plan is forbidden by some node's or edge's table, whatever the "
                                "memory. Look for pins that contradict each other.")
-    needed = max(least.bound, error.needed_bytes if error.needed_bytes > problem.limit else 0.0)
+    needed = max(least.bound, error.needed_bytes, math.nextafter(problem.limit, FORBIDDEN))
     return MemoryLimitError(problem.name, min(needed, least.peak), problem.limit, least.peak)
