@@ -225,6 +225,7 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | None
     return found, {k: v for k, v in options.items() if k not in DECIDED_BY_A_PLAN}
 
 
+@collected_later()
 def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Options, hybrid: Hybrid,
                   given: Plan | None, placed: Mapping[str, Layout]) -> Compiled:
     """One call form: rank 0 plans it (or the plan is given), every rank emits its own programs and checks them."""

@@ -74,7 +74,10 @@ def run_case(case: Case) -> dict[str, Any]:
     peak = peak_memory_bytes()
     phases = {k: v for k, v in plan.evidence.seconds.items() if not k.startswith("search:")}
     phases["report"] = planned - sum(phases.values())
-    lowering = _lower(case, plan, model, args, kwargs)
+    from autoparallel.garbage import collected_later
+
+    with collected_later():  # as in `autoparallel.compile`
+        lowering = _lower(case, plan, model, args, kwargs)
     seconds = {"import": imported - clock, "build": built - imported, **phases, "plan": planned, "plan, wall": wall,
                **lowering, "lowering": sum(lowering.values())}
     return {
