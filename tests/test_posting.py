@@ -17,7 +17,7 @@ from autoparallel.hybrid import split_batch
 from autoparallel.lower import emit, posting
 from autoparallel.lower.emit import item
 from autoparallel.lower.overlap import begin_gather, begin_reductions, end, ended_together, overlap, reads_of
-from autoparallel.lower.posting import TOP, Posting, Read, asked_for
+from autoparallel.lower.posting import TOP, Posting, Read, ToAsk
 from autoparallel.lower.reads import gathers_parameter, split_reads
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns
@@ -211,8 +211,13 @@ def test_gathers_of_one_way_are_all_posted_ahead(monkeypatch: pytest.MonkeyPatch
 
 def test_backward_posts_what_it_asks_for_next_and_what_that_is_gathered_of() -> None:
     """The first gathers of a way as many places earlier as there are others behind them."""
-    left = [(0, 8.0), (10, 8.0), (20, 8.0), (20, 1.0), (30, 8.0)]
-    assert [asked_for(30, left, hop) for hop in range(5)] == [[4, 2, 3, 1, 0], [2, 3, 1, 0], [1, 0], [0], []]
-    large = [(place, 1e9) for place, _ in left]
-    assert [asked_for(30, large, hop) for hop in range(5)] == [[4, 2, 3], [2, 3, 1], [1, 0], [0], []]
-    assert [asked_for(25, large, hop) for hop in range(3)] == [[2, 3], [2, 3, 1], [1, 0]]
+    left, small, large = set(range(5)), ToAsk[int](lambda n: n in left), ToAsk[int](lambda n: n in left)
+    for number, place in enumerate((0, 10, 20, 20, 30)):
+        small.add(number, place, 8.0)
+        large.add(number, place, 1e9)
+    assert [small.at(30, hop) for hop in range(5)] == [[4, 2, 3, 1, 0], [2, 3, 1, 0], [1, 0], [0], []]
+    assert [large.at(30, hop) for hop in range(5)] == [[4, 2, 3], [2, 3, 1], [1, 0], [0], []]
+    assert [large.at(25, hop) for hop in range(3)] == [[2, 3], [2, 3, 1], [1, 0]]
+    left -= {1, 4}
+    assert [large.at(30, hop) for hop in range(3)] == [[2, 3], [2, 3, 0], [0]]
+    assert [small.at(5, hop) for hop in range(2)] == [[0], [0]] and not small.at(-1)

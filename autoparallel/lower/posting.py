@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 #: As torch's DistributedDataParallel. So much is on its way ahead of its readers, too, or one parameter at least.
 BUCKET_BYTES = 25 * 2**20
+Gather = TypeVar("Gather")
 #: The place before all sites.
 TOP = -1
 
@@ -203,20 +205,43 @@ def in_buckets(sizes: Sequence[float]) -> list[list[int]]:
     return buckets
 
 
-def asked_for(place: int, left: Sequence[tuple[int, float]], hop: int = 0) -> list[int]:
-    """Which gathers are posted where backward asks for what is read at a place, of those that it will ask for (their
-    places and bytes): those of that place, and the next as `starts` has it, the other way round. Of what comes so many
-    hops before a gather: that of those which are posted so many places later."""
-    before = sorted((n for n in range(len(left)) if left[n][0] <= place), key=lambda n: -left[n][0])
-    groups = [list(group) for _, group in itertools.groupby(before, lambda n: left[n][0])]
-    if not groups or left[groups[0][0]][0] != place:
-        groups.insert(0, [])
-    found, rest = [n for group in groups[hop : hop + 1] for n in group], groups[hop + 1 :]
-    for group, after in zip(rest, starts([sum(left[n][1] for n in group) for group in rest]), strict=True):
-        if after >= 0:
-            break
-        found += group
-    return found
+class ToAsk(Generic[Gather]):
+    """Gathers that backward may ask for, by where they are read, the last first; ``left`` tells those that it still
+    will ask for."""
+
+    def __init__(self, left: Callable[[Gather], bool]) -> None:
+        self._left = left
+        self._places, self._groups = list[int](), list[list[tuple[Gather, float]]]()  # by place, below zero
+
+    def add(self, gather: Gather, place: int, num_bytes: float) -> None:
+        at = bisect.bisect_left(self._places, -place)
+        if self._places[at : at + 1] != [-place]:
+            self._places.insert(at, -place)
+            self._groups.insert(at, [])
+        self._groups[at].append((gather, num_bytes))
+
+    def at(self, place: int, hop: int = 0) -> list[Gather]:
+        """Which gathers are posted where backward asks for what is read at a place: those of that place, and the next
+        as `starts` has it, the other way round. Of what comes so many hops before a gather: that of those which are
+        posted so many places later."""
+        groups = self._from(place)
+        found, num_bytes = [gather for gather, _ in next(itertools.islice(groups, hop, None), ())], 0.0
+        for number, group in enumerate(groups):
+            num_bytes += sum(size for _, size in group)
+            if number and num_bytes > BUCKET_BYTES:
+                break
+            found += [gather for gather, _ in group]
+        return found
+
+    def _from(self, place: int) -> Iterator[list[tuple[Gather, float]]]:
+        """What is left of a place, which may be nothing, and of those before it that have any."""
+        start = bisect.bisect_left(self._places, -place)
+        if self._places[start : start + 1] != [-place]:
+            yield []
+        for number in range(start, len(self._groups)):
+            group = [one for one in self._groups[number] if self._left(one[0])]
+            if group or self._places[number] == -place:
+                yield group
 
 
 def starts(sizes: Sequence[float]) -> list[int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoparallel.layout import COLLECTIVES
-from autoparallel.lower.posting import TOP, Pair, Posting, Read, asked_for, kind_of, places
+from autoparallel.lower.posting import TOP, Pair, Posting, Read, ToAsk, kind_of, places
 from autoparallel.plans import Hybrid
 from autoparallel.pricing.prices import PricedStep
 from autoparallel.pricing.problem import SpacePricer
@@ -127,24 +127,26 @@ class _Plan:
                          for stage in reversed(holders) if stage in stages}
         self.sites = [site for site in self.space.sites if site.index in self.stage_of]
         self._seconds: dict[object, tuple[float, float]] = {}
-        self.sent: dict[int, list[_Way]] = defaultdict(list)
-        self.waited: dict[int, list[_Way]] = defaultdict(list)
+        sent, waited = defaultdict[int, list[_Way]](list), defaultdict[int, list[_Way]](list)
         self.ways: list[_Way] = []
         self._op_s = {site.index: self._priced(site) for site in self.sites}
         steps = [(link, pricer.steps(link, labels)) for site in self.sites
                  for link in self.space.links_into.get(site.index, ())]
         read = list[tuple[Link, Sequence[PricedStep]]]()
         for (link, path), first in zip(steps, self._once(steps), strict=True):
-            self.waited[link.target].extend(self._way(link, step) for step in path[:first])
             read.append((link, path[first:]))
-            (self.ways if self.turns.of_parameter[link.source] else self.sent[link.target]).extend(
-                self._way(link, step) for step in path[first:])
+            if path:
+                ways = [self._way(link, step) for step in path]
+                waited[link.target] += ways[:first]
+                (self.ways if self.turns.of_parameter[link.source] else sent[link.target]).extend(ways[first:])
         self.reads, by_ops = self._reads(read)
         self.posting = Posting(self.reads)
         self.read_by_ops = frozenset(n for step in by_ops for n in self.posting.hops(step)[:1])
         for number, place in self.posting.waited():
             way = self.ways[number]
-            self.waited[way.target if place is None else place].append(way)
+            waited[way.target if place is None else place].append(way)
+        self.sent: Mapping[int, list[_Way]] = dict(sent)
+        self.waited: Mapping[int, list[_Way]] = dict(waited)
 
     def _once(self, steps: Sequence[tuple[Link, Sequence[PricedStep]]]) -> list[int]:
         """How many steps of each link ZeRO-3 takes before its turns, as `lower.reads.split_reads` has it: those before
@@ -247,7 +249,7 @@ class _Plan:
         """The first op that reads what is there for a site: its own, or of a hub's readers."""
         if self.space.sites[target].kind != "hub":
             return target
-        readers = (link.target for link in self.space.links if link.source == target)
+        readers = self.space.readers_of.get(target, ())
         return min((reader for reader in readers if reader in self.stage_of), default=target)
 
     def _sums_s(self, site: Site) -> float:
@@ -261,7 +263,7 @@ class _Plan:
                 on_the_way[pair] = [step.post(*way.forward) for way in self._of(pair) if way.forward[0]]
             else:
                 step.wait(on_the_way.pop(pair))
-        for way in self.waited[place]:
+        for way in self.waited.get(place, ()):
             step.work(*way.forward)
 
     @cached_property
@@ -281,11 +283,10 @@ class _Plan:
         rule = self.space.strategies[target].rule
         if self.space.sites[target].kind != "hub" and (rule is None or not rule.alias):
             return target
-        readers = (link.target for link in self.space.links if link.source == target)
-        return max((self._last_reader(reader) for reader in readers), default=target)
+        return max((self._last_reader(reader) for reader in self.space.readers_of.get(target, ())), default=target)
 
     def _reduce(self, step: _Step, place: int, on_the_way: _OnTheWay) -> None:
-        for way in reversed(self.waited[place]):
+        for way in reversed(self.waited.get(place, ())):
             step.work(way.again_s, way.forward[1])
             step.work(*way.backward)
         for begins, pair in reversed(self.posting.events.get(place, ())):
@@ -299,13 +300,13 @@ class _Plan:
         on_the_way[pair] = [step.post(sum(way.backward[0] for way in ways), ways[0].backward[1])]
 
     def _forward(self, step: _Step, site: Site) -> None:
-        for way in self.sent[site.index]:
+        for way in self.sent.get(site.index, ()):
             step.work(way.forward[0] / self.count, way.forward[1])
         step.work(self._op_s[site.index][0] / self.count)
 
     def _backward(self, step: _Step, site: Site) -> None:
         step.work(self._op_s[site.index][1] / self.count)
-        for way in reversed(self.sent[site.index]):
+        for way in reversed(self.sent.get(site.index, ())):
             step.work(way.again_s / self.count, way.forward[1])
             step.work(way.backward[0] / self.count, way.backward[1])
 
@@ -341,21 +342,22 @@ class _Again:
     def __init__(self, step: _Step, plan: _Plan) -> None:
         self.step, self.plan = step, plan
         gathers = [n for pair in plan.posting.gathered if plan.ways[n := pair.steps[0]].again_s]
-        self.left = {n: self._place(n) for n in gathers if n in plan.read_by_ops}
-        self.still, self.under_way = set(gathers), dict[int, int]()
-
-    def _place(self, number: int) -> tuple[int, float]:
-        return self.plan.reads[number].place, self.plan.reads[number].num_bytes
+        self.still, self.under_way, self.left = set(gathers), dict[int, int](), set(gathers) & plan.read_by_ops
+        self.ways = {n: plan.posting.hops(n) for n in gathers if n in self.left}
+        self.to_ask = ToAsk[int](self.left.__contains__)
+        for number in self.ways:
+            self.to_ask.add(number, plan.reads[number].place, plan.reads[number].num_bytes)
+        self.most_hops = max(map(len, self.ways.values()), default=0)
 
     def read(self, index: int) -> None:
         """What backward of a site asks for is waited for; what it asks for next is posted."""
         for asked in self.plan.asked.get(index, ()):
-            ways = [self.plan.posting.hops(number) for number in self.left]
-            for hop in range(max(map(len, ways), default=0)):
-                for number in asked_for(self._place(asked)[0], list(self.left.values()), hop):
-                    if len(ways[number]) > hop and not any(n in self.under_way for n in ways[number][:hop]):
-                        self._post(ways[number][hop:])
-            self.left.pop(asked, None)
+            for hop in range(self.most_hops):
+                for number in self.to_ask.at(self.plan.reads[asked].place, hop):
+                    way = self.ways[number]
+                    if len(way) > hop and not any(n in self.under_way for n in way[:hop]):
+                        self._post(way[hop:])
+            self.left.discard(asked)
             self._wait(asked)
 
     def _post(self, way: Sequence[int]) -> None:

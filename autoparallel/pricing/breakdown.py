@@ -250,11 +250,10 @@ def _count(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], inter
 def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:
     for link in pricer.space.links:
         for stage in pricer.turns.stages_of[link.target]:
-            times = pricer.turns.link_times(link, stage)
-            _add_link(pricer, labels, link, times, stages[stage], found)
+            _add_link(pricer, labels, link, stage, stages[stage], found)
 
 
-def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, times: tuple[int, int], stage: _Parts,
+def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, place: int, stage: _Parts,
               found: Found) -> None:
     space, prices = pricer.space, pricer.prices
     if pricer.turns.sums(link):
@@ -265,8 +264,11 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, times: t
         there, back = pricer.offload_copy_s(link)
         stage.forward += float(there[pair])
         stage.backward += float(back[pair])
+    if not (path := pricer.steps(link, labels)):
+        return
     once, summing = pricer.turns.of_parameter[link.source], pricer.turns.summing(link)
-    for step, seconds, elements in pricer.steps(link, labels):
+    times = pricer.turns.link_times(link, place)
+    for step, seconds, elements in path:
         axis = space.axis_names[step.axis]
         actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)
         for direction, kind, s, n in actions:

@@ -17,7 +17,7 @@ from autoparallel.capture import TensorMeta
 from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower.posting import BUCKET_BYTES
-from autoparallel.pricing.turns import Summing
+from autoparallel.pricing.turns import ALONE, Summing
 from autoparallel.rules.rule import Dims, Exchange, Rule
 from autoparallel.rules.space import Link, StrategySet, StrategySpace
 from cost_models import Cluster, Group, collectives, compute, memory
@@ -26,8 +26,6 @@ from cost_models import Cluster, Group, collectives, compute, memory
 #: search ask for the same ones. On three axes a table takes a few MB.
 _TABLES: dict[tuple[Any, ...], RedistributionTable] = {}
 MOST_TABLES = 256
-#: One collective for each gradient, in its own type.
-ALONE = Summing()
 
 
 @dataclass(frozen=True)

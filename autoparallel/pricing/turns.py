@@ -42,6 +42,10 @@ class Summing(NamedTuple):
     scale: float = 1.0
 
 
+#: One collective for each gradient, in its own type.
+ALONE = Summing()
+
+
 class Buffer(NamedTuple):
     """So many times the value that a link reads, on a stage: to send or to receive it."""
 
@@ -250,7 +254,7 @@ class Turns:
     def summing(self, link: Link) -> Summing:
         """How gradients of what the link reads are summed: in buckets (`lower.fuse`), in which type."""
         if not (self.of_parameter[link.source] and self._learns(link.meta)):
-            return Summing()
+            return ALONE
         dtype = self.hybrid.sum_dtype or link.meta.dtype
         once = self.hybrid.is_plain or self.hybrid.zero_stage < 2
         return Summing(once, dtype.itemsize / link.meta.dtype.itemsize)

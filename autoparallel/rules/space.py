@@ -201,6 +201,14 @@ class StrategySpace:
             found.setdefault(link.target, []).append(link)
         return {target: tuple(sorted(links, key=lambda k: k.position)) for target, links in found.items()}
 
+    @cached_property
+    def readers_of(self) -> Mapping[int, tuple[int, ...]]:
+        """The sites that read any of a site's outputs, in order, by site."""
+        found: dict[int, list[int]] = {}
+        for link in self.links:
+            found.setdefault(link.source, []).append(link.target)
+        return {source: tuple(targets) for source, targets in found.items()}
+
     def _add_site(self, name: str, kind: str, strategies: StrategySet, **rest: object) -> Site:
         site = Site(len(self.sites), name, kind, **rest)  # type: ignore[arg-type]
         self.sites.append(site)

@@ -21,7 +21,7 @@ from autoparallel.layout import Placement
 from autoparallel.lower import overlap
 from autoparallel.lower.collectives import Finish, Sizes, begin_all_gather, redistribute
 from autoparallel.lower.emit import item
-from autoparallel.lower.posting import asked_for
+from autoparallel.lower.posting import ToAsk
 from autoparallel.runtime import groups
 
 _current_backward = torch._C._current_graph_task_id
@@ -66,7 +66,14 @@ class _Run:
 
     found: dict[int, tuple[weakref.ref[torch.Tensor], _Gathered]] = field(default_factory=dict)
     ahead: list[_Gathered] = field(default_factory=list)
+    to_ask: ToAsk[_Gathered] = field(default_factory=lambda: ToAsk(lambda gathered: gathered.uses > 0))
+    most_hops: int = 0
     backward: int = -1
+
+    def add_ahead(self, gathered: _Gathered) -> None:
+        self.ahead.append(gathered)
+        self.to_ask.add(gathered, gathered.place, gathered.num_bytes)
+        self.most_hops = max(self.most_hops, len(gathered.hops()))
 
     def add(self, made: torch.Tensor, gathered: _Gathered) -> None:
         self.found[made.untyped_storage().data_ptr()] = weakref.ref(made), gathered
@@ -82,12 +89,11 @@ class _Run:
         if self.backward != _current_backward():
             self.backward = _current_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
-        left = [gathered for gathered in self.ahead if gathered.uses]
-        ways, sizes = [each.hops() for each in left], [(each.place, each.num_bytes) for each in left]
-        for hop in range(max(map(len, ways))):
-            for number in asked_for(asked.place, sizes, hop):
-                if len(ways[number]) > hop and not any(nearer.under_way for nearer in ways[number][:hop]):
-                    ways[number][hop].post()
+        for hop in range(self.most_hops):
+            for gathered in self.to_ask.at(asked.place, hop):
+                way = gathered.hops()
+                if len(way) > hop and not any(nearer.under_way for nearer in way[:hop]):
+                    way[hop].post()
         asked.uses -= 1
         return asked.made()
 
@@ -173,7 +179,7 @@ def begin_gather(value: torch.Tensor, axis: str, source: str, target: str, *, so
         return begun
     dim = Placement.parse(source).dim
     gathered = _Gathered(lambda again: begin_all_gather(again, where, dim, source_sizes), kept, place, num_bytes)
-    run.ahead.append(gathered)
+    run.add_ahead(gathered)
     return replace(begun, again=gathered)
 
 
