@@ -20,3 +20,19 @@ def test_the_collector_is_as_it_was_after_success_failure_and_another_within(on)
         assert gc.isenabled() == on
     finally:
         (gc.enable if was_on else gc.disable)()
+
+
+def test_what_was_made_is_old_at_once_and_what_was_frozen_stays_so():
+    with collected_later():
+        kept = [[] for _ in range(10_000)]
+        assert gc.get_count()[0] >= len(kept)
+    assert gc.get_count()[0] < 1_000 and gc.get_freeze_count() == 0
+    assert any(one is kept for one in gc.get_objects(generation=2))
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with collected_later():
+            pass
+        assert gc.get_freeze_count() == frozen > 0
+    finally:
+        gc.unfreeze()

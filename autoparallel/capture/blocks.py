@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autoparallel.capture.graph import OpGraph
 
@@ -21,6 +22,7 @@ class Block:
     template: int
 
 
+@lru_cache(maxsize=4096)
 def block_path(module_path: str) -> str | None:
     """The outermost indexed module of a path: ``model.layers.3`` for ``model.layers.3.mlp.up_proj``."""
     match = re.match(r"(.*?\.\d+)(\.|$)", "." + module_path)

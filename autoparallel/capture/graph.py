@@ -51,6 +51,19 @@ class Ref:
     output: int = 0
 
 
+def _add_refs(value: object, found: list[Ref]) -> None:
+    """Those in arguments, which are nested as torch.fx nests them (torch's pytrees find the same, in a few times as
+    long)."""
+    if isinstance(value, Ref):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            _add_refs(one, found)
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            _add_refs(one, found)
+
+
 @dataclass(frozen=True)
 class Node:
     """One value or op of the program.
@@ -75,8 +88,10 @@ class Node:
     @cached_property
     def inputs(self) -> tuple[Ref, ...]:
         """The tensors that the node reads, in argument order (a tensor read twice occurs twice)."""
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Ref))
+        found: list[Ref] = []
+        _add_refs(self.args, found)
+        _add_refs(self.kwargs, found)
+        return tuple(found)
 
     @property
     def op_name(self) -> str:
