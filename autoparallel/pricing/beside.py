@@ -130,8 +130,7 @@ class _Plan:
         sent, waited = defaultdict[int, list[_Way]](list), defaultdict[int, list[_Way]](list)
         self.ways: list[_Way] = []
         self._op_s = {site.index: self._priced(site) for site in self.sites}
-        steps = [(link, pricer.steps(link, labels)) for site in self.sites
-                 for link in self.space.links_into.get(site.index, ())]
+        steps = [(link, path) for link, path in pricer.paths(labels) if link.target in self.stage_of]
         read = list[tuple[Link, Sequence[PricedStep]]]()
         for (link, path), first in zip(steps, self._once(steps), strict=True):
             read.append((link, path[first:]))
@@ -254,6 +253,8 @@ class _Plan:
 
     def _sums_s(self, site: Site) -> float:
         """Seconds in which turns add gradients of what the site reads to those before."""
+        if self.turns.hybrid.micro_batches == 1:
+            return 0.0
         return sum(float(self.pricer.sums_s(link)[self._number(self.space.sites[link.source]), self._number(site)])
                    for link in self.space.links_into.get(site.index, ()) if self.turns.sums(link))
 

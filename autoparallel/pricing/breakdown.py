@@ -10,7 +10,7 @@ import numpy as np
 from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.pricing.beside import hidden_s
-from autoparallel.pricing.prices import Inside, Prices
+from autoparallel.pricing.prices import Inside, PricedStep, Prices
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.turns import Turns
 from autoparallel.rules.space import Label, Link
@@ -210,14 +210,15 @@ def _count_use(found: Found, key: tuple[str, str, str], times: int, num_bytes: f
 def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
     """Bytes live at the end of each stage's forward pass."""
     choice, turns = pricer.choice_of(labels), pricer.turns
+    moments = [turns.turn_of(stage) for stage in range(len(stages))]
     for node, c, holders in zip(problem.nodes, choice, turns.stages_of, strict=True):
-        _count(turns, stages, holders, node.interval, float(node.usages[c]))
+        _count(stages, moments, holders, node.interval, float(node.usages[c]))
     holding = [turns.stages_of[link.target] for link in pricer.space.links] + [(b.stage,) for b in turns.buffers]
     holding += [turns.stages_of[edge.target] for edge in problem.edges[len(holding):]]  # pieces of what is gathered
     for edge, holders in zip(problem.edges, holding, strict=True):
         if edge.usages is not None:
             num_bytes = float(edge.usages[choice[edge.source], choice[edge.target]])
-            _count(turns, stages, holders, edge.interval, num_bytes)
+            _count(stages, moments, holders, edge.interval, num_bytes)
 
 
 def _add_host_bytes(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
@@ -239,22 +240,22 @@ def _hold(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], num_by
         stages[holder].host_bytes += num_bytes * turns.in_flight(holder)
 
 
-def _count(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], interval: tuple[int, int],
+def _count(stages: Sequence[_Parts], moments: Sequence[int], holders: Sequence[int], interval: tuple[int, int],
            num_bytes: float) -> None:
-    moments = [turns.turn_of(holder) for holder in holders]
-    if interval[0] <= min(moments) and max(moments) < interval[1]:
+    start, end = interval
+    if all(start <= moments[holder] < end for holder in holders):
         for holder in holders:
             stages[holder].live_bytes += num_bytes
 
 
 def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:
-    for link in pricer.space.links:
+    for link, path in pricer.paths(labels):
         for stage in pricer.turns.stages_of[link.target]:
-            _add_link(pricer, labels, link, stage, stages[stage], found)
+            _add_link(pricer, labels, link, path, stage, stages[stage], found)
 
 
-def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, place: int, stage: _Parts,
-              found: Found) -> None:
+def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, path: Sequence[PricedStep], place: int,
+              stage: _Parts, found: Found) -> None:
     space, prices = pricer.space, pricer.prices
     if pricer.turns.sums(link):
         numbers = [space.strategies[i].position[labels[i]] for i in (link.source, link.target)]
@@ -264,7 +265,7 @@ def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, place: i
         there, back = pricer.offload_copy_s(link)
         stage.forward += float(there[pair])
         stage.backward += float(back[pair])
-    if not (path := pricer.steps(link, labels)):
+    if not path:
         return
     once, summing = pricer.turns.of_parameter[link.source], pricer.turns.summing(link)
     times = pricer.turns.link_times(link, place)

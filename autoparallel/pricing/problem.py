@@ -127,7 +127,11 @@ class SpacePricer:
 
     def labels_of(self, choice: Sequence[int]) -> list[Label]:
         """The inverse of `choice_of`."""
-        return [self.space.strategies[s].labels[int(self.choices(s)[c])] for s, c in enumerate(choice)]
+        found = []
+        for site, number in enumerate(choice):
+            left = self.allowed.get(site)
+            found.append(self.space.strategies[site].labels[number if left is None else int(left[number])])
+        return found
 
     def _problem(self, chosen: Sequence[np.ndarray]) -> Problem:
         nodes = tuple(self._node(site, numbers) for site, numbers in enumerate(chosen))
@@ -265,8 +269,12 @@ class SpacePricer:
         faults = self.faults.link_faults(link, self.prices.table(link.meta))[np.ix_(rows, columns)]
         return costs + FAULT_S * faults
 
-    def steps(self, link: Link, labels: Sequence[Label]) -> Sequence[PricedStep]:
-        """What a link does between the labels of its ends, priced."""
+    def paths(self, labels: Sequence[Label]) -> Sequence[tuple[Link, Sequence[PricedStep]]]:
+        """What each link, in the order of their targets, does between the labels of its ends, priced."""
+        return self.once(("paths", tuple(labels)),
+                         lambda: [(link, self._steps(link, labels)) for link in self.space.links])
+
+    def _steps(self, link: Link, labels: Sequence[Label]) -> Sequence[PricedStep]:
         s, t = self.space.strategies[link.source], self.space.strategies[link.target]
         ends = labels[link.source], labels[link.target]
 
