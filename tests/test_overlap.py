@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import time
+import weakref
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -27,6 +29,7 @@ from autoparallel.lower.posting import TOP
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.beside import COMPUTE, _Again, _Plan, _Step
 from autoparallel.rules.space import StrategySpace
+from autoparallel.runtime import regather
 from cost_models import Cluster, Device, Link
 from tests.models import CASES
 from tests.ranks import mesh_of
@@ -647,3 +650,24 @@ def test_a_slower_link_never_makes_a_simulated_step_faster(
         program: list[tuple[str, int, str]], slower: float, slowdown: float) -> None:
     fast, slow = simulated(program), simulated(program, slower)
     assert alone_s(slow) - slow.hidden_s(slowdown) >= alone_s(fast) - fast.hidden_s(slowdown) - 1e-9
+
+
+def test_a_forward_whose_gathers_are_gathered_further_is_let_go_with_its_last_reference() -> None:
+    """Not when the collector comes by, which may be after many steps."""
+    with regather.regathering():
+        run = regather._run.get()
+        assert run is not None
+        piece = torch.ones(2)
+        first = regather._Gathered(lambda source: lambda: source, piece, place=0)
+        run.add(piece, first)
+        second = regather._Gathered(lambda source: lambda: source, regather._kept(piece), place=1)
+        for gathered in (first, second):
+            run.add_ahead(gathered)
+        assert second.hops() == [second, first]
+    seen = weakref.ref(run)
+    gc.disable()
+    try:
+        del run, first, second, gathered
+        assert seen() is None
+    finally:
+        gc.enable()

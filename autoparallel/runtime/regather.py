@@ -109,7 +109,6 @@ class _Run:
 class _View:
     """A view of a gathered tensor, which autograd saved, or that is gathered further."""
 
-    run: _Run
     gathered: _Gathered
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -117,6 +116,14 @@ class _View:
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd saved. (Views do not know the run: it has what is gathered of them, and would not be let go.)"""
+
+    run: _Run
+    view: _View
 
 
 _run: ContextVar[_Run | None] = ContextVar("run", default=None)
@@ -133,26 +140,27 @@ def regathering() -> Iterator[None]:
         _run.reset(token)
 
 
-def _pack(tensor: torch.Tensor) -> torch.Tensor | _View:
-    kept = _kept(tensor)
-    if isinstance(kept, _View):
-        kept.gathered.uses += 1
-    return kept
+def _pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    kept, run = _kept(tensor), _run.get()
+    if run is None or not isinstance(kept, _View):
+        return tensor.detach()  # a result that its own op keeps would otherwise keep the op
+    kept.gathered.uses += 1
+    return _Saved(run, kept)
 
 
-def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
-    if not isinstance(saved, _View):
+def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+    if not isinstance(saved, _Saved):
         return saved
     with torch.no_grad():
-        return saved.of(saved.run.made(saved.gathered))
+        return saved.view.of(saved.run.made(saved.view.gathered))
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor | _View:
     """What is kept of a tensor for backward: how to make it again, if it was gathered."""
     run = _run.get()
     if run is None or (found := run.find(tensor)) is None:
-        return tensor.detach()  # a result that its own op keeps would otherwise keep the op
-    return _View(run, found, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+        return tensor.detach()
+    return _View(found, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def gather(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
