@@ -93,7 +93,7 @@ def simulate(tasks: Sequence[Task], slowdown: Slowdown | None = None) -> Timelin
     """
     run = _Run(tuple(tasks), slowdown or {})
     run.go()
-    return Timeline(run.tasks, run.start_s, run.end_s)
+    return Timeline(run.tasks, np.array(run.start_s), np.array(run.end_s))
 
 
 class _Run:
@@ -101,9 +101,9 @@ class _Run:
 
     def __init__(self, tasks: tuple[Task, ...], slowdown: Slowdown) -> None:
         self.tasks, self.slowdown = tasks, slowdown
-        self.start_s, self.end_s = np.zeros(len(tasks)), np.zeros(len(tasks))
+        self.start_s, self.end_s = [0.0] * len(tasks), [0.0] * len(tasks)
         self.next_of: dict[int, list[int]] = defaultdict(list)    # tasks that wait for a task
-        self.waits = np.zeros(len(tasks), dtype=int)
+        self.waits = [0] * len(tasks)
         last: dict[tuple[int, str], int] = {}
         for number, task in enumerate(tasks):
             before = set(task.after)
@@ -116,8 +116,9 @@ class _Run:
             self.waits[number] = len(before)
             for other in before:
                 self.next_of[other].append(number)
-        self.left_s = np.array([task.duration_s for task in tasks])
+        self.left_s = [task.duration_s for task in tasks]
         self.running: dict[int, dict[str, int]] = defaultdict(dict)    # by rank: its busy streams' tasks
+        self.changed: set[int] = set()    # ranks whose busy streams have changed
         self.rate: dict[int, float] = {}
         self.seen_s: dict[int, float] = {}
         self.turn = [0] * len(tasks)    # how often a task's end was foretold; only the last word counts
@@ -128,6 +129,9 @@ class _Run:
         while True:
             for number in ready:
                 self._start(number, now)
+            for rank in self.changed:
+                self._retime(rank, now)
+            self.changed.clear()
             if not self.events:
                 break
             moment, number, turn = heapq.heappop(self.events)
@@ -135,22 +139,22 @@ class _Run:
             if self.turn[number] == turn:
                 now, done = moment, done + 1
                 self.end_s[number] = now
-                ready = self._finish(number, now)
+                ready = self._finish(number)
         if done < len(self.tasks):
-            stuck = [f"{n} ({self.tasks[n].name or self.tasks[n].stream})" for n in np.flatnonzero(self.waits > 0)[:5]]
+            stuck = [f"{n} ({self.tasks[n].name or self.tasks[n].stream})" for n, left in enumerate(self.waits) if left]
             raise TimelineError(f"{len(self.tasks) - done} tasks never start, for they wait for one another or for "
-                                f"tasks later on their stream: {', '.join(stuck)}, ...")
+                                f"tasks later on their stream: {', '.join(stuck[:5])}, ...")
 
     def _start(self, number: int, now: float) -> None:
         task = self.tasks[number]
-        self.start_s[number], self.seen_s[number] = now, now
+        self.start_s[number] = now
         self.running[task.rank][task.stream] = number
-        self._retime(task.rank, now, number)
+        self.changed.add(task.rank)
 
-    def _finish(self, number: int, now: float) -> list[int]:
+    def _finish(self, number: int) -> list[int]:
         task = self.tasks[number]
         del self.running[task.rank][task.stream]
-        self._retime(task.rank, now, None)
+        self.changed.add(task.rank)
         ready = []
         for other in self.next_of[number]:
             self.waits[other] -= 1
@@ -158,18 +162,17 @@ class _Run:
                 ready.append(other)
         return ready
 
-    def _retime(self, rank: int, now: float, new: int | None) -> None:
-        """The set of busy streams of a rank has changed: progress so far, new rates, new ends."""
+    def _retime(self, rank: int, now: float) -> None:
+        """The tasks that a rank runs have changed: progress so far, new rates, new ends."""
         busy = self.running[rank]
         factors = self._factors(frozenset(busy)) if self.slowdown else {}
         for stream, number in busy.items():
-            rate = 1.0 / factors.get(stream, 1.0)
-            if number != new:
-                if rate == self.rate[number]:
-                    continue
-                self.left_s[number] -= (now - self.seen_s[number]) * self.rate[number]
-                self.seen_s[number] = now
-            self.rate[number] = rate
+            rate, before = 1.0 / factors.get(stream, 1.0), self.rate.get(number)
+            if rate == before:
+                continue
+            if before is not None:
+                self.left_s[number] -= (now - self.seen_s[number]) * before
+            self.rate[number], self.seen_s[number] = rate, now
             self.turn[number] += 1
             heapq.heappush(self.events, (now + max(0.0, self.left_s[number]) / rate, number, self.turn[number]))
 

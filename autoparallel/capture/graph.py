@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -98,11 +98,16 @@ class Node:
         """``aten.linear.default`` for ops, a user's Function by its own name, the kind for everything else."""
         if self.kind != "op":
             return self.kind
-        return self.args[0].partition("(")[0] if self.target is user_function else str(self.target)
+        return self.args[0].partition("(")[0] if self.target is user_function else _name_of(self.target)
 
     def __str__(self) -> str:
         where = f" in {self.module_path}" if self.module_path else ""
         return f"{self.name} ({self.op_name}{where})"
+
+
+@cache
+def _name_of(target: object) -> str:
+    return str(target)
 
 
 @dataclass(frozen=True)

@@ -247,8 +247,9 @@ def reads_of(module: GraphModule, block_of: BlockOf) -> tuple[list[FxNode], list
     number, reads = {node: n for n, node in enumerate(steps)}, []
     for node in steps:
         step, meta = node.meta["step"], node.meta["global_meta"]
-        reads.append(Read(number.get(node.all_input_nodes[0]), kind_of(step.forward, step.backward, meta.requires_grad),
-                          str(node.args[1]), str(meta.dtype), node.meta["num_bytes"], place[node.meta["site"]]))
+        kind = kind_of(step.forward, step.backward, meta.requires_grad)
+        reads.append(Read(number.get(node.all_input_nodes[0]), kind, str(node.args[1]), str(meta.dtype),
+                          float(node.meta["num_bytes"]) if kind else 0.0, place[node.meta["site"]]))
     return steps, reads
 
 

@@ -25,8 +25,9 @@ class Read:
     """One step on the way from a parameter to its readers.
 
     ``after``: the step before it, by number (None: the parameter). ``kind``: a "gather", the "reduction" of a gradient
-    (nothing is sent forward), or "" for others. ``num_bytes`` are those of the fullest rank, so that all ranks post the
-    same in the same order; ``place`` is the site that reads it, or at which that site's block begins.
+    (nothing is sent forward), or "" for others. ``num_bytes`` are those of the result on the fullest rank (of others
+    0), so that all ranks post the same in the same order; ``place`` is the site that reads it, or at which that site's
+    block begins.
     """
 
     after: int | None

@@ -126,7 +126,7 @@ class _Plan:
         self.stage_of = {index: stage for index, holders in enumerate(self.turns.stages_of)
                          for stage in reversed(holders) if stage in stages}
         self.sites = [site for site in self.space.sites if site.index in self.stage_of]
-        self._seconds: dict[object, tuple[float, float]] = {}
+        self.numbers = [s.position[label] for s, label in zip(self.space.strategies, labels, strict=True)]
         sent, waited = defaultdict[int, list[_Way]](list), defaultdict[int, list[_Way]](list)
         self.ways: list[_Way] = []
         self._op_s = {site.index: self._priced(site) for site in self.sites}
@@ -167,12 +167,11 @@ class _Plan:
         passed: dict[int, int | None] = {}  # by hub, the last step on the way to it
         for link, path in steps:
             if self.turns.of_parameter[link.source]:
-                last, layouts = passed.get(link.source), self.space.spaces(link.meta)
-                for step, *_ in path:
-                    kind = kind_of(step.forward, step.backward, link.meta.requires_grad)
-                    num_bytes = layouts.local_elements[layouts.index(step.after)] * link.meta.dtype.itemsize
-                    found.append(Read(last, kind, self.space.axis_names[step.axis], str(link.meta.dtype),
-                                      float(num_bytes), place[link.target]))
+                last, meta = passed.get(link.source), link.meta
+                for step, _, elements in path:
+                    kind = kind_of(step.forward, step.backward, meta.requires_grad)
+                    found.append(Read(last, kind, self.space.axis_names[step.axis], str(meta.dtype),
+                                      float(elements * meta.dtype.itemsize) if kind else 0.0, place[link.target]))
                     last = len(found) - 1
                 if self.space.sites[link.target].kind == "hub":
                     passed[link.target] = last
@@ -198,21 +197,25 @@ class _Plan:
         sites, on_the_way = [site for site in self.sites if site.kind != "parameter"], _OnTheWay()
         if self.alike:
             self._read(step, TOP, on_the_way)
+            marked = {*self.posting.events, *self.waited}
             for site in sites:
-                self._read(step, site.index, on_the_way)
+                if site.index in marked:
+                    self._read(step, site.index, on_the_way)
                 self._forward(step, site)
             again = _Again(step, self)
             for site in reversed(sites):
-                again.read(site.index)
+                if site.index in self.asked:
+                    again.read(site.index)
                 self._backward(step, site)
-                self._reduce(step, site.index, on_the_way)
+                if site.index in marked:
+                    self._reduce(step, site.index, on_the_way)
                 step.work(self._sums_s(site))
             self._reduce(step, TOP, on_the_way)
         else:
             self._in_turns(step, sites, on_the_way)
         for site in self.sites:
             if site.kind == "parameter":
-                step.work(float(self.pricer.prices.parameter_s(self.space.strategies[site.index])[self._number(site)]))
+                step.work(float(self.pricer.parameter_s(site.index)[self.numbers[site.index]]))
         step.flush()
         return step
 
@@ -255,8 +258,8 @@ class _Plan:
         """Seconds in which turns add gradients of what the site reads to those before."""
         if self.turns.hybrid.micro_batches == 1:
             return 0.0
-        return sum(float(self.pricer.sums_s(link)[self._number(self.space.sites[link.source]), self._number(site)])
-                   for link in self.space.links_into.get(site.index, ()) if self.turns.sums(link))
+        links = [link for link in self.space.links_into.get(site.index, ()) if self.turns.sums(link)]
+        return sum(float(self.pricer.sums_s(k)[self.numbers[k.source], self.numbers[k.target]]) for k in links)
 
     def _read(self, step: _Step, place: int, on_the_way: _OnTheWay) -> None:
         for begins, pair in self.posting.events.get(place, ()):
@@ -314,27 +317,15 @@ class _Plan:
     def _of(self, pair: Pair) -> list[_Way]:
         return [self.ways[number] for number in pair.steps]
 
-    def _number(self, site: Site) -> int:
-        return self.space.strategies[site.index].position[self.labels[site.index]]
-
     def _priced(self, site: Site) -> tuple[float, float]:
         """Seconds of forward, and of backward with what runs again for it."""
-        number, times = self._number(site), self.turns.op_times(site.index, self.stage_of[site.index])
+        number, stage = self.numbers[site.index], self.stage_of[site.index]
         if site.kind == "hub":
-            return 0.0, times[1] * float(self.pricer.hub_s(site.index)[number])
+            return 0.0, self.turns.op_times(site.index, stage)[1] * float(self.pricer.hub_s(site.index)[number])
         if site.kind != "op":
             return 0.0, 0.0
-        alike = id(self.space.strategies[site.index]), number, times, self.turns.offloads(site.index)
-        if alike not in self._seconds:
-            self._seconds[alike] = self._priced_op(site, number, times)
-        return self._seconds[alike]
-
-    def _priced_op(self, site: Site, number: int, times: tuple[int, int]) -> tuple[float, float]:
-        price = self.pricer.prices.op(self.space.strategies[site.index])
-        there, back = (float(moved[number]) for moved in self.pricer.offload_s(site.index))
-        forward = float(price.forward_s[number])
-        return (times[1] * forward + there,
-                (times[0] - times[1]) * forward + times[1] * float(price.backward_s[number]) + back)
+        forward, again, backward = self.pricer.op_s(site.index, number, stage)
+        return forward, again + backward
 
 
 class _Again:
@@ -352,7 +343,7 @@ class _Again:
 
     def read(self, index: int) -> None:
         """What backward of a site asks for is waited for; what it asks for next is posted."""
-        for asked in self.plan.asked.get(index, ()):
+        for asked in self.plan.asked[index]:
             for hop in range(self.most_hops):
                 for number in self.to_ask.at(self.plan.reads[asked].place, hop):
                     way = self.ways[number]

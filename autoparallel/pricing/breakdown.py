@@ -161,27 +161,24 @@ def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_P
         for place in turns.stages_of[site.index]:
             stage = stages[place]
             if site.kind == "op":
-                price, times = prices.op(strategies), turns.op_times(site.index, place)
-                stage.forward += times[0] * float(price.forward_s[number])
-                stage.backward += times[1] * float(price.backward_s[number])
-                there, back = pricer.offload_s(site.index)
-                stage.forward += float(there[number])
-                stage.backward += float(back[number])
-                for exchanged in price.inside:
-                    _add_inside(pricer, exchanged, number, times, stage, found)
+                seconds = pricer.op_s(site.index, number, place)
+                stage.forward += seconds.forward + seconds.again
+                stage.backward += seconds.backward
+                for exchanged in prices.op(strategies).inside:
+                    _add_inside(pricer, exchanged, number, turns.op_times(site.index, place), stage, found)
                 if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
                     stage.repeated.append(str(space.graph.nodes[site.node]))
             elif site.kind == "hub":
                 stage.backward += turns.op_times(site.index, place)[1] * float(pricer.hub_s(site.index)[number])
             elif site.kind == "parameter":
-                seconds = turns.counts[site.index] * float(prices.parameter_s(strategies)[number])
-                stage.optimizer += seconds
+                updated = turns.counts[site.index] * float(pricer.parameter_s(site.index)[number])
+                stage.optimizer += updated
                 shared = turns.counts[site.index] * float(pricer.shared_s(site.index)[number])
                 if shared:
                     _count_use(found, ("all_reduce", "pipeline", "backward"), stage.ranks * turns.counts[site.index],
                                float(pricer.shared_bytes(site.index)[number]), shared / turns.counts[site.index])
                 stage.backward_communication += shared
-                stage.once += seconds + shared
+                stage.once += updated + shared
                 stage.state_bytes += float(pricer.site_bytes(site.index)[number])
 
 
@@ -242,10 +239,11 @@ def _hold(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], num_by
 
 def _count(stages: Sequence[_Parts], moments: Sequence[int], holders: Sequence[int], interval: tuple[int, int],
            num_bytes: float) -> None:
-    start, end = interval
-    if all(start <= moments[holder] < end for holder in holders):
-        for holder in holders:
-            stages[holder].live_bytes += num_bytes
+    for holder in holders:
+        if not interval[0] <= moments[holder] < interval[1]:
+            return
+    for holder in holders:
+        stages[holder].live_bytes += num_bytes
 
 
 def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,16 +14,26 @@ from autoparallel.capture import TensorMeta
 from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.prices import PricedStep, Prices, dtype_name
 from autoparallel.pricing.turns import Buffer, Turns
-from autoparallel.rules.space import Label, Link, StrategySpace
+from autoparallel.rules.space import Label, Link, StrategySet, StrategySpace
 from autoparallel.search.problem import Edge, Node, Problem, unchecked
 from autoparallel.search.shared import Shared
 from cost_models import collectives, compute
 
 Allowed = Mapping[int, np.ndarray]
+LinkKey = tuple[int, int, int, int]
 Made = TypeVar("Made")
 #: Seconds that one fault counts for: more than any step takes.
 FAULT_S = 1e3
 SIDE_SHARE = 1e-3
+
+
+class OpSeconds(NamedTuple):
+    """Of an op in a step: forward (with what goes to the host), once more for backward, and backward (with what comes
+    back)."""
+
+    forward: float
+    again: float
+    backward: float
 
 
 class Faults(Protocol):
@@ -53,7 +63,7 @@ class SpacePricer:
         self.prices, self.space, self.limit_bytes = prices, prices.space, limit_bytes
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
-        self._made: dict[object, object] = {}
+        self._made: dict[object, Any] = {}
         self._readers = Counter(k.source for k in self.space.links if self.space.sites[k.target].kind in ("op", "hub"))
 
     @property
@@ -95,10 +105,12 @@ class SpacePricer:
         edges = list(problem.edges)
         for number, link in enumerate(self.space.links):
             if self.turns.of_parameter[link.source]:
-                table = self._link_costs(link, self.choices(link.source), self.choices(link.target))
-                edges[number] = unchecked(edges[number], costs=table)
-        costs = Shared.of([*[node.costs for node in problem.nodes], *[edge.costs for edge in edges]])
-        return unchecked(problem, edges=tuple(edges), costs=costs)
+                rows, columns = self.choices(link.source), self.choices(link.target)
+                alike = {end: self._alike(end, self.choices(end)) for end in (link.source, link.target)}
+                costs = self._link_costs(link, rows, columns, _link_key(link, alike))
+                edges[number] = unchecked(edges[number], costs=costs)
+        shared = Shared.of([*[node.costs for node in problem.nodes], *[edge.costs for edge in edges]])
+        return unchecked(problem, edges=tuple(edges), costs=shared)
 
     def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
         """The problem with exactly these labels; labels that a site does not have are left out."""
@@ -134,24 +146,29 @@ class SpacePricer:
         return found
 
     def _problem(self, chosen: Sequence[np.ndarray]) -> Problem:
-        nodes = tuple(self._node(site, numbers) for site, numbers in enumerate(chosen))
-        edges = [self._edge(link, chosen) for link in self.space.links]
+        alike = [self._alike(site, numbers) for site, numbers in enumerate(chosen)]
+        nodes = tuple([self._node(site, numbers, alike[site]) for site, numbers in enumerate(chosen)])
+        edges = [self._edge(link, chosen, alike) for link in self.space.links]
         edges += [self._buffer(buffer, chosen) for buffer in self.turns.buffers]
         edges += [edge for link in self.space.links if self.turns.gathers_ahead(link)
-                  for edge in self._pieces(link, chosen)]
+                  for edge in self._pieces(link, chosen, alike)]
         return Problem(nodes, tuple(edges), self.limit_bytes, "strategy space")
 
     def once(self, key: object, make: Callable[[], Made]) -> Made:
         """What is made for a key, the first time; what is alike has one."""
         if key not in self._made:
             self._made[key] = make()
-        return cast(Made, self._made[key])
+        found: Made = self._made[key]
+        return found
 
-    def _node(self, index: int, numbers: np.ndarray) -> Node:
-        site, s = self.space.sites[index], self.space.strategies[index]
-        life = self.turns.site_life(index, range(len(s.output_metas)))
+    def _alike(self, index: int, numbers: np.ndarray) -> int:
+        """A number for these choices of a site; the same for those of any other that are the same strategies."""
+        return self.once(("alike", id(self.space.strategies[index]), numbers.tobytes()), lambda: len(self._made))
+
+    def _node(self, index: int, numbers: np.ndarray, alike: int) -> Node:
+        site, s, life = self.space.sites[index], self.space.strategies[index], self.turns.site_life(index)
         times, shared = self.turns.op_times(index), self.turns.ranks_with(index)
-        key = (id(s), site.kind, numbers.tobytes(), self._readers[index] if site.kind == "hub" else 0)
+        key = (alike, site.kind, self._readers[index] if site.kind == "hub" else 0)
         in_time, in_memory = (times, self.turns.offloads(index), shared), life.copies
 
         def first() -> Node:
@@ -173,8 +190,25 @@ class SpacePricer:
         if kind == "hub":
             return times[1] * self.hub_s(index)
         if kind == "parameter":
-            return self.turns.counts[index] * (self.prices.parameter_s(s) + self.shared_s(index))
+            return self.turns.counts[index] * (self.parameter_s(index) + self.shared_s(index))
         return np.zeros(len(s.labels))
+
+    def op_s(self, index: int, number: int, stage: int) -> OpSeconds:
+        """What a strategy of an op takes in a step, on a rank of the stage."""
+        s, times, moves = self.space.strategies[index], self.turns.op_times(index, stage), self.turns.offloads(index)
+
+        def first() -> OpSeconds:
+            price, (there, back) = self.prices.op(s), self.offload_s(index)
+            once, again, backward = float(price.forward_s[number]), times[0] - times[1], float(price.backward_s[number])
+            return OpSeconds(times[1] * once + float(there[number]), again * once,
+                             times[1] * backward + float(back[number]))
+
+        return self.once(("op", id(s), number, times, moves), first)
+
+    def parameter_s(self, index: int) -> np.ndarray:
+        """Seconds of the optimizer's step for a parameter, by strategy."""
+        s = self.space.strategies[index]
+        return self.once(("updated", id(s)), lambda: self.prices.parameter_s(s))
 
     def shared_bytes(self, index: int) -> np.ndarray:
         """Of a parameter's gradient, in the type in which ranks of the pipeline add it up; by strategy."""
@@ -184,11 +218,11 @@ class SpacePricer:
 
     def shared_s(self, index: int) -> np.ndarray:
         """Seconds of adding up the gradients that several ranks of the pipeline have of a parameter, by strategy."""
-        ranks, num_bytes = self.turns.ranks_with(index), self.shared_bytes(index)
+        ranks = self.turns.ranks_with(index)
         if len(ranks) < 2:
-            return np.zeros(len(num_bytes))
+            return self._nothing(len(self.space.strategies[index].labels))[0]
         shape = (self.turns.hybrid.pipeline_ranks, *self.space.mesh_shape)
-        return self.prices.bucket_s(self.prices.cluster.group(shape, 0, ranks), num_bytes)
+        return self.prices.bucket_s(self.prices.cluster.group(shape, 0, ranks), self.shared_bytes(index))
 
     def hub_s(self, index: int) -> np.ndarray:
         """Seconds of adding up the gradients from a value's readers once, by strategy."""
@@ -198,9 +232,11 @@ class SpacePricer:
     def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds in a step of moving what an op makes to the host, and back for backward, by strategy."""
         if not (times := self.turns.offloads(index)):
-            size = len(self.space.strategies[index].labels)
-            return self.once(("nothing", size), lambda: (np.zeros(size),) * 2)
+            return self._nothing(len(self.space.strategies[index].labels))
         return self._moved_s(times, self.site_bytes(index))
+
+    def _nothing(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.once(("nothing", size), lambda: (np.zeros(size),) * 2)
 
     def offload_copy_s(self, link: Link) -> tuple[np.ndarray, np.ndarray]:
         """The same of a redistributed copy, by (strategy of the link's source, of its target)."""
@@ -215,6 +251,9 @@ class SpacePricer:
     def site_bytes(self, index: int) -> np.ndarray:
         """Bytes that a site holds, once, by strategy."""
         s, kind = self.space.strategies[index], self.space.sites[index].kind
+        return self.once(("bytes", id(s), kind), lambda: self._bytes_of(s, kind))
+
+    def _bytes_of(self, s: StrategySet, kind: str) -> np.ndarray:
         if kind == "parameter":
             return self.prices.parameter_bytes(s) + self._sums_bytes(s.output_metas[0], s.outputs[0])
         total = self.prices.exchanged_bytes(s)
@@ -245,23 +284,23 @@ class SpacePricer:
         piece = self._sums_bytes(link.meta, source.outputs[link.output])
         return np.where(copies > 0, copies + np.maximum(whole[None, :] - piece[:, None], 0.0), 0.0)
 
-    def _edge(self, link: Link, chosen: Sequence[np.ndarray]) -> Edge:
-        rows, columns = chosen[link.source], chosen[link.target]
-        life, costs = self.turns.copy_life(link), self._link_costs(link, rows, columns)
+    def _edge(self, link: Link, chosen: Sequence[np.ndarray], alike: Sequence[int]) -> Edge:
+        rows, columns, key = chosen[link.source], chosen[link.target], _link_key(link, alike)
+        life, costs = self.turns.copy_life(link), self._link_costs(link, rows, columns, key)
 
         def first() -> Edge:
             usages = self._copy_bytes(link)[np.ix_(rows, columns)] * life.copies
             return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)
 
-        alike = self.once(("edge", *self._pair(link, rows, columns), life.copies), first)
-        return unchecked(alike, source=link.source, target=link.target, interval=life.interval, costs=costs)
+        made = self.once(("edge", key, life.copies), first)
+        return unchecked(made, source=link.source, target=link.target, interval=life.interval, costs=costs)
 
-    def _link_costs(self, link: Link, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    def _link_costs(self, link: Link, rows: np.ndarray, columns: np.ndarray, key: LinkKey) -> np.ndarray:
         """Seconds of a link between these choices of its ends."""
         times, (there, back) = self.turns.link_times(link), self.exposed
         counted = (there * times[0], back * times[1]) if self.turns.of_parameter[link.source] else times
         sums, summing, moves = self.turns.sums(link), self.turns.summing(link), self.turns.offloads_copy(link)
-        costs = self.once(("link", *self._pair(link, rows, columns), counted, sums, summing, moves), lambda: (
+        costs = self.once(("link", key, counted, sums, summing, moves), lambda: (
             self.prices.link_s(link, counted, summing) + (self.sums_s(link) if sums else 0.0)
             + (sum(self.offload_copy_s(link)) if moves else 0.0))[np.ix_(rows, columns)])
         if self.faults is None:
@@ -285,11 +324,6 @@ class SpacePricer:
         of_parameter = self.turns.of_parameter[link.source]
         return self.once(("steps", id(s), link.output, id(t), link.position, ends, of_parameter), first)
 
-    def _pair(self, link: Link, rows: np.ndarray, columns: np.ndarray) -> tuple[object, ...]:
-        """What makes two links between these choices of their ends alike."""
-        s, t = self.space.strategies[link.source], self.space.strategies[link.target]
-        return id(s), link.output, id(t), link.position, rows.tobytes(), columns.tobytes()
-
     def _buffer(self, buffer: Buffer, chosen: Sequence[np.ndarray]) -> Edge:
         """An edge that costs nothing and takes the bytes of a buffer, by the layout of what is sent."""
         link = buffer.link
@@ -298,10 +332,10 @@ class SpacePricer:
         usages = np.broadcast_to(buffer.copies * num_bytes[:, None], shape)
         return Edge(link.source, link.target, np.zeros(shape), usages, self.turns.buffer_life(buffer.stage))
 
-    def _pieces(self, link: Link, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
+    def _pieces(self, link: Link, chosen: Sequence[np.ndarray], alike: Sequence[int]) -> Iterator[Edge]:
         """An edge that costs nothing and takes the bytes of what is gathered on the way to what the link reads."""
         rows, columns = chosen[link.source], chosen[link.target]
-        usages = self.once(("pieces", *self._pair(link, rows, columns)),
+        usages = self.once(("pieces", _link_key(link, alike)),
                            lambda: self.prices.link_pieces(link)[np.ix_(rows, columns)])
         if usages.any():
             yield Edge(link.source, link.target, np.zeros(usages.shape), usages, self.turns.pieces_life(link))
@@ -318,6 +352,11 @@ class SpacePricer:
         device, apart = self.prices.cluster.device, self.turns.accumulator_bytes(link.meta) / link.meta.dtype.itemsize
         moved = (1 + 2 * apart if apart else 3) * held
         return self.turns.sums(link) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(link.meta), device)
+
+
+def _link_key(link: Link, alike: Mapping[int, int] | Sequence[int]) -> LinkKey:
+    """The same for links that are alike between choices of their ends, which ``alike`` numbers by site."""
+    return alike[link.source], link.output, alike[link.target], link.position
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:

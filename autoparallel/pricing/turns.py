@@ -28,6 +28,10 @@ SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved-1f1b"
 KEPT_CLASSES = frozenset({"matmul", "attention", "conv"})
 
 
+#: A value (site, output), or a copy ("copy", site, input).
+Value = tuple[int, int] | tuple[str, int, int]
+
+
 class Life(NamedTuple):
     """When a value is there, and how many of it."""
 
@@ -85,7 +89,7 @@ class Turns:
         self.one_for_all, self._num_sites = held is not None, len(space)
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
         self.within = [link for link in space.links if not self._crosses(link)]
-        self.first_saver: dict[object, int] = {}
+        self.first_saver: dict[Value, int] = {}
         self.kept = self._kept_values() if training else frozenset()
         self.last_use = _last_uses(space, self.within)
         self.block_of = [self._block(index) for index in range(len(space))]
@@ -151,10 +155,10 @@ class Turns:
         path = block_path(self.space.graph.nodes[node].module_path)
         return (self.stages_of[index][0], path) if path and self.hybrid.recomputed(path) else None
 
-    def _block_inputs(self) -> frozenset[object]:
+    def _block_inputs(self) -> frozenset[Value]:
         """Values (site, output) that blocks keep to run again, or that others need of them; what passes a value on
         stands for that value."""
-        found: set[object] = set()
+        found: set[Value] = set()
         for link in sorted(self.within, key=lambda k: -k.target):
             target, rule = link.target, self.space.strategies[link.target].rule
             passes_on = self.space.sites[target].kind == "hub" or (rule is not None and rule.alias)
@@ -164,7 +168,7 @@ class Turns:
                 found.add((link.source, link.output))
         return frozenset(found)
 
-    def _results_kept(self) -> frozenset[object]:
+    def _results_kept(self) -> frozenset[Value]:
         """What recompute="selective" keeps whether backward needs it or not, so that it need not be made again."""
         if self.hybrid.recompute != "selective":
             return frozenset()
@@ -194,8 +198,7 @@ class Turns:
         """How often in a step what the op makes is moved to the host and back."""
         if self.hybrid.recompute != "offload" or not self._inside(index):
             return 0
-        kept = any((index, o) in self.kept for o in range(len(self.space.strategies[index].output_metas)))
-        return self._count(index) * self.counts[index] if kept else 0
+        return self._count(index) * self.counts[index] if index in self._first_need else 0
 
     def offloads_copy(self, link: Link) -> int:
         """How often in a step a redistributed copy is."""
@@ -208,15 +211,24 @@ class Turns:
 
     def turns_on(self, stage: int) -> int:
         """How many micro-batches a rank of the stage runs. A sketch has no stages, and runs all."""
-        return self.hybrid.micro_batches if self.one_for_all else self.hybrid.turns_on(stage)
+        return self.hybrid.micro_batches if self.one_for_all else self._turns_by_group[stage % len(self.hybrid.groups)]
+
+    @cached_property
+    def _turns_by_group(self) -> list[int]:
+        return [self.hybrid.turns_on(group) for group in range(len(self.hybrid.groups))]
 
     def op_times(self, index: int, stage: int | None = None) -> tuple[int, int]:
         """How often the op runs (forward, backward) in a step, on a rank of the stage. A block that runs again ends
         where the last op that backward needs anything of begins (torch's early stop), or where it is done, if that is
         its result."""
-        count, block = self._count(index, stage) * self.counts[index], self.block_of[index]
-        again = self.again(index) and block is not None and index < self._ends_again[block]
-        return count * (2 if again else 1), count
+        count = self._count(index, stage) * self.counts[index]
+        return count * (2 if index in self._again else 1), count
+
+    @cached_property
+    def _again(self) -> frozenset[int]:
+        """Sites that run again in backward, before their block ends."""
+        inside = ((index, block) for index, block in enumerate(self.block_of) if block is not None)
+        return frozenset(index for index, block in inside if self.again(index) and index < self._ends_again[block])
 
     @cached_property
     def _ends_again(self) -> dict[tuple[int, str], int]:
@@ -279,6 +291,8 @@ class Turns:
 
     def sums(self, link: Link) -> int:
         """How often a gradient of what the link reads is added to those before."""
+        if self.hybrid.micro_batches == 1:
+            return 0
         learns = self.space.sites[link.source].kind == "parameter" and self._learns(link.meta)
         return (self._count(link.target) - 1) * self.counts[link.target] if learns else 0
 
@@ -286,7 +300,12 @@ class Turns:
 
     def _at(self, index: int) -> tuple[int, int]:
         """The start of the rank of the site's (first) stage, and its turning point."""
-        return self._start(self.stages_of[index][0]), 2 * self._num_sites
+        return self._starts[index], 2 * self._num_sites
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """By site, of the rank of its first stage."""
+        return [self._start(stages[0]) for stages in self.stages_of]
 
     def _start(self, stage: int) -> int:
         """The start of the stage's rank: the stages of one rank hold what they hold at the same time."""
@@ -312,18 +331,27 @@ class Turns:
         start, turn = self._at(index)
         return Life((start, start + turn + 1), self.held[index])
 
-    def site_life(self, index: int, outputs: Sequence[int]) -> Life:
-        """Of an op's outputs. What several stages hold counts in those between as well: the search has one limit for
+    def site_life(self, index: int) -> Life:
+        """Of what a site makes. What several stages hold counts in those between as well: the search has one limit for
         one time."""
-        return self._over(self.stages_of[index], self._site_life(index, outputs))
+        return self._over(self.stages_of[index], self._site_life(index))
 
-    def _site_life(self, index: int, outputs: Sequence[int]) -> Life:
+    @cached_property
+    def _first_need(self) -> dict[int, int]:
+        """By site of which backward needs anything, the first op that does (0: it is kept without)."""
+        found: dict[int, int] = {}
+        for value in self.kept:
+            if len(value) == 2:
+                needs = self.first_saver.get(value, 0)
+                found[value[0]] = min(needs, found.get(value[0], needs))
+        return found
+
+    def _site_life(self, index: int) -> Life:
         if self.space.sites[index].kind in ("parameter", "buffer", "input"):
             return self._always(index)
         late = self._late(index) if index in self.by_parameter else 0
-        if any((index, o) in self.kept for o in outputs):
-            saver = min(self.first_saver.get((index, o), 0) for o in outputs if (index, o) in self.kept)
-            return self._kept_life(index, self._inside(index), late, saver)
+        if index in self._first_need:
+            return self._kept_life(index, self._inside(index), late, self._first_need[index])
         start, turn = self._at(index)
         if late:
             return Life((start + index, start + turn + 1 - index), self.held[index] * late)
@@ -369,17 +397,19 @@ class Turns:
         return self._over(self.stages_of[link.target], self._copy_life(link))
 
     def _copy_life(self, link: Link) -> Life:
-        start, _ = self._at(link.target)
-        if self.of_parameter[link.source] and self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
-            apart = self.accumulator_bytes(link.meta) > 0
-            sums = self.hybrid.zero_stage < 2 and self._count(link.target) > 1 and not apart
-            always = self._always(link.target).interval
-            return Life(always, self.held[link.source] * (2 if sums else 1))  # and the gradient of the whole
-        if self.gathers_ahead(link):
-            return self._gathered_life(link)
-        transient = self.of_parameter[link.source] and self.hybrid.zero_stage == 3
-        if ("copy", link.target, link.position) in self.kept and not transient:
+        transient = False
+        if self.of_parameter[link.source]:
+            if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
+                apart = self.accumulator_bytes(link.meta) > 0
+                sums = self.hybrid.zero_stage < 2 and self._count(link.target) > 1 and not apart
+                always = self._always(link.target).interval
+                return Life(always, self.held[link.source] * (2 if sums else 1))  # and the gradient of the whole
+            if self.gathers_ahead(link):
+                return self._gathered_life(link)
+            transient = self.hybrid.zero_stage == 3
+        if not transient and ("copy", link.target, link.position) in self.kept:
             return self._kept_life(link.target, self._copy_away(link), saver=link.target)
+        start, _ = self._at(link.target)
         return Life((start + link.target, start + link.target + 1))
 
     def _gathered_life(self, link: Link) -> Life:
@@ -420,12 +450,12 @@ class Turns:
     def _block_begin(self) -> dict[tuple[int, str], int]:
         return {block: index for index, block in reversed(list(enumerate(self.block_of))) if block is not None}
 
-    def _kept_values(self) -> frozenset[object]:
-        """Values (site, output) and copies ("copy", site, input) that backward needs, where they are made.
+    def _kept_values(self) -> frozenset[Value]:
+        """What backward needs, where it is made.
 
         What an aliasing op or a hub passes on is its input's memory, so a need of theirs is a need of their input's.
         """
-        space, kept = self.space, set[object]()
+        space, kept = self.space, set[Value]()
         for index in range(len(space.sites) - 1, -1, -1):
             strategies, site = space.strategies[index], space.sites[index]
             rule = strategies.rule

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,8 +43,7 @@ class Site:
     path: str = ""
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """A tensor from output ``output`` of site ``source`` to input ``position`` of site ``target``."""
 
     source: int

@@ -151,15 +151,15 @@ class Problem:
             if not limit >= 0:
                 raise SearchError(f"{self.name}: the limit must be >= 0 bytes (inf: none), not {limit}")
         users: list[Node | Edge] = [*self.nodes, *self.edges]
-        for user in users:
-            if not 0 <= user.device_class < len(self.limits):
-                raise SearchError(f"{self.name}: device class {user.device_class} has no limit; there are limits for "
-                                  f"classes 0..{len(self.limits) - 1}")
+        if strange := {user.device_class for user in users}.difference(range(len(self.limits))):
+            raise SearchError(f"{self.name}: device class {min(strange)} has no limit; there are limits for "
+                              f"classes 0..{len(self.limits) - 1}")
+        sizes = [len(node.costs) for node in self.nodes]
         for number, edge in enumerate(self.edges):
             for end in (edge.source, edge.target):
-                if not 0 <= end < len(self.nodes):
-                    raise SearchError(f"{self.name}: edge {number} names node {end}; there are {len(self.nodes)} nodes")
-            shape = len(self.nodes[edge.source].costs), len(self.nodes[edge.target].costs)
+                if not 0 <= end < len(sizes):
+                    raise SearchError(f"{self.name}: edge {number} names node {end}; there are {len(sizes)} nodes")
+            shape = sizes[edge.source], sizes[edge.target]
             if edge.costs.shape != shape:
                 raise SearchError(f"{self.name}: edge {number} ({edge.source} -> {edge.target}) has a table of "
                                   f"{edge.costs.shape} for nodes with {shape} choices")
