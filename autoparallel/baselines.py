@@ -8,11 +8,14 @@ links may take; whatever else a plan does is counted as a fault, and the search 
     |----------|---------------------------|-----------------------|---------------------------------------|
     | data     | whole                     | I -> R (all-reduce of | none (P -> I for batch statistics)    |
     |          |                           | the gradient)         |                                       |
-    | shard    | S(first dim that can)     | S -> R                | the same                              |
+    | shard    | S(first dim that can; of  | S -> R                | the same                              |
+    |          | several axes: any)        |                       |                                       |
     | tensor   | matrices S, the rest whole| none                  | I -> R, P -> I                        |
     | sequence | the same                  | I -> R                | S(1) -> R, P -> S(1)                  |
 
 With several axes, tensor and sequence parallelism take the last (the fastest links) and data parallelism the others.
+A gather over all axes at once (FSDP's) sends a rank's own piece through the slow links, and so do two that go over the
+slow axis first: pieces along another dim than the fast axis has allow that.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class Baseline:
         if site.kind == "input":
             return {possible[shards[0]]} if role in ("data", "shard") and shards and shards[0].dim == 0 else whole
         if role == "shard" and shards:
-            return {possible[shards[0]]}
+            return {possible[p] for p in (shards if len(self.roles) > 1 else shards[:1])}
         if role in ("tensor", "sequence") and shards and index in self._matrices:
             vector = len(s.output_metas[0].shape) < 2  # the bias of a matrix lies as the matrix makes it
             return {possible[p] for p in shards} | (whole if vector else set())

@@ -301,6 +301,19 @@ def test_fsdp_is_fsdp_on_every_machine(cluster: str) -> None:
     assert counted("mlp", 2, "fsdp", cluster) == {("forward", "all_gather"): each, ("backward", "reduce_scatter"): each}
 
 
+def test_fsdp_on_two_axes_sends_as_little_between_hosts_as_on_one() -> None:
+    """Each rank its own part of what it has: not whole parameters, gathered inside the host first."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(2)))
+    cluster, x = Cluster.load("h100-sxm", num_devices=16), torch.randn(64, 512)
+    plans = [autoparallel.plan(layers, cluster, example_inputs=(x,), mesh_shape=shape, baseline="fsdp")
+             for shape in ((16,), (2, 8))]
+    one_axis, two_axes = [plan.prediction.collectives for plan in plans]
+    whole = 2 * 512 * 512 * 4
+    assert [use.num_bytes for use in one_axis if use.direction == "forward"] == [whole]
+    between = [use for use in two_axes if use.axis == "axis0"]
+    assert {use.kind: use.num_bytes for use in between} == {"all_gather": whole / 8, "reduce_scatter": whole / 8}
+
+
 # ------------------------------------------------------------------------------------------------------------- on ranks
 
 
