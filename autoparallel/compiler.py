@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -28,7 +29,8 @@ from autoparallel.hybrid import (
 from autoparallel.hybrid.estimates import Candidate, First, Fixed
 from autoparallel.hybrid.joint import search_jointly
 from autoparallel.layout import Layout
-from autoparallel.planning import RECOMPUTE_TRIES, ROUGH_S, Options, plan_in, plan_on
+from autoparallel.options import Options, check_axes, check_call, check_cluster, options_of, shown
+from autoparallel.planning import RECOMPUTE_TRIES, ROUGH_S, plan_in, plan_on
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.pricing import Prices
 from autoparallel.rules.space import StrategySpace
@@ -49,7 +51,7 @@ DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_st
 
 def plan(
     model: nn.Module,
-    cluster: Cluster | str,
+    cluster: Cluster | str | Path,
     *,
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
@@ -61,13 +63,15 @@ def plan(
     """The best plan for one training step of ``model`` on ``cluster``; the model may be on the meta device.
 
     ``mesh_shape`` fixes the axes (the first is the pipeline's, if there are stages); without it the search tries every
-    way to cut the devices of a stage into one or two axes. ``joint`` searches pipeline, mesh, micro-batches, ZeRO
-    stage and recompute too, those that the options leave open; pins hold in its plan, and not in the estimates by
-    which it picks what to plan. Further keywords are those of `Options`.
+    way to cut the devices of a stage into one or two axes (as many as ``axis_names`` names). ``joint`` searches
+    pipeline, mesh, micro-batches, ZeRO stage and recompute too, those that the options leave open; pins hold in its
+    plan, and not in the estimates by which it picks what to plan. Further keywords are those of `Options`.
 
-    Raises CaptureError, PinError, PlanError, InfeasibleError, ClusterError.
+    Raises CaptureError, InputError, PinError, PlanError, MeshError, SearchError, InfeasibleError, ClusterError.
     """
-    cluster, chosen = Cluster.load(cluster) if isinstance(cluster, str) else cluster, Options(**options)
+    cluster, chosen = check_cluster(cluster), options_of(options)
+    check_call(model, example_inputs, example_kwargs)
+    check_axes(mesh_shape, axis_names, cluster.num_devices)
     if joint and (axis_names or chosen.baseline):
         raise PlanError("joint=True picks the axes and the plan: leave out axis_names and baseline")
     with nullcontext() if joint else collected_later():
@@ -79,6 +83,10 @@ def plan(
         else:
             shapes = [tuple(mesh_shape)] if mesh_shape is not None else \
                 mesh_shapes(cluster.num_devices, chosen.stages, sum(chosen.replicas))
+            shapes = [shape for shape in shapes if axis_names is None or len(shape) == len(axis_names)]
+            if not shapes:
+                raise MeshError(f"{cluster.num_devices} devices are not cut into {len(axis_names or ())} axes: give as "
+                                "many axis_names as mesh_shape has axes")
             best = best_of(graph, cluster, shapes, axis_names, chosen)
     seconds = {"capture": captured, **best.evidence.seconds}
     return replace(best, evidence=replace(best.evidence, seconds=seconds))
@@ -170,7 +178,7 @@ def compile(
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     plan: Plan | None = None,
-    cluster: Cluster | str | None = None,
+    cluster: Cluster | str | Path | None = None,
     **options: Any,
 ) -> ParallelModule:
     """``model`` on ``mesh``: called like the original, computing the same numbers on all its devices together.
@@ -188,12 +196,15 @@ def compile(
     from autoparallel.runtime import groups
     from autoparallel.runtime.module import ParallelModule
 
+    check_call(model, example_inputs, example_kwargs)
+    if plan is not None and not isinstance(plan, Plan):
+        raise PlanError(f"plan is {shown(plan)}: give a Plan, autoparallel.Plan.load(path) of a file")
     given = example_inputs is not None or example_kwargs is not None
     if isinstance(mesh, int) and given and plan is None:
         plan, options = _plan_on_devices(model, mesh, cluster, (example_inputs or (), example_kwargs or {}), options)
     mesh = check_mesh(mesh, plan)
     machine = cluster_of(mesh, cluster)
-    chosen = Options(**options)
+    chosen = options_of(options)
     if plan and (decided := sorted(DECIDED_BY_A_PLAN & {k for k, v in options.items() if v is not None})):
         raise PlanError(f"the plan decides {', '.join(decided)}: leave them out, or leave out the plan and search for "
                         "another")
@@ -215,7 +226,7 @@ def compile(
     return parallel
 
 
-def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | None, call: tuple[Any, Any],
+def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path | None, call: tuple[Any, Any],
                      options: Mapping[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """The best plan on so many devices, over all ways to cut them into axes; and the options that it leaves open."""
     from autoparallel.runtime.agree import decide_once
@@ -274,8 +285,11 @@ def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
     """The mesh, checked against the world; of a device count with the plan's axes, or one."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+    if not isinstance(mesh, (int, DeviceMesh)) or isinstance(mesh, bool):
+        raise MeshError(f"mesh is {shown(mesh)}: give a torch.distributed.DeviceMesh, as init_device_mesh makes, or a "
+                        "device count")
     if not dist.is_initialized():
         raise MeshError("no process group: start the program with torchrun and call "
                         "torch.distributed.init_process_group() before autoparallel.compile")
@@ -298,7 +312,7 @@ def _axes_of(plan: Plan) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return (ranks, *plan.mesh_shape), ("pipeline", *plan.axis_names)
 
 
-def cluster_of(mesh: DeviceMesh, cluster: Cluster | str | None) -> Cluster:
+def cluster_of(mesh: DeviceMesh, cluster: Cluster | str | Path | None) -> Cluster:
     """The cluster that prices the search: the one given, or what the mesh's devices suggest."""
     if isinstance(cluster, Cluster):
         if cluster.num_devices != mesh.size():

@@ -6,7 +6,7 @@
       CaptureError          the model cannot be traced (data-dependent branch, unsupported construct)
       RuleError             an op without a rule, or a rule that does not fit its op
       PinError              a pin that names nothing, or a placement that cannot hold
-      PlanError             a plan that does not belong to this model, version or mesh
+      PlanError             an option that cannot be, or a plan that does not belong to this model, version or mesh
       InfeasibleError       no plan meets the limits; says by how much and what would do
       SearchError           a search asked for something it cannot do (unknown name, malformed problem)
       LoweringError         the rewritten program failed its own check (a bug of ours: please report)
@@ -49,7 +49,7 @@ class PinError(AutoparallelError, ValueError):
 
 
 class PlanError(AutoparallelError, ValueError):
-    """A plan that does not belong to this model, format version or mesh."""
+    """An option that cannot be, or a plan that does not belong to this model, format version or mesh."""
 
 
 class InfeasibleError(AutoparallelError, ValueError):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -25,13 +24,14 @@ from autoparallel.hybrid import (
 )
 from autoparallel.hybrid.estimates import First
 from autoparallel.layout import Layout
+from autoparallel.options import Options
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
 from autoparallel.pricing.beside import hidden_s, least_exposed
 from autoparallel.report import block_layouts
 from autoparallel.report.study import TIME_LIMIT_S, Study
 from autoparallel.rules.space import Label, StrategySpace
-from autoparallel.search import Progress, plan_within, solve
+from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.problem import Problem, Solution, evaluate
 from cost_models import Cluster
@@ -40,61 +40,6 @@ from cost_models import Cluster
 RECOMPUTE_TRIES = 4
 #: The plan by which stages are cut: as good as that, or as good as can be found in so many seconds.
 ROUGH_GAP, ROUGH_S = 0.02, 3.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `plan` and `compile` share.
-
-    ``search``: auto, ilp, recursive or exact. ``pins``: placements by name pattern. ``baseline``: a classical plan
-    instead of the search's own. ``memory_limit_bytes`` per device (None: what the device has; inf: no limit).
-    ``optimizer``: whose state is counted. ``time_limit_s`` bounds the search, and Ctrl-C ends it
-    with the best plan so far. ``progress``: called as `search.solve` says.
-
-    A step in turns (see `plans.Hybrid`): ``micro_batches``, ``pipeline_stages`` (over the mesh's first axis, of which
-    they are a multiple, or ``stage_replicas`` says how many ranks of that axis take turns on each stage), ``schedule``,
-    ``recompute`` (none, selective, full, offload; or auto: whole blocks in full, as few as memory allows).
-    ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3 store each in as many pieces as it can be cut into;
-    None leaves that to the search. ``reduce_dtype``: the type in which gradients are summed ("float32", "bfloat16",
-    "float16"; None: each parameter's own).
-    """
-
-    search: str = "auto"
-    pins: Mapping[str, Any] | None = None
-    baseline: str | None = None
-    memory_limit_bytes: float | None = None
-    optimizer: str = "adamw"
-    time_limit_s: float = 60.0
-    micro_batches: int | None = None
-    pipeline_stages: int | None = None
-    stage_replicas: Sequence[int] | None = None
-    schedule: str | None = None
-    recompute: str | None = None
-    zero_stage: int | None = None
-    reduce_dtype: str | None = None
-    progress: Progress | None = None
-
-    @property
-    def stages(self) -> int:
-        return self.pipeline_stages or len(self.stage_replicas or ()) or 1
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """``stage_replicas`` as a plan has it: nothing where each stage has one rank."""
-        found = tuple(self.stage_replicas or ())
-        return found if any(ranks != 1 for ranks in found) or len(found) != self.stages else ()
-
-    def hybrid(self, pipeline_ranks: int) -> Hybrid:
-        """How a step runs, on so many ranks of the pipeline axis. Raises PlanError for what does not go together."""
-        turns = 1 if self.micro_batches is None else self.micro_batches
-        zero_stage = (2 if turns == 1 else 1) if self.zero_stage is None else self.zero_stage
-        return Hybrid(turns, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
-                      recompute="none" if self.recompute in (None, "auto") else self.recompute,
-                      reduce_dtype=self.reduce_dtype, replicas=self.replicas)
-
-    def limit_bytes(self, cluster: Cluster) -> float:
-        """Bytes that a plan may take on a device."""
-        return cluster.device.usable_bytes if self.memory_limit_bytes is None else self.memory_limit_bytes
 
 
 @collected_later()
@@ -303,4 +248,4 @@ class _Clock:
         self._last = now
 
 
-__all__ = ["Options", "plan_in", "plan_on"]
+__all__ = ["plan_in", "plan_on"]

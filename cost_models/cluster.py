@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 
 import numpy as np
@@ -344,6 +345,8 @@ class Cluster:
         if not sizes or any(a >= b for a, b in pairwise(sizes)):
             raise ClusterError(f"cluster {self.name}: links must be listed from inside outwards, num_devices growing, "
                                f"not {sizes}")
+        if not isinstance(self.num_devices, Integral) or isinstance(self.num_devices, bool):
+            raise ClusterError(f"cluster {self.name}: num_devices is {self.num_devices!r}, and must be a whole number")
         if not 1 <= self.num_devices <= sizes[-1]:
             raise ClusterError(f"cluster {self.name}: {self.num_devices} devices; at least one is required, and link "
                                f"{self.links[-1].name!r} reaches {sizes[-1]}")

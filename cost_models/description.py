@@ -50,6 +50,9 @@ def load(name_or_path: str | Path, num_devices: int | None = None) -> Cluster:
 
 def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
     """The table of a known cluster or a file, with what it is based on filled in, and where it was found."""
+    if not isinstance(name_or_path, (str, Path)):
+        raise ClusterError(f"the cluster is of type {type(name_or_path).__name__}: give a Cluster, a known name "
+                           f"({', '.join(known_clusters())}) or the path of a TOML file")
     path = Path(name_or_path)
     if str(name_or_path) in known_clusters():
         where = f"cost_models/clusters/{name_or_path}.toml"

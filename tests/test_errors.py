@@ -100,6 +100,11 @@ class WritesToAView(nn.Module):
         return x * 2
 
 
+class MakesASparseTensor(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_sparse()  # here
+
+
 def plan_of(model: nn.Module) -> Plan:
     return plan(model, Cluster.load("local-cpu", num_devices=2), example_inputs=(torch.ones(4, 4),), mesh_shape=(2,))
 
@@ -115,6 +120,19 @@ def test_a_branch_on_data_names_the_users_line(model: nn.Module) -> None:
 def test_a_number_out_of_data_is_refused() -> None:
     message = says(CaptureError, of=lambda: plan_of(AsksForANumber()))
     assert "that line" in message or ".item()" in message or "_local_scalar_dense" in message, message
+
+
+def test_sparse_tensors_are_refused() -> None:
+    says(CaptureError, "a sparse tensor", f'"{__file__}"', "x.to_sparse()  # here", "keep it dense",
+         of=lambda: plan_of(MakesASparseTensor()))
+
+
+def test_a_call_that_the_model_does_not_take_names_what_it_takes() -> None:
+    """And no line of Python's own."""
+    machine = Cluster.load("local-cpu", num_devices=2)
+    message = says(CaptureError, "Linear cannot be called so: missing a required argument: 'input'", "takes (input",
+                   of=lambda: plan(nn.Linear(2, 2), machine, mesh_shape=(2,)))
+    assert ".py:" not in message
 
 
 @pytest.mark.parametrize("model", [WritesToItsInput(), WritesToAView()], ids=["input", "view"])
@@ -255,7 +273,9 @@ def test_meta_parameters_want_values(ranks: Any) -> None:
     ({"up.weight": [Shard(0)] * 3}, ("gives 3 placements", "2 axes")),
     ({"up.weight": {"tp": Shard(0)}}, ("names mesh axes ['tp']", "the mesh has ['axis0', 'axis1']")),
     ({"up.bias": (Shard(1), Replicate())}, ("up.bias is float32[64]", "no dim 1")),
-    ({"up.weight": (Partial(), Replicate())}, ("up.weight (float32[64, 32]) cannot be P", "on one axis it can be")),
+    ({"up.weight": (Partial(), Replicate())}, ("up.weight (float32[64, 32]) cannot be (Partial(), Replicate())",
+                                                   "on one axis it can be Replicate(), Shard(0), Shard(1) (a dim")),
+    ({"up.weight": {"axis0": Shard(-2)}}, ("float32[64, 32]", "count from the front", "write Shard(0)")),
     ({"up.weight": (Partial("avg"), Replicate())}, ("'up.weight'", "only Partial('sum')")),
     ({"up.weight": {"axis0": "columns"}}, ("'up.weight'", "columns")),
 ])
@@ -356,9 +376,107 @@ def test_a_memory_limit_that_pins_exceed_names_them() -> None:
     (lambda: planned(search="annealing"), SearchError, ("annealing", "ilp", "recursive", "exact")),
     (lambda: planned(baseline="megatron"), PlanError, ("'megatron'", "tensor_parallel", "sequence_parallel")),
     (lambda: planned(optimizer="shampoo"), ClusterError, ("shampoo", "adamw", "sgd")),
+    (lambda: planned(recompute="some"), PlanError, ("unknown recompute 'some'", "'full'", "'auto'")),
+    (lambda: planned(joint=True, schedule="zb"), PlanError, ("unknown schedule 'zb'", "zero_bubble")),
+    (lambda: planned(zero_stage=True), PlanError, ("unknown zero_stage True", "[0, 1, 2, 3]")),
+    (lambda: planned(micro_batch=2), PlanError, ("unknown option 'micro_batch'", "['micro_batches']")),
+    (lambda: planned(loss_fn=nn.MSELoss()), PlanError, ("unknown option 'loss_fn'", "'pins'", "'reduce_dtype'")),
 ])
 def test_unknown_names_list_the_known(call: Callable[[], Any], error: type[AutoparallelError], parts: Any) -> None:
     says(error, *parts, of=call)
+
+
+@pytest.mark.parametrize(("options", "error", "parts"), [
+    ({"memory_limit_bytes": -5}, PlanError, ("memory_limit_bytes is -5", "bytes per device as a number, 0 or more")),
+    ({"memory_limit_bytes": float("nan")}, PlanError, ("memory_limit_bytes is nan", "0 or more")),
+    ({"memory_limit_bytes": "70GiB"}, PlanError, ("memory_limit_bytes is '70GiB'", "70e9; inf: no limit")),
+    ({"time_limit_s": -1}, PlanError, ("time_limit_s is -1", "seconds as a number, 0 or more")),
+    ({"micro_batches": 0}, PlanError, ("micro_batches is 0", "a whole number, 1 or more")),
+    ({"micro_batches": 2.0}, PlanError, ("micro_batches is 2.0", "a whole number")),
+    ({"joint": True, "micro_batches": 0}, PlanError, ("micro_batches is 0", "1 or more")),
+    ({"pipeline_stages": -2}, PlanError, ("pipeline_stages is -2", "a whole number, 1 or more")),
+    ({"stage_replicas": 2}, PlanError, ("stage_replicas is 2", "for example (1, 3)")),
+    ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)}, PlanError, ("type SGD", "'adamw'")),
+    ({"pins": ["up.weight"]}, PinError, ("pins is ['up.weight']", "by name pattern", "Replicate()")),
+    ({"pins": {0: Shard(0)}}, PinError, ("by name pattern",)),
+    ({"mesh_shape": (0,)}, MeshError, ("mesh_shape is (0,)", "each 1 or more, for example (2, 4)")),
+    ({"mesh_shape": 4}, MeshError, ("mesh_shape is 4", "sizes of the axes")),
+    ({"mesh_shape": ()}, MeshError, ("mesh_shape is ()", "sizes of the axes")),
+    ({"mesh_shape": (4, 2)}, ClusterError, ("a mesh of (4, 2) needs 8 devices, the cluster has 4", "num_devices=8")),
+    ({"axis_names": "ab"}, MeshError, ("axis_names is 'ab'", "('data', 'model')")),
+    ({"axis_names": ("a", "a")}, MeshError, ("axis_names ('a', 'a')", "twice")),
+    ({"axis_names": ("a",), "pipeline_stages": 2, "micro_batches": 2}, MeshError, ("1 axis names", "(2, 2)")),
+    ({"axis_names": ("a", "b", "c"), "mesh_shape": None}, MeshError, ("4 devices are not cut into 3 axes",)),
+    ({"cluster": 4}, ClusterError, ("type int", "h100-sxm", "TOML file")),
+    ({"example_inputs": torch.ones(8, 32)}, InputError, ("type Tensor", "(x,) for one argument x")),
+    ({"example_inputs": {"x": torch.ones(8, 32)}}, InputError, ("a mapping", "as example_kwargs")),
+    ({"example_kwargs": [torch.ones(8, 32)]}, InputError, ("type list", "a dict of the call's keyword arguments")),
+    ({"model": torch.relu}, CaptureError, ("relu", "an instance of torch.nn.Module", "whose forward calls it")),
+])
+def test_options_and_arguments_of_other_kinds(options: dict[str, Any], error: type[AutoparallelError], parts: Any
+                                              ) -> None:
+    """Each named, with what it is and what to write; before anything is traced."""
+    case = CASES["mlp"]
+    given = {"model": case.build(), "cluster": Cluster.load("local-cpu", num_devices=4),
+             "example_inputs": case.inputs(8)[0], "mesh_shape": (2, 2), **options}
+    says(error, *parts, of=lambda: plan(given.pop("model"), given.pop("cluster"), **given))
+
+
+@pytest.mark.parametrize("count", [2.5, "4", True])
+def test_counts_of_devices_that_are_none(count: Any) -> None:
+    says(ClusterError, f"num_devices is {count!r}", "a whole number", of=lambda: Cluster.load("local-cpu", count))
+
+
+def test_a_cluster_may_be_a_path(tmp_path: Path) -> None:
+    """As for `Cluster.load`."""
+    file = tmp_path / "ours.toml"
+    file.write_text('based_on = "local-cpu"\nname = "ours"\nnum_devices = 2\n')
+    case = CASES["mlp"]
+    assert plan(case.build(), file, example_inputs=case.inputs(8)[0], mesh_shape=(2,)).cluster == "ours"
+
+
+def test_axis_names_without_a_mesh_choose_how_many_axes() -> None:
+    """Four devices are one axis or two; with names, pins by name hold in whatever is tried."""
+    found = planned(mesh_shape=None, axis_names=("data", "model"), pins={"up.weight": {"model": Shard(0)}})
+    assert found.mesh_shape == (2, 2) and found.axis_names == ("data", "model")
+    assert planned(mesh_shape=None, axis_names=("data",)).mesh_shape == (4,)
+
+
+def test_a_joint_search_that_finds_nothing_says_why() -> None:
+    """No combination, no memory (what it names as too little is), no time."""
+    says(InfeasibleError, "on 4 devices goes with pipeline_stages=3", "fix less",
+         of=lambda: planned(joint=True, mesh_shape=None, pipeline_stages=3))
+    with pytest.raises(InfeasibleError) as caught:
+        planned(joint=True, mesh_shape=None, memory_limit_bytes=10)
+    assert "fits in 10 bytes" in str(caught.value) and "Raise memory_limit_bytes" in str(caught.value)
+    needed = caught.value.needed_bytes  # type: ignore[attr-defined]
+    assert f"more than {needed:,.0f} bytes" in str(caught.value)
+    assert 10 < needed < planned(joint=True, mesh_shape=None, memory_limit_bytes=1e9).prediction.peak_bytes
+    says(InfeasibleError, "time_limit_s=0", "give more",
+         of=lambda: planned(joint=True, mesh_shape=None, time_limit_s=0))
+
+
+def test_questions_to_a_plan_that_have_no_answer(tmp_path: Path) -> None:
+    found = planned()
+    for k in (0, -1, "3"):
+        says(PlanError, f"alternatives({k!r})", "1 or more", of=lambda k=k: found.alternatives(k))  # type: ignore[misc]
+    for factors in ((0.0,), (-1,), 2.0):
+        says(PlanError, f"sensitivity({factors!r})", "above 0, for example (0.5, 2.0)",
+             of=lambda f=factors: found.sensitivity(f))  # type: ignore[misc]
+    says(PlanError, "'linea'", "is it one of ['linear'", "plan.strategies", of=lambda: found.explain("linea"))
+    says(PlanError, "'wat'", "is it one of", "plan.strategies", of=lambda: found.explain("wat"))
+    says(PlanError, "'plan.json'", "Plan.load(path)", of=lambda: found.diff("plan.json"))  # type: ignore[arg-type]
+    says(PlanError, "cannot write the plan file", "No such file", of=lambda: found.save(tmp_path / "no" / "plan.json"))
+    file = tmp_path / "plan.json"
+    file.write_bytes(b"\xd0\xff")
+    says(PlanError, str(file), "is not JSON", of=lambda: Plan.load(file))
+
+
+def test_a_batch_of_no_samples_has_a_plan() -> None:
+    """As torch runs it; ops on nothing were priced as nan."""
+    model, machine = nn.Sequential(nn.Linear(32, 64), nn.ReLU()), Cluster.load("local-cpu", num_devices=2)
+    found = plan(model, machine, example_inputs=(torch.ones(0, 32),), mesh_shape=(2,))
+    assert 0 < found.prediction.step_s < 1
 
 
 def test_input_errors_are_in_the_tree() -> None:

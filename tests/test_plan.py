@@ -191,7 +191,7 @@ def test_explaining_a_choice() -> None:
     for other in others:
         assert other.alone_s >= other.least_s * (1 - 1e-9) >= made.evidence.lower_bound_s * (1 - 2e-9)
         assert other.resolved_s is None or other.alone_s >= other.resolved_s * (1 - 1e-9)
-    with pytest.raises(PlanError, match=r"no site 'weight'; is it one of \['up.weight'"):
+    with pytest.raises(PlanError, match=r"no op, parameter or input 'weight'; is it one of \['up.weight'"):
         made.explain("weight")
     for travelled in (Plan.from_json(made.to_json()), pickle.loads(pickle.dumps(made))):
         assert travelled == made

@@ -192,8 +192,11 @@ class _Builder:
         values = node.meta["val"]
         values = tuple(values) if isinstance(values, (tuple, list)) else (values,)
         if not all(isinstance(v, torch.Tensor) for v in values):
-            raise CaptureError(f"{node.target} returns {type(values[0]).__name__}, not tensors{_where(node)}\n"
+            raise CaptureError(f"{node.target} returns {type(values[0]).__name__}, not tensors:{_where(node)}\n"
                                "  Its value would depend on the data; keep it a tensor.")
+        if any(v.layout != torch.strided for v in values):
+            raise CaptureError(f"{node.target} makes a sparse tensor:{_where(node)}\n"
+                               "  Pieces are of dense ones: keep it dense, with zeros or a mask.")
         metas = tuple(TensorMeta(tuple(v.shape), v.dtype, grad and is_floating(v.dtype)) for v in values)
         made = self._add("op", self._numbered(node.name), node.target, tuple(args), kwargs, metas, no_grad=no_grad,
                          module_path=_module_path(node), source=_where(node).strip())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
+import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,9 @@ from autoparallel.capture.stand_ins import TracedCalls, flex_attention_as_ops, t
 from autoparallel.errors import CaptureError
 
 _OWN = str(Path(__file__).parent)
+_STDLIB = sysconfig.get_path("stdlib")
+#: Where torch logs of a trace that ends, at length: our message replaces it.
+_TORCH_LOGS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
 def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExportedProgram:
@@ -32,9 +37,9 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
     register_caches()
-    export_log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = export_log.level
-    export_log.setLevel(logging.CRITICAL)  # its dump of the half-traced graph is replaced by our message
+    logs = {log: log.level for log in map(logging.getLogger, _TORCH_LOGS)}
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     returned = model.register_forward_hook(_returned)
     try:
         with (torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(), flex_attention_as_ops(),
@@ -45,7 +50,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
     finally:
-        export_log.setLevel(level)
+        for log, level in logs.items():
+            log.setLevel(level)
         returned.remove()
 
 
@@ -79,8 +85,7 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
     text = str(error)
     told = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)', text)
     passed = [(f.filename, f.lineno, f.name, f.line) for f in traceback.extract_tb(error.__traceback__)]
-    user = [w for w in told if "/torch/" not in w[0] and not w[0].startswith(_OWN)] or [
-        w for w in passed if "/torch/" not in w[0] and not w[0].startswith(_OWN)]
+    user = [w for w in told if _is_users(w[0])] or [w for w in passed if _is_users(w[0])]
     place = ""
     if user:
         path, line, function, code = user[-1]
@@ -95,4 +100,13 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
         return (f"{type(model).__name__} returns rows that their values choose: a shape depends on the data\n"
                 "  Return all rows, and the mask.")
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    if isinstance(error, TypeError) and passed[-1][2] == "_bind":  # of the signature, to the example's arguments
+        taken = inspect.signature(model.forward)
+        return f"{type(model).__name__} cannot be called so: {first}\n  Its forward takes {taken}."
     return f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}{place}"
+
+
+def _is_users(path: str) -> bool:
+    """Whether a line is a user's: not torch's, ours, Python's own, or made up."""
+    return not (path.startswith(("<", _OWN)) or "/torch/" in path
+                or (path.startswith(_STDLIB) and "site-packages" not in path))

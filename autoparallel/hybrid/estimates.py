@@ -85,12 +85,14 @@ class Candidate:
 @dataclass(frozen=True)
 class Survey:
     """Candidates that were estimated, the best first; how many more cannot fit or have a bound above the best estimate,
-    for how many there was no time, and below how many seconds no step of any that may fit can be."""
+    for how many there was no time, below how many seconds no step of any that may fit can be, and bytes that each
+    needs at least."""
 
     candidates: tuple[Candidate, ...]
     pruned: int
     left: int
     bound_s: float
+    least_bytes: float = math.inf
 
     @property
     def without_plan(self) -> int:
@@ -346,7 +348,7 @@ class JointSearch:
         estimated = [c for c in self.known.values() if not c.is_bound]
         bound_s = min((self.floor(_keeping_all(c)) for c in may_fit), default=math.inf)
         return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), len(tried) - left - len(estimated), left,
-                      bound_s)
+                      bound_s, min(map(self.least_bytes, tried.values()), default=math.inf))
 
     def _best_outside(self, seen: set[object]) -> Candidate | None:
         """Of the three best that fit one that was not seen yet."""

@@ -67,8 +67,25 @@ def search_jointly(
             break
         drafts.take(candidate, max(LEAST_FULL_S, left))
     if drafts.best is None:
-        raise drafts.nearest or InfeasibleError("no combination of pipeline, mesh and micro-batches is possible")
+        raise drafts.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
     return JointResult(drafts.best, survey, drafts.planned)
+
+
+def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: float, time_limit_s: float
+                   ) -> InfeasibleError:
+    """Why no combination came as far as a plan: there is none, none fits, or there was no time."""
+    if survey.left:
+        return InfeasibleError(f"no combination was planned within time_limit_s={time_limit_s:g}: give more time")
+    if survey.pruned:
+        error = InfeasibleError(
+            f"none of {survey.pruned} combinations of pipeline, mesh and micro-batches fits in {limit_bytes:,.0f} "
+            f"bytes: each needs more than {survey.least_bytes:,.0f} bytes on a device (parameters, optimizer state and "
+            "what backward needs, cut evenly). Raise memory_limit_bytes or use more devices.")
+        error.needed_bytes = survey.least_bytes  # type: ignore[attr-defined]
+        return error
+    asked = {name: value for name, value in vars(fixed).items() if value not in (None, ())}
+    return InfeasibleError(f"no combination of pipeline, mesh and micro-batches on {cluster.num_devices} devices goes "
+                           f"with {', '.join(f'{name}={value!r}' for name, value in asked.items())}: fix less of it")
 
 
 def _needed_bytes(error: AutoparallelError) -> float:

@@ -103,10 +103,18 @@ def _holds(space: StrategySpace, index: int, wanted: Sequence[Placement | None])
 def _why_not(space: StrategySpace, site: Site, pattern: str, wanted: Sequence[Placement | None]) -> str:
     strategies = space.strategies[site.index]
     meta = strategies.output_metas[0]
-    text = "·".join("*" if w is None else str(w) for w in wanted)
+    text = ", ".join("None" if w is None else _written(w) for w in wanted)
     for w in wanted:
         if w is not None and w.is_shard and w.dim >= len(meta.shape):
             return f"pin {pattern!r}: {site.name} is {meta} and has no dim {w.dim} to shard"
-    can = sorted({str(p) for label in strategies.labels for p in strategies.output_layout(label)})
-    return (f"pin {pattern!r}: {site.name} ({meta}) cannot be {text} on a mesh of {space.mesh_shape}; "
+        if w is not None and w.is_shard and w.dim < 0:
+            front = f"write Shard({w.dim + len(meta.shape)})" if w.dim + len(meta.shape) >= 0 else "there are fewer"
+            return f"pin {pattern!r}: {site.name} is {meta}; dims count from the front, not as {w.dim}: {front}"
+    can = ", ".join(sorted({_written(p) for label in strategies.labels for p in strategies.output_layout(label)}))
+    return (f"pin {pattern!r}: {site.name} ({meta}) cannot be ({text}) on a mesh of {space.mesh_shape}; "
             f"on one axis it can be {can} (a dim must leave every rank at least one element)")
+
+
+def _written(placement: Placement) -> str:
+    """As a user writes it, with torch's names."""
+    return {"S": f"Shard({placement.dim})", "P": "Partial()"}.get(placement.kind, "Replicate()")

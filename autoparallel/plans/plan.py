@@ -155,7 +155,7 @@ class Plan:
     def alternatives(self, k: int) -> list[Plan]:
         """The k best other plans that differ in more than a few ops, cheapest first.
 
-        Raises PlanError when the plan was read from a file: the search behind it is gone.
+        Raises PlanError for k below 1, or when the plan was read from a file: the search behind it is gone.
         """
         return self._study().alternatives(k)
 
@@ -172,7 +172,7 @@ class Plan:
         of the best one (with pipeline, mesh and micro-batches as they are; where the search ends without a plan, that
         says `none_found`).
 
-        Raises PlanError when the plan was read from a file.
+        Raises PlanError for factors that are not above 0, or when the plan was read from a file.
         """
         return self._study().sensitivity(factors)
 
@@ -183,7 +183,12 @@ class Plan:
         return self.study
 
     def diff(self, other: Plan) -> str:
-        """What ``other`` decides differently, one line per site, and the difference in predicted cost."""
+        """What ``other`` decides differently, one line per site, and the difference in predicted cost.
+
+        Raises PlanError for what is no plan.
+        """
+        if not isinstance(other, Plan):
+            raise PlanError(f"diff of {other!r}: give a Plan, Plan.load(path) of a file")
         lines = []
         for name in {**self.strategies, **other.strategies}:
             mine, theirs = self.strategies.get(name), other.strategies.get(name)
@@ -204,8 +209,11 @@ class Plan:
         return json.dumps(data, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write the plan as JSON. Raises PlanError when the file cannot be written."""
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot write the plan file {path}: {error.strerror}") from error
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -214,6 +222,8 @@ class Plan:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise PlanError(f"cannot read the plan file {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{path} is not JSON: {error}") from error
         return Plan.from_json(text, str(path))
 
     @staticmethod

@@ -327,7 +327,7 @@ class Prices:
             length = np.full(len(s.labels), float(size))
             for axis, n in enumerate(s.mesh_shape):
                 length = np.where(uses[:, axis], np.ceil(length / n), length)
-            share *= length / size
+            share *= length / size if size else 1.0
         uneven = np.array([row.triangular for row in s.rows])[s.array]
         pieces = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
         return np.where(pieces > 1, 2 - 1 / pieces, 1.0) * share

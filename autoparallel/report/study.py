@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,7 +58,12 @@ class Study:
     elsewhere: Callable[[Cluster, float, bool], Plan]
 
     def alternatives(self, k: int) -> list[Plan]:
-        """The k best plans found in which at least `MEANINGFUL` of the ops run otherwise, cheapest first."""
+        """The k best plans found in which at least `MEANINGFUL` of the ops run otherwise, cheapest first.
+
+        Raises PlanError for less than one.
+        """
+        if not isinstance(k, int) or k < 1:
+            raise PlanError(f"alternatives({k!r}): say how many, 1 or more")
         ops = [site.index for site in self.pricer.space.sites if site.kind == "op"]
         least = max(1, int(MEANINGFUL * len(ops)))
         found = others.alternatives(self.problem, self.solution, k, least, ops, time_limit_s=TIME_LIMIT_S)
@@ -70,8 +76,10 @@ class Study:
         """
         space = self.pricer.space
         if name not in space.site_named:
-            known = [s for s in space.site_named if name.split(".")[-1] in s][:5]
-            raise PlanError(f"the plan has no site {name!r}" + (f"; is it one of {known}?" if known else ""))
+            every, last = list(space.site_named), str(name).split(".")[-1]
+            close = [s for s in every if last in s][:5] or difflib.get_close_matches(str(name), every, n=5) or every[:5]
+            raise PlanError(f"the plan has no op, parameter or input {name!r}; is it one of {close}? plan.strategies "
+                            f"has all {len(every)} names")
         node = space.site_named[name]
         first = others.explain(self.problem, self.solution, node)
         near = [o.pick for o in first if o.pick != self.solution.choice[node]][:3]
@@ -81,7 +89,12 @@ class Study:
         return [Choice(s.names(s.labels[int(choices[o.pick])]), o.alone, o.least, o.resolved) for o in options]
 
     def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
-        """What so much more or less bandwidth of each link that ranks use, and memory, would change."""
+        """What so much more or less bandwidth of each link that ranks use, and memory, would change.
+
+        Raises PlanError for factors that are none.
+        """
+        if not isinstance(factors, Sequence) or not all(isinstance(f, (int, float)) and f > 0 for f in factors):
+            raise PlanError(f"sensitivity({factors!r}): give factors above 0, for example (0.5, 2.0)")
         found = []
         for what, factor, cluster, limit in self._changes(factors):
             held, best, none_found = self.elsewhere(cluster, limit, True), None, False
