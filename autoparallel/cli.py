@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import sys
@@ -24,10 +25,10 @@ UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, 
 def plan(
     model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
     cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")] = "h100-sxm",
-    devices: Annotated[int | None, typer.Option(help="how many devices; the search chooses the axes")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="how many devices; the search chooses the axes")] = None,
     mesh: Annotated[str | None, typer.Option(help="fix the axes, for example 8x8 (slowest links first)")] = None,
-    global_batch: Annotated[int, typer.Option(help="sequences (or images) per step")] = 16,
-    sequence_length: Annotated[int, typer.Option(help="tokens per sequence")] = 2048,
+    global_batch: Annotated[int, typer.Option(min=1, help="sequences (or images) per step")] = 16,
+    sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
     search: Annotated[str, typer.Option(help="auto, ilp, recursive or exact")] = "auto",
     memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
@@ -89,7 +90,7 @@ def progress_line(phase: str, best_s: float, bound_s: float) -> str:
 
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option(help="local processes")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, help="local processes")] = 4,
     mesh: Annotated[str | None, typer.Option(help="axes, for example 2x2")] = None,
 ) -> None:
     """Plan a small Llama, train it on local processes, and compare with one process."""
@@ -104,9 +105,9 @@ def demo(
 @app.command()
 def calibrate(
     output: Annotated[Path, typer.Option(help="write the cluster description (TOML) here")],
-    ranks: Annotated[int, typer.Option(help="local processes, where torchrun did not start any")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="local processes, where torchrun did not start any")] = 2,
     nics_per_host: Annotated[int | None, typer.Option(help="network cards that devices of a host share")] = None,
-    repeats: Annotated[int, typer.Option(help="measurements of each call")] = 9,
+    repeats: Annotated[int, typer.Option(min=1, help="measurements of each call")] = 9,
 ) -> None:
     """Measure ops and collectives on the machines at hand, and write a description for --cluster.
 
@@ -136,20 +137,29 @@ def load_model(
     import torch
 
     precision = getattr(torch, dtype, None)
-    if not isinstance(precision, torch.dtype):
+    if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
         raise InputError(f"unknown dtype {dtype!r}: bfloat16, float16 or float32")
     if isinstance(source, dict):
         return _hugging_face(source, "the config", global_batch, sequence_length, precision)
     if ":" in source and not Path(source).exists():
         module, function = source.split(":", 1)
         sys.path.insert(0, str(Path.cwd()))
+        from autoparallel.options import shown
+
         try:
             factory = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise InputError(f"{source}: {error}; write module:function, the module importable from here") from error
-        with torch.device("meta"):
-            made, args, kwargs = factory(global_batch, sequence_length)
-        return made, args, kwargs
+        try:
+            with torch.device("meta"):
+                made = factory(global_batch, sequence_length)
+        except Exception as error:
+            raise InputError(f"{source}({global_batch}, {sequence_length}) raised {type(error).__name__}: {error}; it "
+                             "is called with the batch and the sequence length, and tensors are made on the meta device"
+                             ) from error
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise InputError(f"{source} returned {shown(made)}: return (model, args, kwargs)")
+        return made
     try:
         data = json.loads(Path(source).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -168,14 +178,23 @@ def _hugging_face(
         raise InputError("a Hugging Face config needs transformers: pip install 'autoparallel[models]'") from error
     if "model_type" not in data:
         raise InputError(f"{origin} has no model_type: a Hugging Face config.json is required")
-    config = transformers.AutoConfig.for_model(**{k: v for k, v in data.items() if k != "architectures"})
-    config.use_cache = False
+    if data["model_type"] not in transformers.CONFIG_MAPPING:
+        close = difflib.get_close_matches(str(data["model_type"]), list(transformers.CONFIG_MAPPING.keys()))
+        raise InputError(f"{origin}: transformers {transformers.__version__} has no model_type {data['model_type']!r}"
+                         + (f"; is it one of {close}?" if close else ": write module:function that makes the model"))
     architecture = (data.get("architectures") or [None])[0]
+    try:
+        config = transformers.AutoConfig.for_model(**{k: v for k, v in data.items() if k != "architectures"})
+        config.use_cache = False
+        with torch.device("meta"):
+            if architecture is not None:
+                network = getattr(transformers, architecture)(config)
+            else:
+                network = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise InputError(f"{origin}: transformers cannot make {architecture or 'a causal language model'} of it: "
+                         f"{type(error).__name__}: {error}") from error
     with torch.device("meta"):
-        if architecture is not None:
-            network = getattr(transformers, architecture)(config)
-        else:
-            network = transformers.AutoModelForCausalLM.from_config(config)
         network = network.to(dtype).train()
         if network.main_input_name == "pixel_values":
             size = config.image_size

@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from typer.testing import CliRunner
 
 import autoparallel
 from autoparallel import Cluster, Plan
+from autoparallel.cli import app, load_model
 from autoparallel.compiler import cluster_of, plan
 from autoparallel.errors import (
     AutoparallelError,
@@ -98,6 +100,11 @@ class WritesToAView(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x[0] = 0
         return x * 2
+
+
+class MeanOfSquares(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
 
 
 class MakesASparseTensor(nn.Module):
@@ -472,11 +479,83 @@ def test_questions_to_a_plan_that_have_no_answer(tmp_path: Path) -> None:
     says(PlanError, str(file), "is not JSON", of=lambda: Plan.load(file))
 
 
-def test_a_batch_of_no_samples_has_a_plan() -> None:
-    """As torch runs it; ops on nothing were priced as nan."""
-    model, machine = nn.Sequential(nn.Linear(32, 64), nn.ReLU()), Cluster.load("local-cpu", num_devices=2)
-    found = plan(model, machine, example_inputs=(torch.ones(0, 32),), mesh_shape=(2,))
+@pytest.mark.parametrize("batch", ["plain", "mean", "loss"])
+def test_a_batch_of_no_samples_has_a_plan(batch: str) -> None:
+    """As torch runs it (a mean of nothing is nan); ops on nothing were priced as nan."""
+    machine, x = Cluster.load("local-cpu", num_devices=2), torch.ones(0, 32)
+    model, args = {"plain": (nn.Sequential(nn.Linear(32, 64), nn.ReLU()), (x,)),
+                   "mean": (MeanOfSquares(), (x,)), "loss": (nn.MSELoss(), (x, x))}[batch]
+    found = plan(model, machine, example_inputs=args, mesh_shape=(2,))
     assert 0 < found.prediction.step_s < 1
+
+
+@pytest.mark.parametrize(("config", "parts"), [
+    ([], ("no model_type",)),
+    ({"model_type": "lama"}, ("no model_type 'lama'", "'llama'")),
+    ({"model_type": "llama", "architectures": ["Nope"]}, ("cannot make Nope", "no attribute Nope")),
+    ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 3}, ("cannot make a causal", "multiple of")),
+])
+def test_configs_that_make_no_model(tmp_path: Path, config: Any, parts: Any) -> None:
+    """The file is named, and what transformers says of it."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    says(InputError, str(file), *parts, of=lambda: load_model(str(file), 2, 8, "float32"))
+
+
+def makes_two(batch: int, length: int) -> Any:
+    return nn.Linear(2, 2), (torch.ones(batch, 2),)
+
+
+def makes_trouble(batch: int, length: int) -> Any:
+    raise KeyError("boom")
+
+
+def test_factories_that_make_no_call() -> None:
+    says(InputError, "makes_two returned", "(model, args, kwargs)",
+         of=lambda: load_model(f"{__name__}:makes_two", 2, 8, "float32"))
+    says(InputError, "makes_trouble(2, 8) raised KeyError: 'boom'", "the batch and the sequence length",
+         of=lambda: load_model(f"{__name__}:makes_trouble", 2, 8, "float32"))
+    says(InputError, "unknown dtype 'int8'", "bfloat16", of=lambda: load_model(f"{__name__}:makes_two", 2, 8, "int8"))
+
+
+@pytest.mark.parametrize("option", ["--devices", "--global-batch", "--sequence-length"])
+def test_the_command_line_takes_no_counts_below_one(option: str) -> None:
+    found = CliRunner().invoke(app, ["plan", "x.json", option, "0"])
+    assert found.exit_code == 2 and option in found.output and "Invalid value" in found.output
+
+
+class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(8)
+
+
+def odd_calls() -> list[str]:
+    parallel = autoparallel.compile(nn.Linear(8, 8), mesh_of(2), example_inputs=(torch.ones(4, 8),))
+    wrong: Any = parallel
+    return [
+        message_of(lambda: parallel(torch.ones(4, 8, device="meta"))),
+        message_of(lambda: wrong(torch.ones(4, 8).numpy())),
+        message_of(lambda: wrong.shard_batch(3)),
+        message_of(lambda: wrong.dataloader(Samples(), 0)),
+        message_of(lambda: wrong.load_state_dict(None)),
+        message_of(lambda: wrong.load_state_dict({**nn.Linear(8, 8).state_dict(), "bias": 3})),
+        message_of(lambda: parallel(torch.ones(4, 8))),
+    ]
+
+
+def test_calls_with_what_is_no_tensor(ranks: Callable[[int], Any]) -> None:
+    """And calls after them work."""
+    for meta, numpy, batch, loader, state, value, after in ranks(2).run(odd_calls):
+        assert "InputError: an input is on the meta device" in meta and "give real ones" in meta
+        assert "CaptureError" in numpy and "numpy.ndarray" in numpy and "This call: (of type ndarray)" in numpy
+        assert "InputError: a batch is of type int" in batch and "a tuple of arguments" in batch
+        assert "InputError: batch_size is 0" in loader and "1 or more" in loader
+        assert "InputError: a state dict is a mapping" in state and "NoneType" in state
+        assert "InputError: state dict has no tensors for ['bias']" in value
+        assert after == "no error"
 
 
 def test_input_errors_are_in_the_tree() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ def mean_loss(graph: Graph, node: Node) -> Node | None:
     if argument(node, "reduction") != 1:
         return None
     count = _reduced(graph, node, 0).meta["val"].numel()
-    return emit(graph, node, aten.mul.Tensor, _reduced(graph, node, 2), 1.0 / count)
+    return emit(graph, node, aten.mul.Tensor, _reduced(graph, node, 2),
+                1.0 / count if count else math.nan)
 
 
 def mean_cross_entropy(graph: Graph, node: Node) -> Node | None:

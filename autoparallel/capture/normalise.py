@@ -273,7 +273,7 @@ def _mean(graph: Graph, node: Node) -> Node:
         source = emit(graph, node, aten.to.dtype, source, node.kwargs["dtype"])
     count = math.prod(source.meta["val"].shape[d] for d in dims)
     total = emit(graph, node, aten.sum.dim_IntList, source, dims, keep)
-    return emit(graph, node, aten.mul.Tensor, total, 1.0 / count)
+    return emit(graph, node, aten.mul.Tensor, total, 1.0 / count if count else math.nan)
 
 
 AVERAGES = {aten.adaptive_avg_pool1d.default: aten.avg_pool1d.default,

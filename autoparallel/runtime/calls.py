@@ -148,6 +148,9 @@ class Calls:
         return value
 
     def _local_input(self, value: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if value.is_meta:
+            raise InputError("an input is on the meta device, and has no values to compute with: give real ones, "
+                             "or plan without running: autoparallel.plan")
         if not isinstance(value, DTensor):
             value = DTensor.from_local(
                 value.to(self._state.device), self._state.mesh, to_torch((INVARIANT,) * len(layout)), run_check=False

@@ -82,10 +82,13 @@ class ShardedLoader:
 def example_batch(dataset: Dataset[Any], batch_size: int, collate: Callable[[list[Any]], Any] | None) -> Any:
     """A batch of the right form, made of the first sample.
 
-    Raises InputError when the dataset has no length or too few samples, or a collated tensor has no row per sample.
+    Raises InputError for a batch size below 1, when the dataset has no length or too few samples, or a collated tensor
+    has no row per sample.
     """
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InputError(f"{type(dataset).__name__} has no length or no items by number: give a map-style dataset")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise InputError(f"batch_size is {batch_size!r}: give the samples of a batch over all ranks, 1 or more")
     if len(dataset) < batch_size:
         raise InputError(f"the dataset has {len(dataset)} samples, fewer than one batch of {batch_size}")
     batch = (collate or default_collate)([dataset[0]] * batch_size)

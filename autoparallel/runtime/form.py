@@ -18,6 +18,7 @@ from autoparallel.hybrid import MicroBatches, Stages
 from autoparallel.layout import Layout
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap import overlap
+from autoparallel.options import shown
 from autoparallel.plans import Plan
 from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime.shared import Ranks
@@ -104,7 +105,9 @@ def call_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The form of a call, as (float32[8, 16], labels=int64[8])."""
 
     def text(value: Any) -> str:
-        leaves = pytree.tree_map_only(torch.Tensor, lambda t: f"{t.dtype}{list(t.shape)}".removeprefix("torch."), value)
+        leaves = pytree.tree_map(
+            lambda leaf: f"{leaf.dtype}{list(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, torch.Tensor)
+            else shown(leaf), value)
         return leaves if isinstance(leaves, str) else repr(leaves).replace("'", "")
 
     return f"({', '.join([*map(text, args), *(f'{name}={text(value)}' for name, value in kwargs.items())])})"

@@ -260,4 +260,7 @@ def _as_call(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """A batch as the arguments and keyword arguments of a call."""
     if isinstance(batch, Mapping):
         return (), batch
+    if not isinstance(batch, (torch.Tensor, tuple, list)):
+        raise InputError(f"a batch is of type {type(batch).__name__}: give a mapping of keyword arguments, a tuple of "
+                         "arguments, or a tensor")
     return ((batch,) if isinstance(batch, torch.Tensor) else tuple(batch)), {}
