@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from autoparallel.layout import COLLECTIVES
 from autoparallel.lower.posting import TOP, Pair, Posting, Read, ToAsk, kind_of, places
@@ -102,8 +102,7 @@ class _Step:
 _OnTheWay = dict[Pair, list[int]]
 
 
-@dataclass(frozen=True)
-class _Way:
+class _Way(NamedTuple):
     """One step of redistribution: before which site, seconds forward, of the same again for backward, and backward, and
     by which streams."""
 

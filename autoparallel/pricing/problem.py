@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -310,19 +311,30 @@ class SpacePricer:
 
     def paths(self, labels: Sequence[Label]) -> Sequence[tuple[Link, Sequence[PricedStep]]]:
         """What each link, in the order of their targets, does between the labels of its ends, priced."""
-        return self.once(("paths", tuple(labels)),
-                         lambda: [(link, self._steps(link, labels)) for link in self.space.links])
+        def all_paths() -> list[tuple[Link, Sequence[PricedStep]]]:
+            known: dict[object, Sequence[PricedStep]] = self.once("steps", dict)
+            found = []
+            for link, alike in zip(self.space.links, self._alike_links, strict=True):
+                ends = labels[link.source], labels[link.target]
+                path = known.get((alike, ends))
+                if path is None:
+                    path = known[alike, ends] = self._steps(link, *ends)
+                found.append((link, path))
+            return found
 
-    def _steps(self, link: Link, labels: Sequence[Label]) -> Sequence[PricedStep]:
-        s, t = self.space.strategies[link.source], self.space.strategies[link.target]
-        ends = labels[link.source], labels[link.target]
+        return self.once(("paths", tuple(labels)), all_paths)
 
-        def first() -> Sequence[PricedStep]:
-            source, target = s.output_layout(ends[0], link.output), t.input_layout(ends[1], link.position)
-            return self.prices.steps(link.meta, source, target, self.turns.summing(link)) if source != target else ()
+    @cached_property
+    def _alike_links(self) -> list[int]:
+        """By link a number, the same for those that take the same steps between the same labels."""
+        numbers, sets = dict[object, int](), [id(s) for s in self.space.strategies]
+        return [numbers.setdefault((sets[k.source], k.output, sets[k.target], k.position,
+                                    self.turns.of_parameter[k.source]), len(numbers)) for k in self.space.links]
 
-        of_parameter = self.turns.of_parameter[link.source]
-        return self.once(("steps", id(s), link.output, id(t), link.position, ends, of_parameter), first)
+    def _steps(self, link: Link, of_source: Label, of_target: Label) -> Sequence[PricedStep]:
+        source = self.space.strategies[link.source].output_layout(of_source, link.output)
+        target = self.space.strategies[link.target].input_layout(of_target, link.position)
+        return self.prices.steps(link.meta, source, target, self.turns.summing(link)) if source != target else ()
 
     def _buffer(self, buffer: Buffer, chosen: Sequence[np.ndarray]) -> Edge:
         """An edge that costs nothing and takes the bytes of a buffer, by the layout of what is sent."""

@@ -209,8 +209,9 @@ class StrategySpace:
             found.setdefault(link.source, []).append(link.target)
         return {source: tuple(targets) for source, targets in found.items()}
 
-    def _add_site(self, name: str, kind: str, strategies: StrategySet, **rest: object) -> Site:
-        site = Site(len(self.sites), name, kind, **rest)  # type: ignore[arg-type]
+    def _add_site(self, strategies: StrategySet, name: str, kind: str, node: int = -1, ref: Ref | None = None,
+                  path: str = "") -> Site:
+        site = Site(len(self.sites), name, kind, node, ref, path)
         self.sites.append(site)
         self.strategies.append(strategies)
         return site
@@ -220,7 +221,7 @@ class StrategySpace:
         self.links.append(Link(source, output, target.index, position, self.graph.meta(ref)))
 
     def _add_node(self, node: Node) -> None:
-        site = self._add_site(node.name, node.kind, self._set_of(node), node=node.index, path=node.path)
+        site = self._add_site(self._set_of(node), node.name, node.kind, node.index, path=node.path)
         for position, ref in enumerate(node.inputs):
             self._link(ref, site, position)
         for output, meta in enumerate(node.outputs):
@@ -232,7 +233,7 @@ class StrategySpace:
     def _add_hub(self, ref: Ref, meta: TensorMeta, node: Node) -> None:
         name = f"{node.name}:{ref.output}:read" if len(node.outputs) > 1 else f"{node.name}:read"
         strategies = self._shared(("hub", meta), lambda: self._identity(meta, "IRP"))
-        hub = self._add_site(name, "hub", strategies, ref=ref, path=node.path)
+        hub = self._add_site(strategies, name, "hub", ref=ref, path=node.path)
         self._link(ref, hub, 0)
         self._source[ref] = (hub.index, 0)
 
@@ -249,7 +250,7 @@ class StrategySpace:
             strategies = self._shared((kind, meta), lambda: self._only_whole(meta))
         else:
             strategies = self._shared((kind, meta), lambda: self._identity(meta, kinds))
-        self._link(ref, self._add_site(name, kind, strategies, ref=ref, path=path), 0)
+        self._link(ref, self._add_site(strategies, name, kind, ref=ref, path=path), 0)
 
     def _shared(self, key: object, make: object) -> StrategySet:
         if key not in self._sets:
