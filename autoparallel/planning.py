@@ -123,15 +123,15 @@ def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, op
     """Of a solution, and the one where communication of parameters runs beside compute as far as it may, the faster
     when run; the latter is judged by the problem where nothing does."""
     share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
-    if share == (1.0, 1.0):
+    if share == (1.0, 1.0) or solution.stop_reason == "interrupted":
         return solution
     hiding = pricer.exposing(share)
     try:
         if left <= 0:
             raise SearchError(f"the first search took the {options.time_limit_s:g} s that both have")
         found = solve(hiding.full_like(problem), options.search, left, hiding, options.progress, solution.choice)
-    except (InfeasibleError, SearchError) as error:
-        reason = f"{solution.stop_reason}; not searched for what runs beside compute: {error}"
+    except (InfeasibleError, SearchError, KeyboardInterrupt) as error:
+        reason = f"{solution.stop_reason}; not searched for what runs beside compute: {str(error) or 'interrupted'}"
         return replace(solution, stop_reason=reason)
     finally:
         clock.lap("search beside compute")

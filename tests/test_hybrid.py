@@ -26,6 +26,7 @@ from autoparallel.hybrid.sketch import sketch
 from autoparallel.hybrid.stages import cut_evenly, flow_of, stages_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns
+from autoparallel.pricing.turns import in_flight
 from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime.pipeline import with_messages
 from autoparallel.search import NotRepairedError, evaluate, solve
@@ -790,3 +791,17 @@ def test_one_micro_batch_on_eight_ranks(ranks: Any, case_name: str, mesh_shape: 
                                         options: Options) -> None:
     stages = {"pipeline_stages": mesh_shape[0], "schedule": "gpipe"}
     assert_one_process(ranks, case_name, mesh_shape, {**stages, **options})
+
+
+def test_fewer_micro_batches_than_ranks() -> None:
+    """Each stage holds those there are. A rank's first stage was taken to hold two of one, its last none, and of what
+    only its loss needs less than none, which ended in an error."""
+    for schedule, last in (("interleaved", 2), ("zero_bubble", 3)):
+        assert [in_flight(Hybrid(1, 4, 2, schedule), stage) for stage in range(4)] == [1, 1, 1, 1]
+        assert [in_flight(Hybrid(3, 8, 4, schedule), stage) for stage in range(8)] == [3, 3, 3, 3, 3, 3, 3, last]
+    case = CASES["gpt2"]
+    args, kwargs = case.inputs(8)
+    made = autoparallel.plan(case.build(), Cluster.load("h100-sxm", num_devices=2), example_inputs=args,
+                             example_kwargs=kwargs, mesh_shape=(2, 1), pipeline_stages=4, micro_batches=1,
+                             schedule="zero_bubble")
+    assert made.hybrid.stages == 4 and made.prediction.activation_bytes > 0

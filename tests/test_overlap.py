@@ -434,6 +434,31 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
     assert f"{told}the first search took the 0 s" in planned(time_limit_s=0.0).evidence.stop_reason
 
 
+def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best so far comes back: the second search is not begun (it was), and one that has no plan yet loses none."""
+    case = CASES["mlp"]
+    args, kwargs = case.inputs(8)
+    solve, begun = planning.solve, list[tuple[float, float]]()
+
+    def planned(interrupted: int) -> autoparallel.Plan:
+        def stopped(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
+            begun.append(pricer.exposed)
+            if len(begun) == 2 == interrupted:
+                raise KeyboardInterrupt
+            found = solve(problem, search, left, pricer, *rest)
+            return replace(found, stop_reason="interrupted") if interrupted == 1 else found
+
+        begun.clear()
+        monkeypatch.setattr(planning, "solve", stopped)
+        return autoparallel.plan(case.build(), Cluster.load("h100-sxm", num_devices=4), example_inputs=args,
+                                 example_kwargs=kwargs, mesh_shape=(4,))
+
+    assert planned(1).evidence.stop_reason == "interrupted" and len(begun) == 1
+    made = planned(2)
+    assert made.evidence.stop_reason.endswith("not searched for what runs beside compute: interrupted")
+    assert len(begun) == 2 and made.evidence.gap == 0
+
+
 def test_a_step_in_turns_reduces_together(ranks: Any) -> None:
     for one_by_one, in_buckets in ranks(4).run(backward_twice, (4,), 25 * 2**20, 2, timeout_s=100):
         assert in_buckets < one_by_one / 4

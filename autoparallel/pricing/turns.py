@@ -68,9 +68,9 @@ def in_flight(hybrid: Hybrid, stage: int) -> int:
     ranks, count = hybrid.pipeline_ranks, hybrid.stages // hybrid.pipeline_ranks
     chunk, rank = divmod(stage, ranks)
     held = in_flight_micro_batches(SCHEDULES[hybrid.schedule], rank, ranks, hybrid.micro_batches, count)
-    # A rank's stages take turns, for as many micro-batches as there are ranks.
-    rounds, rest = divmod(held, count * ranks)
-    return rounds * ranks + min(max(rest - chunk * ranks, 0), ranks)
+    turns = min(ranks, hybrid.micro_batches)  # A rank's stages take turns, for so many micro-batches.
+    rounds, rest = divmod(held, count * turns)
+    return rounds * turns + min(max(rest - chunk * turns, 0), turns)
 
 
 class Turns:

@@ -108,7 +108,7 @@ def alternatives(problem: Problem, solution: Solution, k: int, min_changed: int 
                    if pick != solution.choice[v] and least[v][pick] < FORBIDDEN)
     found: list[Solution] = []
     seen: list[Solution] = []
-    for bound, v, pick in order:
+    for bound, v, pick in order if k > 0 else ():
         if len(found) >= k and bound >= found[k - 1].objective:
             break
         if any(one.choice[v] == pick and one.objective <= bound + SLACK * abs(bound) for one in seen):
@@ -163,6 +163,8 @@ def explain(problem: Problem, solution: Solution, node: int, resolve: Sequence[i
                 resolved = solve_with(problem, every, node, pick, search, time_limit_s).objective
             except InfeasibleError:
                 resolved = FORBIDDEN
+            except SearchError:  # none was found in time, and there may be one
+                resolved = None
         options.append(Option(pick, judged.objective if judged.feasible else FORBIDDEN, float(least[pick]), resolved))
     return sorted(options, key=lambda option: (option.alone if option.resolved is None else option.resolved,
                                                option.pick))

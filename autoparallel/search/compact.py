@@ -161,7 +161,7 @@ def compact_of(problem: Problem) -> Compact:
     firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     events, room = _events_of(memory, firsts), memory.room.astype(float)
     if (events.values != np.rint(events.values)).any():  # sums may be rounded otherwise here than by `evaluate`
-        room -= ROUNDING * problem.limit
+        room = np.minimum(room, np.maximum(room - ROUNDING * problem.limit, 0.0))  # the least fits in any case
     return Compact(tuple(node.costs for node in problem.nodes), ends, tuple(edge.costs for edge in problem.edges),
                    firsts, events, room, np.arange(len(room)))
 

@@ -327,9 +327,12 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
 def single_limit(problem: Problem) -> Problem:
     """The same problem with one limit: every class has times of its own, and a last node per class of one choice.
 
-    That node reserves what the class's limit is below the highest one. A class without limit uses no memory.
+    That node reserves what the class's limit is below the highest one. A class without limit uses no memory. Where all
+    usages are whole bytes, so are the limits: then no sum is rounded.
     """
     limits = problem.limits
+    if all((array == np.floor(array)).all() for array in problem.usages.distinct):
+        limits = tuple(float(np.floor(limit)) for limit in limits)
     highest = max((limit for limit in limits if limit < FORBIDDEN), default=FORBIDDEN)
     users: list[Node | Edge] = [*problem.nodes, *problem.edges]
     first = min((user.interval[0] for user in users), default=0)

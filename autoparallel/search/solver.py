@@ -344,7 +344,7 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
         raise SearchError(f"unknown search {search!r}; there are: {', '.join(SEARCHES)} and local, from "
                           "a choice to begin with")
     if problem.more_limits:
-        return _solve_classes(problem, search, time_limit_s, pricer, progress)
+        return _solve_classes(problem, search, time_limit_s, pricer, progress, first)
     start = time.monotonic()
     deadline = FORBIDDEN if time_limit_s is None else start + time_limit_s
     run = None
@@ -404,17 +404,21 @@ def _local(problem: Problem, first: Sequence[int], deadline: float) -> Solution:
 
 
 def _solve_classes(problem: Problem, search: str, time_limit_s: float | None, pricer: Pricer | None,
-                   progress: Progress | None) -> Solution:
+                   progress: Progress | None, first: Sequence[int] | None) -> Solution:
     """Several device classes: as one limit; see `single_limit`. Errors count from the lowest limit."""
     start = time.monotonic()
     single, lowest = single_limit(problem), min(problem.limits)
+    more = lowest - single.limit if lowest < FORBIDDEN else 0.0
+    if first is not None:
+        first = (*first, *[0] * (len(single.nodes) - len(problem.nodes)))
     if time_limit_s is not None:
         time_limit_s -= time.monotonic() - start
     try:
-        found = solve(single, search, time_limit_s, pricer, progress)
+        found = solve(single, search, time_limit_s, pricer, progress, first)
     except MemoryLimitError as error:
-        more = lowest - single.limit
         raise MemoryLimitError(problem.name, error.needed_bytes + more, lowest, error.sufficient_bytes + more) from None
+    except NotRepairedError as error:
+        raise NotRepairedError(problem.name, error.peak_bytes + more, lowest) from None
     choice = found.choice[:len(problem.nodes)]
     return replace(found, choice=choice, peak_bytes=evaluate(problem, choice).peak_bytes)
 

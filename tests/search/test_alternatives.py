@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import Edge, Node, Problem, evaluate, solve
+from autoparallel.search import Edge, Node, Problem, Solution, evaluate, solve
 from autoparallel.search.alternatives import alternatives, conflict, explain, pinned, solve_pinned
 from tests.search.problems import all_plans, random_problem, seeds
 
@@ -29,6 +29,26 @@ def test_the_second_best_plan(seed: int) -> None:
     for one in found:
         judged = evaluate(problem, one.choice)
         assert judged.feasible and judged.objective == one.objective and one.choice != best.choice
+
+
+def test_no_alternatives_are_none() -> None:
+    """It ended in an IndexError."""
+    problem = random_problem(3, limited=False)
+    assert alternatives(problem, solve(problem), 0) == []
+
+
+def test_an_explanation_that_finds_no_plan_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no plan was found for was not told; the whole explanation ended in the search's error."""
+    problem = Problem(tuple(Node(name, np.array([1.0, 2.0]), np.zeros(2)) for name in "ab"), ())
+    best = solve(problem)
+
+    def late(*_: object) -> Solution:
+        raise SearchError("no plan that fits was found in 0.0 s")
+
+    monkeypatch.setattr("autoparallel.search.alternatives.solve", late)
+    chosen, other = explain(problem, best, 0, resolve=[1], time_limit_s=0.0)
+    assert (chosen.pick, chosen.resolved) == (0, 2.0)
+    assert (other.pick, other.alone, other.resolved) == (1, 3.0, None)
 
 
 def test_alternatives_differ_in_what_matters() -> None:

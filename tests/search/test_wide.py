@@ -14,7 +14,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoparallel.errors import InfeasibleError
-from autoparallel.search import MemoryLimitError, Problem, branch, evaluate, least, solve, wide
+from autoparallel.search import (
+    SEARCHES,
+    MemoryLimitError,
+    Node,
+    NotRepairedError,
+    Problem,
+    branch,
+    evaluate,
+    least,
+    solve,
+    wide,
+)
 from autoparallel.search.compact import Compact, compact_of, part_of
 from autoparallel.search.highs import LinearModel, run_highs
 from autoparallel.search.merge import shrink
@@ -343,3 +354,34 @@ def test_a_program_ends_when_time_is_up() -> None:
     answer = run_highs(model, start + 2.0)
     assert time.monotonic() - start < 2.0 * 1.05 + lateness()
     assert answer.reason in ("time limit", "infeasible", "optimal")
+
+
+def pair_of_classes(usages: float, limits: tuple[float, ...], dearer: float) -> Problem:
+    """A node in each of two classes, whose first choice uses nothing and costs so much more than the other."""
+    nodes = tuple(Node(f"n{number}", np.array([10.0 + dearer, 10.0]), np.array([0.0, usages]), (0, 2), None, number)
+                  for number in range(2))
+    return Problem(nodes, (), limits[0], "classes", limits[1:])
+
+
+def test_a_choice_to_begin_with_where_there_are_device_classes() -> None:
+    """It was left out, and the search that needs one said that there is none of its name."""
+    found = solve(pair_of_classes(5.0, (5.0, 4.0), 1.0), "local", first=(1, 1))
+    assert found.choice == (1, 0) and found.stop_reason == "made to fit" and found.peak_bytes == 5.0
+    with pytest.raises(NotRepairedError) as caught:
+        solve(pair_of_classes(5.0, (5.0, 4.0), 90.0), "local", first=(1, 1))
+    assert (caught.value.peak_bytes, caught.value.limit_bytes) == (5.0, 4.0)
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_what_is_left_of_a_class_is_not_rounded_up(search: str) -> None:
+    """6 less 2.0000000000000004 is 3.9999999999999996, and 4 and 2.0000000000000004 are 6: too much fitted."""
+    problem = pair_of_classes(4.0, (6.0, math.nextafter(4.0, 0.0)), 1.0)
+    found = solve(problem, search)
+    assert found.choice == (1, 0) and evaluate(problem, found.choice).feasible
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_class_without_any_room(search: str) -> None:
+    """Bytes are no whole numbers here, so that a little room is kept for rounding: there is none to keep of nothing."""
+    problem = pair_of_classes(0.3, (0.7, 0.0), 1.0)
+    assert solve(problem, search).choice == (1, 0)
