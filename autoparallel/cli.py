@@ -33,7 +33,7 @@ def plan(
     memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
-    baseline: Annotated[str | None, typer.Option(help="price a classical plan instead: ddp, fsdp, ...")] = None,
+    baseline: Annotated[str | None, typer.Option(help="ddp, fsdp, tensor_parallel, sequence_parallel")] = None,
     joint: Annotated[bool, typer.Option(help="search pipeline, micro-batches, ZeRO and recompute too")] = False,
     pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis)")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="turns over the batch")] = None,
