@@ -126,6 +126,8 @@ class Run:
             bound = min(bound, best.objective)
             if best.objective - bound <= TARGET_GAP * abs(best.objective):
                 reason = "optimal"
+            elif reason == "optimal":  # HiGHS's plan was better, and does not quite fit
+                reason = "gap"
         self.best = Outcome(best.choice, best.objective, bound, reason, seconds)
         if self._progress is not None:
             self._progress(found.stop_reason, best.objective, bound)
