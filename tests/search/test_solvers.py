@@ -136,7 +136,7 @@ def test_memory_limit_error_on_repeated_blocks() -> None:
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_plan_that_hardly_does_not_fit_proves_nothing(search: str) -> None:
-    """HiGHS takes 18 bytes more than 12 GB for none; what was found instead was called optimal, with a gap of a third."""
+    """HiGHS takes 18 bytes more than 12 GB for none; what was found instead was called optimal, with a gap."""
     rng = np.random.default_rng(3)
     costs, usages = np.array([1.0, 10.0, 12.0]), np.array([3e9 + 7, 2e9, 0.0])
     nodes = tuple(Node(f"n{i}", costs, usages, (0, 1)) for i in range(4))
