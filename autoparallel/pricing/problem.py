@@ -293,7 +293,7 @@ class SpacePricer:
             usages = self._copy_bytes(link)[np.ix_(rows, columns)] * life.copies
             return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)
 
-        made = self.once(("edge", key, life.copies), first)
+        made = self.once(("edge", key, life.copies, self.turns.of_parameter[link.source]), first)
         return unchecked(made, source=link.source, target=link.target, interval=life.interval, costs=costs)
 
     def _link_costs(self, link: Link, rows: np.ndarray, columns: np.ndarray, key: LinkKey) -> np.ndarray:
