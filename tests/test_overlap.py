@@ -217,7 +217,7 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
     space = StrategySpace(split_batch(capture(case.build(), args, kwargs), turns).body, (2, 2))
     prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True)
     plan = _Plan(SpacePricer(prices, turns=Turns(space, parallel.plan.hybrid)), parallel.plan.labels(space))
-    plan.ways = [replace(way, again_s=(way.again_s > 0) * read.num_bytes)
+    plan.ways = [way._replace(again_s=(way.again_s > 0) * read.num_bytes)
                  for way, read in zip(plan.ways, plan.reads, strict=True)]
     again = _Again(step := _Step(), plan)
     told = [("posted" if begins else "waited", sum(plan.reads[n].num_bytes for n in pair.steps))
