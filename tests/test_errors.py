@@ -542,19 +542,21 @@ def odd_calls() -> list[str]:
         message_of(lambda: wrong.dataloader(Samples(), 0)),
         message_of(lambda: wrong.load_state_dict(None)),
         message_of(lambda: wrong.load_state_dict({**nn.Linear(8, 8).state_dict(), "bias": 3})),
+        message_of(lambda: wrong.load_state_dict({**nn.Linear(8, 8).state_dict(), "epoch": 3}, strict=False)),
         message_of(lambda: parallel(torch.ones(4, 8))),
     ]
 
 
 def test_calls_with_what_is_no_tensor(ranks: Callable[[int], Any]) -> None:
     """And calls after them work."""
-    for meta, numpy, batch, loader, state, value, after in ranks(2).run(odd_calls):
+    for meta, numpy, batch, loader, state, value, left_out, after in ranks(2).run(odd_calls):
         assert "InputError: an input is on the meta device" in meta and "give real ones" in meta
         assert "CaptureError" in numpy and "numpy.ndarray" in numpy and "This call: (of type ndarray)" in numpy
         assert "InputError: a batch is of type int" in batch and "a tuple of arguments" in batch
         assert "InputError: batch_size is 0" in loader and "1 or more" in loader
         assert "InputError: a state dict is a mapping" in state and "NoneType" in state
         assert "InputError: state dict has no tensors for ['bias']" in value
+        assert left_out == "no error", "strict=False loads the rest"
         assert after == "no error"
 
 

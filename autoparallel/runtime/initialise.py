@@ -116,9 +116,9 @@ def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, A
     the original ``model`` has not, raise InputError."""
     if not isinstance(state, Mapping):
         raise InputError(f"a state dict is a mapping of names to tensors, not of type {type(state).__name__}")
-    if odd := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
-        raise InputError(f"state dict has no tensors for {odd}: only tensors by name are loaded")
     known, persistent = _names(parallel), set(nn.Module.state_dict(parallel))
+    if odd := [name for name, value in state.items() if name in known and not isinstance(value, torch.Tensor)]:
+        raise InputError(f"state dict has no tensors for {odd}: only tensors by name are loaded")
     missing, unexpected = sorted(persistent - set(state)), sorted(set(state) - known - _names(model))
     if strict and (missing or unexpected):
         raise InputError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; "
