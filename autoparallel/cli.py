@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoparallel.errors import AutoparallelError, InputError
+from autoparallel.errors import AutoparallelError, InputError, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -144,8 +144,6 @@ def load_model(
     if ":" in source and not Path(source).exists():
         module, function = source.split(":", 1)
         sys.path.insert(0, str(Path.cwd()))
-        from autoparallel.options import shown
-
         try:
             factory = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autoparallel.capture import OpGraph, capture
-from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError, SearchError
+from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError, SearchError, shown
 from autoparallel.garbage import collected_later
 from autoparallel.hybrid import (
     blocks_by_stage,
@@ -29,7 +29,7 @@ from autoparallel.hybrid import (
 from autoparallel.hybrid.estimates import Candidate, First, Fixed
 from autoparallel.hybrid.joint import search_jointly
 from autoparallel.layout import Layout
-from autoparallel.options import Options, check_axes, check_call, check_cluster, options_of, shown
+from autoparallel.options import Options, check_axes, check_call, check_cluster, options_of
 from autoparallel.planning import RECOMPUTE_TRIES, ROUGH_S, plan_in, plan_on
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.pricing import Prices
@@ -194,9 +194,11 @@ def compile(
     decide what the plan has decided.
     """
     from autoparallel.runtime import groups
+    from autoparallel.runtime.agree import made_alike
     from autoparallel.runtime.module import ParallelModule
 
     check_call(model, example_inputs, example_kwargs)
+    options_of(options)  # on a count of devices some are for the search, others for what comes after
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(f"plan is {shown(plan)}: give a Plan, autoparallel.Plan.load(path) of a file")
     given = example_inputs is not None or example_kwargs is not None
@@ -215,7 +217,7 @@ def compile(
     def compile_call(
         model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool
     ) -> Compiled:
-        graph = capture(model, args, kwargs)
+        graph = made_alike("a program", lambda: capture(model, args, kwargs), lambda graph: graph.fingerprint)
         given = None if placed or plain else plan
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype) if plain else hybrid
         return _compile_call(graph, site, machine, chosen, how, given, placed)
@@ -244,7 +246,6 @@ def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Opt
     from autoparallel.runtime.agree import agree, decide_once
     from autoparallel.runtime.form import Compiled
 
-    agree("a program", graph.fingerprint)
     micro = split_batch(graph, hybrid.micro_batches)
     space = StrategySpace(micro.body, tuple(site.mesh.shape), site.axis_names)
     found = given or decide_once(lambda: plan_in(space, micro, cluster, options, placed, hybrid))
@@ -287,12 +288,15 @@ def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+    from autoparallel.runtime.failing import check_groups
+
     if not isinstance(mesh, (int, DeviceMesh)) or isinstance(mesh, bool):
         raise MeshError(f"mesh is {shown(mesh)}: give a torch.distributed.DeviceMesh, as init_device_mesh makes, or a "
                         "device count")
     if not dist.is_initialized():
         raise MeshError("no process group: start the program with torchrun and call "
                         "torch.distributed.init_process_group() before autoparallel.compile")
+    check_groups()
     world = dist.get_world_size()
     if isinstance(mesh, int):
         if mesh != world:

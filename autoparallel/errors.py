@@ -3,19 +3,21 @@
     AutoparallelError
       ClusterError          a cluster name or description that cannot be used
       TimelineError         tasks that cannot be simulated (cost_models.timeline)
-      CaptureError          the model cannot be traced (data-dependent branch, unsupported construct)
+      CaptureError          the model cannot be traced (data-dependent branch, unsupported construct), or fails itself
       RuleError             an op without a rule, or a rule that does not fit its op
       PinError              a pin that names nothing, or a placement that cannot hold
       PlanError             an option that cannot be, or a plan that does not belong to this model, version or mesh
       InfeasibleError       no plan meets the limits; says by how much and what would do
       SearchError           a search asked for something it cannot do (unknown name, malformed problem)
       LoweringError         the rewritten program failed its own check (a bug of ours: please report)
-      MeshError             no process group, or a mesh that does not fit the world
+      MeshError             no process group, one that is closed, or a mesh that does not fit the world
       InputError            a call whose inputs do not fit the traced program
-      PeerError             a call in which another rank failed (`rank`), or after such a call
+      PeerError             a call in which another rank failed (`rank`), or anything after such a call
 
 Every message says what was given, what is required and what to write instead.
 """
+
+from typing import Any
 
 from cost_models.errors import AutoparallelError, ClusterError, TimelineError
 
@@ -33,7 +35,14 @@ __all__ = [
     "RuleError",
     "SearchError",
     "TimelineError",
+    "shown",
 ]
+
+
+def shown(value: Any) -> str:
+    """A value in an error message: short ones as they are, others by their type."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"of type {type(value).__name__}"
 
 
 class CaptureError(AutoparallelError, RuntimeError):

@@ -21,6 +21,7 @@ from autoparallel.errors import (
     PinError,
     PlanError,
     SearchError,
+    shown,
 )
 from autoparallel.plans import Hybrid
 from autoparallel.plans.hybrid import RECOMPUTE, REDUCE_DTYPES, SCHEDULES
@@ -90,6 +91,8 @@ def options_of(given: Mapping[str, Any]) -> Options:
     """
     known = [f.name for f in fields(Options)]
     for name, value in given.items():
+        if name in _ELSEWHERE:
+            raise PlanError(f"{name} belongs to autoparallel.{_ELSEWHERE[name]}")
         if name not in known:
             raise PlanError(f"unknown option {name!r}; there are {difflib.get_close_matches(name, known) or known}")
         if value is None and getattr(Options, name) is None:
@@ -100,12 +103,6 @@ def options_of(given: Mapping[str, Any]) -> Options:
         elif not wanted.holds(value):
             raise _ERRORS.get(name, PlanError)(f"{name} is {shown(value)}: give {wanted.text}")
     return Options(**given)
-
-
-def shown(value: Any) -> str:
-    """A value in an error message: short ones as they are, others by their type."""
-    text = repr(value)
-    return text if len(text) <= 60 and "\n" not in text else f"of type {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -145,6 +142,16 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "zero_stage": (0, 1, 2, 3),
     "reduce_dtype": REDUCE_DTYPES,
     "progress": _Wanted("a function", callable),
+}
+#: Keywords that only one of `plan` and `compile` has, given to the other: whose they are, and what to write.
+_ELSEWHERE = {
+    "joint": "plan: write plan = autoparallel.plan(model, cluster, example_inputs=..., joint=True), then "
+             "autoparallel.compile(model, mesh, plan=plan)",
+    "mesh_shape": "plan: a mesh has its axes, as init_device_mesh(device_type, (2, 4)) makes them; for a count of "
+                  "devices the search finds them",
+    "axis_names": "plan: a mesh names its own axes, init_device_mesh(..., mesh_dim_names=('data', 'model'))",
+    "mesh": "compile: give plan a cluster, and mesh_shape=(2, 4) to fix its axes",
+    "plan": "compile, which runs it: autoparallel.compile(model, mesh, plan=plan)",
 }
 _ERRORS: Mapping[str, type[AutoparallelError]] = {"search": SearchError, "pins": PinError}
 

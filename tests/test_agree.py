@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autoparallel
-from autoparallel.errors import AutoparallelError, InfeasibleError
+from autoparallel.errors import AutoparallelError, CaptureError, InfeasibleError
 from tests.ranks import mesh_of
 
 
@@ -42,3 +42,25 @@ def different_models() -> str:
 def test_ranks_with_different_programs_are_told_not_hung(ranks: Any) -> None:
     for said in ranks(2).run(different_models, timeout_s=60):
         assert said.startswith("ranks [1] have a program other than the first rank's of their group")
+
+
+def integers_on_one_rank(rank: int) -> list[str]:
+    """One rank's example is of another type, which the model does not take."""
+    import torch.distributed as dist
+
+    x = torch.ones(4, 8)
+    said = []
+    for wrong in (x.long(), x):
+        try:
+            autoparallel.compile(nn.Linear(8, 8), mesh_of(2), example_inputs=(wrong if dist.get_rank() == rank else x,))
+            said.append("")
+        except CaptureError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_one_rank_cannot_trace_is_an_error_on_every_rank(ranks: Any) -> None:
+    """It names the rank (the others waited for it until its process ended), and does no harm."""
+    (first, after), (other, too) = ranks(2).run(integers_on_one_rank, 1, timeout_s=60)
+    assert other.startswith("aten.linear.default does not take tensors of these types: int64[4, 8]")
+    assert first == f"on rank 1: {other}" and after == too == ""

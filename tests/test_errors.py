@@ -142,6 +142,92 @@ def test_a_call_that_the_model_does_not_take_names_what_it_takes() -> None:
     assert ".py:" not in message
 
 
+class Outer(nn.Module):
+    """Runs a function of its input and of a layer deep inside, and of that only."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Inner(function)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+class Inner(nn.Module):
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear, x)  # the function's line
+
+
+F = nn.functional
+TYPES_REFUSED = {
+    "linear": (lambda f, x: f(x.long()), "float32, float32, float32", "torch.float32"),
+    "matmul": (lambda f, x: f(x) @ x.double(), "float32, float32", "torch.float32"),
+    "half": (lambda f, x: f(x) @ x.half(), "float32, float32", "torch.float32"),
+    "addmm": (lambda f, x: torch.addmm(x, f(x), x.int()), "float32, float32, float32", "torch.float32"),
+    "softmax": (lambda f, x: f(x) + x.long().softmax(-1), "(float32)", "torch.float32"),
+    "gelu": (lambda f, x: f(x) + F.gelu(x.long()), "(float32)", "torch.float32"),
+    "loss": (lambda f, x: F.cross_entropy(f(x), torch.zeros(4, dtype=torch.int32)), "(float32, int64)", "torch.int64"),
+    "layer_norm": (lambda f, x: F.layer_norm(f(x), (4,), torch.ones(4).double()), "float32, float32", "torch.float32"),
+    "group_norm": (lambda f, x: f(F.group_norm(x, 2, x[0].half())), "float32, float32", "torch.float32"),
+    "index_add": (lambda f, x: f(x).index_add(0, torch.tensor([0]), x[:1].double()), "float32, int64, float32",
+                  "torch.float32"),
+    "index": (lambda f, x: f(x).index_add(0, torch.tensor([0], dtype=torch.int16), x[:1]), "float32, int64, float32",
+              "torch.int64"),
+    "bitwise": (lambda f, x: f(x) + ((x > 0) & x), "bool, bool", "torch.bool"),
+}
+
+
+@pytest.mark.parametrize("name", TYPES_REFUSED)
+def test_types_that_the_model_itself_does_not_take(name: str) -> None:
+    """Where torch raises, naming module and line (a trace of tensors without data runs through them)."""
+    function, wanted, write = TYPES_REFUSED[name]
+    model = Outer(function)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(torch.rand(4, 4))
+    message = says(CaptureError, __file__, "in layers.0", "This call: (float32[4, 4])",
+                   of=lambda: plan_of(model))
+    assert wanted in message and f"Write x.to({write})" in message and "torch says: " in message, message
+
+
+TYPES_TAKEN = {
+    "a table's rows": (lambda f, x: f(F.embedding(torch.zeros(4, dtype=torch.int32), x)), None),
+    "products of integers": (lambda f, x: f(x) + x.long() @ x.long(), None),
+    "promotion": (lambda f, x: f(x) + x.half() * x.long() + (x > 0), None),
+    "a norm's parameters": (lambda f, x: F.layer_norm(f(x).bfloat16(), (4,), torch.ones(4)), None),
+    "autocast": (lambda f, x: F.grid_sample(f(x)[None, None], x[None, :, None, :2], align_corners=True),
+                 torch.bfloat16),
+    "masks": (lambda f, x: f(x).masked_fill(x > 0, 0.0) + torch.where(x > 0, f(x), 0), None),
+    "an attention's mask": (lambda f, x: F.scaled_dot_product_attention(*[f(x)[None, None]] * 3, x[None] > 2), None),
+}
+
+
+@pytest.mark.parametrize("name", TYPES_TAKEN)
+def test_types_that_the_model_takes(name: str) -> None:
+    """Other types than one are no reason to refuse."""
+    function, low = TYPES_TAKEN[name]
+    model = Outer(function)
+    with torch.autocast("cpu", dtype=low or torch.bfloat16, enabled=low is not None):
+        model(torch.ones(4, 4))
+        assert plan_of(model).prediction.step_s > 0
+
+
+@pytest.mark.parametrize(("function", "parts"), [
+    (lambda f, x: {}["missing"], ("KeyError: 'missing'",)),
+    (lambda f, x: f(x)[12], ("IndexError: index 12 is out of bounds",)),
+    (lambda f, x: f(x) @ torch.ones(7, 7), ("RuntimeError: a and b must have same reduction dim",)),
+    (lambda f, x: f(x, x), ("TypeError: ", "positional argument")),
+    (lambda f, x: f(x[:, :3]), ("RuntimeError: ", "in layers.0.linear (Linear)")),
+    (lambda f, x: f(x).nothing, ("AttributeError: ", "'nothing'")),
+])
+def test_a_forward_that_fails_names_module_and_line(function: Any, parts: tuple[str, ...]) -> None:
+    says(CaptureError, "Outer could not be traced: ", "in layers.0", f"at {__file__}", "a call that the model itself",
+         "This call: (float32[4, 4])", *parts, of=lambda: plan_of(Outer(function)))
+
+
 @pytest.mark.parametrize("model", [WritesToItsInput(), WritesToAView()], ids=["input", "view"])
 def test_writing_to_an_input_is_refused(model: nn.Module) -> None:
     """With what to write instead; and the caller's tensor is left as it was."""
@@ -230,6 +316,30 @@ def test_other_calls_are_traced_anew_or_refused(ranks: Any) -> None:
         assert "CaptureError" in found["keyword"] and "'input'" in found["keyword"]
         assert "CaptureError" in found["wrong shape"] and "9" in found["wrong shape"]
         assert "InputError: step needs a scalar loss" in found["step"] and "return the loss" in found["step"]
+
+
+def calls_of_other_types() -> list[str]:
+    """Integers for a linear layer, in each way to compile and call; then the right call."""
+    model, x = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4)), torch.ones(8, 8)
+    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=(x,), baseline="tensor_parallel")
+    wrong = x.long()
+    return [message_of(lambda: parallel(wrong)),
+            message_of(lambda: parallel.step(wrong)),
+            message_of(lambda: parallel.shard_batch((wrong,))),
+            message_of(lambda: autoparallel.compile(model, mesh_of(2), example_inputs=(wrong,))),
+            message_of(lambda: autoparallel.compile(model, 2, example_inputs=(wrong,))),
+            message_of(lambda: autoparallel.compile(model, mesh_of(2))(wrong)),
+            message_of(lambda: parallel(x))]
+
+
+def test_calls_of_other_types_are_refused_before_they_run(ranks: Any) -> None:
+    """On every rank, and the process groups stay as they are (the ranks failed in the product, and closed them)."""
+    for *refused, after in ranks(2).run(calls_of_other_types):
+        for said in refused:
+            assert said.startswith("CaptureError: aten.linear.default does not take tensors of these types: int64[8, 8]"
+                                   ", float32[12, 8], float32[12]"), said
+            assert "in 0\n" in said and "Write x.to(torch.float32)" in said and "This call: (int64[8, 8])" in said
+        assert after == "no error"
 
 
 class Weird(nn.Module):
@@ -427,6 +537,30 @@ def test_options_and_arguments_of_other_kinds(options: dict[str, Any], error: ty
     given = {"model": case.build(), "cluster": Cluster.load("local-cpu", num_devices=4),
              "example_inputs": case.inputs(8)[0], "mesh_shape": (2, 2), **options}
     says(error, *parts, of=lambda: plan(given.pop("model"), given.pop("cluster"), **given))
+
+
+def keywords_of_plan() -> list[str]:
+    """With a mesh and with a count of devices, before and after tracing."""
+    x, names = torch.ones(4, 8), [{"joint": True}, {"mesh_shape": (2,)}, {"axis_names": ("data",)}]
+    made = [lambda m=mesh, e=example, k=keywords: autoparallel.compile(nn.Linear(8, 8), m, example_inputs=e, **k)
+            for mesh in (mesh_of(2), 2) for example in (None, (x,)) for keywords in names]
+    return [message_of(call) for call in made]
+
+
+def test_keywords_of_plan_given_to_compile_say_where_they_belong(ranks: Any) -> None:
+    for said in ranks(2).run(keywords_of_plan):
+        for joint, shape, names in zip(said[::3], said[1::3], said[2::3], strict=True):
+            assert joint.startswith("PlanError: joint belongs to autoparallel.plan")
+            assert "joint=True)" in joint and "autoparallel.compile(model, mesh, plan=plan)" in joint
+            assert shape.startswith("PlanError: mesh_shape belongs to autoparallel.plan")
+            assert "init_device_mesh(" in shape and "count of devices" in shape
+            assert names.startswith("PlanError: axis_names belongs to autoparallel.plan") and "mesh_dim_names" in names
+
+
+def test_keywords_of_compile_given_to_plan_say_where_they_belong() -> None:
+    says(PlanError, "plan belongs to autoparallel.compile", "compile(model, mesh, plan=plan)",
+         of=lambda: planned(plan=planned()))
+    says(PlanError, "mesh belongs to autoparallel.compile", "mesh_shape=(2, 4)", of=lambda: planned(mesh=(2, 2)))
 
 
 @pytest.mark.parametrize("count", [2.5, "4", True])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -141,6 +143,75 @@ def test_a_batch_of_one_rank_that_does_not_fit_is_told_to_all(four_ranks: RankPo
     found = four_ranks.run(rows_of, torch.randint(16, (8, 4)), 2)
     assert [name for name, *_ in found] == ["PeerError", "PeerError", "IndexError", "PeerError"], found
     assert all("rank 2 failed" in text and "index out of range" in text for _, text, *_ in found), found
+
+
+def after_a_failure(failing: int) -> list[tuple[str, str, int, float]]:
+    """What each rank is told that compiles or calls another model after a call in which a rank has failed; and whether
+    all is well in new process groups."""
+    x, rank = torch.randn(8, 32), torch.distributed.get_rank()
+    parallel, other, plain = (autoparallel.compile(Deep(), mesh_of(2), example_inputs=(x,)) for _ in range(3))
+    with FailsAt(1 if rank == failing else 0):
+        told(lambda: parallel(x))
+    found = [told(lambda: autoparallel.compile(Deep(), mesh_of(2), example_inputs=(x,))),
+             told(lambda: autoparallel.compile(Deep(), 2, example_inputs=(x,))),
+             told(lambda: other(x)), told(lambda: plain.step(x[:4]))]
+    store = torch.distributed.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    torch.distributed.destroy_process_group()
+    found.append(told(lambda: other(x)))
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    mesh = init_device_mesh("cpu", (2,))
+    return [*found, told(lambda: other(x)), told(lambda: autoparallel.compile(Deep(), mesh, example_inputs=(x,))(x))]
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[RankPool]:
+    """Ranks whose process groups are of no use afterwards."""
+    yield pool_of(2)
+    pool_of(2).stop()
+
+
+def test_after_a_failure_other_models_are_refused_by_its_name(two_ranks: RankPool) -> None:
+    """Whether compiled before or after, until the process groups are made anew (these ended in gloo's own errors)."""
+    for *told, gone, old, anew in two_ranks.run(after_a_failure, 1, timeout_s=60):
+        for name, text, rank, seconds in told:
+            assert (name, rank) == ("PeerError", 1) and seconds < 5, (name, text)
+            assert text.startswith("rank 1 failed in an earlier call: OutOfMemoryError: no memory for this product")
+            assert "process groups are closed" in text and "init_process_group(...) on all ranks" in text
+        for name, text, _, _ in (gone, old):
+            assert name == "MeshError" and "have been destroyed since" in text and "compile again" in text, text
+        assert anew[0] == "", anew
+
+
+def a_rank_that_has_not_heard() -> tuple[str, str, int, float]:
+    """Rank 1 fails where rank 0 is not: in a call of its own, before rank 0 compiles something."""
+    x, rank = torch.randn(8, 32), torch.distributed.get_rank()
+    parallel = autoparallel.compile(Deep(), mesh_of(2), example_inputs=(x,))
+    if rank == 1:
+        with FailsAt(1):
+            return told(lambda: parallel(x))
+    return told(lambda: autoparallel.compile(Deep(), 2, example_inputs=(x,)))
+
+
+def test_compiling_where_another_rank_has_failed_since(two_ranks: RankPool) -> None:
+    (name, text, rank, seconds), own = two_ranks.run(a_rank_that_has_not_heard, timeout_s=60)
+    assert own[0] == "OutOfMemoryError" and (name, rank) == ("PeerError", 1) and seconds < SOON_S, text
+    assert "OutOfMemoryError: no memory for this product" in text and "process groups are closed" in text
+
+
+def groups_closed_by_hand() -> tuple[str, str, int, float]:
+    """Not by a model of ours: a receive that comes too late closes all of gloo's connections."""
+    x = torch.randn(8, 32)
+    if torch.distributed.get_rank() == 1:
+        with suppress(RuntimeError):
+            torch.distributed.irecv(torch.empty(1), src=0).wait(timedelta(milliseconds=1))
+    return told(lambda: autoparallel.compile(Deep(), mesh_of(2), example_inputs=(x,)))
+
+
+def test_groups_that_something_else_has_closed(two_ranks: RankPool) -> None:
+    for name, text, _, seconds in two_ranks.run(groups_closed_by_hand, timeout_s=60):
+        assert name == "MeshError" and seconds < SOON_S, (name, text)
+        assert "the ranks do not reach each other" in text and "closed their process groups" in text
+        assert "init_process_group(...) on all ranks" in text
 
 
 def test_a_process_group_whose_store_does_nothing_will_do() -> None:

@@ -1,7 +1,8 @@
 """Capture: model -> OpGraph. See README.md."""
 
 from autoparallel.capture.blocks import Block, find_blocks
-from autoparallel.capture.build import canonical_call, capture
+from autoparallel.capture.build import call_text, canonical_call, capture
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, op_signature
 
-__all__ = ["Block", "Node", "OpGraph", "Ref", "TensorMeta", "canonical_call", "capture", "find_blocks", "op_signature"]
+__all__ = ["Block", "Node", "OpGraph", "Ref", "TensorMeta", "call_text", "canonical_call", "capture", "find_blocks",
+           "op_signature"]

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Node as FxNode
 
+from autoparallel.capture.editing import module_path, source_line, source_of
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
 from autoparallel.capture.modes import inline_modes
@@ -22,7 +23,7 @@ from autoparallel.capture.normalise import normalise
 from autoparallel.capture.precision import ambient, without_autocast
 from autoparallel.capture.repeats import Calls, UnlikeError, find_repeated
 from autoparallel.capture.unfold import unfold
-from autoparallel.errors import CaptureError
+from autoparallel.errors import CaptureError, shown
 from autoparallel.garbage import collected_later
 
 PLACEHOLDERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "buffer",
@@ -34,13 +35,34 @@ def canonical_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tupl
     return tuple(args), dict(sorted(kwargs.items()))
 
 
+def call_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The form of a call, as (float32[8, 16], labels=int64[8])."""
+
+    def text(value: Any) -> str:
+        leaves = pytree.tree_map(
+            lambda leaf: f"{leaf.dtype}{list(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, torch.Tensor)
+            else shown(leaf), value)
+        return leaves if isinstance(leaves, str) else repr(leaves).replace("'", "")
+
+    return f"({', '.join([*map(text, args), *(f'{name}={text(value)}' for name, value in kwargs.items())])})"
+
+
 @collected_later()
 def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> OpGraph:
     """Trace and normalise ``model(*args, **kwargs)``, in the model's present mode (train or eval).
 
-    The tensors may be on the meta device; nothing is computed. Raises CaptureError, with the user's source line.
+    The tensors may be on the meta device; nothing is computed. Raises CaptureError, with the user's source line
+    and the call.
     """
     args, kwargs = canonical_call(args, kwargs or {})
+    try:
+        return _captured(model, args, kwargs)
+    except CaptureError as error:
+        error.args = (f"{error}\n  This call: {call_text(args, kwargs)}",)
+        raise
+
+
+def _captured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpGraph:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     autocast = ambient([*leaves, *model.parameters()])
     with torch.inference_mode(False):
@@ -117,7 +139,7 @@ class _Builder:
                 self._add("output", "output", None, outputs, {}, ())
             else:
                 users: list[FxNode] = [*node.users, node]
-                place = _module_path(users[0])
+                place = module_path(users[0])
                 raise CaptureError(f"torch.{users[0].target} of functions is not supported"
                                    f"{f' (in {place})' if place else ''}\n"
                                    "  Write torch.where(condition, a, b), or a Python loop of fixed length.")
@@ -184,7 +206,7 @@ class _Builder:
             self.refs[node] = Ref(self.refs[source].node, index)
             return
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise CaptureError(f"{node.target} is not supported{_where(node)}")
+            raise CaptureError(f"{node.target} is not supported{source_line(node)}")
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.refs.__getitem__)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
         no_grad = bool(node.meta.get("no_grad")) or node.target is torch.ops.aten.detach.default
@@ -192,26 +214,12 @@ class _Builder:
         values = node.meta["val"]
         values = tuple(values) if isinstance(values, (tuple, list)) else (values,)
         if not all(isinstance(v, torch.Tensor) for v in values):
-            raise CaptureError(f"{node.target} returns {type(values[0]).__name__}, not tensors:{_where(node)}\n"
+            raise CaptureError(f"{node.target} returns {type(values[0]).__name__}, not tensors{source_line(node)}\n"
                                "  Its value would depend on the data; keep it a tensor.")
         if any(v.layout != torch.strided for v in values):
-            raise CaptureError(f"{node.target} makes a sparse tensor:{_where(node)}\n"
+            raise CaptureError(f"{node.target} makes a sparse tensor{source_line(node)}\n"
                                "  Pieces are of dense ones: keep it dense, with zeros or a mask.")
         metas = tuple(TensorMeta(tuple(v.shape), v.dtype, grad and is_floating(v.dtype)) for v in values)
         made = self._add("op", self._numbered(node.name), node.target, tuple(args), kwargs, metas, no_grad=no_grad,
-                         module_path=_module_path(node), source=_where(node).strip())
+                         module_path=module_path(node), source=source_of(node))
         self.refs[node] = Ref(made.index)
-
-
-def _module_path(node: FxNode) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return next(reversed(stack.values()))[0] if stack else ""
-
-
-def _where(node: FxNode) -> str:
-    """`` file:line in function: code`` of the innermost frame outside torch."""
-    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    frames = [(lines[i].strip(), lines[i + 1].strip()) for i in range(0, len(lines) - 1)
-              if lines[i].lstrip().startswith("File ")]
-    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
-    return f" {own[-1][0]}: {own[-1][1]}" if own else ""

@@ -45,7 +45,22 @@ def use_results(node: Node, values: Sequence[Node]) -> None:
     node.graph.erase_node(node)
 
 
+def module_path(node: Node) -> str:
+    """The module that called the op; of the model itself nothing."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return next(reversed(stack.values()))[0] if stack else ""
+
+
+def source_of(node: Node) -> str:
+    """``file, line, function: code`` of the innermost frame outside torch."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    frames = [(lines[i].strip(), lines[i + 1].strip()) for i in range(0, len(lines) - 1)
+              if lines[i].lstrip().startswith("File ")]
+    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    return f"{own[-1][0]}: {own[-1][1]}" if own else ""
+
+
 def source_line(node: Node) -> str:
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.strip().splitlines()]
-    return f"\n  at {lines[-2]}: {lines[-1]}" if len(lines) >= 2 else ""
+    """Module and line of an op, as messages have them."""
+    path, line = module_path(node), source_of(node)
+    return (f"\n  in {path}" if path else "") + (f"\n  at {line}" if line else "")

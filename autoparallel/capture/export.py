@@ -86,10 +86,10 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
     told = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)', text)
     passed = [(f.filename, f.lineno, f.name, f.line) for f in traceback.extract_tb(error.__traceback__)]
     user = [w for w in told if _is_users(w[0])] or [w for w in passed if _is_users(w[0])]
-    place = ""
+    place = _module_that_raised(model, error)
     if user:
         path, line, function, code = user[-1]
-        place = f"\n  at {path}:{line} in {function}: {code.strip()}"
+        place += f"\n  at {path}:{line} in {function}: {code.strip()}"
     if "data-dependent" in text:
         return (
             f"{type(model).__name__} decides by the values of a tensor, which no traced program can follow.{place}\n"
@@ -103,7 +103,16 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
     if isinstance(error, TypeError) and passed[-1][2] == "_bind":  # of the signature, to the example's arguments
         taken = inspect.signature(model.forward)
         return f"{type(model).__name__} cannot be called so: {first}\n  Its forward takes {taken}."
-    return f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}{place}"
+    return (f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}{place}\n"
+            "  Required: a call that the model itself takes. Where it raises this alone, mend the call or that line.")
+
+
+def _module_that_raised(model: torch.nn.Module, error: BaseException) -> str:
+    """The innermost part of the model whose code was running."""
+    names = {id(part): name for name, part in model.named_modules() if name}
+    running = [part for frame, _ in traceback.walk_tb(error.__traceback__)
+               if id(part := frame.f_locals.get("self")) in names]
+    return f"\n  in {names[id(running[-1])]} ({type(running[-1]).__name__})" if running else ""
 
 
 def _is_users(path: str) -> bool:

@@ -27,6 +27,7 @@ from autoparallel.capture.norms import batch_norm, refuse_given_statistics
 from autoparallel.capture.precision import explicit_casts
 from autoparallel.capture.regions import batch_regions, expand_gradients
 from autoparallel.capture.sections import gather_sections
+from autoparallel.capture.types import refuse_types
 from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
@@ -37,6 +38,7 @@ def normalise(graph: Graph, buffer_names: dict[str, str]) -> dict[str, Node]:
     refuse_unknown_shapes(graph)
     batch_regions(graph)
     explicit_casts(graph)
+    refuse_types(graph)
     lists(graph, {})  # so that a piece of a split that is written to is a slice
     mutations = functionalise(graph, buffer_names)
     expand_gradients(graph)

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph
 
 from autoparallel.capture.editing import Node, emit, source_line
+from autoparallel.capture.types import refusal
 from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
@@ -62,7 +63,7 @@ def explicit_casts(graph: Graph) -> None:
             continue
         wanted = _dtypes(node.meta["val"])
         for dtype in (low,) if node.target.overloadpacket in PRODUCTS else (None, low, torch.float32):
-            if _made(node, dtype) == wanted:
+            if _made(node, dtype) == wanted and (dtype is not None or refusal(node) is None):
                 if dtype is not None:
                     _cast(graph, node, dtype)
                 break

@@ -6,11 +6,13 @@ A disagreement is an error on every rank, instead of a hang.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
 from autoparallel.errors import AutoparallelError, LoweringError
+from autoparallel.runtime.failing import reached
 
 T = TypeVar("T")
 
@@ -22,36 +24,65 @@ class _Failure(NamedTuple):
     message: str
     facts: dict[str, Any]
 
-    def error(self) -> AutoparallelError:
+    @staticmethod
+    def of(error: Exception) -> _Failure:
+        if isinstance(error, AutoparallelError):
+            return _Failure(type(error), str(error), vars(error))
+        return _Failure(LoweringError, f"{type(error).__name__}: {error}", {})
+
+    def error(self, where: str = "") -> AutoparallelError:
         made = self.kind.__new__(self.kind, self.message)
-        made.args = (self.message,)
+        made.args = (where + self.message,)
         made.__dict__.update(self.facts)
         return made
 
 
-def agree(what: str, mine: str, among: int = 0) -> None:
+def agree(what: str, mine: str | _Failure, among: int = 0) -> None:
     """Compare a digest over all ranks that give the same ``among``.
 
-    Raises LoweringError on every rank, naming those that differ from the first of theirs.
+    Raises LoweringError on every rank, naming those that differ from the first of theirs; where a rank has a failure
+    instead, that.
     """
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (among, mine))
+    with reached():
+        dist.all_gather_object(found, (among, mine))
     first: dict[int, str] = {}
-    different = [rank for rank, (part, digest) in enumerate(found) if first.setdefault(part, digest) != digest]
+    different = []
+    for rank, (part, digest) in enumerate(found):
+        if isinstance(digest, _Failure):
+            raise digest.error(f"on rank {rank}: ")
+        if first.setdefault(part, digest) != digest:
+            different.append(rank)
     if different:
         raise LoweringError(f"ranks {different} have {what} other than the first rank's of their group: "
                             "do all ranks compile the same model with the same inputs and options?")
 
 
+def made_alike(what: str, make: Callable[[], T], digest: Callable[[T], str]) -> T:
+    """What every rank makes for itself. Raises its own error where it fails, and where others do or differ theirs."""
+    try:
+        made = make()
+    except Exception as error:
+        with suppress(AutoparallelError):
+            agree(what, _Failure.of(error))
+        raise
+    agree(what, digest(made))
+    return made
+
+
 def decide_once(decide: Callable[[], T]) -> T:
-    """What rank 0 decides, on every rank; an error of ours that it meets is raised on every rank."""
+    """What rank 0 decides, on every rank; an error that it meets is raised on every rank."""
     box: list[Any] = [None]
+    mine: Exception | None = None
     if dist.get_rank() == 0:
         try:
             box = [decide()]
-        except AutoparallelError as error:
-            box = [_Failure(type(error), str(error), vars(error))]
-    dist.broadcast_object_list(box, src=0)
+        except Exception as error:
+            mine, box = error, [_Failure.of(error)]
+    with reached():
+        dist.broadcast_object_list(box, src=0)
+    if mine is not None:
+        raise mine
     if isinstance(box[0], _Failure):
         raise box[0].error()
     return cast(T, box[0])

@@ -10,18 +10,83 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoparallel.errors import InputError, PeerError
+from autoparallel.errors import InputError, MeshError, PeerError
 
 _KEY = "autoparallel/failed"
 _LONGEST = 4_000  # letters of a message
 _TAG = 2**30 + 1  # nobody sends with it
-_NO_MORE = ("  The process groups are closed: end the processes, or destroy them, initialise them anew and compile "
-            "again.")
+_ANEW = ("call torch.distributed.destroy_process_group() and init_process_group(...) on all ranks and compile again, "
+         "or restart them.")
+_NO_MORE = f"  The process groups are closed, and of no use any more: {_ANEW}"
+
+
+class _World:
+    """What is known of the process group of all ranks, which goes with it: models of it fail together."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.store = group.get_group_store()
+        self.calls: WeakSet[Together] = WeakSet()
+        self.failed: tuple[int, str] | None = None
+        self.old = b""  # what an earlier process group left in the store; of this one only what has compiled can fail
+        with suppress(RuntimeError):  # torch's fake process groups have a store that does nothing
+            self.old = self.store.get(_KEY) if self.store.check([_KEY]) else b""
+
+    def first(self, why: str) -> tuple[int, str] | None:
+        """Who failed first, and why: this rank, if no other and there is a ``why``."""
+        said = own = f"{dist.get_rank()} {why}" if why else ""
+        with suppress(RuntimeError):  # the process that has the store is gone
+            if why:
+                said = self.store.compare_set(_KEY, self.old.decode(), own).decode()
+            elif self.store.check([_KEY]) and (found := self.store.get(_KEY)) != self.old:
+                said = found.decode()
+        rank, _, why = said.partition(" ")
+        return (int(rank), why) if said else None
+
+    def close(self, failed: tuple[int, str]) -> None:
+        """Let all that wait for this rank, in calls of whatever model, know that it will not come."""
+        self.failed = failed
+        for calls in self.calls:
+            calls.close()
+
+
+_WORLDS: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
+
+
+def _world() -> _World:
+    group = dist.group.WORLD
+    assert group is not None
+    if group not in _WORLDS:
+        _WORLDS[group] = _World(group)
+    return _WORLDS[group]
+
+
+def check_groups() -> None:
+    """Raises PeerError where a failure has closed the process groups."""
+    if (failed := _world().failed) is not None:
+        rank, why = failed
+        raise PeerError(f"rank {rank} failed in an earlier call: {why}\n{_NO_MORE}", rank)
+
+
+@contextmanager
+def reached() -> Iterator[None]:
+    """What ranks tell one another between calls. Raises PeerError where a failure has closed the process groups,
+    MeshError where they do not reach each other for another reason."""
+    check_groups()
+    try:
+        yield
+    except RuntimeError as error:
+        world = _world()
+        if (failed := world.first("")) is not None:
+            world.close(failed)
+            check_groups()
+        raise MeshError(f"the ranks do not reach each other: {error}\n  An earlier failure has closed their process "
+                        f"groups, or a rank has ended. Look at the first error of all ranks, {_ANEW}") from error
 
 
 class Together:
@@ -30,52 +95,38 @@ class Together:
     def __init__(self, mesh: DeviceMesh) -> None:
         assert dist.group.WORLD is not None
         self.groups = [dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
-        self.failed: tuple[int, str] | None = None
         self._on_cpu, self._alone = mesh.device_type == "cpu", mesh.size() == 1
-        self._store = dist.group.WORLD.get_group_store()
-        self._old = b""  # what an earlier process group left in the store; of this one only what has compiled can fail
-        with suppress(RuntimeError):  # torch's fake process groups have a store that does nothing
-            self._old = self._store.get(_KEY) if self._store.check([_KEY]) else b""
+        _world().calls.add(self)
+
+    def close(self) -> None:
+        for group in self.groups:
+            _close(group, self._on_cpu)
 
     def check(self) -> None:
-        """Raises PeerError where a rank failed before."""
-        if self.failed is not None:
-            rank, why = self.failed
-            raise PeerError(f"rank {rank} failed in an earlier call: {why}\n{_NO_MORE}", rank)
+        """Raises PeerError where a rank failed before, MeshError where the process groups are there no more."""
+        if dist.group.WORLD is not self.groups[0]:
+            raise MeshError("the model was compiled for process groups that have been destroyed since: after "
+                            "init_process_group(...), make the mesh and compile again")
+        check_groups()
 
     @contextmanager
-    def call(self, ends: bool = True) -> Iterator[None]:
-        """What all ranks do. Raises PeerError where another rank has failed.
-
-        ``ends``: whether no rank can go on after an error of this one (but an InputError, which all ranks raise before
-        anything is sent).
-        """
+    def call(self) -> Iterator[None]:
+        """What all ranks do. Raises PeerError where another rank has failed. No rank goes on after an error of this one
+        (but an InputError, which all ranks raise before anything is sent)."""
         try:
             yield
         except InputError:
             raise
         except BaseException as error:
-            first = None if self._alone else self._first(_cause(error), ends)
+            first = None if self._alone else _world().first(_cause(error))
             if first is None:
                 raise
-            self.failed = rank, why = first
-            for group in self.groups:
-                _close(group, self._on_cpu)
+            rank, why = first
+            _world().close(first)
             if rank != dist.get_rank():
                 raise PeerError(f"rank {rank} failed: {why}\n{_NO_MORE}", rank) from error
             error.add_note(f"rank {rank} failed, and took the others with it: {why}\n{_NO_MORE}")
             raise
-
-    def _first(self, why: str, ends: bool) -> tuple[int, str] | None:
-        """Who failed first, and why: this rank, if no other and ``ends``."""
-        said = own = f"{dist.get_rank()} {why}" if ends else ""
-        with suppress(RuntimeError):  # the process that has the store is gone
-            if ends:
-                said = self._store.compare_set(_KEY, self._old.decode(), own).decode()
-            elif self._store.check([_KEY]) and (found := self._store.get(_KEY)) != self._old:
-                said = found.decode()
-        rank, _, why = said.partition(" ")
-        return (int(rank), why) if said else None
 
 
 def _cause(error: BaseException) -> str:

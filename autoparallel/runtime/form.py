@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +17,6 @@ from autoparallel.hybrid import MicroBatches, Stages
 from autoparallel.layout import Layout
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap import overlap
-from autoparallel.options import shown
 from autoparallel.plans import Plan
 from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime.shared import Ranks
@@ -99,18 +97,6 @@ def _form(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return type(leaf).__name__, leaf if isinstance(leaf, (int, float, str, bool, type(None))) else repr(leaf)
-
-
-def call_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The form of a call, as (float32[8, 16], labels=int64[8])."""
-
-    def text(value: Any) -> str:
-        leaves = pytree.tree_map(
-            lambda leaf: f"{leaf.dtype}{list(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, torch.Tensor)
-            else shown(leaf), value)
-        return leaves if isinstance(leaves, str) else repr(leaves).replace("'", "")
-
-    return f"({', '.join([*map(text, args), *(f'{name}={text(value)}' for name, value in kwargs.items())])})"
 
 
 def as_plain(leaf: Any, device: torch.device) -> Any:

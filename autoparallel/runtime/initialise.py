@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError
 from autoparallel.layout import Layout, from_torch, local_box, to_torch
+from autoparallel.runtime.agree import decide_once
 
 
 def container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -62,9 +62,7 @@ def local_pieces(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def shared_seed(seed: int) -> int:
     """Rank 0's seed."""
-    box = [seed]
-    dist.broadcast_object_list(box, src=0)
-    return int(box[0])
+    return decide_once(lambda: seed)
 
 
 def piece(value: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
-from autoparallel.capture import canonical_call
+from autoparallel.capture import call_text, canonical_call
 from autoparallel.errors import CaptureError, InputError
 from autoparallel.layout import Layout
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.runtime import data, groups, initialise
 from autoparallel.runtime.calls import Calls
-from autoparallel.runtime.form import Compile, Compiled, as_plain, call_text, form_of
+from autoparallel.runtime.form import Compile, Compiled, as_plain, form_of
 from autoparallel.runtime.generation import generating
 from autoparallel.runtime.placing import place
 from autoparallel.runtime.state import State
@@ -82,12 +82,11 @@ class ParallelModule(nn.Module):
                 _LOG.warning("%s is compiled for a call of another form (form %d): %s", type(state.model).__name__,
                              len(state.forms) + 1, call)
             try:
-                with state.together.call(ends=False):
-                    compiled = state.compile_call(state.model, args, kwargs, state.layouts,
-                                                  plain and not state.hybrid.is_plain)
+                compiled = state.compile_call(state.model, args, kwargs, state.layouts,
+                                              plain and not state.hybrid.is_plain)
             except CaptureError as error:
                 if state.calls_traced:
-                    error.args = (f"{error}\n  This call: {call}\n  Traced before: {'; '.join(state.calls_traced)}",)
+                    error.args = (f"{error}\n  Traced before: {'; '.join(state.calls_traced)}",)
                 raise
             if not state.forms:
                 with torch.inference_mode(False):  # parameters learn later
