@@ -106,12 +106,13 @@ class _Run:
         self.waits = [0] * len(tasks)
         last: dict[tuple[int, str], int] = {}
         for number, task in enumerate(tasks):
-            before = set(task.after)
-            if not all(0 <= other < len(tasks) for other in before):
+            before = task.after
+            if before and not 0 <= min(before) <= max(before) < len(tasks):
                 raise TimelineError(f"task {number} ({task.name or task.stream}) comes after {sorted(before)}, but "
                                     f"there are {len(tasks)} tasks")
             key = (task.rank, task.stream)
-            before |= {last[key]} if key in last else set()
+            if key in last:
+                before = (*before, last[key])
             last[key] = number
             self.waits[number] = len(before)
             for other in before:

@@ -9,7 +9,6 @@ import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
@@ -20,8 +19,7 @@ Gather = TypeVar("Gather")
 TOP = -1
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """One step on the way from a parameter to its readers.
 
     ``after``: the step before it, by number (None: the parameter). ``kind``: a "gather", the "reduction" of a gradient
@@ -38,8 +36,7 @@ class Read:
     place: int
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Steps that one begin and one end stand for, and before which sites these are."""
 
     steps: tuple[int, ...]

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from autoparallel.layout import COLLECTIVES
 from autoparallel.lower.posting import TOP, Pair, Posting, Read, ToAsk, kind_of, places
 from autoparallel.plans import Hybrid
 from autoparallel.pricing.prices import PricedStep
-from autoparallel.pricing.problem import SpacePricer
-from autoparallel.rules.space import Label, Link, Site
+from autoparallel.pricing.problem import Move, SpacePricer
+from autoparallel.rules.space import Label, Link
 from cost_models.timeline import Task, equal_slowdown, simulate
 
 COMPUTE = "compute"
@@ -98,6 +100,10 @@ class _Step:
         return max(0.0, alone - simulate(self.tasks, equal_slowdown(streams, slowdown)).total_s)
 
 
+def _nothing(index: int) -> None:
+    """What is done at a site where nothing is."""
+
+
 #: Tasks by the pair that posted them.
 _OnTheWay = dict[Pair, list[int]]
 
@@ -113,64 +119,61 @@ class _Way(NamedTuple):
 
 
 class _Plan:
-    """A plan's step on a rank of some stages: its sites, with the stage that has each (`stage_of`), by site what it
+    """A plan's step on a rank of some stages: by site the stage that has it (`stage_of`; None: none of them), what it
     sends (`sent`), by place which steps of parameters the program waits for there (`waited`), and all those steps
     (`ways`), which `posting` tells apart; ``read_by_ops`` are gathers whose results ops read. Turns that all do the
     same are simulated as one that takes as long as all."""
 
     def __init__(self, pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[int] = (0,)) -> None:
-        self.pricer, self.space, self.turns, self.labels = pricer, pricer.space, pricer.turns, labels
-        self.alike = _alike(self.turns.hybrid)
+        self.pricer, self.space, self.turns = pricer, pricer.space, pricer.turns
+        self.labels, self.stages = labels, tuple(stages)
+        self.alike, self.numbers = _alike(self.turns.hybrid), pricer.numbers(labels)
         self.count = 1 if self.alike else self.turns.turns_on(stages[0])
-        self.stage_of = {index: stage for index, holders in enumerate(self.turns.stages_of)
-                         for stage in reversed(holders) if stage in stages}
-        self.sites = [site for site in self.space.sites if site.index in self.stage_of]
-        self.numbers = [s.position[label] for s, label in zip(self.space.strategies, labels, strict=True)]
+        held = {holders: next((stage for stage in holders if stage in stages), None)
+                for holders in set(self.turns.stages_of)}
+        self.stage_of = [held[holders] for holders in self.turns.stages_of]
         sent, waited = defaultdict[int, list[_Way]](list), defaultdict[int, list[_Way]](list)
         self.ways: list[_Way] = []
-        self._op_s = {site.index: self._priced(site) for site in self.sites}
-        steps = [(link, path) for link, path in pricer.paths(labels) if link.target in self.stage_of]
-        read = list[tuple[Link, Sequence[PricedStep]]]()
-        for (link, path), first in zip(steps, self._once(steps), strict=True):
-            read.append((link, path[first:]))
-            if path:
-                ways = [self._way(link, step) for step in path]
-                waited[link.target] += ways[:first]
-                (self.ways if self.turns.of_parameter[link.source] else sent[link.target]).extend(ways[first:])
-        self.reads, by_ops = self._reads(read)
+        self._times: dict[int, list[tuple[Any, ...]]] = {}
+        self.moves = [move for move in pricer.moves(labels) if self.stage_of[move.link.target] is not None]
+        first = self._once()
+        for move in self.moves:
+            ways, before = self._ways_of(move), first.get(move.link, 0)
+            waited[move.link.target] += ways[:before]
+            (self.ways if self.turns.of_parameter[move.link.source] else sent[move.link.target]).extend(ways[before:])
+        self.reads, by_ops = self._reads(first)
         self.posting = Posting(self.reads)
         self.read_by_ops = frozenset(n for step in by_ops for n in self.posting.hops(step)[:1])
         for number, place in self.posting.waited():
             way = self.ways[number]
             waited[way.target if place is None else place].append(way)
-        self.sent: Mapping[int, list[_Way]] = dict(sent)
-        self.waited: Mapping[int, list[_Way]] = dict(waited)
+        self.sent = {target: ways for target, ways in sent.items() if ways}
+        self.waited = {place: ways for place, ways in waited.items() if ways}
 
-    def _once(self, steps: Sequence[tuple[Link, Sequence[PricedStep]]]) -> list[int]:
+    def _once(self) -> dict[Link, int]:
         """How many steps of each link ZeRO-3 takes before its turns, as `lower.reads.split_reads` has it: those before
         the first that communicates."""
-        found, hubs = [0] * len(steps), set[int]()
-        for number, (link, path) in enumerate(steps if self.alike and not self.turns.hybrid.is_plain else ()):
+        found, hubs = dict[Link, int](), set[int]()
+        for link, path, _ in self.moves if self.alike and not self.turns.hybrid.is_plain else ():
             if self.space.sites[link.source].kind == "parameter" or link.source in hubs:
-                found[number] = sum(1 for _ in itertools.takewhile(lambda s: s.step.forward not in COLLECTIVES, path))
-                if found[number] == len(path) and self.space.sites[link.target].kind == "hub":
+                found[link] = sum(1 for _ in itertools.takewhile(lambda s: s.step.forward not in COLLECTIVES, path))
+                if found[link] == len(path) and self.space.sites[link.target].kind == "hub":
                     hubs.add(link.target)
         return found
 
-    def _reads(self, steps: Sequence[tuple[Link, Sequence[PricedStep]]]) -> tuple[list[Read], list[int]]:
-        """As `lower.overlap.reads_of` finds them in the program; of those the last before each op, by number."""
-        runs = dict.fromkeys(link.target for link, path in steps if path)
-        runs |= dict.fromkeys(site.index for site in self.sites if site.kind == "op")
-        place = places((index, self.turns.block_of[index] if self.alike else None) for index in sorted(runs))
+    def _reads(self, first: Mapping[Link, int]) -> tuple[list[Read], list[int]]:
+        """As `lower.overlap.reads_of` finds them in the program, but for so many steps of links; of those the last
+        before each op, by number."""
+        place, names = self._places(first), self.space.axis_names
         found, by_ops = list[Read](), list[int]()
         passed: dict[int, int | None] = {}  # by hub, the last step on the way to it
-        for link, path in steps:
+        for link, path, _ in self.moves:
             if self.turns.of_parameter[link.source]:
                 last, meta = passed.get(link.source), link.meta
-                for step, _, elements in path:
+                for step, _, elements in path[first.get(link, 0):]:
                     kind = kind_of(step.forward, step.backward, meta.requires_grad)
-                    found.append(Read(last, kind, self.space.axis_names[step.axis], str(meta.dtype),
-                                      float(elements * meta.dtype.itemsize) if kind else 0.0, place[link.target]))
+                    found.append(Read(last, kind, names[step.axis], str(meta.dtype),
+                                      float(elements * meta.dtype.itemsize) if kind else 0.0, place(link.target)))
                     last = len(found) - 1
                 if self.space.sites[link.target].kind == "hub":
                     passed[link.target] = last
@@ -178,13 +181,27 @@ class _Plan:
                     by_ops.append(last)
         return found, by_ops
 
-    def _way(self, link: Link, priced: PricedStep) -> _Way:
+    def _places(self, first: Mapping[Link, int]) -> Callable[[int], int]:
+        """Where what a site reads must be there (`lower.posting.places`)."""
+        if not (self.alike and self.turns.block_end):
+            return lambda index: index
+        runs = {move.link.target for move in self.moves if len(move.path) > first.get(move.link, 0)}
+        runs |= {site.index for site in self.space.sites if site.kind == "op" and self.stage_of[site.index] is not None}
+        return places((index, self.turns.block_of[index]) for index in sorted(runs)).__getitem__
+
+    def _ways_of(self, move: Move) -> list[_Way]:
+        """The steps of a link; all links that are alike take as long."""
+        if move.kind not in self._times:
+            self._times[move.kind] = [self._times_of(move.link, step) for step in move.path]
+        return [_Way(move.link.target, *times) for times in self._times[move.kind]]
+
+    def _times_of(self, link: Link, priced: PricedStep) -> tuple[Any, ...]:
         step, seconds, _ = priced
         streams = [self._stream(step.axis) if kind in COLLECTIVES else COMPUTE
                    for kind in (step.forward, step.backward)]
         there, back = self.turns.link_times(link, self.stage_of[link.target])
         again = max(0, there - back) * seconds[0]
-        return _Way(link.target, (min(there, back) * seconds[0], streams[0]), again, (back * seconds[1], streams[1]))
+        return (min(there, back) * seconds[0], streams[0]), again, (back * seconds[1], streams[1])
 
     def _stream(self, axis: int) -> str:
         crossed = self.pricer.prices.groups[axis].crossed
@@ -192,58 +209,44 @@ class _Plan:
 
     def step(self) -> _Step:
         """Forward, backward the other way round, optimizer."""
-        step = _Step()
-        sites, on_the_way = [site for site in self.sites if site.kind != "parameter"], _OnTheWay()
+        step, on_the_way = _Step(), _OnTheWay()
         if self.alike:
+            marked = {*self.posting.events, *self.waited} - {TOP}
             self._read(step, TOP, on_the_way)
-            marked = {*self.posting.events, *self.waited}
-            for site in sites:
-                if site.index in marked:
-                    self._read(step, site.index, on_the_way)
-                self._forward(step, site)
-            again = _Again(step, self)
-            for site in reversed(sites):
-                if site.index in self.asked:
-                    again.read(site.index)
-                self._backward(step, site)
-                if site.index in marked:
-                    self._reduce(step, site.index, on_the_way)
-                step.work(self._sums_s(site))
+            self._forward(step, marked, lambda index: self._read(step, index, on_the_way))
+
+            def reduce(index: int) -> None:
+                self._reduce(step, index, on_the_way)
+                step.work(self._sums_s.get(index, 0.0))
+
+            self._backward(step, {*marked, *self.asked, *self._sums_s}, _Again(step, self).read, reduce)
             self._reduce(step, TOP, on_the_way)
         else:
-            self._in_turns(step, sites, on_the_way)
-        for site in self.sites:
-            if site.kind == "parameter":
-                step.work(float(self.pricer.parameter_s(site.index)[self.numbers[site.index]]))
+            self._in_turns(step, on_the_way)
+        step.work(self._updates_s())
         step.flush()
         return step
 
-    def _in_turns(self, step: _Step, sites: Sequence[Site], on_the_way: _OnTheWay) -> None:
+    def _in_turns(self, step: _Step, on_the_way: _OnTheWay) -> None:
         """Parameters are read, then turns run alone, but for the last of several: it posts what is reduced together
         once it has the last gradient of it, if turns read that. What is left is reduced at the end."""
-        order = (TOP, *range(len(self.space)))
-        for place in order:
+        places = sorted({TOP, *self.posting.events, *self.waited})
+        for place in places:
             self._read(step, place, on_the_way)
-        once = _Step()
-        for site in sites:
-            self._forward(once, site)
-            self._backward(once, site)
-        once.flush()
-        summed = {site.index: self._sums_s(site) / max(1, self.count - 1) for site in sites}
-        step.work((self.count - 1) * sum(task.duration_s for task in once.tasks)
-                  + (self.count - 2) * sum(summed.values()))
+        step.work((self.count - 1) * self._turn_s() + (self.count - 2) * sum(self._sums_s.values()))
         early = defaultdict[int, list[Pair]](list)
         for pair in (*self.posting.reduced, *self.posting.gathered):
             if self.count > 1 and all(self.posting.is_last(n) for n in pair.steps):
                 early[min(self._first_reader(self.ways[n].target) for n in pair.steps)].append(pair)
-        for site in sites:
-            self._forward(step, site)
-        for site in reversed(sites):
-            self._backward(step, site)
-            step.work(summed[site.index])
-            for pair in early[site.index]:
+
+        def reduce(index: int) -> None:
+            step.work(self._sums_s.get(index, 0.0))
+            for pair in early.get(index, ()):
                 self._post(step, pair, on_the_way)
-        for place in reversed(order):
+
+        self._forward(step)
+        self._backward(step, {*early, *self._sums_s}, after=reduce)
+        for place in reversed(places):
             self._reduce(step, place, on_the_way)
 
     def _first_reader(self, target: int) -> int:
@@ -253,12 +256,15 @@ class _Plan:
         readers = self.space.readers_of.get(target, ())
         return min((reader for reader in readers if reader in self.stage_of), default=target)
 
-    def _sums_s(self, site: Site) -> float:
-        """Seconds in which turns add gradients of what the site reads to those before."""
-        if self.turns.hybrid.micro_batches == 1:
-            return 0.0
-        links = [link for link in self.space.links_into.get(site.index, ()) if self.turns.sums(link)]
-        return sum(float(self.pricer.sums_s(k)[self.numbers[k.source], self.numbers[k.target]]) for k in links)
+    @cached_property
+    def _sums_s(self) -> Mapping[int, float]:
+        """By site, seconds in which turns add gradients of what it reads to those before; of each turn but the first,
+        where turns differ."""
+        found = defaultdict[int, float](float)
+        for link in (move.link for move in self.moves if self.turns.sums(move.link)):
+            seconds = self.pricer.sums_s(link)[self.numbers[link.source], self.numbers[link.target]]
+            found[link.target] += float(seconds) / (1 if self.alike else max(1, self.count - 1))
+        return found
 
     def _read(self, step: _Step, place: int, on_the_way: _OnTheWay) -> None:
         for begins, pair in self.posting.events.get(place, ()):
@@ -302,29 +308,77 @@ class _Plan:
         ways = self._of(pair)  # one all_reduce for all of a bucket
         on_the_way[pair] = [step.post(sum(way.backward[0] for way in ways), ways[0].backward[1])]
 
-    def _forward(self, step: _Step, site: Site) -> None:
-        for way in self.sent.get(site.index, ()):
-            step.work(way.forward[0] / self.count, way.forward[1])
-        step.work(self._op_s[site.index][0] / self.count)
+    def _forward(self, step: _Step, marked: Collection[int] = (), before: Callable[[int], None] = _nothing) -> None:
+        """A turn forward; what is done before each of the marked sites."""
+        until, done = self._forward_s, 0
+        for index in sorted({*marked, *self.sent}):
+            step.work((until[index] - until[done]) / self.count)
+            done = index
+            if index in marked:
+                before(index)
+            for way in self.sent.get(index, ()):
+                step.work(way.forward[0] / self.count, way.forward[1])
+        step.work((until[-1] - until[done]) / self.count)
 
-    def _backward(self, step: _Step, site: Site) -> None:
-        step.work(self._op_s[site.index][1] / self.count)
-        for way in reversed(self.sent.get(site.index, ())):
-            step.work(way.again_s / self.count, way.forward[1])
-            step.work(way.backward[0] / self.count, way.backward[1])
+    def _backward(self, step: _Step, marked: Collection[int], before: Callable[[int], None] = _nothing,
+                  after: Callable[[int], None] = _nothing) -> None:
+        """A turn backward; what is done before and after each of the marked sites."""
+        until, done = self._backward_s, len(self.space)
+        for index in sorted({*marked, *self.sent}, reverse=True):
+            step.work((until[done] - until[index + 1]) / self.count)
+            done = index
+            if index in marked:
+                before(index)
+            step.work((until[index + 1] - until[index]) / self.count)
+            for way in reversed(self.sent.get(index, ())):
+                step.work(way.again_s / self.count, way.forward[1])
+                step.work(way.backward[0] / self.count, way.backward[1])
+            if index in marked:
+                after(index)
+        step.work(until[done] / self.count)
+
+    def _turn_s(self) -> float:
+        """A turn alone, without sums of gradients."""
+        sent = sum(way.forward[0] + way.again_s + way.backward[0] for ways in self.sent.values() for way in ways)
+        return (self._forward_s[-1] + self._backward_s[-1] + sent) / self.count
 
     def _of(self, pair: Pair) -> list[_Way]:
         return [self.ways[number] for number in pair.steps]
 
-    def _priced(self, site: Site) -> tuple[float, float]:
-        """Seconds of forward, and of backward with what runs again for it."""
-        number, stage = self.numbers[site.index], self.stage_of[site.index]
-        if site.kind == "hub":
-            return 0.0, self.turns.op_times(site.index, stage)[1] * float(self.pricer.hub_s(site.index)[number])
-        if site.kind != "op":
-            return 0.0, 0.0
-        forward, again, backward = self.pricer.op_s(site.index, number, stage)
-        return forward, again + backward
+    @cached_property
+    def _forward_s(self) -> list[float]:
+        """Seconds of forward of all sites before each, and of all."""
+        return self._until(0)
+
+    @cached_property
+    def _backward_s(self) -> list[float]:
+        """The same of backward, with what runs again for it."""
+        return self._until(1)
+
+    def _until(self, part: int) -> list[float]:
+        found, which = self._seconds
+        return [0.0, *np.cumsum(np.array([seconds[part] for seconds in found])[which]).tolist()]
+
+    def _updates_s(self) -> float:
+        """Seconds of the optimizer's steps."""
+        found, which = self._seconds
+        return float(np.array([seconds[2] for seconds in found])[which].sum())
+
+    @cached_property
+    def _seconds(self) -> tuple[list[tuple[float, float, float]], np.ndarray]:
+        """Seconds of sites forward, backward and of the optimizer; which of them each site takes."""
+        return self.pricer.each(("seconds", self.stages), self.pricer.site_codes(self.labels), self._priced)
+
+    def _priced(self, index: int) -> tuple[float, float, float]:
+        number, stage, kind = int(self.numbers[index]), self.stage_of[index], self.space.sites[index].kind
+        if stage is None:
+            return 0.0, 0.0, 0.0
+        if kind == "hub":
+            return 0.0, self.turns.op_times(index, stage)[1] * float(self.pricer.hub_s(index)[number]), 0.0
+        if kind == "op":
+            forward, again, backward = self.pricer.op_s(index, number, stage)
+            return forward, again + backward, 0.0
+        return 0.0, 0.0, float(self.pricer.parameter_s(index)[number]) if kind == "parameter" else 0.0
 
 
 class _Again:
@@ -342,7 +396,7 @@ class _Again:
 
     def read(self, index: int) -> None:
         """What backward of a site asks for is waited for; what it asks for next is posted."""
-        for asked in self.plan.asked[index]:
+        for asked in self.plan.asked.get(index, ()):
             for hop in range(self.most_hops):
                 for number in self.to_ask.at(self.plan.reads[asked].place, hop):
                     way = self.ways[number]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,10 +11,10 @@ import numpy as np
 from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.pricing.beside import hidden_s
-from autoparallel.pricing.prices import Inside, PricedStep, Prices
-from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.prices import Inside, Prices
+from autoparallel.pricing.problem import Move, SpacePricer
 from autoparallel.pricing.turns import Turns
-from autoparallel.rules.space import Label, Link
+from autoparallel.rules.space import Label
 from autoparallel.search.problem import Problem
 from cost_models import collectives
 from cost_models.pipeline import pipeline_s
@@ -36,7 +37,7 @@ class _Parts:
     state_bytes: float = 0.0
     live_bytes: float = 0.0
     host_bytes: float = 0.0
-    repeated: list[str] = field(default_factory=list)
+    repeated: list[int] = field(default_factory=list)
     ranks: int = 1
 
     @property
@@ -53,7 +54,7 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
     is what the schedule adds; ``sends`` are the bytes of one micro-batch over each cut, one way. Of either, `beside`
     hides some.
     """
-    hybrid = pricer.turns.hybrid
+    hybrid, sites, nodes = pricer.turns.hybrid, pricer.space.sites, pricer.space.graph.nodes
     stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
     found: dict[tuple[str, str, str], list[float]] = {}
     _add_sites(pricer, labels, stages, found)
@@ -81,7 +82,7 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
         peak_bytes=peak_bytes,
         collectives=tuple(CollectiveUse(k, a, d, int(n), b, s) for (k, a, d), (n, b, s) in sorted(found.items())
                           if k in COLLECTIVES or " in " in k),
-        repeated_ops=tuple(dict.fromkeys(mean.repeated)),
+        repeated_ops=tuple(str(nodes[sites[index].node]) for index in sorted(set(mean.repeated))),
         host_bytes=max(s.host_bytes for s in by_rank),
         waiting_s=max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0,
         hidden_s=hidden,
@@ -128,7 +129,7 @@ def _virtual(hybrid: Hybrid) -> int:
 
 
 def _together(stages: Sequence[_Parts]) -> _Parts:
-    made = _Parts(repeated=[name for s in stages for name in s.repeated])
+    made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
                  "state_bytes", "live_bytes", "host_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
@@ -155,31 +156,42 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[
 
 
 def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:
-    space, prices, turns = pricer.space, pricer.prices, pricer.turns
-    for site, strategies, label in zip(space.sites, space.strategies, labels, strict=True):
-        number = strategies.position[label]
-        for place in turns.stages_of[site.index]:
+    """What sites do, once for all that are alike."""
+    space, codes, numbers = pricer.space, pricer.site_codes(labels), pricer.numbers(labels)
+    _, first, which, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
+    for kind, (index, count) in enumerate(zip(first.tolist(), counts.tolist(), strict=True)):
+        site, strategies, number = space.sites[index], space.strategies[index], int(numbers[index])
+        for place in pricer.turns.stages_of[index]:
             stage = stages[place]
             if site.kind == "op":
-                seconds = pricer.op_s(site.index, number, place)
-                stage.forward += seconds.forward + seconds.again
-                stage.backward += seconds.backward
-                for exchanged in prices.op(strategies).inside:
-                    _add_inside(pricer, exchanged, number, turns.op_times(site.index, place), stage, found)
+                _add_op(pricer, index, number, count, place, stage, found)
                 if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
-                    stage.repeated.append(str(space.graph.nodes[site.node]))
+                    stage.repeated += np.flatnonzero(which == kind).tolist()
             elif site.kind == "hub":
-                stage.backward += turns.op_times(site.index, place)[1] * float(pricer.hub_s(site.index)[number])
+                times = pricer.turns.op_times(index, place)[1]
+                stage.backward += count * times * float(pricer.hub_s(index)[number])
             elif site.kind == "parameter":
-                updated = turns.counts[site.index] * float(pricer.parameter_s(site.index)[number])
-                stage.optimizer += updated
-                shared = turns.counts[site.index] * float(pricer.shared_s(site.index)[number])
-                if shared:
-                    _count_use(found, ("all_reduce", "pipeline", "backward"), stage.ranks * turns.counts[site.index],
-                               float(pricer.shared_bytes(site.index)[number]), shared / turns.counts[site.index])
-                stage.backward_communication += shared
-                stage.once += updated + shared
-                stage.state_bytes += float(pricer.site_bytes(site.index)[number])
+                _add_parameter(pricer, index, number, count * pricer.turns.counts[index], stage, found)
+                stage.state_bytes += count * float(pricer.site_bytes(index)[number])
+
+
+def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:
+    seconds, strategies = pricer.op_s(index, number, place), pricer.space.strategies[index]
+    stage.forward += count * (seconds.forward + seconds.again)
+    stage.backward += count * seconds.backward
+    forward, backward = pricer.turns.op_times(index, place)
+    for exchanged in pricer.prices.op(strategies).inside:
+        _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)
+
+
+def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, stage: _Parts, found: Found) -> None:
+    updated, shared = (float(s[number]) for s in (pricer.parameter_s(index), pricer.shared_s(index)))
+    stage.optimizer += count * updated
+    if shared:
+        _count_use(found, ("all_reduce", "pipeline", "backward"), stage.ranks * count,
+                   float(pricer.shared_bytes(index)[number]), shared)
+    stage.backward_communication += count * shared
+    stage.once += count * (updated + shared)
 
 
 def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[int, int], stage: _Parts,
@@ -206,22 +218,33 @@ def _count_use(found: Found, key: tuple[str, str, str], times: int, num_bytes: f
 
 def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
     """Bytes live at the end of each stage's forward pass."""
-    choice, turns = pricer.choice_of(labels), pricer.turns
-    moments = [turns.turn_of(stage) for stage in range(len(stages))]
-    for node, c, holders in zip(problem.nodes, choice, turns.stages_of, strict=True):
-        _count(stages, moments, holders, node.interval, float(node.usages[c]))
-    holding = [turns.stages_of[link.target] for link in pricer.space.links] + [(b.stage,) for b in turns.buffers]
-    holding += [turns.stages_of[edge.target] for edge in problem.edges[len(holding):]]  # pieces of what is gathered
-    for edge, holders in zip(problem.edges, holding, strict=True):
-        if edge.usages is not None:
-            num_bytes = float(edge.usages[choice[edge.source], choice[edge.target]])
-            _count(stages, moments, holders, edge.interval, num_bytes)
+    turns, num_bytes = pricer.turns, problem.usages.take(problem.cells(pricer.choice_of(labels)))
+    for holders, users in _holders(pricer, problem).items():
+        moments = [turns.turn_of(stage) for stage in holders]
+        begin, end = problem.intervals[users].T
+        live = float(num_bytes[users][(begin <= min(moments)) & (max(moments) < end)].sum())
+        for stage in holders:
+            stages[stage].live_bytes += live
+
+
+def _holders(pricer: SpacePricer, problem: Problem) -> Mapping[tuple[int, ...], Sequence[int]]:
+    """The nodes and edges of a problem by the stages that hold what they stand for."""
+    turns = pricer.turns
+    if turns.hybrid.stages == 1:
+        return {(0,): range(len(problem.intervals))}
+    found, first = defaultdict[tuple[int, ...], list[int]](list), len(turns.stages_of) + len(pricer.space.links)
+    stages = [*turns.stages_of, *(turns.stages_of[edge.target] for edge in problem.edges)]
+    stages[first : first + len(turns.buffers)] = [(buffer.stage,) for buffer in turns.buffers]
+    for number, holders in enumerate(stages):
+        found[holders].append(number)
+    return found
 
 
 def _add_host_bytes(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
     """Bytes that wait in the host's memory for backward."""
-    space, turns = pricer.space, pricer.turns
-    numbers = [s.position[label] for s, label in zip(space.strategies, labels, strict=True)]
+    space, turns, numbers = pricer.space, pricer.turns, pricer.numbers(labels)
+    if turns.hybrid.recompute != "offload":
+        return
     for site in space.sites:
         if turns.offloads(site.index):
             num_bytes = float(pricer.site_bytes(site.index)[numbers[site.index]])
@@ -237,46 +260,36 @@ def _hold(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], num_by
         stages[holder].host_bytes += num_bytes * turns.in_flight(holder)
 
 
-def _count(stages: Sequence[_Parts], moments: Sequence[int], holders: Sequence[int], interval: tuple[int, int],
-           num_bytes: float) -> None:
-    for holder in holders:
-        if not interval[0] <= moments[holder] < interval[1]:
-            return
-    for holder in holders:
-        stages[holder].live_bytes += num_bytes
-
-
 def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:
-    for link, path in pricer.paths(labels):
-        for stage in pricer.turns.stages_of[link.target]:
-            _add_link(pricer, labels, link, path, stage, stages[stage], found)
+    """What links do, once for all that are alike."""
+    moves = pricer.moves(labels)
+    counts, alike = Counter(move.kind for move in moves), {move.kind: move for move in reversed(moves)}
+    for kind, move in alike.items():
+        for place in pricer.turns.stages_of[move.link.target]:
+            _add_link(pricer, labels, move, counts[kind], place, stages[place], found)
 
 
-def _add_link(pricer: SpacePricer, labels: Sequence[Label], link: Link, path: Sequence[PricedStep], place: int,
-              stage: _Parts, found: Found) -> None:
-    space, prices = pricer.space, pricer.prices
-    if pricer.turns.sums(link):
-        numbers = [space.strategies[i].position[labels[i]] for i in (link.source, link.target)]
-        stage.backward += float(pricer.sums_s(link)[numbers[0], numbers[1]])
-    if pricer.turns.offloads_copy(link):
-        pair = tuple(space.strategies[i].position[labels[i]] for i in (link.source, link.target))
+def _add_link(pricer: SpacePricer, labels: Sequence[Label], move: Move, count: int, place: int, stage: _Parts,
+              found: Found) -> None:
+    space, turns, link = pricer.space, pricer.turns, move.link
+    ends = tuple(pricer.numbers(labels)[[link.source, link.target]].tolist())
+    if turns.sums(link):
+        stage.backward += count * float(pricer.sums_s(link)[ends])
+    if turns.offloads_copy(link):
         there, back = pricer.offload_copy_s(link)
-        stage.forward += float(there[pair])
-        stage.backward += float(back[pair])
-    if not path:
-        return
-    once, summing = pricer.turns.of_parameter[link.source], pricer.turns.summing(link)
-    times = pricer.turns.link_times(link, place)
-    for step, seconds, elements in path:
+        stage.forward += count * float(there[ends])
+        stage.backward += count * float(back[ends])
+    summing, times = turns.summing(link), turns.link_times(link, place)
+    for step, seconds, elements in move.path:
         axis = space.axis_names[step.axis]
         actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)
         for direction, kind, s, n in actions:
-            if kind == "none" or (direction == "backward" and not (link.meta.requires_grad and prices.training)):
+            if kind == "none" or (direction == "backward" and not (link.meta.requires_grad and pricer.prices.training)):
                 continue
             scale = summing.scale if direction == "backward" and kind in SUMS else 1.0
             num_bytes = scale * float(elements) * link.meta.dtype.itemsize
-            _count_use(found, (kind, axis, direction), n * stage.ranks, num_bytes, s)
+            _count_use(found, (kind, axis, direction), count * n * stage.ranks, num_bytes, s)
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
-            setattr(stage, name, getattr(stage, name) + n * s)
-            if once and n == pricer.turns.counts[link.target]:
-                stage.once += s
+            setattr(stage, name, getattr(stage, name) + count * n * s)
+            if turns.of_parameter[link.source] and n == turns.counts[link.target]:
+                stage.once += count * s

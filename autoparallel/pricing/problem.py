@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -35,6 +35,14 @@ class OpSeconds(NamedTuple):
     forward: float
     again: float
     backward: float
+
+
+class Move(NamedTuple):
+    """The steps that a link takes, and a number: the same for links of a kind between the same strategies."""
+
+    link: Link
+    path: Sequence[PricedStep]
+    kind: int
 
 
 class Faults(Protocol):
@@ -124,10 +132,9 @@ class SpacePricer:
 
     def choice_of(self, labels: Sequence[Label]) -> tuple[int, ...]:
         """Choice numbers in `full()` of one label per site."""
-        found = []
-        for site, label in enumerate(labels):
-            number, left = self.space.strategies[site].position[label], self.allowed.get(site)
-            found.append(number if left is None else int(np.searchsorted(left, number)))
+        found = self.numbers(labels).tolist()
+        for site, left in self.allowed.items():
+            found[site] = int(np.searchsorted(left, found[site]))
         return tuple(found)
 
     def choice_near(self, labels: Sequence[Label]) -> tuple[int, ...]:
@@ -140,11 +147,10 @@ class SpacePricer:
 
     def labels_of(self, choice: Sequence[int]) -> list[Label]:
         """The inverse of `choice_of`."""
-        found = []
-        for site, number in enumerate(choice):
-            left = self.allowed.get(site)
-            found.append(self.space.strategies[site].labels[number if left is None else int(left[number])])
-        return found
+        numbers = list(choice)
+        for site, left in self.allowed.items():
+            numbers[site] = left[numbers[site]]
+        return [s.labels[number] for s, number in zip(self.space.strategies, numbers, strict=True)]
 
     def _problem(self, chosen: Sequence[np.ndarray]) -> Problem:
         alike = [self._alike(site, numbers) for site, numbers in enumerate(chosen)]
@@ -309,27 +315,70 @@ class SpacePricer:
         faults = self.faults.link_faults(link, self.prices.table(link.meta))[np.ix_(rows, columns)]
         return costs + FAULT_S * faults
 
-    def paths(self, labels: Sequence[Label]) -> Sequence[tuple[Link, Sequence[PricedStep]]]:
-        """What each link, in the order of their targets, does between the labels of its ends, priced."""
-        def all_paths() -> list[tuple[Link, Sequence[PricedStep]]]:
-            known: dict[object, Sequence[PricedStep]] = self.once("steps", dict)
-            found = []
-            for link, alike in zip(self.space.links, self._alike_links, strict=True):
-                ends = labels[link.source], labels[link.target]
-                path = known.get((alike, ends))
-                if path is None:
-                    path = known[alike, ends] = self._steps(link, *ends)
-                found.append((link, path))
-            return found
+    def moves(self, labels: Sequence[Label]) -> Sequence[Move]:
+        """What links do between the labels of their ends, in the order of their targets; of those that do nothing only
+        those of parameters."""
+        def found() -> list[Move]:
+            numbers, kinds = self.numbers(labels), self.link_kinds
+            sources, targets = self.link_ends
+            codes = (kinds * self.most_choices + numbers[sources]) * self.most_choices + numbers[targets]
+            paths, which = self.each("steps", codes, lambda at: self._steps(
+                self.space.links[at], labels[sources[at]], labels[targets[at]]))
+            some = np.array([bool(path) for path in paths], bool)[which] | self.parameter_links
+            return [Move(self.space.links[at], paths[kind], kind)
+                    for at, kind in zip(np.flatnonzero(some).tolist(), which[some].tolist(), strict=True)]
 
-        return self.once(("paths", tuple(labels)), all_paths)
+        return self.once(("moves", tuple(labels)), found)
+
+    def each(self, name: object, codes: np.ndarray, make: Callable[[int], Made]) -> tuple[list[Made], np.ndarray]:
+        """What is made for each distinct code, once for all plans, from where it is first; and which each is of."""
+        values, first, which = np.unique(codes, return_index=True, return_inverse=True)
+        made = [self.once((name, code), partial(make, at))
+                for code, at in zip(values.tolist(), first.tolist(), strict=True)]
+        return made, which.reshape(-1)
+
+    def numbers(self, labels: Sequence[Label]) -> np.ndarray:
+        """Their numbers among the strategies of each site."""
+        return self.once(("numbers", tuple(labels)), lambda: np.array(
+            [s.position[label] for s, label in zip(self.space.strategies, labels, strict=True)], np.int64))
+
+    def site_codes(self, labels: Sequence[Label]) -> np.ndarray:
+        """By site a number, the same for sites of a kind (`site_kinds`) that have the same strategy."""
+        return self.site_kinds * self.most_choices + self.numbers(labels)
 
     @cached_property
-    def _alike_links(self) -> list[int]:
-        """By link a number, the same for those that take the same steps between the same labels."""
-        numbers, sets = dict[object, int](), [id(s) for s in self.space.strategies]
-        return [numbers.setdefault((sets[k.source], k.output, sets[k.target], k.position,
-                                    self.turns.of_parameter[k.source]), len(numbers)) for k in self.space.links]
+    def most_choices(self) -> int:
+        return max((len(s.labels) for s in self.space.strategies), default=0)
+
+    @cached_property
+    def link_ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """The sources and the targets of all links."""
+        ends = np.array([(link.source, link.target) for link in self.space.links], np.int64).reshape(-1, 2)
+        return ends[:, 0], ends[:, 1]
+
+    @cached_property
+    def parameter_links(self) -> np.ndarray:
+        """Whether each link reads a parameter."""
+        return np.array(self.turns.of_parameter, bool)[self.link_ends[0]]
+
+    @cached_property
+    def site_kinds(self) -> np.ndarray:
+        """By site a number, the same for those that work alike: all of their prices are the same."""
+        numbers, turns = dict[object, int](), self.turns
+        return np.array([numbers.setdefault(
+            (id(s), site.kind, stages, count, held, of_parameter, site.index in turns.runs_again,
+             turns.offloads(site.index), self._readers[site.index] if site.kind == "hub" else 0), len(numbers))
+            for site, s, stages, count, held, of_parameter in zip(
+                self.space.sites, self.space.strategies, turns.stages_of, turns.counts, turns.held, turns.of_parameter,
+                strict=True)], np.int64)
+
+    @cached_property
+    def link_kinds(self) -> np.ndarray:
+        """The same of links."""
+        numbers, sites, turns = dict[object, int](), self.site_kinds.tolist(), self.turns
+        return np.array([numbers.setdefault(
+            (sites[link.source], link.output, sites[link.target], link.position, turns.reads_again(link),
+             turns.offloads_copy(link)), len(numbers)) for link in self.space.links], np.int64)
 
     def _steps(self, link: Link, of_source: Label, of_target: Label) -> Sequence[PricedStep]:
         source = self.space.strategies[link.source].output_layout(of_source, link.output)

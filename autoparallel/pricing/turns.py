@@ -202,8 +202,9 @@ class Turns:
 
     def offloads_copy(self, link: Link) -> int:
         """How often in a step a redistributed copy is."""
-        moved = self.hybrid.recompute == "offload" and self._copy_away(link) and not self.of_parameter[link.source]
-        return self._count(link.target) * self.counts[link.target] if moved else 0
+        if self.hybrid.recompute != "offload" or self.of_parameter[link.source] or not self._copy_away(link):
+            return 0
+        return self._count(link.target) * self.counts[link.target]
 
     def _count(self, index: int, stage: int | None = None) -> int:
         """How many micro-batches a rank of the stage runs that has the site (by default the first of several)."""
@@ -222,10 +223,10 @@ class Turns:
         where the last op that backward needs anything of begins (torch's early stop), or where it is done, if that is
         its result."""
         count = self._count(index, stage) * self.counts[index]
-        return count * (2 if index in self._again else 1), count
+        return count * (2 if index in self.runs_again else 1), count
 
     @cached_property
-    def _again(self) -> frozenset[int]:
+    def runs_again(self) -> frozenset[int]:
         """Sites that run again in backward, before their block ends."""
         inside = ((index, block) for index, block in enumerate(self.block_of) if block is not None)
         return frozenset(index for index, block in inside if self.again(index) and index < self._ends_again[block])
@@ -245,14 +246,18 @@ class Turns:
     def link_times(self, link: Link, stage: int | None = None) -> tuple[int, int]:
         """How often the link's redistribution runs (forward, backward) in a step, on a rank of the stage."""
         some = self.counts[link.target]
-        count = self._count(link.target, stage) * some
+        count, again = self._count(link.target, stage) * some, self.reads_again(link)
         if self.of_parameter[link.source]:
-            again = self.gathers_again(link)
             return {0: (some, some), 1: (some, some), 2: (some, count), 3: (count + again * count, count)}[
                 self.hybrid.zero_stage]
-        block = self.block_of[link.target]
-        again = self.hybrid.recompute == "full" and block is not None and link.target <= self._ends_again[block]
         return count * (2 if again else 1), count
+
+    def reads_again(self, link: Link) -> bool:
+        """Whether the redistribution runs again for backward: with a block, or as ZeRO-3 gathers again."""
+        if self.of_parameter[link.source]:
+            return self.gathers_again(link)
+        block = self.block_of[link.target] if self.hybrid.recompute == "full" else None
+        return block is not None and link.target <= self._ends_again[block]
 
     def gathers_ahead(self, link: Link) -> bool:
         """Whether ZeRO-3 gathers what the link reads, ahead of its readers."""
@@ -260,8 +265,9 @@ class Turns:
 
     def gathers_again(self, link: Link) -> bool:
         """Whether backward asks for what ZeRO-3 gathered: an op that keeps it, or a block that runs again with it."""
-        copy = "copy", link.target, link.position
-        return self.hybrid.zero_stage == 3 and (copy in self.kept or self.block_of[link.target] is not None)
+        if self.hybrid.zero_stage < 3:
+            return False
+        return ("copy", link.target, link.position) in self.kept or self.block_of[link.target] is not None
 
     def summing(self, link: Link) -> Summing:
         """How gradients of what the link reads are summed: in buckets (`lower.fuse`), in which type."""
