@@ -21,7 +21,6 @@ from autoparallel.search.shared import Shared
 from cost_models import collectives, compute
 
 Allowed = Mapping[int, np.ndarray]
-LinkKey = tuple[int, int, int, int]
 Made = TypeVar("Made")
 #: Seconds that one fault counts for: more than any step takes.
 FAULT_S = 1e3
@@ -73,6 +72,8 @@ class SpacePricer:
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self._made: dict[object, Any] = {}
+        self._nodes: dict[tuple[int, int, float], Node] = {}
+        self._edges: dict[tuple[int, int, int, float], Edge] = {}
         self._readers = Counter(k.source for k in self.space.links if self.space.sites[k.target].kind in ("op", "hub"))
 
     @property
@@ -82,10 +83,10 @@ class SpacePricer:
     def choices(self, site: int) -> np.ndarray:
         """Choice numbers (into the site's strategies) that pins leave."""
         found = self.allowed.get(site)
-        if found is None:
-            size = len(self.space.strategies[site].labels)
-            found = self.once(("all", size), lambda: np.arange(size))
-        return found
+        return self._all(len(self.space.strategies[site].labels)) if found is None else found
+
+    def _all(self, size: int) -> np.ndarray:
+        return self.once(("all", size), lambda: np.arange(size))
 
     def rows(self, node: int, axis: int) -> Sequence[int]:
         s = self.space.strategies[node]
@@ -106,18 +107,19 @@ class SpacePricer:
     def exposing(self, share: tuple[float, float]) -> SpacePricer:
         """The same with another ``exposed``."""
         other = copy(self)
-        other.exposed = share
+        other.exposed, other._edges = share, {}
         return other
 
     def full_like(self, problem: Problem) -> Problem:
         """The same, made of that of a pricer which differs by ``exposed`` only: links of parameters cost otherwise."""
-        edges = list(problem.edges)
-        for number, link in enumerate(self.space.links):
-            if self.turns.of_parameter[link.source]:
-                rows, columns = self.choices(link.source), self.choices(link.target)
-                alike = {end: self._alike(end, self.choices(end)) for end in (link.source, link.target)}
-                costs = self._link_costs(link, rows, columns, _link_key(link, alike))
-                edges[number] = unchecked(edges[number], costs=costs)
+        if self.faults is not None:
+            return self.full()
+        edges, alike = list(problem.edges), dict[int, np.ndarray]()  # by costs that links have, which are the same then
+        for number in np.flatnonzero(self.parameter_links).tolist():
+            link, before = self.space.links[number], id(edges[number].costs)
+            if before not in alike:
+                alike[before] = self._link_costs(link, self.choices(link.source), self.choices(link.target))
+            edges[number] = unchecked(edges[number], costs=alike[before])
         shared = Shared.of([*[node.costs for node in problem.nodes], *[edge.costs for edge in edges]])
         return unchecked(problem, edges=tuple(edges), costs=shared)
 
@@ -153,13 +155,19 @@ class SpacePricer:
         return [s.labels[number] for s, number in zip(self.space.strategies, numbers, strict=True)]
 
     def _problem(self, chosen: Sequence[np.ndarray]) -> Problem:
-        alike = [self._alike(site, numbers) for site, numbers in enumerate(chosen)]
-        nodes = tuple([self._node(site, numbers, alike[site]) for site, numbers in enumerate(chosen)])
-        edges = [self._edge(link, chosen, alike) for link in self.space.links]
+        picks, lives = self._picks(chosen), self.turns.site_lives
+        nodes = [self._node(index, *both) for index, both in enumerate(zip(chosen, picks, lives, strict=True))]
+        edges = [self._edge(number, link, chosen, picks) for number, link in enumerate(self.space.links)]
         edges += [self._buffer(buffer, chosen) for buffer in self.turns.buffers]
         edges += [edge for link in self.space.links if self.turns.gathers_ahead(link)
-                  for edge in self._pieces(link, chosen, alike)]
-        return Problem(nodes, tuple(edges), self.limit_bytes, "strategy space")
+                  for edge in self._pieces(link, chosen)]
+        return Problem(tuple(nodes), tuple(edges), self.limit_bytes, "strategy space")
+
+    def _picks(self, chosen: Sequence[np.ndarray]) -> list[int]:
+        """Numbers of these choices; equal choices, equal number."""
+        known: dict[bytes, int] = self.once("picks", dict)
+        numbers = {id(c): known.setdefault(c.tobytes(), len(known)) for c in {id(c): c for c in chosen}.values()}
+        return [numbers[id(c)] for c in chosen]
 
     def once(self, key: object, make: Callable[[], Made]) -> Made:
         """What is made for a key, the first time; what is alike has one."""
@@ -168,26 +176,25 @@ class SpacePricer:
         found: Made = self._made[key]
         return found
 
-    def _alike(self, index: int, numbers: np.ndarray) -> int:
-        """A number for these choices of a site; the same for those of any other that are the same strategies."""
-        return self.once(("alike", id(self.space.strategies[index]), numbers.tobytes()), lambda: len(self._made))
-
-    def _node(self, index: int, numbers: np.ndarray, alike: int) -> Node:
-        site, s, life = self.space.sites[index], self.space.strategies[index], self.turns.site_life(index)
-        times, shared = self.turns.op_times(index), self.turns.ranks_with(index)
-        key = (alike, site.kind, self._readers[index] if site.kind == "hub" else 0)
-        in_time, in_memory = (times, self.turns.offloads(index), shared), life.copies
-
-        def first() -> Node:
-            costs = self.once(("cost", *key, *in_time), lambda: self._site_s(index, times)[numbers])
-            usages = self.once(("usage", *key, in_memory), lambda: self.site_bytes(index)[numbers] * in_memory)
-            labels = s.labels if len(numbers) == len(s.labels) else tuple(s.labels[n] for n in numbers)
-            return Node(site.name, costs, usages, life.interval, labels)
-
-        node = unchecked(self.once(("node", *key, *in_time, in_memory), first), name=site.name, interval=life.interval)
+    def _node(self, index: int, numbers: np.ndarray, pick: int, life: Life) -> Node:
+        node = self._nodes.get(key := (self._kind_of[index], pick, life.copies))
+        if node is None:
+            node = self._nodes[key] = self._new_node(index, numbers, pick, life)
+        node = unchecked(node, name=self.space.sites[index].name, interval=life.interval)
         if self.faults is None:
             return node
         return unchecked(node, costs=node.costs + FAULT_S * self.faults.site_faults(index)[numbers])
+
+    def _new_node(self, index: int, numbers: np.ndarray, pick: int, life: Life) -> Node:
+        """Kinds that differ otherwise may share costs, or usages."""
+        site, s = self.space.sites[index], self.space.strategies[index]
+        times, shared = self.turns.op_times(index), self.turns.ranks_with(index)
+        key = (id(s), pick, site.kind, self._readers[index] if site.kind == "hub" else 0)
+        costs = self.once(("cost", *key, times, self.turns.offloads(index), shared),
+                          lambda: self._site_s(index, times)[numbers])
+        usages = self.once(("usage", *key, life.copies), lambda: self.site_bytes(index)[numbers] * life.copies)
+        labels = s.labels if len(numbers) == len(s.labels) else tuple(s.labels[n] for n in numbers)
+        return Node(site.name, costs, usages, life.interval, labels)
 
     def _site_s(self, index: int, times: tuple[int, int]) -> np.ndarray:
         s, kind = self.space.strategies[index], self.space.sites[index].kind
@@ -291,29 +298,42 @@ class SpacePricer:
         piece = self._sums_bytes(link.meta, source.outputs[link.output])
         return np.where(copies > 0, copies + np.maximum(whole[None, :] - piece[:, None], 0.0), 0.0)
 
-    def _edge(self, link: Link, chosen: Sequence[np.ndarray], alike: Sequence[int]) -> Edge:
-        rows, columns, key = chosen[link.source], chosen[link.target], _link_key(link, alike)
-        life, costs = self.turns.copy_life(link), self._link_costs(link, rows, columns, key)
+    def _edge(self, number: int, link: Link, chosen: Sequence[np.ndarray], picks: Sequence[int]) -> Edge:
+        life = self.turns.copy_lives[number]
+        edge = self._edges.get(key := (self._kind_of_link[number], picks[link.source], picks[link.target], life.copies))
+        if edge is None:
+            edge = self._edges[key] = self._new_edge(link, chosen[link.source], chosen[link.target], life)
+        edge = unchecked(edge, source=link.source, target=link.target, interval=life.interval)
+        if self.faults is None:
+            return edge
+        faults = self.faults.link_faults(link, self.prices.table(link.meta))
+        return unchecked(edge, costs=edge.costs + FAULT_S * faults[np.ix_(chosen[link.source], chosen[link.target])])
 
-        def first() -> Edge:
+    def _new_edge(self, link: Link, rows: np.ndarray, columns: np.ndarray, life: Life) -> Edge:
+        """Kinds that differ otherwise may share costs, or usages."""
+        key, of_parameter = self._link_key(link, rows, columns), self.turns.of_parameter[link.source]
+        costs = self._link_costs(link, rows, columns)
+
+        def copies() -> np.ndarray | None:
             usages = self._copy_bytes(link)[np.ix_(rows, columns)] * life.copies
-            return Edge(link.source, link.target, costs, usages if usages.any() else None, life.interval)
+            return usages if usages.any() else None
 
-        made = self.once(("edge", key, life.copies, self.turns.of_parameter[link.source]), first)
-        return unchecked(made, source=link.source, target=link.target, interval=life.interval, costs=costs)
+        usages = self.once(("copies", key, life.copies, of_parameter), copies)
+        return Edge(link.source, link.target, costs, usages, life.interval)
 
-    def _link_costs(self, link: Link, rows: np.ndarray, columns: np.ndarray, key: LinkKey) -> np.ndarray:
+    def _link_key(self, link: Link, rows: np.ndarray, columns: np.ndarray) -> tuple[object, ...]:
+        """The same for links that are alike between these choices of their ends."""
+        source, target = self.space.strategies[link.source], self.space.strategies[link.target]
+        return id(source), rows.tobytes(), link.output, id(target), columns.tobytes(), link.position
+
+    def _link_costs(self, link: Link, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Seconds of a link between these choices of its ends."""
         times, (there, back) = self.turns.link_times(link), self.exposed
         counted = (there * times[0], back * times[1]) if self.turns.of_parameter[link.source] else times
         sums, summing, moves = self.turns.sums(link), self.turns.summing(link), self.turns.offloads_copy(link)
-        costs = self.once(("link", key, counted, sums, summing, moves), lambda: (
+        return self.once(("link", self._link_key(link, rows, columns), counted, sums, summing, moves), lambda: (
             self.prices.link_s(link, counted, summing) + (self.sums_s(link) if sums else 0.0)
             + (sum(self.offload_copy_s(link)) if moves else 0.0))[np.ix_(rows, columns)])
-        if self.faults is None:
-            return costs
-        faults = self.faults.link_faults(link, self.prices.table(link.meta))[np.ix_(rows, columns)]
-        return costs + FAULT_S * faults
 
     def moves(self, labels: Sequence[Label]) -> Sequence[Move]:
         """What links do between the labels of their ends, in the order of their targets; of those that do nothing only
@@ -373,9 +393,17 @@ class SpacePricer:
                 strict=True)], np.int64)
 
     @cached_property
+    def _kind_of(self) -> list[int]:
+        return list(self.site_kinds.tolist())
+
+    @cached_property
+    def _kind_of_link(self) -> list[int]:
+        return list(self.link_kinds.tolist())
+
+    @cached_property
     def link_kinds(self) -> np.ndarray:
         """The same of links."""
-        numbers, sites, turns = dict[object, int](), self.site_kinds.tolist(), self.turns
+        numbers, sites, turns = dict[object, int](), self._kind_of, self.turns
         return np.array([numbers.setdefault(
             (sites[link.source], link.output, sites[link.target], link.position, turns.reads_again(link),
              turns.offloads_copy(link)), len(numbers)) for link in self.space.links], np.int64)
@@ -393,10 +421,10 @@ class SpacePricer:
         usages = np.broadcast_to(buffer.copies * num_bytes[:, None], shape)
         return Edge(link.source, link.target, np.zeros(shape), usages, self.turns.buffer_life(buffer.stage))
 
-    def _pieces(self, link: Link, chosen: Sequence[np.ndarray], alike: Sequence[int]) -> Iterator[Edge]:
+    def _pieces(self, link: Link, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
         """An edge that costs nothing and takes the bytes of what is gathered on the way to what the link reads."""
         rows, columns = chosen[link.source], chosen[link.target]
-        usages = self.once(("pieces", _link_key(link, alike)),
+        usages = self.once(("pieces", self._link_key(link, rows, columns)),
                            lambda: self.prices.link_pieces(link)[np.ix_(rows, columns)])
         if usages.any():
             yield Edge(link.source, link.target, np.zeros(usages.shape), usages, self.turns.pieces_life(link))
@@ -413,11 +441,6 @@ class SpacePricer:
         device, apart = self.prices.cluster.device, self.turns.accumulator_bytes(link.meta) / link.meta.dtype.itemsize
         moved = (1 + 2 * apart if apart else 3) * held
         return self.turns.sums(link) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(link.meta), device)
-
-
-def _link_key(link: Link, alike: Mapping[int, int] | Sequence[int]) -> LinkKey:
-    """The same for links that are alike between choices of their ends, which ``alike`` numbers by site."""
-    return alike[link.source], link.output, alike[link.target], link.position
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:

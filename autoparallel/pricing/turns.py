@@ -343,6 +343,16 @@ class Turns:
         return self._over(self.stages_of[index], self._site_life(index))
 
     @cached_property
+    def site_lives(self) -> list[Life]:
+        """Of what each site makes."""
+        return [self.site_life(index) for index in range(len(self.space))]
+
+    @cached_property
+    def copy_lives(self) -> list[Life]:
+        """Of the copy that each link makes."""
+        return [self.copy_life(link) for link in self.space.links]
+
+    @cached_property
     def _first_need(self) -> dict[int, int]:
         """By site of which backward needs anything, the first op that does (0: it is kept without)."""
         found: dict[int, int] = {}
