@@ -110,6 +110,7 @@ class _Builder:
         self.times: Counter[str] = Counter()
         self.leaf_nodes: dict[tuple[str, str], Node] = {}
         self.refs: dict[FxNode, Any] = {}
+        self.looks: dict[tuple[TensorMeta, ...], tuple[TensorMeta, ...]] = {}  # one for all nodes that look alike
         self.constants: dict[int, Any] = {
             i: leaf for i, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor)
         }
@@ -165,6 +166,7 @@ class _Builder:
         if name in self.taken:  # a parameter may be called as an op or an input is
             name = next(free for n in itertools.count(1) if (free := f"{name}_{n}") not in self.taken)
         self.taken.add(name)
+        outputs = self.looks.setdefault(outputs, outputs)
         node = Node(len(self.nodes), name, kind, target, args, kwargs, outputs, **where)
         self.nodes.append(node)
         return node

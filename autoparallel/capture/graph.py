@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoparallel.capture.functions import user_function
+
+PLAIN = (int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class Ref:
     node: int
     output: int = 0
 
+    def __repr__(self) -> str:
+        return f"Ref(node={self.node}, output={self.output})"
+
 
 def _add_refs(value: object, found: list[Ref]) -> None:
     """Those in arguments, which are nested as torch.fx nests them (torch's pytrees find the same, in a few times as
@@ -59,7 +64,7 @@ def _add_refs(value: object, found: list[Ref]) -> None:
     elif isinstance(value, (tuple, list)):
         for one in value:
             _add_refs(one, found)
-    elif isinstance(value, Mapping):
+    elif not isinstance(value, PLAIN) and isinstance(value, Mapping):  # asking for a Mapping is slow
         for one in value.values():
             _add_refs(one, found)
 
@@ -90,7 +95,8 @@ class Node:
         """The tensors that the node reads, in argument order (a tensor read twice occurs twice)."""
         found: list[Ref] = []
         _add_refs(self.args, found)
-        _add_refs(self.kwargs, found)
+        if self.kwargs:
+            _add_refs(self.kwargs, found)
         return tuple(found)
 
     @property
@@ -153,40 +159,49 @@ class OpGraph:
     @cached_property
     def op_kinds(self) -> Mapping[int, int]:
         """For each op a number that is the same for ops with the same `op_signature`."""
-        numbers: dict[object, int] = {}
-        return {node.index: numbers.setdefault(op_signature(self, node), len(numbers)) for node in self.of_kind("op")}
+        kinds, metas = dict[object, int](), dict[TensorMeta, int]()
+        looks: dict[int, list[int]] = {}  # by outputs, which many nodes share: numbers of what they look like
+        for node in self.nodes:
+            if id(node.outputs) not in looks:
+                looks[id(node.outputs)] = [metas.setdefault(meta, len(metas)) for meta in node.outputs]
+        outputs, found = [looks[id(node.outputs)] for node in self.nodes], {}
+        for node in self.of_kind("op"):
+            seen = op_signature(self, node, outputs.__getitem__)
+            found[node.index] = kinds.setdefault(seen, len(kinds))
+        return found
 
     @cached_property
     def fingerprint(self) -> str:
         """Changes when the program, a shape, a dtype or a parameter's name changes; the same on every machine."""
-        digest = hashlib.sha256()
+        digest, looks = hashlib.sha256(), dict[int, str]()
         for node in self.nodes:
-            digest.update(f"{node.op_name}|{node.path}|{node.args}|{sorted(node.kwargs.items(), key=str)}|"
-                          f"{[(m.shape, m.dtype, m.requires_grad) for m in node.outputs]}\n".encode())
+            if (made := looks.get(id(node.outputs))) is None:
+                made = looks[id(node.outputs)] = str([(m.shape, m.dtype, m.requires_grad) for m in node.outputs])
+            kwargs = sorted(node.kwargs.items(), key=str) if node.kwargs else "[]"
+            digest.update(f"{node.op_name}|{node.path}|{node.args}|{kwargs}|{made}\n".encode())
         return digest.hexdigest()[:16]
 
 
-def op_signature(graph: OpGraph, node: Node) -> tuple[object, ...]:
-    """Equal for two ops exactly when rules and prices cannot tell them apart."""
-    return (
-        node.op_name,
-        _without_refs(node.args),
-        _without_refs(dict(node.kwargs)),
-        tuple(graph.meta(ref) for ref in node.inputs),
-        node.outputs,
-        copies(graph, node),
-    )
+def op_signature(graph: OpGraph, node: Node, looks: Callable[[int], Sequence[object]] | None = None
+                 ) -> tuple[object, ...]:
+    """Equal for two ops exactly when rules and prices cannot tell them apart; ``looks`` gives what stands for the
+    `TensorMeta` of each output of a node."""
+    looks = looks or (lambda index: graph.nodes[index].outputs)
+    return (node.op_name, _without_refs(node.args), _without_refs(node.kwargs) if node.kwargs else (),
+            tuple([looks(ref.node)[ref.output] for ref in node.inputs]), tuple(looks(node.index)), copies(graph, node))
 
 
 def _without_refs(value: object) -> object:
     """Arguments as a hashable value with every Ref replaced by a mark."""
     if isinstance(value, Ref):
         return "ref"
+    if isinstance(value, PLAIN):
+        return value
     if isinstance(value, (list, tuple)):
-        return tuple(_without_refs(v) for v in value)
+        return tuple([_without_refs(v) for v in value])
     if isinstance(value, Mapping):
         return tuple(sorted((k, _without_refs(v)) for k, v in value.items()))
-    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+    return str(value)
 
 
 def copies(graph: OpGraph, node: Node) -> bool:

@@ -40,6 +40,8 @@ class Stages:
 
     def of_sites(self, num_sites: int) -> list[tuple[int, ...]]:
         """The stages that have each site, in order; what no stage needs counts on the first."""
+        if len(self) == 1:
+            return [(0,)] * num_sites
         return [tuple(s for s, part in enumerate(self.parts) if index in part.sites) or (0,)
                 for index in range(num_sites)]
 

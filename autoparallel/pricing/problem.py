@@ -14,7 +14,7 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.prices import PricedStep, Prices, dtype_name
-from autoparallel.pricing.turns import Buffer, Turns
+from autoparallel.pricing.turns import Buffer, Life, Turns
 from autoparallel.rules.space import Label, Link, StrategySet, StrategySpace
 from autoparallel.search.problem import Edge, Node, Problem, unchecked
 from autoparallel.search.shared import Shared
@@ -450,14 +450,16 @@ def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:
     for link in space.links:  # in the order of their targets
         if link.source in from_input:
             from_input.add(link.target)
-    ops = [site for site in space.sites if site.kind == "op"]
-    sizes = {s.index: sum(m.num_bytes for m in space.strategies[s.index].output_metas) for s in ops}
-    most = SIDE_SHARE * sum(sizes.values()) / math.prod(space.mesh_shape)
-    found = {}
-    for index, size in sizes.items():
-        s = space.strategies[index]
-        grad = any(m.requires_grad for m in (*s.input_metas, *s.output_metas))
-        filled = s.rule is not None and not s.input_metas and not s.rule.fixed  # made in pieces for nothing
-        if index not in from_input and size <= most and not grad and not filled:
-            found[index] = np.flatnonzero((s.array == 0).all(axis=1))
-    return found
+    ops = [site.index for site in space.sites if site.kind == "op" and site.index not in from_input]
+    work = {id(s): s for s in space.strategies if s.rule is not None}
+    sizes = {key: sum(m.num_bytes for m in s.output_metas) for key, s in work.items()}
+    most = SIDE_SHARE * sum(sizes[id(s)] for s in space.strategies if id(s) in sizes) / math.prod(space.mesh_shape)
+    whole = {key: np.flatnonzero((s.array == 0).all(axis=1)) for key, s in work.items()
+             if sizes[key] <= most and _is_aside(s)}
+    return {index: whole[key] for index in ops if (key := id(space.strategies[index])) in whole}
+
+
+def _is_aside(s: StrategySet) -> bool:
+    """Whether ops of these strategies have nothing to do with gradients, and are not made in pieces for nothing."""
+    filled = s.rule is not None and not s.input_metas and not s.rule.fixed
+    return not filled and not any(m.requires_grad for m in (*s.input_metas, *s.output_metas))

@@ -8,7 +8,7 @@ optimizer state live always.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path
 from autoparallel.plans import Hybrid
-from autoparallel.rules.space import Link, StrategySpace
+from autoparallel.rules.space import Link, StrategySet, StrategySpace
 from cost_models.memory import in_flight_micro_batches
 from cost_models.pipeline import warm_up
 
@@ -88,11 +88,13 @@ class Turns:
         self.counts, self.held = counts or [1] * len(space), held or [1] * len(space)
         self.one_for_all, self._num_sites = held is not None, len(space)
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
+        self._in_one = len(set(self.stages_of)) == 1
         self.within = [link for link in space.links if not self._crosses(link)]
         self.first_saver: dict[Value, int] = {}
         self.kept = self._kept_values() if training else frozenset()
         self.last_use = _last_uses(space, self.within)
-        self.block_of = [self._block(index) for index in range(len(space))]
+        blocks = self.hybrid.recompute != "none"
+        self.block_of = [self._block(index) if blocks else None for index in range(len(space))]
         self.block_end = {block: index for index, block in enumerate(self.block_of) if block is not None}
         self.checkpoints = self._block_inputs() if self.hybrid.recompute != "none" else frozenset()
         self.kept |= self.checkpoints | (self._results_kept() if training else frozenset())
@@ -102,7 +104,7 @@ class Turns:
 
     def _crosses(self, link: Link) -> bool:
         """Whether the value is sent to the stage that reads it."""
-        return self.stages_of[link.target][0] > self.stages_of[link.source][-1]
+        return not self._in_one and self.stages_of[link.target][0] > self.stages_of[link.source][-1]
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -471,18 +473,17 @@ class Turns:
 
         What an aliasing op or a hub passes on is its input's memory, so a need of theirs is a need of their input's.
         """
-        space, kept = self.space, set[Value]()
+        space, kept, needs = self.space, set[Value](), {id(s): _Needs.of(s) for s in self.space.strategies}
         for index in range(len(space.sites) - 1, -1, -1):
-            strategies, site = space.strategies[index], space.sites[index]
-            rule = strategies.rule
-            passes_on = site.kind == "hub" or (rule is not None and rule.alias)
-            if rule is not None and rule.saves_output and strategies.output_metas[0].requires_grad:
+            passes_on, output, inputs = needs[id(space.strategies[index])]
+            passes_on = passes_on or space.sites[index].kind == "hub"
+            if output:
                 kept.add((index, 0))
                 self.first_saver[index, 0] = index
-            grad = any(m.requires_grad for m in strategies.output_metas)
+            if not inputs and not (passes_on and (index, 0) in kept):
+                continue
             for link in space.links_into.get(index, ()):
-                saved = grad and rule is not None and not passes_on and link.position in rule.saves
-                if saved or (passes_on and (index, 0) in kept):
+                if passes_on or link.position in inputs:
                     kept.add(("copy", index, link.position))
                     if not self._crosses(link):
                         value = (link.source, link.output)
@@ -490,6 +491,23 @@ class Turns:
                         saver = self.first_saver.get((index, 0), index) if passes_on else index
                         self.first_saver[value] = min(saver, self.first_saver.get(value, saver))
         return frozenset(kept)
+
+
+class _Needs(NamedTuple):
+    """What backward of an op needs: its output, these inputs; what an op passes on is not needed by the op itself."""
+
+    passes_on: bool
+    output: bool
+    inputs: Collection[int]
+
+    @classmethod
+    def of(cls, s: StrategySet) -> _Needs:
+        rule = s.rule
+        if rule is None:
+            return cls(False, False, ())
+        grad = any(m.requires_grad for m in s.output_metas)
+        output = bool(rule.saves_output) and s.output_metas[0].requires_grad
+        return cls(rule.alias, output, rule.saves if grad and not rule.alias else ())
 
 
 def _last_uses(space: StrategySpace, links: Sequence[Link]) -> dict[int, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,14 +28,13 @@ from autoparallel.rules.rule import Row, Rule
 Label = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """One decision. ``kind``: parameter, buffer, input, op, hub, output or update (a buffer's new value).
 
     ``node`` is the graph node of an op or placeholder, ``ref`` the value of a hub, output or update.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # of a tuple, a method
     name: str
     kind: str
     node: int = -1
@@ -218,7 +217,7 @@ class StrategySpace:
 
     def _link(self, ref: Ref, target: Site, position: int) -> None:
         source, output = self._source[ref]
-        self.links.append(Link(source, output, target.index, position, self.graph.meta(ref)))
+        self.links.append(Link(source, output, target.index, position, self.graph.nodes[ref.node].outputs[ref.output]))
 
     def _add_node(self, node: Node) -> None:
         site = self._add_site(self._set_of(node), node.name, node.kind, node.index, path=node.path)
@@ -227,7 +226,7 @@ class StrategySpace:
         for output, meta in enumerate(node.outputs):
             ref = Ref(node.index, output)
             self._source[ref] = (site.index, output)
-            if len(self.graph.consumers.get(ref, ())) > 1 and meta.requires_grad:
+            if meta.requires_grad and len(self.graph.consumers.get(ref, ())) > 1:
                 self._add_hub(ref, meta, node)
 
     def _add_hub(self, ref: Ref, meta: TensorMeta, node: Node) -> None:
