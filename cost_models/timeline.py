@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ from cost_models.errors import TimelineError
 Slowdown = Mapping[frozenset[str], Mapping[str, float]]
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """``duration_s`` of work on a stream of a rank when nothing else runs; ``after`` are positions in the task list."""
 
     duration_s: float
@@ -33,10 +33,6 @@ class Task:
     after: tuple[int, ...] = ()
     rank: int = 0
     name: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.duration_s < float("inf"):
-            raise TimelineError(f"task {self.name or self.stream!r}: duration_s must not be {self.duration_s}")
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,8 @@ def simulate(tasks: Sequence[Task], slowdown: Slowdown | None = None) -> Timelin
     >>> line.total_s, line.exposed_s()
     (5.0, 2.0)
 
-    Raises TimelineError if a task comes after one that is not in the list, or the tasks wait for one another.
+    Raises TimelineError if a task takes no time that there is (negative, infinite), comes after one that is not in the
+    list, or the tasks wait for one another.
     """
     run = _Run(tuple(tasks), slowdown or {})
     run.go()
@@ -105,13 +102,13 @@ class _Run:
         self.next_of: dict[int, list[int]] = defaultdict(list)    # tasks that wait for a task
         self.waits = [0] * len(tasks)
         last: dict[tuple[int, str], int] = {}
-        for number, task in enumerate(tasks):
-            before = task.after
+        for number, (duration_s, stream, before, rank, name) in enumerate(tasks):
+            if not 0 <= duration_s < float("inf"):
+                raise TimelineError(f"task {number} ({name or stream}): duration_s must not be {duration_s}")
             if before and not 0 <= min(before) <= max(before) < len(tasks):
-                raise TimelineError(f"task {number} ({task.name or task.stream}) comes after {sorted(before)}, but "
-                                    f"there are {len(tasks)} tasks")
-            key = (task.rank, task.stream)
-            if key in last:
+                raise TimelineError(f"task {number} ({name or stream}) comes after {sorted(before)}, but there are "
+                                    f"{len(tasks)} tasks")
+            if (key := (rank, stream)) in last:
                 before = (*before, last[key])
             last[key] = number
             self.waits[number] = len(before)
@@ -120,10 +117,10 @@ class _Run:
         self.left_s = [task.duration_s for task in tasks]
         self.running: dict[int, dict[str, int]] = defaultdict(dict)    # by rank: its busy streams' tasks
         self.changed: set[int] = set()    # ranks whose busy streams have changed
-        self.rate: dict[int, float] = {}
-        self.seen_s: dict[int, float] = {}
+        self.rate, self.seen_s = [0.0] * len(tasks), [0.0] * len(tasks)    # 0: not started
         self.turn = [0] * len(tasks)    # how often a task's end was foretold; only the last word counts
         self.events: list[tuple[float, int, int]] = []    # end, task, turn
+        self.rates: dict[tuple[str, ...], list[float]] = {}    # by busy streams, of each
 
     def go(self) -> None:
         ready, done, now = [n for n in range(len(self.tasks)) if not self.waits[n]], 0, 0.0
@@ -166,16 +163,16 @@ class _Run:
     def _retime(self, rank: int, now: float) -> None:
         """The tasks that a rank runs have changed: progress so far, new rates, new ends."""
         busy = self.running[rank]
-        factors = self._factors(frozenset(busy)) if self.slowdown else {}
-        for stream, number in busy.items():
-            rate, before = 1.0 / factors.get(stream, 1.0), self.rate.get(number)
-            if rate == before:
-                continue
-            if before is not None:
+        streams = tuple(busy)
+        if (rates := self.rates.get(streams)) is None:
+            factors = self._factors(frozenset(busy))
+            rates = self.rates[streams] = [1.0 / factors.get(stream, 1.0) for stream in streams]
+        for number, rate in zip(busy.values(), rates, strict=True):
+            if rate != (before := self.rate[number]):
                 self.left_s[number] -= (now - self.seen_s[number]) * before
-            self.rate[number], self.seen_s[number] = rate, now
-            self.turn[number] += 1
-            heapq.heappush(self.events, (now + max(0.0, self.left_s[number]) / rate, number, self.turn[number]))
+                self.rate[number], self.seen_s[number] = rate, now
+                self.turn[number] += 1
+                heapq.heappush(self.events, (now + max(0.0, self.left_s[number]) / rate, number, self.turn[number]))
 
     def _factors(self, busy: frozenset[str]) -> Mapping[str, float]:
         """Those of the set, else of each stream the largest in known sets within it."""

@@ -120,4 +120,4 @@ def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(TimelineError, match=r"comes after .7., but there are 1 tasks"):
         simulate([Task(1.0, after=(7,))])
     with pytest.raises(TimelineError, match="duration_s must not be -1"):
-        Task(-1.0)
+        simulate([Task(-1.0)])
