@@ -16,8 +16,8 @@ from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.prices import PricedStep, Prices, dtype_name
 from autoparallel.pricing.turns import Buffer, Life, Turns
 from autoparallel.rules.space import Label, Link, StrategySet, StrategySpace
-from autoparallel.search.problem import Edge, Node, Problem, unchecked
-from autoparallel.search.shared import Shared
+from autoparallel.search.problem import Edge, Node, Problem, Repeats, unchecked
+from autoparallel.search.shared import firsts, paired
 from cost_models import collectives, compute
 
 Allowed = Mapping[int, np.ndarray]
@@ -72,8 +72,6 @@ class SpacePricer:
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self._made: dict[object, Any] = {}
-        self._nodes: dict[tuple[int, int, float], Node] = {}
-        self._edges: dict[tuple[int, int, int, float], Edge] = {}
         self._readers = Counter(k.source for k in self.space.links if self.space.sites[k.target].kind in ("op", "hub"))
 
     @property
@@ -107,21 +105,14 @@ class SpacePricer:
     def exposing(self, share: tuple[float, float]) -> SpacePricer:
         """The same with another ``exposed``."""
         other = copy(self)
-        other.exposed, other._edges = share, {}
+        other.exposed = share
         return other
 
     def full_like(self, problem: Problem) -> Problem:
         """The same, made of that of a pricer which differs by ``exposed`` only: links of parameters cost otherwise."""
-        if self.faults is not None:
-            return self.full()
-        edges, alike = list(problem.edges), dict[int, np.ndarray]()  # by costs that links have, which are the same then
-        for number in np.flatnonzero(self.parameter_links).tolist():
-            link, before = self.space.links[number], id(edges[number].costs)
-            if before not in alike:
-                alike[before] = self._link_costs(link, self.choices(link.source), self.choices(link.target))
-            edges[number] = unchecked(edges[number], costs=alike[before])
-        shared = Shared.of([*[node.costs for node in problem.nodes], *[edge.costs for edge in edges]])
-        return unchecked(problem, edges=tuple(edges), costs=shared)
+        chosen = [self.choices(site) for site in range(len(self.space))]
+        edges = self._edges(chosen, self._picks(chosen)).followed_by(problem.edges[len(self.space.links):])
+        return problem.with_edges(edges)
 
     def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
         """The problem with exactly these labels; labels that a site does not have are left out."""
@@ -155,19 +146,19 @@ class SpacePricer:
         return [s.labels[number] for s, number in zip(self.space.strategies, numbers, strict=True)]
 
     def _problem(self, chosen: Sequence[np.ndarray]) -> Problem:
-        picks, lives = self._picks(chosen), self.turns.site_lives
-        nodes = [self._node(index, *both) for index, both in enumerate(zip(chosen, picks, lives, strict=True))]
-        edges = [self._edge(number, link, chosen, picks) for number, link in enumerate(self.space.links)]
-        edges += [self._buffer(buffer, chosen) for buffer in self.turns.buffers]
-        edges += [edge for link in self.space.links if self.turns.gathers_ahead(link)
-                  for edge in self._pieces(link, chosen)]
-        return Problem(tuple(nodes), tuple(edges), self.limit_bytes, "strategy space")
+        picks = self._picks(chosen)
+        edges = self._edges(chosen, picks)
+        single = [self._buffer(buffer, chosen) for buffer in self.turns.buffers]
+        if self.turns.hybrid.gathers_ahead:
+            single += [edge for link in self.space.links if self.turns.gathers_ahead(link)
+                       for edge in self._pieces(link, chosen)]
+        return Problem(self._nodes(chosen, picks), edges.followed_by(single), self.limit_bytes, "strategy space")
 
-    def _picks(self, chosen: Sequence[np.ndarray]) -> list[int]:
+    def _picks(self, chosen: Sequence[np.ndarray]) -> np.ndarray:
         """Numbers of these choices; equal choices, equal number."""
         known: dict[bytes, int] = self.once("picks", dict)
         numbers = {id(c): known.setdefault(c.tobytes(), len(known)) for c in {id(c): c for c in chosen}.values()}
-        return [numbers[id(c)] for c in chosen]
+        return np.array([numbers[id(c)] for c in chosen], np.int64)
 
     def once(self, key: object, make: Callable[[], Made]) -> Made:
         """What is made for a key, the first time; what is alike has one."""
@@ -176,16 +167,21 @@ class SpacePricer:
         found: Made = self._made[key]
         return found
 
-    def _node(self, index: int, numbers: np.ndarray, pick: int, life: Life) -> Node:
-        node = self._nodes.get(key := (self._kind_of[index], pick, life.copies))
-        if node is None:
-            node = self._nodes[key] = self._new_node(index, numbers, pick, life)
-        node = unchecked(node, name=self.space.sites[index].name, interval=life.interval)
+    def _nodes(self, chosen: Sequence[np.ndarray], picks: np.ndarray) -> Repeats[Node]:
+        """One per site; those of a kind with the same choices are made once."""
+        lives = self.turns.site_lives
+        copies = [life.copies for life in lives]
+        first, which = firsts(paired(paired(self.site_kinds, picks), np.unique(copies, return_inverse=True)[1]))
+        models = [self.once(("node", int(self.site_kinds[at]), int(picks[at]), copies[at]),
+                            partial(self._node, at, chosen[at], int(picks[at]), lives[at])) for at in first]
+        made = Repeats(models, which, name=[site.name for site in self.space.sites],
+                       interval=[life.interval for life in lives])
         if self.faults is None:
-            return node
-        return unchecked(node, costs=node.costs + FAULT_S * self.faults.site_faults(index)[numbers])
+            return made
+        faults = [FAULT_S * self.faults.site_faults(index)[numbers] for index, numbers in enumerate(chosen)]
+        return Repeats([unchecked(node, costs=node.costs + more) for node, more in zip(made, faults, strict=True)])
 
-    def _new_node(self, index: int, numbers: np.ndarray, pick: int, life: Life) -> Node:
+    def _node(self, index: int, numbers: np.ndarray, pick: int, life: Life) -> Node:
         """Kinds that differ otherwise may share costs, or usages."""
         site, s = self.space.sites[index], self.space.strategies[index]
         times, shared = self.turns.op_times(index), self.turns.ranks_with(index)
@@ -298,18 +294,27 @@ class SpacePricer:
         piece = self._sums_bytes(link.meta, source.outputs[link.output])
         return np.where(copies > 0, copies + np.maximum(whole[None, :] - piece[:, None], 0.0), 0.0)
 
-    def _edge(self, number: int, link: Link, chosen: Sequence[np.ndarray], picks: Sequence[int]) -> Edge:
-        life = self.turns.copy_lives[number]
-        edge = self._edges.get(key := (self._kind_of_link[number], picks[link.source], picks[link.target], life.copies))
-        if edge is None:
-            edge = self._edges[key] = self._new_edge(link, chosen[link.source], chosen[link.target], life)
-        edge = unchecked(edge, source=link.source, target=link.target, interval=life.interval)
-        if self.faults is None:
-            return edge
-        faults = self.faults.link_faults(link, self.prices.table(link.meta))
-        return unchecked(edge, costs=edge.costs + FAULT_S * faults[np.ix_(chosen[link.source], chosen[link.target])])
+    def _edges(self, chosen: Sequence[np.ndarray], picks: np.ndarray) -> Repeats[Edge]:
+        """One per link; those of a kind between the same choices are made once."""
+        (sources, targets), lives, links = self.link_ends, self.turns.copy_lives, self.space.links
+        copies = [life.copies for life in lives]
+        kinds = paired(paired(self.link_kinds, picks[sources]), picks[targets])
+        first, which = firsts(paired(kinds, np.unique(copies, return_inverse=True)[1]))
 
-    def _new_edge(self, link: Link, rows: np.ndarray, columns: np.ndarray, life: Life) -> Edge:
+        def model(at: int) -> Edge:
+            rows, columns = chosen[sources[at]], chosen[targets[at]]
+            key = int(self.link_kinds[at]), int(picks[sources[at]]), int(picks[targets[at]]), copies[at]
+            return self.once(("edge", *key, self.exposed), lambda: self._edge(links[at], rows, columns, lives[at]))
+
+        made = Repeats([model(at) for at in first], which, source=sources.tolist(), target=targets.tolist(),
+                       interval=[life.interval for life in lives])
+        if self.faults is None:
+            return made
+        faults = [FAULT_S * self.faults.link_faults(link, self.prices.table(link.meta))[
+            np.ix_(chosen[link.source], chosen[link.target])] for link in links]
+        return Repeats([unchecked(edge, costs=edge.costs + more) for edge, more in zip(made, faults, strict=True)])
+
+    def _edge(self, link: Link, rows: np.ndarray, columns: np.ndarray, life: Life) -> Edge:
         """Kinds that differ otherwise may share costs, or usages."""
         key, of_parameter = self._link_key(link, rows, columns), self.turns.of_parameter[link.source]
         costs = self._link_costs(link, rows, columns)
@@ -393,17 +398,9 @@ class SpacePricer:
                 strict=True)], np.int64)
 
     @cached_property
-    def _kind_of(self) -> list[int]:
-        return list(self.site_kinds.tolist())
-
-    @cached_property
-    def _kind_of_link(self) -> list[int]:
-        return list(self.link_kinds.tolist())
-
-    @cached_property
     def link_kinds(self) -> np.ndarray:
         """The same of links."""
-        numbers, sites, turns = dict[object, int](), self._kind_of, self.turns
+        numbers, sites, turns = dict[object, int](), self.site_kinds.tolist(), self.turns
         return np.array([numbers.setdefault(
             (sites[link.source], link.output, sites[link.target], link.position, turns.reads_again(link),
              turns.offloads_copy(link)), len(numbers)) for link in self.space.links], np.int64)

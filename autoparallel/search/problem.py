@@ -15,7 +15,7 @@ memory of its own class. A node that uses memory of two classes, or at two times
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -29,6 +29,7 @@ FORBIDDEN = float("inf")
 Label = tuple[int, ...]
 NOTHING = np.zeros((1, 1))
 Made = TypeVar("Made")
+User = TypeVar("User", bound="Node | Edge")
 
 
 class MemoryLimitError(InfeasibleError):
@@ -131,12 +132,63 @@ class Edge:
             _check_table(owner, "usages", self.usages, finite=True)
 
 
+class Repeats(Sequence[User]):
+    """Nodes, or edges, most of them alike: number i is ``models[which[i]]`` but for what ``own`` says of it, by field.
+
+    Each is made when one is asked for: what is told of all at once (`alike`, `own`) needs none.
+    """
+
+    def __init__(self, models: Sequence[User], which: np.ndarray | None = None, **own: Sequence[Any]) -> None:
+        self.models, self.own = models, own
+        self.which = np.arange(len(models)) if which is None else which
+
+    def followed_by(self, more: Sequence[User]) -> Repeats[User]:
+        """These, and others that are alike to none."""
+        if not more:
+            return self
+        own = {name: [*values, *(getattr(one, name) for one in more)] for name, values in self.own.items()}
+        which = np.concatenate([self.which, len(self.models) + np.arange(len(more))])
+        return Repeats([*self.models, *more], which, **own)
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def __getitem__(self, number):  # type: ignore[no-untyped-def]
+        if isinstance(number, slice):
+            return tuple([self._one(i) for i in range(*number.indices(len(self)))])
+        return self._all[number]
+
+    def __iter__(self) -> Iterator[User]:
+        return iter(self._all)
+
+    def _one(self, number: int) -> User:
+        return unchecked(self.models[self.which[number]], **{name: values[number] for name, values in self.own.items()})
+
+    @cached_property
+    def _all(self) -> tuple[User, ...]:
+        return tuple(map(self._one, range(len(self))))
+
+
+def alike(users: Sequence[User], what: Callable[[User], object]) -> np.ndarray:
+    """What does not differ between nodes, or edges, that are alike: of each."""
+    if isinstance(users, Repeats):
+        return np.array([what(model) for model in users.models], int)[users.which]
+    return np.array([what(user) for user in users], int)
+
+
+def own(users: Sequence[User], field: str) -> np.ndarray:
+    """A field in which nodes, or edges, that are alike may differ: of each."""
+    if isinstance(users, Repeats) and field in users.own:
+        return np.array(users.own[field], np.int64)
+    return np.array([getattr(user, field) for user in users], np.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """Nodes, edges and memory limits in bytes (inf: none): of device class 0, and of classes 1, 2, ..."""
 
-    nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
+    nodes: Sequence[Node]
+    edges: Sequence[Edge]
     limit: float = FORBIDDEN
     name: str = "problem"
     more_limits: tuple[float, ...] = ()
@@ -150,19 +202,22 @@ class Problem:
         for limit in self.limits:
             if not limit >= 0:
                 raise SearchError(f"{self.name}: the limit must be >= 0 bytes (inf: none), not {limit}")
-        users: list[Node | Edge] = [*self.nodes, *self.edges]
-        if strange := {user.device_class for user in users}.difference(range(len(self.limits))):
-            raise SearchError(f"{self.name}: device class {min(strange)} has no limit; there are limits for "
+        classes = self.device_classes
+        if (strange := classes[(classes < 0) | (classes >= len(self.limits))]).size:
+            raise SearchError(f"{self.name}: device class {strange.min()} has no limit; there are limits for "
                               f"classes 0..{len(self.limits) - 1}")
-        sizes = [len(node.costs) for node in self.nodes]
-        for number, edge in enumerate(self.edges):
-            for end in (edge.source, edge.target):
-                if not 0 <= end < len(sizes):
-                    raise SearchError(f"{self.name}: edge {number} names node {end}; there are {len(sizes)} nodes")
-            shape = sizes[edge.source], sizes[edge.target]
-            if edge.costs.shape != shape:
-                raise SearchError(f"{self.name}: edge {number} ({edge.source} -> {edge.target}) has a table of "
-                                  f"{edge.costs.shape} for nodes with {shape} choices")
+        outside = (self.ends < 0) | (self.ends >= len(self.nodes))
+        if outside.any():
+            number, end = np.argwhere(outside)[0]
+            raise SearchError(f"{self.name}: edge {number} names node {self.ends[number, end]}; there are "
+                              f"{len(self.nodes)} nodes")
+        shapes = alike(self.edges, lambda edge: edge.costs.shape).reshape(-1, 2)
+        wrong = np.flatnonzero((shapes != self.sizes[self.ends]).any(axis=1))
+        if len(wrong):
+            edge = self.edges[wrong[0]]
+            sizes = tuple(self.sizes[[edge.source, edge.target]].tolist())
+            raise SearchError(f"{self.name}: edge {wrong[0]} ({edge.source} -> {edge.target}) has a table of "
+                              f"{edge.costs.shape} for nodes with {sizes} choices")
 
     def __getstate__(self) -> dict[str, Any]:
         """The fields only: what was derived from them knows arrays by identity, which a copy has not."""
@@ -175,38 +230,53 @@ class Problem:
                        for edge, table in zip(self.edges, costs[len(nodes):], strict=True)])
         return unchecked(self, nodes=nodes, edges=edges, costs=costs, limit=limit)
 
+    def with_edges(self, edges: Sequence[Edge]) -> Problem:
+        """Others, which differ in what they cost only, and are not checked."""
+        made = unchecked(self, edges=edges)
+        made.__dict__.pop("costs", None)
+        return made
+
     @cached_property
     def sizes(self) -> np.ndarray:
         """Choices of each node."""
-        return np.array([len(node.costs) for node in self.nodes], np.int64)
+        return alike(self.nodes, lambda node: len(node.costs))
 
     @cached_property
     def ends(self) -> np.ndarray:
         """A row (source, target) per edge."""
-        return np.array([(edge.source, edge.target) for edge in self.edges], np.int64).reshape(-1, 2)
+        return np.stack([own(self.edges, "source"), own(self.edges, "target")], axis=1)
 
     @cached_property
     def costs(self) -> Shared:
         """Of the nodes, then of the edges."""
-        return Shared.of([*[node.costs for node in self.nodes], *[edge.costs for edge in self.edges]])
+        return self._shared(lambda user: user.costs)
 
     @cached_property
     def usages(self) -> Shared:
         """Of the nodes, then of the edges; `NOTHING` of an edge that uses no memory."""
-        return Shared.of([*[node.usages for node in self.nodes],
-                          *[NOTHING if edge.usages is None else edge.usages for edge in self.edges]])
+        return self._shared(lambda user: NOTHING if user.usages is None else user.usages)
+
+    def _shared(self, array: Callable[[Node | Edge], np.ndarray]) -> Shared:
+        nodes, edges = (users if isinstance(users, Repeats) else Repeats(users) for users in (self.nodes, self.edges))
+        found = Shared.of(map(array, (*nodes.models, *edges.models)))
+        which = np.concatenate([nodes.which, len(nodes.models) + edges.which])
+        return Shared(found.distinct, found.numbers[which])
 
     @cached_property
     def intervals(self) -> np.ndarray:
         """A row (start, end) per node, then per edge; (0, 0) of an edge that uses no memory."""
-        return np.array([*[node.interval for node in self.nodes],
-                         *[(0, 0) if edge.usages is None else edge.interval for edge in self.edges]],
-                        np.int64).reshape(-1, 2)
+        edges = own(self.edges, "interval").reshape(-1, 2)
+        edges = np.where(alike(self.edges, lambda edge: edge.usages is not None)[:, None], edges, 0)
+        return np.concatenate([own(self.nodes, "interval").reshape(-1, 2), edges])
 
     @cached_property
     def device_classes(self) -> np.ndarray:
-        return np.array([*[node.device_class for node in self.nodes],
-                         *[edge.device_class for edge in self.edges]], np.int64)
+        return np.concatenate([alike(users, lambda user: user.device_class) for users in (self.nodes, self.edges)])
+
+    @property
+    def is_labelled(self) -> bool:
+        """Whether choices are named by a row per axis."""
+        return bool(alike(self.nodes, lambda node: bool(node.labels)).any())
 
     @cached_property
     def profiles(self) -> list[Profile]:

@@ -82,7 +82,7 @@ class Run:
         self._work = min(WORK_CELLS, WORK_CELLS_PER_S * (deadline - start))
         self.reduced = untouched(problem)
         order_s = ORDER_S * (len(problem.nodes) + len(problem.edges))
-        in_haste = order_s > ORDER_SHARE * (deadline - start) and not any(node.labels for node in problem.nodes)
+        in_haste = order_s > ORDER_SHARE * (deadline - start) and not problem.is_labelled
         self.eliminator = Eliminator.none() if in_haste else Eliminator.of(problem)
         self._prices: TimedPrices | None = None
         cells = elimination_cells(self.eliminator, problem)
@@ -135,7 +135,7 @@ class Run:
     def exact(self) -> None:
         """Elimination, with prices for memory; where it is dear, of what a first choice or double recursion, and
         messages, leave of the choices; where it is too wide even so, `wide`."""
-        labelled = any(node.labels for node in self.problem.nodes)
+        labelled = self.problem.is_labelled
         if self._dear and labelled:
             if self._soon and self.can_eliminate and self.unlimited():
                 return
@@ -445,7 +445,7 @@ def lowest_memory(problem: Problem, deadline: float) -> LowestPeak:
 
 def _little_memory(problem: Problem, deadline: float) -> LowestPeak | None:
     """A plan of double recursion that uses little memory, where nodes have labels."""
-    if not any(node.labels for node in problem.nodes):
+    if not problem.is_labelled:
         return None
     found = search_axes(LabelledPricer(replace(problem, limit=0.0)), deadline)
     if found is None:
