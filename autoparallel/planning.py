@@ -194,9 +194,8 @@ def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: 
         0.0 if named else solution.gap, named or solution.stop_reason,
         {**clock.seconds, **{f"search: {k}": v for k, v in solution.seconds.items()}},
     )
-    strategies = {
-        site.name: s.names(label) for site, s, label in zip(space.sites, space.strategies, labels, strict=True)
-    }
+    names, which = pricer.each("names", pricer.site_codes(labels), lambda at: space.strategies[at].names(labels[at]))
+    strategies = {site.name: names[kind] for site, kind in zip(space.sites, which.tolist(), strict=True)}
     prediction = predict(pricer, problem, labels, judged.peak_bytes, stages.sent_bytes(space, labels))
     _check_host(prediction, pricer.prices.cluster)
     return Plan(

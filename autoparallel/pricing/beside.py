@@ -254,7 +254,7 @@ class _Plan:
         if self.space.sites[target].kind != "hub":
             return target
         readers = self.space.readers_of.get(target, ())
-        return min((reader for reader in readers if reader in self.stage_of), default=target)
+        return min((reader for reader in readers if self.stage_of[reader] is not None), default=target)
 
     @cached_property
     def _sums_s(self) -> Mapping[int, float]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 from autoparallel.capture import Node, find_blocks
 from autoparallel.layout import layout_str
 from autoparallel.plans import BlockLayouts
-from autoparallel.rules.space import Label, StrategySet, StrategySpace
+from autoparallel.rules.space import Label, StrategySpace
 
 #: Ops worth a line: those that cost something or join the others.
 _DULL = ("aten.reshape.", "aten.permute.", "aten.expand.", "aten.slice.", "aten.select.", "aten.detach.")
@@ -16,25 +15,30 @@ _DULL = ("aten.reshape.", "aten.permute.", "aten.expand.", "aten.slice.", "aten.
 
 def block_layouts(space: StrategySpace, labels: Sequence[Label]) -> tuple[BlockLayouts, ...]:
     """One entry per distinct block and set of strategies, in execution order; everything outside blocks comes first."""
-    blocks = find_blocks(space.graph)
+    blocks, nodes = find_blocks(space.graph), space.graph.nodes
+    site_of = {site.node: site.index for site in space.sites if site.kind == "op"}
     inside = {index for block in blocks for index in block.nodes}
-    outside = [n.index for n in space.graph.of_kind("op") if n.index not in inside]
+    outside = [index for index in site_of if index not in inside and _is_told(nodes[index])]
     found: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
+    told: dict[int, list[int]] = {}  # which ops of the blocks of a template
+    known: dict[object, tuple[tuple[str, str, str], ...]] = {}
 
-    @cache
-    def told(strategies: StrategySet, label: Label) -> tuple[str, str]:
-        return "·".join(strategies.names(label)), layout_str(strategies.output_layout(label))
-
-    def lines(nodes: Sequence[int], path: str) -> tuple[tuple[str, str, str], ...]:
-        sites = [(index, space.site_named[space.graph.nodes[index].name]) for index in nodes
-                 if _is_told(space.graph.nodes[index])]
-        return tuple((_name(space.graph.nodes[index], path), *told(space.strategies[site], labels[site]))
-                     for index, site in sites)
+    def lines(ops: Sequence[int], path: str) -> tuple[tuple[str, str, str], ...]:
+        both = [(space.strategies[site_of[index]], labels[site_of[index]]) for index in ops]
+        return tuple((_name(nodes[index], path), "·".join(s.names(label)), layout_str(s.output_layout(label)))
+                     for index, (s, label) in zip(ops, both, strict=True))
 
     if outside:
         found[lines(outside, "")] = ["outside blocks"]
     for block in blocks:
-        found.setdefault(lines(block.nodes, block.path), []).append(block.path)
+        if block.template not in told:
+            told[block.template] = [place for place, index in enumerate(block.nodes) if _is_told(nodes[index])]
+        ops = [block.nodes[place] for place in told[block.template]]
+        seen = (block.template, tuple([labels[site_of[index]] for index in ops]),
+                tuple([nodes[index].module_path[len(block.path):] for index in ops]))
+        if seen not in known:
+            known[seen] = lines(ops, block.path)
+        found.setdefault(known[seen], []).append(block.path)
     return tuple(BlockLayouts(tuple(paths), lines) for lines, paths in found.items() if lines)
 
 
