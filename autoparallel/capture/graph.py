@@ -59,14 +59,14 @@ class Ref:
 def _add_refs(value: object, found: list[Ref]) -> None:
     """Those in arguments, which are nested as torch.fx nests them (torch's pytrees find the same, in a few times as
     long)."""
-    if isinstance(value, Ref):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)):
         for one in value:
-            _add_refs(one, found)
-    elif not isinstance(value, PLAIN) and isinstance(value, Mapping):  # asking for a Mapping is slow
-        for one in value.values():
-            _add_refs(one, found)
+            if isinstance(one, Ref):
+                found.append(one)
+            elif not isinstance(one, PLAIN):
+                _add_refs(one, found)
+    elif isinstance(value, Mapping):
+        _add_refs([*value.values()], found)
 
 
 @dataclass(frozen=True)

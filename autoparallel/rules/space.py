@@ -11,7 +11,7 @@ What search prices, the plan records and lowering emits are all these same sites
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -158,6 +158,15 @@ class Spaces:
         return self._made[key]
 
 
+def _counts(graph: OpGraph) -> list[list[int]]:
+    """By node, how often each of its outputs is read."""
+    found = [[0] * len(node.outputs) for node in graph]
+    for node in graph:
+        for ref in node.inputs:
+            found[ref.node][ref.output] += 1
+    return found
+
+
 def _identity_rows(meta: TensorMeta, kinds: str) -> list[Row]:
     placements = [p for p in (INVARIANT, REPLICATE, PARTIAL) if p.kind in kinds]
     placements += [shard(d) for d, size in enumerate(meta.shape) if size > 1]
@@ -179,7 +188,7 @@ class StrategySpace:
         self.links: list[Link] = []
         self.strategies: list[StrategySet] = []
         self._sets: dict[object, StrategySet] = {}
-        self._source: dict[Ref, tuple[int, int]] = {}
+        self._readers, self._source = _counts(graph), list[list[tuple[int, int]]]()  # by node and output
         for node in graph:
             if node.kind == "output":
                 self._add_results()
@@ -208,33 +217,29 @@ class StrategySpace:
             found.setdefault(link.source, []).append(link.target)
         return {source: tuple(targets) for source, targets in found.items()}
 
-    def _add_site(self, strategies: StrategySet, name: str, kind: str, node: int = -1, ref: Ref | None = None,
-                  path: str = "") -> Site:
-        site = Site(len(self.sites), name, kind, node, ref, path)
-        self.sites.append(site)
+    def _add_site(self, strategies: StrategySet, name: str, kind: str, node: int, ref: Ref | None, path: str,
+                  inputs: Sequence[Ref]) -> int:
+        """Its number, once it is there with the links to what it reads."""
+        index, nodes = len(self.sites), self.graph.nodes
+        self.sites.append(Site(index, name, kind, node, ref, path))
         self.strategies.append(strategies)
-        return site
-
-    def _link(self, ref: Ref, target: Site, position: int) -> None:
-        source, output = self._source[ref]
-        self.links.append(Link(source, output, target.index, position, self.graph.nodes[ref.node].outputs[ref.output]))
+        for position, value in enumerate(inputs):
+            source, output = self._source[value.node][value.output]
+            self.links.append(Link(source, output, index, position, nodes[value.node].outputs[value.output]))
+        return index
 
     def _add_node(self, node: Node) -> None:
-        site = self._add_site(self._set_of(node), node.name, node.kind, node.index, path=node.path)
-        for position, ref in enumerate(node.inputs):
-            self._link(ref, site, position)
-        for output, meta in enumerate(node.outputs):
-            ref = Ref(node.index, output)
-            self._source[ref] = (site.index, output)
-            if meta.requires_grad and len(self.graph.consumers.get(ref, ())) > 1:
-                self._add_hub(ref, meta, node)
+        index = self._add_site(self._set_of(node), node.name, node.kind, node.index, None, node.path, node.inputs)
+        self._source.append([(index, output) for output in range(len(node.outputs))])
+        for output, readers in enumerate(self._readers[node.index]):
+            if readers > 1 and node.outputs[output].requires_grad:
+                self._add_hub(Ref(node.index, output), node)
 
-    def _add_hub(self, ref: Ref, meta: TensorMeta, node: Node) -> None:
+    def _add_hub(self, ref: Ref, node: Node) -> None:
+        meta = self.graph.meta(ref)
         name = f"{node.name}:{ref.output}:read" if len(node.outputs) > 1 else f"{node.name}:read"
         strategies = self._shared(("hub", meta), lambda: self._identity(meta, "IRP"))
-        hub = self._add_site(strategies, name, "hub", ref=ref, path=node.path)
-        self._link(ref, hub, 0)
-        self._source[ref] = (hub.index, 0)
+        self._source[ref.node][ref.output] = (self._add_site(strategies, name, "hub", -1, ref, node.path, [ref]), 0)
 
     def _add_results(self) -> None:
         for number, value in enumerate(self.graph.outputs):
@@ -249,12 +254,13 @@ class StrategySpace:
             strategies = self._shared((kind, meta), lambda: self._only_whole(meta))
         else:
             strategies = self._shared((kind, meta), lambda: self._identity(meta, kinds))
-        self._link(ref, self._add_site(strategies, name, kind, ref=ref, path=path), 0)
+        self._add_site(strategies, name, kind, -1, ref, path, [ref])
 
-    def _shared(self, key: object, make: object) -> StrategySet:
-        if key not in self._sets:
-            self._sets[key] = make()  # type: ignore[operator]
-        return self._sets[key]
+    def _shared(self, key: object, make: Callable[[], StrategySet]) -> StrategySet:
+        found = self._sets.get(key)
+        if found is None:
+            found = self._sets[key] = make()
+        return found
 
     def _identity(self, meta: TensorMeta, kinds: str) -> StrategySet:
         return StrategySet(_identity_rows(meta, kinds), [meta], [meta], self.mesh_shape, self.spaces)
@@ -266,14 +272,13 @@ class StrategySpace:
     def _set_of(self, node: Node) -> StrategySet:
         if node.kind == "op":
             return self._shared(("op", self.graph.op_kinds[node.index]), lambda: self._op_set(node))
-        meta = node.outputs[0]
-        if node.kind == "buffer":
-            rows = [Row("I", (), (INVARIANT,))]
-        else:
+        return self._shared((node.kind, node.outputs), lambda: self._stored_set(node.kind, node.outputs[0]))
+
+    def _stored_set(self, kind: str, meta: TensorMeta) -> StrategySet:
+        rows = [Row("I", (), (INVARIANT,))]
+        if kind != "buffer":
             rows = [Row(r.name, (), r.outputs, r.factor) for r in _identity_rows(meta, "I")]
-        return self._shared(
-            (node.kind, meta), lambda: StrategySet(rows, [], [meta], self.mesh_shape, self.spaces)
-        )
+        return StrategySet(rows, [], [meta], self.mesh_shape, self.spaces)
 
     def _op_set(self, node: Node) -> StrategySet:
         rule, known = find_rule(self.graph, node)
