@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -72,7 +71,6 @@ class SpacePricer:
         self.allowed = {**_side_computations(self.space), **(allowed or {})}
         self.axis_names = self.space.axis_names
         self._made: dict[object, Any] = {}
-        self._readers = Counter(k.source for k in self.space.links if self.space.sites[k.target].kind in ("op", "hub"))
 
     @property
     def num_nodes(self) -> int:
@@ -80,11 +78,15 @@ class SpacePricer:
 
     def choices(self, site: int) -> np.ndarray:
         """Choice numbers (into the site's strategies) that pins leave."""
-        found = self.allowed.get(site)
-        return self._all(len(self.space.strategies[site].labels)) if found is None else found
+        return self._choices[site]
 
-    def _all(self, size: int) -> np.ndarray:
-        return self.once(("all", size), lambda: np.arange(size))
+    @cached_property
+    def _choices(self) -> list[np.ndarray]:
+        whole = {size: np.arange(size) for size in {len(s.labels) for s in self.space.strategies}}
+        found = [whole[len(s.labels)] for s in self.space.strategies]
+        for site, left in self.allowed.items():
+            found[site] = left
+        return found
 
     def rows(self, node: int, axis: int) -> Sequence[int]:
         s = self.space.strategies[node]
@@ -100,7 +102,7 @@ class SpacePricer:
 
     def full(self) -> Problem:
         """The problem with every strategy that pins leave."""
-        return self._problem([self.choices(site) for site in range(len(self.space))])
+        return self._problem(self._choices)
 
     def exposing(self, share: tuple[float, float]) -> SpacePricer:
         """The same with another ``exposed``."""
@@ -110,9 +112,8 @@ class SpacePricer:
 
     def full_like(self, problem: Problem) -> Problem:
         """The same, made of that of a pricer which differs by ``exposed`` only: links of parameters cost otherwise."""
-        chosen = [self.choices(site) for site in range(len(self.space))]
-        edges = self._edges(chosen, self._picks(chosen)).followed_by(problem.edges[len(self.space.links):])
-        return problem.with_edges(edges)
+        edges = self._edges(self._choices, self._picks(self._choices))
+        return problem.with_edges(edges.followed_by(problem.edges[len(edges):]))
 
     def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
         """The problem with exactly these labels; labels that a site does not have are left out."""
@@ -185,7 +186,7 @@ class SpacePricer:
         """Kinds that differ otherwise may share costs, or usages."""
         site, s = self.space.sites[index], self.space.strategies[index]
         times, shared = self.turns.op_times(index), self.turns.ranks_with(index)
-        key = (id(s), pick, site.kind, self._readers[index] if site.kind == "hub" else 0)
+        key = (id(s), pick, site.kind, int(self.readers[index]) if site.kind == "hub" else 0)
         costs = self.once(("cost", *key, times, self.turns.offloads(index), shared),
                           lambda: self._site_s(index, times)[numbers])
         usages = self.once(("usage", *key, life.copies), lambda: self.site_bytes(index)[numbers] * life.copies)
@@ -236,7 +237,7 @@ class SpacePricer:
 
     def hub_s(self, index: int) -> np.ndarray:
         """Seconds of adding up the gradients from a value's readers once, by strategy."""
-        s, readers = self.space.strategies[index], self._readers.get(index, 0)
+        s, readers = self.space.strategies[index], int(self.readers[index])
         return self.once(("hub", id(s), readers), lambda: self.prices.sum_s(s, readers))
 
     def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -378,8 +379,13 @@ class SpacePricer:
     @cached_property
     def link_ends(self) -> tuple[np.ndarray, np.ndarray]:
         """The sources and the targets of all links."""
-        ends = np.array([(link.source, link.target) for link in self.space.links], np.int64).reshape(-1, 2)
-        return ends[:, 0], ends[:, 1]
+        return self._links[:, 0], self._links[:, 2]
+
+    @cached_property
+    def _links(self) -> np.ndarray:
+        """A row (source, output, target, position) per link."""
+        columns = list(zip(*self.space.links, strict=True))[:4] or [()] * 4
+        return np.stack([np.array(column, np.int64) for column in columns], axis=1)
 
     @cached_property
     def parameter_links(self) -> np.ndarray:
@@ -389,21 +395,33 @@ class SpacePricer:
     @cached_property
     def site_kinds(self) -> np.ndarray:
         """By site a number, the same for those that work alike: all of their prices are the same."""
-        numbers, turns = dict[object, int](), self.turns
-        return np.array([numbers.setdefault(
-            (id(s), site.kind, stages, count, held, of_parameter, site.index in turns.runs_again,
-             turns.offloads(site.index), self._readers[site.index] if site.kind == "hub" else 0), len(numbers))
-            for site, s, stages, count, held, of_parameter in zip(
-                self.space.sites, self.space.strategies, turns.stages_of, turns.counts, turns.held, turns.of_parameter,
-                strict=True)], np.int64)
+        turns, count = self.turns, len(self.space)
+        facts: list[Sequence[Any] | np.ndarray] = [list(map(id, self.space.strategies)), self.readers,
+                                                   turns.of_parameter]
+        if turns.one_for_all:
+            facts += [turns.counts, turns.held]
+        if not turns.in_one:
+            facts.append(_numbered(turns.stages_of))
+        if turns.hybrid.recompute != "none":
+            facts += [[index in turns.runs_again for index in range(count)], list(map(turns.offloads, range(count)))]
+        return _alike(facts)
 
     @cached_property
     def link_kinds(self) -> np.ndarray:
         """The same of links."""
-        numbers, sites, turns = dict[object, int](), self.site_kinds.tolist(), self.turns
-        return np.array([numbers.setdefault(
-            (sites[link.source], link.output, sites[link.target], link.position, turns.reads_again(link),
-             turns.offloads_copy(link)), len(numbers)) for link in self.space.links], np.int64)
+        turns, links, (sources, outputs, targets, positions) = self.turns, self.space.links, self._links.T
+        facts: list[Sequence[Any] | np.ndarray] = [self.site_kinds[sources], outputs, self.site_kinds[targets],
+                                                   positions]
+        if turns.hybrid.recompute != "none" or turns.hybrid.zero_stage == 3:
+            facts += [list(map(turns.reads_again, links)), list(map(turns.offloads_copy, links))]
+        return _alike(facts)
+
+    @cached_property
+    def readers(self) -> np.ndarray:
+        """How many ops and hubs read what each site makes."""
+        sources, targets = self.link_ends
+        counted = np.array([site.kind in ("op", "hub") for site in self.space.sites], bool)
+        return np.bincount(sources[counted[targets]], minlength=len(self.space))
 
     def _steps(self, link: Link, of_source: Label, of_target: Label) -> Sequence[PricedStep]:
         source = self.space.strategies[link.source].output_layout(of_source, link.output)
@@ -438,6 +456,18 @@ class SpacePricer:
         device, apart = self.prices.cluster.device, self.turns.accumulator_bytes(link.meta) / link.meta.dtype.itemsize
         moved = (1 + 2 * apart if apart else 3) * held
         return self.turns.sums(link) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(link.meta), device)
+
+
+def _alike(facts: Sequence[Sequence[Any] | np.ndarray]) -> np.ndarray:
+    """Numbers: equal for those of which all facts are."""
+    first, *rest = (np.unique(np.asarray(fact), return_inverse=True)[1].reshape(-1) for fact in facts)
+    return reduce(paired, rest, first)
+
+
+def _numbered(values: Sequence[object]) -> list[int]:
+    """Equal values, equal number."""
+    numbers = dict[object, int]()
+    return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:

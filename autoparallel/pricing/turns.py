@@ -88,7 +88,7 @@ class Turns:
         self.counts, self.held = counts or [1] * len(space), held or [1] * len(space)
         self.one_for_all, self._num_sites = held is not None, len(space)
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
-        self._in_one = len(set(self.stages_of)) == 1
+        self.in_one = [*map(len, set(self.stages_of))] == [1]
         self.within = [link for link in space.links if not self._crosses(link)]
         self.first_saver: dict[Value, int] = {}
         self.kept = self._kept_values() if training else frozenset()
@@ -104,7 +104,7 @@ class Turns:
 
     def _crosses(self, link: Link) -> bool:
         """Whether the value is sent to the stage that reads it."""
-        return not self._in_one and self.stages_of[link.target][0] > self.stages_of[link.source][-1]
+        return not self.in_one and self.stages_of[link.target][0] > self.stages_of[link.source][-1]
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -325,7 +325,7 @@ class Turns:
 
     def _over(self, stages: Sequence[int], life: Life) -> Life:
         """A life in the first of several stages, on all their ranks (and those between)."""
-        if len(stages) == 1:
+        if self.in_one or len(stages) == 1:
             return life
         (start, end), copies = life
         shifts = [self._start(stage) - self._start(stages[0]) for stage in stages]
@@ -333,7 +333,11 @@ class Turns:
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage holds at its fullest moment."""
-        return in_flight(self.hybrid, stage)
+        return self._in_flight[stage]
+
+    @cached_property
+    def _in_flight(self) -> list[int]:
+        return [in_flight(self.hybrid, stage) for stage in range(self.hybrid.stages)]
 
     def _always(self, index: int) -> Life:
         start, turn = self._at(index)
@@ -377,8 +381,10 @@ class Turns:
 
     def _inside(self, index: int) -> bool:
         """Whether what the site makes is needed by its block only, and not on the device until that runs backward."""
+        if self.block_of[index] is None or not self._away(index):
+            return False
         outputs = range(len(self.space.strategies[index].output_metas))
-        return self._away(index) and not any((index, o) in self.checkpoints for o in outputs)
+        return not any((index, o) in self.checkpoints for o in outputs)
 
     def _copy_away(self, link: Link) -> bool:
         """Whether a copy that backward needs is made again, or brought back from the host."""
@@ -391,9 +397,11 @@ class Turns:
 
     def _late_of(self, stage: int) -> int:
         h = self.hybrid
+        if h.schedule != "zero_bubble":
+            return 0
         if self.one_for_all and h.recompute != "none":  # the last rank, which puts off most; else part of `held`
             stage = h.pipeline_ranks - 1
-        return min(stage % h.pipeline_ranks, h.micro_batches) if h.schedule == "zero_bubble" else 0
+        return min(stage % h.pipeline_ranks, h.micro_batches)
 
     def _kept_life(self, index: int, inside: bool, gradients: int = 0, saver: int = 0) -> Life:
         """Of what backward needs, of ``saver`` and later ops, and of so many gradients of it.
@@ -473,23 +481,25 @@ class Turns:
 
         What an aliasing op or a hub passes on is its input's memory, so a need of theirs is a need of their input's.
         """
-        space, kept, needs = self.space, set[Value](), {id(s): _Needs.of(s) for s in self.space.strategies}
-        for index in range(len(space.sites) - 1, -1, -1):
-            passes_on, output, inputs = needs[id(space.strategies[index])]
+        space, kept, known = self.space, set[Value](), {id(s): _Needs.of(s) for s in self.space.strategies}
+        needs = [known[id(s)] for s in space.strategies]
+        for index in range(len(needs) - 1, -1, -1):
+            passes_on, output, inputs = needs[index]
             passes_on = passes_on or space.sites[index].kind == "hub"
             if output:
                 kept.add((index, 0))
                 self.first_saver[index, 0] = index
             if not inputs and not (passes_on and (index, 0) in kept):
                 continue
+            saver = self.first_saver.get((index, 0), index) if passes_on else index
             for link in space.links_into.get(index, ()):
                 if passes_on or link.position in inputs:
                     kept.add(("copy", index, link.position))
                     if not self._crosses(link):
                         value = (link.source, link.output)
                         kept.add(value)
-                        saver = self.first_saver.get((index, 0), index) if passes_on else index
-                        self.first_saver[value] = min(saver, self.first_saver.get(value, saver))
+                        before = self.first_saver.get(value, saver)
+                        self.first_saver[value] = saver if saver < before else before
         return frozenset(kept)
 
 
