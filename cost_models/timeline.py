@@ -97,18 +97,20 @@ class _Run:
     """The state of one simulation."""
 
     def __init__(self, tasks: tuple[Task, ...], slowdown: Slowdown) -> None:
+        count = len(tasks)
         self.tasks, self.slowdown = tasks, slowdown
-        self.start_s, self.end_s = [0.0] * len(tasks), [0.0] * len(tasks)
-        self.next_of: dict[int, list[int]] = defaultdict(list)    # tasks that wait for a task
-        self.waits = [0] * len(tasks)
+        self.start_s, self.end_s = [0.0] * count, [0.0] * count
+        self.next_of: list[list[int]] = [[] for _ in tasks]    # tasks that wait for a task
+        self.waits = [0] * count
         last: dict[tuple[int, str], int] = {}
         for number, (duration_s, stream, before, rank, name) in enumerate(tasks):
             if not 0 <= duration_s < float("inf"):
                 raise TimelineError(f"task {number} ({name or stream}): duration_s must not be {duration_s}")
-            if before and not 0 <= min(before) <= max(before) < len(tasks):
+            if before and not 0 <= min(before) <= max(before) < count:
                 raise TimelineError(f"task {number} ({name or stream}) comes after {sorted(before)}, but there are "
-                                    f"{len(tasks)} tasks")
-            if (key := (rank, stream)) in last:
+                                    f"{count} tasks")
+            key = rank, stream
+            if key in last:
                 before = (*before, last[key])
             last[key] = number
             self.waits[number] = len(before)
@@ -117,8 +119,8 @@ class _Run:
         self.left_s = [task.duration_s for task in tasks]
         self.running: dict[int, dict[str, int]] = defaultdict(dict)    # by rank: its busy streams' tasks
         self.changed: set[int] = set()    # ranks whose busy streams have changed
-        self.rate, self.seen_s = [0.0] * len(tasks), [0.0] * len(tasks)    # 0: not started
-        self.turn = [0] * len(tasks)    # how often a task's end was foretold; only the last word counts
+        self.rate, self.seen_s = [0.0] * count, [0.0] * count    # 0: not started
+        self.turn = [0] * count    # how often a task's end was foretold; only the last word counts
         self.events: list[tuple[float, int, int]] = []    # end, task, turn
         self.rates: dict[tuple[str, ...], list[float]] = {}    # by busy streams, of each
 

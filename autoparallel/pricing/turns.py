@@ -481,7 +481,8 @@ class Turns:
 
         What an aliasing op or a hub passes on is its input's memory, so a need of theirs is a need of their input's.
         """
-        space, kept, known = self.space, set[Value](), {id(s): _Needs.of(s) for s in self.space.strategies}
+        space, kept = self.space, set[Value]()
+        known = {key: _Needs.of(s) for key, s in {id(s): s for s in space.strategies}.items()}
         needs = [known[id(s)] for s in space.strategies]
         for index in range(len(needs) - 1, -1, -1):
             passes_on, output, inputs = needs[index]
