@@ -145,6 +145,8 @@ def test_what_is_priced_is_what_runs_in_turns(baseline: str, mesh_shape: tuple[i
     pairs = (*plan.posting.reduced, *plan.posting.gathered)
     early = [pair for pair in pairs if all(map(plan.posting.is_last, pair.steps))]
     assert len(early) == len(ended_together(overlap(reads))) > 0
+    hubs = [way.target for way in plan.ways if space.sites[way.target].kind == "hub"]
+    assert hubs and all(space.sites[plan._first_reader(hub)].kind == "op" for hub in hubs)
 
 
 SHAPES = {"p0": (4, 6), "p1": (6,), "p2": (6, 4), "p3": (4,), "p4": (4, 6)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -396,7 +396,7 @@ class SpacePricer:
     def site_kinds(self) -> np.ndarray:
         """By site a number, the same for those that work alike: all of their prices are the same."""
         turns, count = self.turns, len(self.space)
-        facts: list[Sequence[Any] | np.ndarray] = [list(map(id, self.space.strategies)), self.readers,
+        facts: list[Sequence[Any] | np.ndarray] = [_numbered(map(id, self.space.strategies)), self.readers,
                                                    turns.of_parameter]
         if turns.one_for_all:
             facts += [turns.counts, turns.held]
@@ -464,8 +464,8 @@ def _alike(facts: Sequence[Sequence[Any] | np.ndarray]) -> np.ndarray:
     return reduce(paired, rest, first)
 
 
-def _numbered(values: Sequence[object]) -> list[int]:
-    """Equal values, equal number."""
+def _numbered(values: Iterable[object]) -> list[int]:
+    """Equal values, equal number: in the order in which they come, so that it does not depend on where they lie."""
     numbers = dict[object, int]()
     return [numbers.setdefault(value, len(numbers)) for value in values]
 

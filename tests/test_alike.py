@@ -1,0 +1,105 @@
+"""What is alike is priced, planned and told once: with the same result as one by one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from autoparallel import Cluster
+from autoparallel.capture import capture
+from autoparallel.errors import SearchError
+from autoparallel.hybrid import place_cuts, split_batch, stages_of
+from autoparallel.lower import posting
+from autoparallel.plans import Hybrid
+from autoparallel.pricing import Prices, SpacePricer, Turns, predict
+from autoparallel.pricing.beside import hidden_s
+from autoparallel.rules.space import StrategySpace
+from autoparallel.search import Edge, Node, Problem, evaluate
+from autoparallel.search.problem import Repeats
+from tests.models import CASES
+
+PIPELINE = {"micro_batches": 4, "stages": 2, "pipeline_ranks": 2}
+
+
+class OneByOne(SpacePricer):
+    """Knows no two sites, and no two links, that are alike."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.site_kinds = np.arange(len(self.space))
+        self.link_kinds = np.arange(len(self.space.links))
+
+
+@pytest.mark.parametrize("hybrid", [
+    Hybrid(), Hybrid(recompute="full"), Hybrid(4, recompute="offload"), Hybrid(zero_stage=3, recompute="selective"),
+    Hybrid(2, zero_stage=1), Hybrid(4, zero_stage=2, reduce_dtype="float32"), Hybrid(2, zero_stage=3, recompute="full"),
+    Hybrid(**PIPELINE), Hybrid(**PIPELINE, schedule="zero_bubble", recompute="full"),
+    Hybrid(4, 4, 2, schedule="interleaved"), Hybrid(**{**PIPELINE, "pipeline_ranks": 3}, replicas=(2, 1)),
+    Hybrid(**PIPELINE, recompute="offload", zero_stage=1),
+], ids=lambda h: "-".join(str(value) for value in asdict(h).values() if value))
+@pytest.mark.parametrize("case_name", ["llama", "gpt2"])
+def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+                                                    ) -> None:
+    monkeypatch.setattr(posting, "BUCKET_BYTES", 20_000)
+    case, mesh_shape = CASES[case_name], (2, 2)
+    micro = split_batch(capture(case.build(), *case.inputs(8)), hybrid.micro_batches)
+    space = StrategySpace(micro.body, mesh_shape)
+    cluster = Cluster.load("h100-sxm", num_devices=4 * hybrid.pipeline_ranks)
+    prices = Prices(space, cluster, stages=hybrid.pipeline_ranks)
+    if hybrid.stages > 1:
+        hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid))
+    stages = stages_of(space, micro.loss, hybrid)
+    turns = Turns(space, hybrid, stages.of_sites(len(space)))
+    pricer, other = SpacePricer(prices, turns=turns), OneByOne(prices, turns=turns)
+    assert len(set(pricer.site_kinds.tolist())) < len(space)
+    made, whole = pricer.full(), other.full()
+    for node, alone in zip((*made.nodes, *made.edges), (*whole.nodes, *whole.edges), strict=True):
+        assert np.array_equal(node.costs, alone.costs)
+        assert (node.usages is None) == (alone.usages is None)
+        assert node.usages is None or np.array_equal(node.usages, alone.usages)
+    assert [node.name for node in made.nodes] == [site.name for site in space.sites]
+    assert np.array_equal(made.intervals, whole.intervals) and np.array_equal(made.ends, whole.ends)
+    hiding, alone = (p.exposing((0.5, 0.25)) for p in (pricer, other))
+    for edge, one in zip(hiding.full_like(made).edges, alone.full().edges, strict=True):
+        assert np.array_equal(edge.costs, one.costs)
+    for seed in range(3):
+        draw = random.Random(seed)
+        labels = [draw.choice(pricer.labels(site)) for site in range(len(space))]
+        judged = evaluate(made, pricer.choice_of(labels))
+        sends = stages.sent_bytes(space, labels)
+        told, by_one = (asdict(predict(p, problem, labels, judged.peak_bytes, sends))
+                        for p, problem in ((pricer, made), (other, whole)))
+        uses, used = told.pop("collectives"), by_one.pop("collectives")
+        assert told.pop("repeated_ops") == by_one.pop("repeated_ops")
+        assert told == pytest.approx(by_one, rel=1e-9, abs=1e-12 * judged.objective)
+        assert [tuple(use.values()) for use in uses] == [
+            (*tuple(use.values())[:4], pytest.approx(use["num_bytes"]), pytest.approx(use["seconds"])) for use in used]
+        for rank in range(hybrid.pipeline_ranks):
+            own = hybrid.stages_of(rank)
+            alone_s = hidden_s(other, labels, own)
+            assert hidden_s(pricer, labels, own) == pytest.approx(alone_s, abs=1e-9 * judged.objective)
+        assert pricer.labels_of(pricer.choice_of(labels)) == labels
+
+
+def test_repeated_nodes_and_edges_are_as_if_each_were_made() -> None:
+    two, three = (Node("", np.arange(float(n)), np.ones(n), labels=tuple((i,) for i in range(n))) for n in (2, 3))
+    light, heavy = Edge(0, 1, np.ones((2, 3))), Edge(0, 1, np.zeros((2, 3)), np.full((2, 3), 8.0))
+    nodes = Repeats([two, three], np.array([0, 1, 0, 1]), name=list("abcd"), interval=[(0, 5), (1, 3), (3, 3), (4, 9)])
+    edges = Repeats([light, heavy], np.array([0, 1, 1]), source=[0, 0, 2], target=[1, 3, 3],
+                    interval=[(0, 1), (1, 2), (2, 6)])
+    edges = edges.followed_by([Edge(2, 1, np.ones((2, 3)), np.ones((2, 3)), (0, 4))])
+    problem, made = Problem(nodes, edges, 100.0), Problem(tuple(nodes), tuple(edges), 100.0)
+    assert [node.name for node in problem.nodes] == list("abcd") and problem.nodes[1:3][0].interval == (1, 3)
+    assert (edges[2].source, edges[2].target, edges[2].interval) == (2, 3, (2, 6))
+    for what in ("sizes", "ends", "intervals", "device_classes", "is_labelled"):
+        assert np.array_equal(getattr(problem, what), getattr(made, what))
+    for what in ("costs", "usages"):
+        assert all(a is b for a, b in zip(getattr(problem, what), getattr(made, what), strict=True))
+    assert evaluate(problem, (1, 2, 0, 1)) == evaluate(made, (1, 2, 0, 1))
+    with pytest.raises(SearchError, match=r"edge 0 \(0 -> 2\) has a table of \(2, 3\) for nodes with \(2, 2\)"):
+        Problem(nodes, Repeats([light], np.array([0]), source=[0], target=[2]))
+    with pytest.raises(SearchError, match="edge 1 names node 4; there are 4 nodes"):
+        Problem(nodes, Repeats([light], np.array([0, 0]), source=[0, 0], target=[1, 4]))
