@@ -130,6 +130,16 @@ def autocast_of_layers_without_bias() -> Case:
     return Case(Model(forward, w=nn.Parameter(x(WIDTH, WIDTH)), **parts), around=bfloat16, tolerance=4e-2)
 
 
+@case
+def autocast_of_reading_at_points() -> Case:
+    """Which takes one type only, and not low precision."""
+    def forward(m: Any, x: Tensor) -> Tensor:
+        image, places = m.a(x).unflatten(1, (1, 4, 4)), x.tanh().unflatten(1, (1, 8, 2))
+        return m.b(F.grid_sample(image, places, align_corners=True).flatten(1)).float().square().mean()
+
+    return Case(Model(forward, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(8, 3)), around=bfloat16, tolerance=2e-2)
+
+
 class StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
