@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,6 +55,7 @@ def plan(
     from autoparallel.report import print_report
     from autoparallel.report.study import explanation, sensitivities
 
+    _check_output(output)
     shape = _mesh_shape(mesh)
     count = devices if devices is not None else _product(shape) if shape else 8
     if shape and _product(shape) != count:
@@ -106,7 +108,7 @@ def demo(
 def calibrate(
     output: Annotated[Path, typer.Option(help="write the cluster description (TOML) here")],
     ranks: Annotated[int, typer.Option(min=1, help="local processes, where torchrun did not start any")] = 2,
-    nics_per_host: Annotated[int | None, typer.Option(help="network cards that devices of a host share")] = None,
+    nics_per_host: Annotated[int | None, typer.Option(min=1, help="network cards that devices of a host share")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="measurements of each call")] = 9,
 ) -> None:
     """Measure ops and collectives on the machines at hand, and write a description for --cluster.
@@ -115,6 +117,7 @@ def calibrate(
     """
     from autoparallel import calibration_job
 
+    _check_output(output)
     calibration_job.main(output, ranks, nics_per_host, repeats)
 
 
@@ -146,8 +149,9 @@ def load_model(
         sys.path.insert(0, str(Path.cwd()))
         try:
             factory = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise InputError(f"{source}: {error}; write module:function, the module importable from here") from error
+        except Exception as error:
+            raise InputError(f"{source}: {type(error).__name__}: {error}; write module:function, the module importable "
+                             "from here") from error
         try:
             with torch.device("meta"):
                 made = factory(global_batch, sequence_length)
@@ -160,13 +164,13 @@ def load_model(
         return made
     try:
         data = json.loads(Path(source).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read the config file {source}: {error}") from error
     return _hugging_face(data, source, global_batch, sequence_length, precision)
 
 
 def _hugging_face(
-    data: dict[str, Any], origin: str, batch: int, sequence: int, dtype: Any
+    data: Any, origin: str, batch: int, sequence: int, dtype: Any
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     import torch
 
@@ -174,13 +178,16 @@ def _hugging_face(
         import transformers
     except ImportError as error:
         raise InputError("a Hugging Face config needs transformers: pip install 'autoparallel[models]'") from error
-    if "model_type" not in data:
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise InputError(f"{origin} has no model_type: a Hugging Face config.json is required")
     if data["model_type"] not in transformers.CONFIG_MAPPING:
-        close = difflib.get_close_matches(str(data["model_type"]), list(transformers.CONFIG_MAPPING.keys()))
+        close = difflib.get_close_matches(data["model_type"], list(transformers.CONFIG_MAPPING.keys()))
         raise InputError(f"{origin}: transformers {transformers.__version__} has no model_type {data['model_type']!r}"
                          + (f"; is it one of {close}?" if close else ": write module:function that makes the model"))
-    architecture = (data.get("architectures") or [None])[0]
+    named = data.get("architectures") or [None]
+    if not isinstance(named, list) or not isinstance(named[0], str | None):
+        raise InputError(f"{origin}: architectures is {shown(named)}: give a list with a class of transformers by name")
+    architecture = named[0]
     try:
         config = transformers.AutoConfig.for_model(**{k: v for k, v in data.items() if k != "architectures"})
         config.use_cache = False
@@ -195,11 +202,20 @@ def _hugging_face(
     with torch.device("meta"):
         network = network.to(dtype).train()
         if network.main_input_name == "pixel_values":
-            size = config.image_size
-            images = torch.empty(batch, config.num_channels, size, size, dtype=dtype)
+            size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+            if not isinstance(size, int) or not isinstance(channels, int):
+                raise InputError(f"{origin} says no size of images (image_size is {shown(size)}, num_channels "
+                                 f"{shown(channels)}): give both as numbers, or write module:function")
+            images = torch.empty(batch, channels, size, size, dtype=dtype)
             return network, (), {"pixel_values": images, "labels": torch.zeros(batch, dtype=torch.long)}
         tokens = {k: torch.zeros(batch, sequence, dtype=torch.long) for k in ("input_ids", "labels")}
     return network, (), tokens
+
+
+def _check_output(path: Path | None) -> None:
+    """Raises InputError for a file that cannot be written, before the work of which it tells."""
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise InputError(f"--output {path} cannot be written: give a file in a folder that is there")
 
 
 def _mesh_shape(text: str | None) -> tuple[int, ...] | None:

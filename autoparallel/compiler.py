@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -19,6 +20,7 @@ from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError, SearchError, shown
 from autoparallel.garbage import collected_later
 from autoparallel.hybrid import (
+    MicroBatches,
     blocks_by_stage,
     fewest_recomputed,
     is_uneven,
@@ -53,7 +55,7 @@ def plan(
     model: nn.Module,
     cluster: Cluster | str | Path,
     *,
-    example_inputs: Sequence[Any] = (),
+    example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     mesh_shape: Sequence[int] | None = None,
     axis_names: Sequence[str] | None = None,
@@ -72,11 +74,13 @@ def plan(
     cluster, chosen = check_cluster(cluster), options_of(options)
     check_call(model, example_inputs, example_kwargs)
     check_axes(mesh_shape, axis_names, cluster.num_devices)
+    if not isinstance(joint, bool):
+        raise PlanError(f"joint is {shown(joint)}: give True or False")
     if joint and (axis_names or chosen.baseline):
         raise PlanError("joint=True picks the axes and the plan: leave out axis_names and baseline")
     with nullcontext() if joint else collected_later():
         started = time.process_time()
-        graph = capture(model, example_inputs, example_kwargs or {})
+        graph = capture(model, example_inputs or (), example_kwargs or {})
         captured = time.process_time() - started
         if joint:
             best = _plan_jointly(graph, cluster, mesh_shape, chosen)
@@ -217,10 +221,11 @@ def compile(
     def compile_call(
         model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool
     ) -> Compiled:
-        graph = made_alike("a program", lambda: capture(model, args, kwargs), lambda graph: graph.fingerprint)
         given = None if placed or plain else plan
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype) if plain else hybrid
-        return _compile_call(graph, site, machine, chosen, how, given, placed)
+        micro = made_alike("a program", lambda: split_batch(capture(model, args, kwargs), how.micro_batches),
+                           lambda made: f"{made.whole.fingerprint} {how}")
+        return _compile_call(micro, site, machine, chosen, how, given, placed)
 
     parallel = ParallelModule(model, site, hybrid, compile_call)
     if given:
@@ -239,28 +244,34 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
 
 
 @collected_later()
-def _compile_call(graph: OpGraph, site: MeshSite, cluster: Cluster, options: Options, hybrid: Hybrid,
+def _compile_call(micro: MicroBatches, site: MeshSite, cluster: Cluster, options: Options, hybrid: Hybrid,
                   given: Plan | None, placed: Mapping[str, Layout]) -> Compiled:
     """One call form: rank 0 plans it (or the plan is given), every rank emits its own programs and checks them."""
     from autoparallel.lower import check, emit, order_digest, sum_gradients_in
-    from autoparallel.runtime.agree import agree, decide_once
+    from autoparallel.runtime.agree import decide_once, made_alike
     from autoparallel.runtime.form import Compiled
 
-    micro = split_batch(graph, hybrid.micro_batches)
     space = StrategySpace(micro.body, tuple(site.mesh.shape), site.axis_names)
     found = given or decide_once(lambda: plan_in(space, micro, cluster, options, placed, hybrid))
-    labels = found.labels(space)
-    stages = stages_of(space, micro.loss, found.hybrid)
-    path = Prices(space, cluster, options.optimizer, direct=found.direct, stages=site.pipeline_ranks).path
-    programs = {
-        number: emit(space, labels, path, site.coordinate, site.mesh.device_type, stages.parts[number])
-        for number in found.hybrid.stages_of(site.pipeline_rank)
-    }
-    for program in programs.values():
-        check(program, space, site.coordinate)
-        sum_gradients_in(program, found.hybrid.sum_dtype)
-    agree("an order of collectives", "".join(order_digest(p) for p in programs.values()), site.pipeline_rank)
-    return Compiled(found, space, micro, stages, programs)
+
+    def lowered() -> Compiled:
+        labels = found.labels(space)
+        stages = stages_of(space, micro.loss, found.hybrid)
+        blocks = {name for names in blocks_by_stage(space, stages) for name in names}
+        if unknown := sorted(set(found.hybrid.recompute_blocks or ()) - blocks):
+            raise PlanError(f"the plan recomputes blocks {unknown}, which the model has not; it has {sorted(blocks)}")
+        path = Prices(space, cluster, options.optimizer, direct=found.direct, stages=site.pipeline_ranks).path
+        programs = {
+            number: emit(space, labels, path, site.coordinate, site.mesh.device_type, stages.parts[number])
+            for number in found.hybrid.stages_of(site.pipeline_rank)
+        }
+        for program in programs.values():
+            check(program, space, site.coordinate)
+            sum_gradients_in(program, found.hybrid.sum_dtype)
+        return Compiled(found, space, micro, stages, programs)
+
+    return made_alike("an order of collectives", lowered,
+                      lambda made: "".join(order_digest(p) for p in made.programs.values()), site.pipeline_rank)
 
 
 def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> list[tuple[int, ...]]:
@@ -302,6 +313,9 @@ def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
         if mesh != world:
             raise MeshError(f"{mesh} devices were asked for and the world has {world} ranks: start {mesh} processes")
         shape, names = ((mesh,), ("devices",)) if plan is None else _axes_of(plan)
+        if math.prod(shape) != mesh:
+            raise MeshError(f"the plan is for a mesh of {shape}, and {mesh} devices were asked for: start "
+                            f"{math.prod(shape)} processes, or plan again")
         return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", shape, mesh_dim_names=names)
     if mesh.size() != world:
         raise MeshError(f"the mesh has {mesh.size()} devices {tuple(mesh.shape)} and the world {world} ranks: "

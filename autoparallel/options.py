@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autoparallel.baselines import NAMES
 from autoparallel.errors import (
@@ -117,8 +119,12 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _is_amount(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and float(value) >= 0
+    return _is_number(value) and (0 <= value < 1e300 or value == math.inf)  # what a float can be
 
 
 def _are_counts(value: Any) -> bool:
@@ -156,11 +162,26 @@ _ELSEWHERE = {
 _ERRORS: Mapping[str, type[AutoparallelError]] = {"search": SearchError, "pins": PinError}
 
 
+#: Modules that run on several ranks by themselves.
+PARALLEL = frozenset({"autoparallel.runtime.module.ParallelModule",
+                      "torch.nn.parallel.distributed.DistributedDataParallel",
+                      "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"})
+
+
 def check_call(model: Any, inputs: Any, keywords: Any) -> None:
-    """Raises CaptureError for what is no module, InputError for examples that are no arguments of a call."""
+    """Raises CaptureError for what is no module of one process, InputError for examples that are no arguments."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is {shown(model)}: give an instance of torch.nn.Module; of a function, write a "
                            "module whose forward calls it")
+    for kind in {type(part): None for part in model.modules()}:
+        if issubclass(kind, torch.jit.ScriptModule):
+            raise CaptureError(f"the model has a {kind.__name__} of torch.jit: give the module that it was made of")
+        if not PARALLEL.isdisjoint(f"{base.__module__}.{base.__name__}" for base in kind.__mro__):
+            raise CaptureError(f"the model has a {kind.__name__}, which is on several ranks already: give the module "
+                               "that it was made of")
+    if cut := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
+        raise CaptureError(f"parameters of the model are DTensors already ({', '.join(cut[:3])}): give the model "
+                           "before fully_shard or parallelize_module, with whole parameters")
     if isinstance(inputs, Mapping):
         raise InputError("example_inputs is a mapping: give keyword arguments as example_kwargs")
     if inputs is not None and (isinstance(inputs, (Tensor, str)) or not isinstance(inputs, Sequence)):
@@ -186,7 +207,7 @@ def check_axes(shape: Any, names: Any, num_devices: int) -> None:
             raise ClusterError(f"a mesh of {tuple(shape)} needs {math.prod(shape)} devices, the cluster has "
                                f"{num_devices}: load it with num_devices={math.prod(shape)}")
     if names is not None:
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, Collection) or isinstance(names, str) or not all(isinstance(n, str) for n in names):
             raise MeshError(f"axis_names is {shown(names)}: give one name for each axis, for example ('data', 'model')")
         if len(set(names)) < len(names):
             raise MeshError(f"axis_names {tuple(names)} has a name twice: pins and reports need another for each axis")

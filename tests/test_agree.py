@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -42,6 +43,31 @@ def different_models() -> str:
 def test_ranks_with_different_programs_are_told_not_hung(ranks: Any) -> None:
     for said in ranks(2).run(different_models, timeout_s=60):
         assert said.startswith("ranks [1] have a program other than the first rank's of their group")
+
+
+def an_edited_plan_on_one_rank(rank: int) -> list[str]:
+    """In which nothing is said, or which is of other turns."""
+    import torch.distributed as dist
+
+    x, mesh, said = torch.ones(4, 8), mesh_of(2), []
+    right = autoparallel.compile(nn.Linear(8, 8), mesh, example_inputs=(x,)).plan
+    turns = dataclasses.replace(right.hybrid, micro_batches=2)
+    for wrong in (dataclasses.replace(right, strategies={}), dataclasses.replace(right, hybrid=turns), right):
+        try:
+            autoparallel.compile(nn.Linear(8, 8), mesh, example_inputs=(x,),
+                                 plan=wrong if dist.get_rank() == rank else right)
+            said.append("")
+        except AutoparallelError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_plan_that_one_rank_cannot_run_is_an_error_on_every_rank(ranks: Any) -> None:
+    """The others waited for it until their groups' timeout."""
+    (first, turns, after), (other, too, well) = ranks(2).run(an_edited_plan_on_one_rank, 1, timeout_s=60)
+    assert other == "the plan says nothing about 'weight'" and first == f"on rank 1: {other}"
+    assert turns == too and turns.startswith("ranks [1] have a program other than the first rank's")
+    assert after == well == ""
 
 
 def integers_on_one_rank(rank: int) -> list[str]:

@@ -342,6 +342,70 @@ def test_calls_of_other_types_are_refused_before_they_run(ranks: Any) -> None:
         assert after == "no error"
 
 
+class Holds(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+
+def models_on_ranks_already() -> list[str]:
+    """Given by themselves and as a part; then one that is not."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, x = mesh_of(2), torch.ones(8, 8)
+    ours = autoparallel.compile(nn.Linear(8, 8), mesh, example_inputs=(x,))
+    ddp, fsdp = nn.parallel.DistributedDataParallel(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 8), mesh=mesh)
+    return [message_of(lambda m=model: autoparallel.compile(m, mesh, example_inputs=(x,)))
+            for model in (ours, Holds(ours), ddp, fsdp, Holds(nn.Linear(8, 8)))]
+
+
+def test_models_that_are_on_several_ranks_already(ranks: Any) -> None:
+    """A trace ran their collectives, or what closes process groups."""
+    for own, held, ddp, fsdp, after in ranks(2).run(models_on_ranks_already):
+        assert own == held and own.startswith("CaptureError: the model has a ParallelModule, which is on several ranks")
+        assert ddp.startswith("CaptureError: the model has a DistributedDataParallel") and "was made of" in ddp
+        assert "CaptureError: parameters of the model are DTensors already (weight, bias)" in fsdp, fsdp
+        assert "before fully_shard" in fsdp and after == "no error"
+
+
+def edited_plans() -> list[str]:
+    x = torch.ones(8, 8)
+    plan = autoparallel.compile(nn.Linear(8, 8), mesh_of(2), example_inputs=(x,)).plan
+    blocks = dataclasses.replace(plan.hybrid, recompute="full", recompute_blocks=("layers.7",))
+    wrong = [dataclasses.replace(plan, mesh_shape=(3,)), dataclasses.replace(plan, hybrid=blocks), plan]
+    return [message_of(lambda p=p: autoparallel.compile(nn.Linear(8, 8), 2, example_inputs=(x,), plan=p))
+            for p in wrong]
+
+
+def test_plans_for_another_count_of_devices_or_other_blocks(ranks: Any) -> None:
+    for count, blocks, after in ranks(2).run(edited_plans):
+        assert count.startswith("MeshError: the plan is for a mesh of (3,), and 2 devices were asked for: start 3")
+        assert blocks.startswith("PlanError: the plan recomputes blocks ['layers.7'], which the model has not")
+        assert after == "no error"
+
+
+def conversions() -> list[Any]:
+    """To other types, after the first call and before it."""
+    x = torch.ones(8, 8)
+    parallel = autoparallel.compile(nn.Linear(8, 8), mesh_of(2), example_inputs=(x,))
+    late = autoparallel.compile(nn.Linear(8, 8), mesh_of(2))
+    return [message_of(lambda: parallel.half()), message_of(lambda: parallel.to("meta")),
+            message_of(lambda: parallel.to("cpu").float()), message_of(lambda: parallel(x)),
+            late.bfloat16()(x.bfloat16()).dtype, [p.dtype for p in late.parameters()]]
+
+
+def test_a_parallel_module_is_converted_before_its_first_call_only(ranks: Any) -> None:
+    """After it, ranks failed in the next call, and before it nothing was converted."""
+    for half, meta, same, after, made, parameters in ranks(2).run(conversions):
+        assert half.startswith("InputError: weight is torch.float32 on cpu, and cannot become torch.float16 on cpu")
+        assert "Convert the model before it is called" in half and "init_weights()" in meta
+        assert same == after == "no error"
+        assert made == torch.bfloat16 and parameters == [torch.bfloat16] * 2
+
+
 class Weird(nn.Module):
     """A parameter of its own and no way to initialise it."""
 
@@ -427,9 +491,20 @@ def test_plan_files_that_are_none(tmp_path: Path) -> None:
         (json.dumps({**data, "evidence": {"solver": "x"}}), ("is not a plan of format 2",)),
         (json.dumps({**data, "mesh_shape": 4}), ("is not a plan of format 2",)),
         (json.dumps({**data, "strategies": []}), ("is not a plan of format 2",)),
+        (json.dumps({**data, "mesh_shape": [4]}), ("mesh_shape (4,) and axis_names", "no mesh")),
+        (json.dumps({**data, "mesh_shape": ["2", 2]}), ("mesh_shape[0] is '2', not int",)),
+        (json.dumps({**data, "strategies": {"x": [1]}}), ("strategies['x'][0] is 1, not str",)),
+        (json.dumps({**data, "hybrid": {**data["hybrid"], "micro_batches": "2"}}), ("micro_batches is '2', not int",)),
+        (json.dumps({**data, "hybrid": {**data["hybrid"], "cut": []}}), ("hybrid has", "['cut'] are too many")),
+        (json.dumps({**data, "prediction": {**data["prediction"], "forward_s": None}}), ("forward_s is None",)),
+        ("[" * 5000, (str(file), "is not JSON")),
     ):
         file.write_text(text)
         says(PlanError, *parts, of=lambda: Plan.load(file))
+    for path in (None, 3, b"plan.json", "a\0b"):
+        says(PlanError, "cannot read the plan file", of=lambda p=path: Plan.load(p))  # type: ignore[misc]
+        says(PlanError, "cannot write the plan file", of=lambda p=path: planned().save(p))  # type: ignore[misc]
+    says(PlanError, "plan is None", "Plan.load(path)", of=lambda: Plan.from_json(None))  # type: ignore[arg-type]
 
 
 def wrong_plans(wrong: list[Plan]) -> list[str]:
@@ -528,6 +603,13 @@ def test_unknown_names_list_the_known(call: Callable[[], Any], error: type[Autop
     ({"example_inputs": torch.ones(8, 32)}, InputError, ("type Tensor", "(x,) for one argument x")),
     ({"example_inputs": {"x": torch.ones(8, 32)}}, InputError, ("a mapping", "as example_kwargs")),
     ({"example_kwargs": [torch.ones(8, 32)]}, InputError, ("type list", "a dict of the call's keyword arguments")),
+    ({"example_inputs": None}, CaptureError, ("missing a required argument: 'x'", "takes (x")),
+    ({"example_inputs": (torch.ones(8, 32).to_sparse(),)}, InputError, ("a sparse_coo tensor", "x.to_dense()")),
+    ({"example_inputs": (torch.nested.nested_tensor([torch.ones(8, 32)]),)}, InputError, ("a nested tensor", "a mask")),
+    ({"axis_names": 3}, MeshError, ("axis_names is 3", "('data', 'model')")),
+    ({"joint": "no"}, PlanError, ("joint is 'no'", "True or False")),
+    ({"memory_limit_bytes": 10**400}, PlanError, ("memory_limit_bytes is of type int", "bytes per device")),
+    ({"model": torch.jit.script(nn.Linear(32, 32))}, CaptureError, ("torch.jit", "the module that it was made of")),
     ({"model": torch.relu}, CaptureError, ("relu", "an instance of torch.nn.Module", "whose forward calls it")),
 ])
 def test_options_and_arguments_of_other_kinds(options: dict[str, Any], error: type[AutoparallelError], parts: Any
@@ -625,6 +707,11 @@ def test_a_batch_of_no_samples_has_a_plan(batch: str) -> None:
 
 @pytest.mark.parametrize(("config", "parts"), [
     ([], ("no model_type",)),
+    (3, ("no model_type",)),
+    ({"model_type": ["llama"]}, ("no model_type",)),
+    ({"model_type": "llama", "architectures": "LlamaForCausalLM"}, ("architectures is 'LlamaForCausalLM'", "a list")),
+    ({"model_type": "resnet", "architectures": ["ResNetModel"], "embedding_size": 8, "hidden_sizes": [8],
+      "depths": [1]}, ("image_size is None", "write module:function")),
     ({"model_type": "lama"}, ("no model_type 'lama'", "'llama'")),
     ({"model_type": "llama", "architectures": ["Nope"]}, ("cannot make Nope", "no attribute Nope")),
     ({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 3}, ("cannot make a causal", "multiple of")),
@@ -634,6 +721,26 @@ def test_configs_that_make_no_model(tmp_path: Path, config: Any, parts: Any) -> 
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     says(InputError, str(file), *parts, of=lambda: load_model(str(file), 2, 8, "float32"))
+
+
+def test_files_and_modules_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("broken", "def f(:"), ("raises", "1 / 0")):
+        (tmp_path / f"{name}.py").write_text(text)
+    file = tmp_path / "config.json"
+    file.write_bytes(b"\xd0\xff")
+    for source, part in ((str(file), "cannot read the config file"), ("broken:f", "broken:f: SyntaxError"),
+                         ("raises:f", "raises:f: ZeroDivisionError"), (":f", ":f: ValueError: Empty module name")):
+        says(InputError, part, of=lambda s=source: load_model(s, 2, 8, "float32"))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("command", [["plan", "x.json"], ["calibrate"]])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path, command: list[str]) -> None:
+    """It failed after minutes of measuring or planning."""
+    for output in (tmp_path / "no" / "file", tmp_path):
+        found = CliRunner().invoke(app, [*command, "--output", str(output)])
+        assert isinstance(found.exception, InputError)
+        assert f"--output {output} cannot be written" in str(found.exception)
 
 
 def makes_two(batch: int, length: int) -> Any:
@@ -650,6 +757,11 @@ def test_factories_that_make_no_call() -> None:
     says(InputError, "makes_trouble(2, 8) raised KeyError: 'boom'", "the batch and the sequence length",
          of=lambda: load_model(f"{__name__}:makes_trouble", 2, 8, "float32"))
     says(InputError, "unknown dtype 'int8'", "bfloat16", of=lambda: load_model(f"{__name__}:makes_two", 2, 8, "int8"))
+
+
+def test_calibrate_takes_no_cards_below_one() -> None:
+    found = CliRunner().invoke(app, ["calibrate", "--output", "x.toml", "--nics-per-host", "0"])
+    assert found.exit_code == 2 and "--nics-per-host" in found.output and "Invalid value" in found.output
 
 
 @pytest.mark.parametrize("option", ["--devices", "--global-batch", "--sequence-length"])
@@ -669,21 +781,38 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
 def odd_calls() -> list[str]:
     parallel = autoparallel.compile(nn.Linear(8, 8), mesh_of(2), example_inputs=(torch.ones(4, 8),))
     wrong: Any = parallel
+    full = nn.Linear(8, 8).state_dict()
     return [
         message_of(lambda: parallel(torch.ones(4, 8, device="meta"))),
         message_of(lambda: wrong(torch.ones(4, 8).numpy())),
         message_of(lambda: wrong.shard_batch(3)),
         message_of(lambda: wrong.dataloader(Samples(), 0)),
         message_of(lambda: wrong.load_state_dict(None)),
-        message_of(lambda: wrong.load_state_dict({**nn.Linear(8, 8).state_dict(), "bias": 3})),
-        message_of(lambda: wrong.load_state_dict({**nn.Linear(8, 8).state_dict(), "epoch": 3}, strict=False)),
+        message_of(lambda: wrong.load_state_dict({**full, "bias": 3})),
+        message_of(lambda: wrong.load_state_dict({**full, "epoch": 3}, strict=False)),
+        message_of(lambda: wrong.load_state_dict({**full, "bias": torch.ones(8, device="meta")})),
+        message_of(lambda: wrong.load_state_dict({**full, "bias": torch.ones(8).to_sparse()})),
+        message_of(lambda: parallel(torch.ones(4, 8).to_sparse())),
+        message_of(lambda: wrong.clip_grad_norm_(None)),
+        message_of(lambda: wrong.clip_grad_norm_(1.0, "two")),
+        message_of(lambda: wrong.dataloader(Samples(), 4, sampler=[0])),
+        message_of(lambda: wrong.dataloader(Samples(), 4, batch_sampler=[[0]])),
+        message_of(lambda: [parallel(batch) for batch in parallel.dataloader(Samples(), 4)]),
         message_of(lambda: parallel(torch.ones(4, 8))),
     ]
 
 
 def test_calls_with_what_is_no_tensor(ranks: Callable[[int], Any]) -> None:
     """And calls after them work."""
-    for meta, numpy, batch, loader, state, value, left_out, after in ranks(2).run(odd_calls):
+    for meta, numpy, batch, loader, state, value, left_out, *others, after in ranks(2).run(odd_calls):
+        empty, sparse, call, norm, kind, sampler, batches, bare = others
+        for said, name in ((empty, "bias"), (sparse, "bias")):
+            assert said.startswith("InputError: state dict has tensors on the meta device") and name in said
+        assert "InputError: an input is a sparse_coo tensor" in call and "x.to_dense()" in call
+        assert "InputError: max_norm is None" in norm and "InputError: norm_type is 'two'" in kind
+        for said in (sampler, batches):
+            assert "InputError: torch's DataLoader does not take" in said and "give no sampler" in said
+        assert bare == "no error", "samples that are tensors"
         assert "InputError: an input is on the meta device" in meta and "give real ones" in meta
         assert "CaptureError" in numpy and "numpy.ndarray" in numpy and "This call: (of type ndarray)" in numpy
         assert "InputError: a batch is of type int" in batch and "a tuple of arguments" in batch

@@ -64,11 +64,12 @@ def prices_of(case_name: str, mesh_shape: tuple[int, ...], cluster: str = "h100-
 names = st.text(min_size=1, max_size=8)
 numbers = st.floats(0, 1e30, allow_nan=False)
 USES = st.builds(CollectiveUse, names, names, names, st.integers(0), numbers, numbers)
-PLANS = st.builds(
+MESHES = st.lists(st.tuples(st.integers(1, 64), names), min_size=1, max_size=3)
+PLANS = MESHES.flatmap(lambda axes: st.builds(
     Plan,
     fingerprint=names,
-    mesh_shape=st.lists(st.integers(1, 64), min_size=1, max_size=3).map(tuple),
-    axis_names=st.lists(names, min_size=1, max_size=3).map(tuple),
+    mesh_shape=st.just(tuple(size for size, _ in axes)),
+    axis_names=st.just(tuple(name for _, name in axes)),
     strategies=st.dictionaries(names, st.lists(names, max_size=3).map(tuple), max_size=3),
     cluster=names,
     evidence=st.builds(Evidence, names, numbers, numbers, numbers, names, st.dictionaries(names, numbers, max_size=2)),
@@ -83,7 +84,7 @@ PLANS = st.builds(
         max_size=2,
     ).map(tuple),
     pins=st.dictionaries(names, names, max_size=2),
-)
+))
 
 
 @settings(max_examples=50)

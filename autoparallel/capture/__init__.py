@@ -1,8 +1,8 @@
 """Capture: model -> OpGraph. See README.md."""
 
 from autoparallel.capture.blocks import Block, find_blocks
-from autoparallel.capture.build import call_text, canonical_call, capture
+from autoparallel.capture.build import call_text, canonical_call, capture, refuse_other_layouts
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, op_signature
 
 __all__ = ["Block", "Node", "OpGraph", "Ref", "TensorMeta", "call_text", "canonical_call", "capture", "find_blocks",
-           "op_signature"]
+           "op_signature", "refuse_other_layouts"]

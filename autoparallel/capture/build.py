@@ -6,7 +6,7 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from autoparallel.capture.normalise import normalise
 from autoparallel.capture.precision import ambient, without_autocast
 from autoparallel.capture.repeats import Calls, UnlikeError, find_repeated
 from autoparallel.capture.unfold import unfold
-from autoparallel.errors import CaptureError, shown
+from autoparallel.errors import CaptureError, InputError, shown
 from autoparallel.garbage import collected_later
 
 PLACEHOLDERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "buffer",
@@ -33,6 +33,14 @@ PLACEHOLDERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", In
 def canonical_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The one form of a call: keyword arguments sorted by name, so that their order never matters."""
     return tuple(args), dict(sorted(kwargs.items()))
+
+
+def refuse_other_layouts(leaves: Iterable[Any]) -> None:
+    """Raises InputError for sparse and nested tensors, which have no pieces to give to ranks."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            raise InputError(f"an input is a {kind} tensor: give a dense one, x.to_dense(), or padded and with a mask")
 
 
 def call_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -52,9 +60,10 @@ def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
     """Trace and normalise ``model(*args, **kwargs)``, in the model's present mode (train or eval).
 
     The tensors may be on the meta device; nothing is computed. Raises CaptureError, with the user's source line
-    and the call.
+    and the call, and InputError for tensors that are not dense.
     """
     args, kwargs = canonical_call(args, kwargs or {})
+    refuse_other_layouts(pytree.tree_leaves((args, kwargs)))
     try:
         return _captured(model, args, kwargs)
     except CaptureError as error:

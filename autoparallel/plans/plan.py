@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoparallel.errors import PlanError
+from autoparallel.errors import PlanError, shown
 from autoparallel.plans.hybrid import Hybrid
+from autoparallel.plans.reading import read
 from autoparallel.rules.space import Label, StrategySpace
 
 if TYPE_CHECKING:
@@ -212,59 +213,41 @@ class Plan:
         """Write the plan as JSON. Raises PlanError when the file cannot be written."""
         try:
             Path(path).write_text(self.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"cannot write the plan file {path}: {error.strerror}") from error
+        except (OSError, TypeError, ValueError) as error:
+            raise PlanError(f"cannot write the plan file {path}: {getattr(error, 'strerror', error)}") from error
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan written by `save`. Raises PlanError when it is not one, or of another format version."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"cannot read the plan file {path}: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise PlanError(f"{path} is not JSON: {error}") from error
+        except (OSError, TypeError, ValueError) as error:
+            raise PlanError(f"cannot read the plan file {path}: {getattr(error, 'strerror', error)}") from error
         return Plan.from_json(text, str(path))
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
+        """A plan of what `to_json` gives. Raises PlanError."""
+        if not isinstance(text, (str, bytes)):
+            raise PlanError(f"{origin} is {shown(text)}: give JSON as text, or Plan.load(path) of a file")
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{origin} is not JSON: {error}") from error
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:
             raise PlanError(f"{origin} has plan format version {version!r}, this autoparallel reads {VERSION}: "
                             "plan again")
         try:
-            return _plan_of(data)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            plan: Plan = read(Plan, data)
+            if len(plan.mesh_shape) != len(plan.axis_names) or min(plan.mesh_shape, default=0) < 1:
+                raise PlanError(f"mesh_shape {plan.mesh_shape} and axis_names {plan.axis_names} are no mesh")
+        except PlanError as error:
             raise PlanError(f"{origin} is not a plan of format {VERSION}: {error}") from error
+        return plan
 
 
 def _names(names: tuple[str, ...] | None) -> str:
     return "nothing" if names is None else "·".join(names)
-
-
-def _plan_of(data: dict[str, Any]) -> Plan:
-    prediction = dict(data["prediction"])
-    prediction["collectives"] = tuple(CollectiveUse(**use) for use in prediction["collectives"])
-    prediction["repeated_ops"] = tuple(prediction["repeated_ops"])
-    hybrid: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["hybrid"].items()}
-    blocks = tuple(
-        BlockLayouts(tuple(b["paths"]), tuple((a, s, x) for a, s, x in b["lines"])) for b in data["blocks"]
-    )
-    return Plan(
-        fingerprint=data["fingerprint"],
-        mesh_shape=tuple(data["mesh_shape"]),
-        axis_names=tuple(data["axis_names"]),
-        strategies={name: tuple(rows) for name, rows in data["strategies"].items()},
-        cluster=data["cluster"],
-        evidence=Evidence(**data["evidence"]),
-        prediction=Prediction(**prediction),
-        blocks=blocks,
-        pins=data["pins"],
-        direct=data["direct"],
-        hybrid=Hybrid(**hybrid),
-        version=data["version"],
-    )

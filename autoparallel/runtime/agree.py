@@ -58,15 +58,15 @@ def agree(what: str, mine: str | _Failure, among: int = 0) -> None:
                             "do all ranks compile the same model with the same inputs and options?")
 
 
-def made_alike(what: str, make: Callable[[], T], digest: Callable[[T], str]) -> T:
+def made_alike(what: str, make: Callable[[], T], digest: Callable[[T], str], among: int = 0) -> T:
     """What every rank makes for itself. Raises its own error where it fails, and where others do or differ theirs."""
     try:
         made = make()
     except Exception as error:
         with suppress(AutoparallelError):
-            agree(what, _Failure.of(error))
+            agree(what, _Failure.of(error), among)
         raise
-    agree(what, digest(made))
+    agree(what, digest(made), among)
     return made
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture import precision
+from autoparallel.capture import precision, refuse_other_layouts
 from autoparallel.errors import InputError
 from autoparallel.hybrid import MicroBatches, Stages
 from autoparallel.layout import Layout
@@ -89,6 +89,7 @@ Compile = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], Mapping[str, La
 
 def form_of(leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
     """What of a call's arguments, and of the autocast around it, is fixed when it is traced."""
+    refuse_other_layouts(leaves)
     casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in precision.DEVICES]
     return (str(spec), *map(_form, leaves), *casts)
 

@@ -117,6 +117,9 @@ def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, A
     known, persistent = _names(parallel), set(nn.Module.state_dict(parallel))
     if odd := [name for name, value in state.items() if name in known and not isinstance(value, torch.Tensor)]:
         raise InputError(f"state dict has no tensors for {odd}: only tensors by name are loaded")
+    if empty := [name for name in state if name in known and (state[name].is_meta or state[name].is_sparse)]:
+        raise InputError(f"state dict has tensors on the meta device, or sparse ones, for {empty}: give dense ones, "
+                         "with values")
     missing, unexpected = sorted(persistent - set(state)), sorted(set(state) - known - _names(model))
     if strict and (missing or unexpected):
         raise InputError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; "

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import cached_property
+from numbers import Real
 from types import MethodType
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from autoparallel.capture import call_text, canonical_call
-from autoparallel.errors import CaptureError, InputError
+from autoparallel.errors import CaptureError, InputError, shown
 from autoparallel.layout import Layout
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.runtime import data, groups, initialise
@@ -126,6 +127,9 @@ class ParallelModule(nn.Module):
         As `torch.nn.utils.clip_grad_norm_`, under every plan: pieces, and stages of a pipeline, count together, a
         parameter that several ranks of the pipeline have counts once.
         """
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if not isinstance(value, Real) or not (value > 0 or (value == 0 and name == "max_norm")):
+                raise InputError(f"{name} is {shown(value)}: give a number above 0")
         compiled, site = self._first(), self._state.site
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)
         infinite = norm_type == float("inf")
@@ -151,6 +155,21 @@ class ParallelModule(nn.Module):
         self.training = state.model.training
         for module, part in state.parts.items():
             part.training = module.training
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
+        """Of `to`, `half` and the like: before the first call it is the original's, after it nothing may change."""
+        state = self._state
+        if not state.forms:
+            state.model._apply(fn, recurse)
+            return self
+        for name, value in (*self.named_parameters(), *self.named_buffers()):
+            made = fn(value)
+            if (made.dtype, made.device) != (value.dtype, value.device):
+                raise InputError(f"{name} is {value.dtype} on {value.device}, and cannot become {made.dtype} on "
+                                 f"{made.device}: the program was compiled for what it is\n  Convert the model before "
+                                 "it is called, or give it to autoparallel.compile again; a model on the meta device "
+                                 "gets values by init_weights() or load_state_dict(...).")
         return self
 
     def manual_seed(self, seed: int) -> None:
@@ -190,12 +209,18 @@ class ParallelModule(nn.Module):
         state, layouts = self._state, dict[int, Layout]()
         if state.hybrid.is_plain:
             program = self.trace(*_as_call(batch)).program
-            numbers = pytree.tree_leaves(canonical_call(*_as_call(pytree.tree_unflatten(range(len(leaves)), spec))))
+            numbered = pytree.tree_unflatten(range(len(leaves)), spec)
+            call = _as_call(numbered) if numbered != 0 else ((0,), {})  # a tensor by itself
+            numbers = pytree.tree_leaves(canonical_call(*call))
             layouts = {numbers[int(site.path)]: layout for site, layout
                        in zip(program.placeholders, program.placeholder_layouts, strict=True) if site.kind == "input"}
         rows = data.rows_read(leaves, layouts, state.mesh, batch_size)
         sampler = data.RowSampler(len(cast(Sized, dataset)), batch_size, rows, shuffle, seed)
-        loader = DataLoader(dataset, batch_sampler=cast(Any, sampler), collate_fn=collate_fn, **options)
+        try:
+            loader = DataLoader(dataset, batch_sampler=cast(Any, sampler), collate_fn=collate_fn, **options)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"torch's DataLoader does not take {options}: {error}\n  Which samples are read is "
+                             "decided here: give no sampler, batch_sampler or drop_last.") from error
         return data.ShardedLoader(loader, sampler, layouts, state.mesh, state.device)
 
     def init_weights(self, device: torch.device | str | None = None) -> None:

@@ -1,0 +1,43 @@
+"""Values of JSON as our dataclasses, by their declared types: what does not fit is named by its place."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from autoparallel.errors import PlanError, shown
+
+
+def read(kind: Any, value: Any, where: str = "") -> Any:
+    """``value`` as a ``kind``: a dataclass, tuple, mapping, union or plain type. Raises PlanError."""
+    origin, parts, is_ours = get_origin(kind), get_args(kind), is_dataclass(kind)
+    if is_ours and isinstance(value, dict):
+        hints = _hints(kind)
+        if odd := (value.keys() - hints) or {f.name for f in fields(kind) if f.name not in value and _is_needed(f)}:
+            raise PlanError(f"{where or 'the whole'} has {sorted(value)}: {sorted(odd)} are too many or missing")
+        return kind(**{name: read(hints[name], given, f"{where}.{name}".lstrip(".")) for name, given in value.items()})
+    if origin is types.UnionType and not (value is None and type(None) in parts):
+        return read(next(part for part in parts if part is not type(None)), value, where)
+    if origin is tuple and isinstance(value, list) and (parts[-1] is ... or len(value) == len(parts)):
+        each = [parts[0]] * len(value) if parts[-1] is ... else parts
+        pairs = zip(each, value, strict=True)
+        return tuple(read(part, given, f"{where}[{i}]") for i, (part, given) in enumerate(pairs))
+    if origin is Mapping and isinstance(value, dict):
+        return {name: read(parts[1], given, f"{where}[{name!r}]") for name, given in value.items()}
+    if origin is types.UnionType or type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise PlanError(f"{where or 'the whole'} is {shown(value)}, not {getattr(kind, '__name__', kind)}")
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Types of the fields that travel."""
+    found = get_type_hints(kind, localns={"Study": object})
+    return {f.name: found[f.name] for f in fields(kind) if f.compare}
+
+
+def _is_needed(field: Any) -> bool:
+    return field.compare and field.default is MISSING and field.default_factory is MISSING
