@@ -137,8 +137,8 @@ class _Plan:
         self._times: dict[int, list[tuple[Any, ...]]] = {}
         self.moves = [move for move in pricer.moves(labels) if self.stage_of[move.link.target] is not None]
         first = self._once()
-        for move in self.moves:
-            ways, before = self._ways_of(move), first.get(move.link, 0)
+        for move, before in zip(self.moves, first, strict=True):
+            ways = self._ways_of(move)
             waited[move.link.target] += ways[:before]
             (self.ways if self.turns.of_parameter[move.link.source] else sent[move.link.target]).extend(ways[before:])
         self.reads, by_ops = self._reads(first)
@@ -150,27 +150,27 @@ class _Plan:
         self.sent = {target: ways for target, ways in sent.items() if ways}
         self.waited = {place: ways for place, ways in waited.items() if ways}
 
-    def _once(self) -> dict[Link, int]:
-        """How many steps of each link ZeRO-3 takes before its turns, as `lower.reads.split_reads` has it: those before
+    def _once(self) -> list[int]:
+        """How many steps of each move ZeRO-3 takes before its turns, as `lower.reads.split_reads` has it: those before
         the first that communicates."""
-        found, hubs = dict[Link, int](), set[int]()
-        for link, path, _ in self.moves if self.alike and not self.turns.hybrid.is_plain else ():
+        found, hubs = [0] * len(self.moves), set[int]()
+        for number, (link, path, _) in enumerate(self.moves if self.alike and not self.turns.hybrid.is_plain else ()):
             if self.space.sites[link.source].kind == "parameter" or link.source in hubs:
-                found[link] = sum(1 for _ in itertools.takewhile(lambda s: s.step.forward not in COLLECTIVES, path))
-                if found[link] == len(path) and self.space.sites[link.target].kind == "hub":
+                found[number] = sum(1 for _ in itertools.takewhile(lambda s: s.step.forward not in COLLECTIVES, path))
+                if found[number] == len(path) and self.space.sites[link.target].kind == "hub":
                     hubs.add(link.target)
         return found
 
-    def _reads(self, first: Mapping[Link, int]) -> tuple[list[Read], list[int]]:
-        """As `lower.overlap.reads_of` finds them in the program, but for so many steps of links; of those the last
-        before each op, by number."""
+    def _reads(self, first: Sequence[int]) -> tuple[list[Read], list[int]]:
+        """As `lower.overlap.reads_of` finds them in the program, but for the first so many steps of each move; of those
+        the last before each op, by number."""
         place, names = self._places(first), self.space.axis_names
         found, by_ops = list[Read](), list[int]()
         passed: dict[int, int | None] = {}  # by hub, the last step on the way to it
-        for link, path, _ in self.moves:
+        for (link, path, _), before in zip(self.moves, first, strict=True):
             if self.turns.of_parameter[link.source]:
                 last, meta = passed.get(link.source), link.meta
-                for step, _, elements in path[first.get(link, 0):]:
+                for step, _, elements in path[before:]:
                     kind = kind_of(step.forward, step.backward, meta.requires_grad)
                     found.append(Read(last, kind, names[step.axis], str(meta.dtype),
                                       float(elements * meta.dtype.itemsize) if kind else 0.0, place(link.target)))
@@ -181,11 +181,11 @@ class _Plan:
                     by_ops.append(last)
         return found, by_ops
 
-    def _places(self, first: Mapping[Link, int]) -> Callable[[int], int]:
+    def _places(self, first: Sequence[int]) -> Callable[[int], int]:
         """Where what a site reads must be there (`lower.posting.places`)."""
         if not (self.alike and self.turns.block_end):
             return lambda index: index
-        runs = {move.link.target for move in self.moves if len(move.path) > first.get(move.link, 0)}
+        runs = {move.link.target for move, before in zip(self.moves, first, strict=True) if len(move.path) > before}
         runs |= {site.index for site in self.space.sites if site.kind == "op" and self.stage_of[site.index] is not None}
         return places((index, self.turns.block_of[index]) for index in sorted(runs)).__getitem__
 
