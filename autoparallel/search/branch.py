@@ -20,6 +20,7 @@ from autoparallel.search.merge import Shrunk, shrink
 from autoparallel.search.messages import Messenger, Prices, raise_each, raise_prices
 from autoparallel.search.problem import FORBIDDEN
 from autoparallel.search.program import Program
+from autoparallel.search.shared import Shared
 from autoparallel.search.walk import finite_limit
 
 PROGRAM_CELLS = 25_000
@@ -64,7 +65,7 @@ class _Bounded:
 
 def allowed_cells(compact: Compact) -> int:
     """Cells of tables that are not forbidden."""
-    return sum(int(np.count_nonzero(table < FORBIDDEN)) for table in compact.tables)
+    return int(Shared.of(compact.tables).each(lambda table: float(np.count_nonzero(table < FORBIDDEN))).sum())
 
 
 def memory_groups(compact: Compact) -> dict[int, list[np.ndarray]]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from autoparallel.search.memory import Memory, memory_of
 from autoparallel.search.problem import FORBIDDEN, Problem
+from autoparallel.search.shared import Shared
 
 ROW_ROUNDS = 8
 ROUNDING = 1e-11
@@ -60,6 +61,14 @@ class Compact:
         return np.concatenate([np.zeros(0), *self.costs])
 
     @cached_property
+    def flat_tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Of all distinct tables, one after another; and of each edge, where its table starts, source and target."""
+        tables = Shared.of(self.tables)
+        firsts = np.cumsum([0, *[table.size for table in tables.distinct]])[tables.numbers]
+        sources, targets = np.array(self.ends, np.int64).reshape(-1, 2).T
+        return np.concatenate([np.zeros(0), *[table.ravel() for table in tables.distinct]]), firsts, sources, targets
+
+    @cached_property
     def starts(self) -> np.ndarray:
         """Where each slot's events start."""
         return np.searchsorted(self.events.slots, np.arange(self.firsts[-1] + 1))
@@ -68,7 +77,7 @@ class Compact:
     def around(self) -> list[list[tuple[int, int, np.ndarray]]]:
         """For every node: edge, other end, and the table with this node's choices as rows."""
         found: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in self.costs]
-        turned = contiguous(self.tables, turn=True)
+        turned = Shared.of(self.tables).map(lambda table: np.ascontiguousarray(table.T))
         for e, ((u, v), table, back) in enumerate(zip(self.ends, self.tables, turned, strict=True)):
             found[u].append((e, v, table))
             found[v].append((e, u, back))
@@ -93,7 +102,7 @@ class Compact:
     @cached_property
     def owners(self) -> np.ndarray:
         """The owner of each event's slot."""
-        return np.searchsorted(self.firsts, self.events.slots, side="right") - 1
+        return owners_of(self.events, self.firsts)
 
     @cached_property
     def profiles(self) -> list[Profiles]:
@@ -124,9 +133,10 @@ class Compact:
         return bool((self.load(plan) <= self.room).all())
 
     def cost(self, plan: Sequence[int]) -> float:
-        nodes = sum(float(costs[pick]) for costs, pick in zip(self.costs, plan, strict=True))
-        return self.constant + nodes + sum(float(table[plan[u], plan[v]])
-                                           for (u, v), table in zip(self.ends, self.tables, strict=True))
+        picks, (cells, firsts, sources, targets) = np.asarray(plan, np.int64), self.flat_tables
+        nodes = self.flat_costs[self.firsts[:len(picks)] + picks]
+        edges = cells[firsts + picks[sources] * np.array(self.sizes, np.int64)[targets] + picks[targets]]
+        return self.constant + sum(nodes.tolist()) + sum(edges.tolist())
 
     def slot_prices(self, prices: np.ndarray) -> np.ndarray:
         """Seconds that each slot's memory costs, from seconds per byte at each row."""
@@ -156,9 +166,8 @@ def compact_of(problem: Problem) -> Compact:
     """The same decisions. Raises MemoryLimitError when the least usages alone exceed the limit."""
     memory = memory_of(problem)
     ends = tuple((edge.source, edge.target) for edge in problem.edges)
-    sizes = [len(node.costs) for node in problem.nodes]
-    sizes += [edge.costs.size if memory.uses(memory.num_nodes + e) else 0 for e, edge in enumerate(problem.edges)]
-    firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+    heavy = memory.spans[memory.num_nodes:, 0] < memory.spans[memory.num_nodes:, 1]
+    firsts = np.cumsum([0, *problem.sizes, *np.where(heavy, problem.sizes[problem.ends].prod(axis=1), 0)])
     events, room = _events_of(memory, firsts), memory.room.astype(float)
     if (events.values != np.rint(events.values)).any():  # sums may be rounded otherwise here than by `evaluate`
         room = np.minimum(room, np.maximum(room - ROUNDING * problem.limit, 0.0))  # the least fits in any case
@@ -167,29 +176,33 @@ def compact_of(problem: Problem) -> Compact:
 
 
 def _events_of(memory: Memory, firsts: np.ndarray) -> Events:
-    users = np.flatnonzero(memory.spans[:, 0] < memory.spans[:, 1]).tolist()
-    if not users:
-        return merged(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), 0)
-    values = np.concatenate([memory.extra[user].ravel() for user in users])
-    counts = np.array([memory.extra[user].size for user in users])
-    slots = np.concatenate([np.arange(firsts[user], firsts[user] + memory.extra[user].size) for user in users])
+    users = np.flatnonzero(memory.spans[:, 0] < memory.spans[:, 1])
+    counts = firsts[users + 1] - firsts[users]
+    slots = np.arange(int(counts.sum())) + np.repeat(firsts[users] - (np.cumsum(counts) - counts), counts)
+    values = np.concatenate([np.zeros(0), *[extra.ravel() for extra in memory.extra[users]]])
     spans = np.repeat(memory.spans[users], counts, axis=0)
-    return merged(np.tile(slots, 2), np.concatenate([spans[:, 0], spans[:, 1]]), np.concatenate([values, -values]),
-                  len(memory.room))
+    return merged(np.repeat(slots, 2), spans.ravel(), np.stack([values, -values], axis=1).ravel(), len(memory.room))
+
+
+def owners_of(events: Events, firsts: np.ndarray) -> np.ndarray:
+    """The owner of each event's slot."""
+    return np.repeat(np.arange(len(firsts) - 1), np.diff(np.searchsorted(events.slots, firsts)))
 
 
 def merged(slots: np.ndarray, rows: np.ndarray, values: np.ndarray, num_rows: int) -> Events:
     """One event per slot and row, none of 0 bytes, none after the last row."""
-    inside = (rows < num_rows) & (values != 0)
-    key, values = slots[inside] * (num_rows + 1) + rows[inside], values[inside]
-    if (key[1:] >= key[:-1]).all():
-        new = np.append(True, key[1:] != key[:-1])[:len(key)]
-        key, where = key[new], np.cumsum(new) - 1
-    else:
-        key, where = np.unique(key, return_inverse=True)
-    total = np.bincount(where, values, len(key))
-    key, total = key[total != 0], total[total != 0]
-    return Events(key // (num_rows + 1), key % (num_rows + 1), total)
+    kept = np.flatnonzero((rows < num_rows) & (values != 0))
+    slots, rows, values = slots[kept], rows[kept], values[kept]
+    key = slots * (num_rows + 1) + rows
+    if not (key[1:] >= key[:-1]).all():
+        order = np.argsort(key, kind="stable")
+        slots, rows, values, key = slots[order], rows[order], values[order], key[order]
+    new = np.append(True, key[1:] != key[:-1])[:len(key)]
+    if not new.all():
+        values = np.bincount(np.cumsum(new) - 1, values)
+        heads = np.flatnonzero(new)[values != 0]
+        slots, rows, values = slots[heads], rows[heads], values[values != 0]
+    return Events(slots, rows, values)
 
 
 class Profiles(NamedTuple):
@@ -214,7 +227,7 @@ class Profiles(NamedTuple):
 def profiles_of(events: Events, firsts: np.ndarray) -> Iterator[Profiles]:
     if not len(events.slots):
         return
-    owners = np.searchsorted(firsts, events.slots, side="right") - 1
+    owners = owners_of(events, firsts)
     stride = int(events.rows.max()) + 1
     keys, at = np.unique(owners * stride + events.rows, return_inverse=True)
     begins = np.flatnonzero(np.diff(keys // stride, prepend=-1))
@@ -234,15 +247,6 @@ def profiles_of(events: Events, firsts: np.ndarray) -> Iterator[Profiles]:
             events.values[inside])
         rows = keys[begins[these][:, None] + np.arange(width)] % stride
         yield Profiles(users[these], rows, counts, starts, slots, np.cumsum(usage, axis=1, out=usage))
-
-
-def contiguous(tables: Sequence[np.ndarray], turn: bool = False) -> tuple[np.ndarray, ...]:
-    """Row by row in memory, and transposed where asked; what was shared stays shared."""
-    known: dict[int, np.ndarray] = {}
-    for table in tables:
-        if id(table) not in known:
-            known[id(table)] = np.ascontiguousarray(table.T if turn else table)
-    return tuple(known[id(table)] for table in tables)
 
 
 def normalised(events: Events, firsts: np.ndarray, room: np.ndarray) -> tuple[Events, np.ndarray, np.ndarray]:
@@ -274,7 +278,7 @@ def _fewer_rows(events: Events, firsts: np.ndarray, room: np.ndarray, kept: np.n
     """Leave out rows that are not kept, and then those that the row before or after them implies."""
     numbers = np.arange(len(room))
     for _ in range(ROW_ROUNDS):
-        at = np.searchsorted(np.flatnonzero(kept), events.rows)
+        at = (np.cumsum(kept) - kept)[events.rows]
         room, numbers = room[kept], numbers[kept]
         events = merged(events.slots, at, events.values, len(room))
         kept = ~_implied(events, firsts, room)
@@ -294,7 +298,7 @@ def moved_prices(prices: np.ndarray, old: Compact, new: Compact) -> np.ndarray:
 def _implied(events: Events, firsts: np.ndarray, room: np.ndarray) -> np.ndarray:
     """Rows whose load can exceed that of a neighbouring row by no more than the room does."""
     count = len(room)
-    owners = np.searchsorted(firsts, events.slots, side="right") - 1
+    owners = owners_of(events, firsts)
     key, where = np.unique(owners * (count + 1) + events.rows, return_inverse=True)
     rise, fall = np.zeros(len(key)), np.zeros(len(key))
     np.maximum.at(rise, where, events.values)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoparallel.search.compact import ROUNDING, Compact, contiguous, moved, normalised
+from autoparallel.search.compact import ROUNDING, Compact, moved, normalised
 from autoparallel.search.problem import FORBIDDEN
+from autoparallel.search.shared import Shared
 
 FOLDED_CELLS = 20_000
 ROUNDS = 4
@@ -26,13 +28,79 @@ PAIRWISE = 200_000
 ONE = np.zeros((1, 1))
 
 
+class _Facts(NamedTuple):
+    """Of a table: whether rows decide columns, and columns rows; which rows, columns, allow anything (None: all)."""
+
+    decides: bool
+    decided: bool
+    rows: _Array | None
+    columns: _Array | None
+    whole: bool
+
+
+class _Array:
+    """An array that many share, with what is known of it: what is worked out of it is worked out once."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @cached_property
+    def facts(self) -> _Facts:
+        allowed = self.values < FORBIDDEN
+        if np.logical_and.reduce(allowed, axis=None):
+            return _Facts(allowed.shape[1] == 1, allowed.shape[0] == 1, None, None, True)
+        by_row, by_column = np.add.reduce(allowed, axis=1), np.add.reduce(allowed, axis=0)
+        return _Facts(bool(by_row.max() <= 1), bool(by_column.max() <= 1), _some(by_row > 0), _some(by_column > 0),
+                      False)
+
+    @cached_property
+    def allowed(self) -> _Array | None:
+        """Which of these costs are allowed; None: all."""
+        return _some(self.values < FORBIDDEN)
+
+    @cached_property
+    def parts(self) -> tuple[_Array, _Array] | None:
+        """What rows cost and what columns cost, if this table is the sum of these."""
+        table = self.values
+        if (self.facts.whole and table[-1, -1] - table[-1, 0] == table[0, -1] - table[0, 0]
+                and np.logical_and.reduce(table - table[:, :1] == table[0] - table[0, 0], axis=None)):
+            return _Array(table[:, 0]), _Array(table[0] - table[0, 0])
+        return None
+
+    @cached_property
+    def picks(self) -> _Array:
+        """The column that each row allows."""
+        return _Array((self.values < FORBIDDEN).argmax(axis=1))
+
+    @cached_property
+    def least(self) -> np.ndarray:
+        """The least of each row."""
+        found: np.ndarray = np.minimum.reduce(self.values, axis=1)
+        return found
+
+
+def _some(kept: np.ndarray) -> _Array | None:
+    """Which are kept; None: all."""
+    return None if np.logical_and.reduce(kept) else _Array(np.flatnonzero(kept))
+
+
+def _each(arrays: Iterable[np.ndarray]) -> list[_Array]:
+    """What is one array is one here."""
+    shared = Shared.of(arrays)
+    made = [_Array(array) for array in shared.distinct]
+    return [made[number] for number in shared.numbers.tolist()]
+
+
 class _Follows(NamedTuple):
     """``node`` takes ``picks[i]`` where ``leader`` takes ``when[i]`` (ascending)."""
 
     node: int
     leader: int
-    when: np.ndarray
-    picks: np.ndarray
+    when: _Array
+    picks: _Array
 
 
 class _Folded(NamedTuple):
@@ -40,93 +108,63 @@ class _Folded(NamedTuple):
 
     node: int
     neighbours: tuple[int, ...]
-    whens: tuple[np.ndarray, ...]
+    whens: tuple[_Array, ...]
     picks: np.ndarray
 
 
 class _Once:
-    """What is worked out of arrays, once for all that share them; repeated blocks do, before merging and after."""
+    """What is worked out of several arrays, once for all that share them: repeated blocks do, also while they merge."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[tuple[np.ndarray, ...], Any]] = {}
+        self._known: dict[tuple[object, ...], Any] = {}
+        self._turned: dict[_Array, _Array] = {}
 
-    def __call__(self, what: Callable[..., Any], *arrays: np.ndarray) -> Any:
-        key = (what, *map(id, arrays))
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = arrays, what(*arrays)  # kept alive, so that no other gets its id
-        return known[1]
+    def __call__(self, what: Callable[..., Any], *arrays: _Array) -> Any:
+        key = what, *arrays
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = what(*arrays)
+        return found
 
-    def turned(self, table: np.ndarray) -> np.ndarray:
+    def turned(self, table: _Array) -> _Array:
         """The transpose, whose transpose is the table itself."""
-        key = np.transpose, id(table)
-        if key not in self._known:
-            turned = table.T
-            self._known[key] = (table,), turned
-            self._known[np.transpose, id(turned)] = (turned,), table
-        found: np.ndarray = self._known[key][1]
+        found = self._turned.get(table)
+        if found is None:
+            found = self._turned[table] = _Array(table.values.T)
+            self._turned[found] = table
         return found
 
 
-class _Facts(NamedTuple):
-    """Of a table: whether rows decide columns, and columns rows; which rows, columns, allow anything (None: all)."""
-
-    decides: bool
-    decided: bool
-    rows: np.ndarray | None
-    columns: np.ndarray | None
+def _rows(table: _Array, rows: _Array) -> _Array:
+    return _Array(table.values[rows.values])
 
 
-def _facts(table: np.ndarray) -> _Facts:
-    allowed = table < FORBIDDEN
-    if allowed.all():
-        return _Facts(table.shape[1] == 1, table.shape[0] == 1, None, None)
-    by_row, by_column = np.add.reduce(allowed, axis=1), np.add.reduce(allowed, axis=0)
-    return _Facts(bool(by_row.max() <= 1), bool(by_column.max() <= 1), _some(by_row > 0), _some(by_column > 0))
+def _sum(one: _Array, other: _Array) -> _Array:
+    return _Array(one.values + other.values)
 
 
-def _some(kept: np.ndarray) -> np.ndarray | None:
-    """Which are kept; None: all."""
-    return None if kept.all() else np.flatnonzero(kept)
-
-
-def _allowed(costs: np.ndarray) -> np.ndarray | None:
-    return _some(costs < FORBIDDEN)
-
-
-def _rows(table: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    return table[rows]
-
-
-def _separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """A table that is a sum of what its rows cost and what its columns cost, as these; None: it is none."""
-    if (table < FORBIDDEN).all() and (table - table[:, :1] == table[0] - table[0, 0]).all():
-        return table[:, 0], table[0] - table[0, 0]
-    return None
-
-
-def _picks(table: np.ndarray) -> np.ndarray:
-    """The column that each row allows."""
-    return (table < FORBIDDEN).argmax(axis=1)
-
-
-def _led(leader: np.ndarray, table: np.ndarray, follower: np.ndarray, picks: np.ndarray) -> np.ndarray:
+def _led(leader: _Array, table: _Array, follower: _Array) -> _Array:
     """A leader's costs with those of what follows it."""
-    return leader + table[np.arange(len(picks)), picks] + follower[picks]
+    return _Array(leader.values + table.least + follower.values[table.picks.values])
 
 
-def _with_first(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
-    return costs + table[0]
+def _with_first(costs: _Array, table: _Array) -> _Array:
+    return _Array(costs.values + table.values[:, 0])
 
 
-def _minimised(choices: np.ndarray, costs: np.ndarray, *tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _minimised(choices: _Array, costs: _Array, *tables: _Array) -> tuple[_Array, np.ndarray]:
     """What a node and its tables cost at least, and the choice that does, by its neighbours' choices."""
-    total = costs
+    total = costs.values
     if len(tables) == 1:
-        total = total[:, None] + tables[0]
+        total = total[:, None] + tables[0].values
     elif len(tables) == 2:
-        total = (total[:, None] + tables[0])[:, :, None] + tables[1][:, None]
-    return total.min(axis=0), choices[total.argmin(axis=0)]
+        total = (total[:, None] + tables[0].values)[:, :, None] + tables[1].values[:, None]
+    return _Array(total.min(axis=0)), choices.values[total.argmin(axis=0)]
+
+
+def _among(when: _Array, picks: _Array) -> _Array:
+    """Where each pick is among these (ascending)."""
+    return _Array(np.searchsorted(when.values, picks.values))
 
 
 class Merger:
@@ -137,12 +175,12 @@ class Merger:
     """
 
     def __init__(self, compact: Compact) -> None:
-        self.costs = list(compact.costs)
+        self.costs = _each(compact.costs)
         self.uses = compact.uses.tolist()
         self._once = _Once()
-        whole = {size: np.arange(size) for size in set(compact.sizes)}
+        whole = {size: _Array(np.arange(size)) for size in set(compact.sizes)}
         self.choices = [whole[size] for size in compact.sizes]
-        self.near: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
+        self.near: list[dict[int, _Array]] = [{} for _ in self.costs]
         self.alive = [True] * len(self.costs)
         self.constant = compact.constant
         self.feasible = True
@@ -150,21 +188,24 @@ class Merger:
         self._weight = [1] * len(self.costs)
         self._nodes = list(range(len(self.costs)))
         self._pairs: list[tuple[int, int]] = []
-        for (u, v), table in zip(compact.ends, compact.tables, strict=True):
+        for (u, v), table in zip(compact.ends, _each(compact.tables), strict=True):
             self._join(u, v, table)
 
     def run(self) -> None:
         """Merge and fold until nothing changes, or until no choice is left (``feasible`` turns False)."""
-        while (self._nodes or self._pairs) and self.feasible:
-            if self._pairs:
-                u, v = self._pairs.pop()
-                if v in self.near[u]:
+        nodes, pairs, near, alive = self._nodes, self._pairs, self.near, self.alive
+        while (nodes or pairs) and self.feasible:
+            if pairs:
+                u, v = pairs.pop()
+                if v in near[u]:
                     self._check_pair(u, v)
             else:
-                self._check_node(self._nodes.pop())
+                v = nodes.pop()
+                if alive[v]:
+                    self._check_node(v)
         self._once = _Once()
 
-    def keep(self, v: int, rows: np.ndarray) -> None:
+    def keep(self, v: int, rows: _Array) -> None:
         """Leave only these positions of v's choices (ascending)."""
         self.feasible = self.feasible and len(rows) > 0
         once = self._once
@@ -176,102 +217,107 @@ class Merger:
     def roots(self) -> list[int]:
         return [v for v, alive in enumerate(self.alive) if alive]
 
-    def followers(self) -> dict[int, tuple[int, np.ndarray]]:
+    def followers(self) -> dict[int, tuple[int, _Array]]:
         """For every merged or surviving node: its root, and its original choice for each of the root's."""
         found = {v: (v, self.choices[v]) for v in self.roots()}
         once = _Once()
         for entry in reversed(self._log):
-            if isinstance(entry, _Follows) and entry.leader in found:
-                root, picks = found[entry.leader]
-                found[entry.node] = root, once(_rows, entry.picks, once(np.searchsorted, entry.when, picks))
+            if isinstance(entry, _Follows) and (led := found.get(entry.leader)) is not None:
+                root, picks = led
+                at = entry.picks if picks is entry.when else once(_rows, entry.picks, once(_among, entry.when, picks))
+                found[entry.node] = root, at
         return found
 
     def restore(self, picks: dict[int, int]) -> tuple[int, ...]:
         """The original plan, from the position of each root's choice in ``choices``."""
         plan = [0] * len(self.costs)
         for v, pick in picks.items():
-            plan[v] = int(self.choices[v][pick])
+            plan[v] = int(self.choices[v].values[pick])
+        follows: dict[tuple[_Array, _Array], dict[int, int]] = {}
         for entry in reversed(self._log):
             if isinstance(entry, _Follows):
-                plan[entry.node] = int(entry.picks[np.searchsorted(entry.when, plan[entry.leader])])
+                key = entry.when, entry.picks
+                if (taken := follows.get(key)) is None:
+                    taken = follows[key] = dict(zip(*(one.values.tolist() for one in key), strict=True))
+                plan[entry.node] = taken[plan[entry.leader]]
             else:
-                at = tuple(int(np.searchsorted(when, plan[w]))
+                at = tuple(int(np.searchsorted(when.values, plan[w]))
                            for w, when in zip(entry.neighbours, entry.whens, strict=True))
                 plan[entry.node] = int(entry.picks[at])
         return tuple(plan)
 
-    def _join(self, u: int, v: int, table: np.ndarray) -> None:
-        self._set(u, v, self._once(np.add, table, self.near[u][v]) if v in self.near[u] else table)
+    def _join(self, u: int, v: int, table: _Array) -> None:
+        known = self.near[u].get(v)
+        self._set(u, v, table if known is None else self._once(_sum, table, known))
 
-    def _set(self, u: int, v: int, table: np.ndarray) -> None:
+    def _set(self, u: int, v: int, table: _Array) -> None:
         self.near[u][v], self.near[v][u] = table, self._once.turned(table)
-        self._pairs.append((min(u, v), max(u, v)))
+        self._pairs.append((u, v) if u < v else (v, u))
 
-    def _part(self, u: int, v: int) -> np.ndarray:
-        """Take the table between u (rows) and v away."""
+    def _part(self, u: int, v: int) -> _Array:
+        """Take the table between u (rows), which goes on, and v away."""
         del self.near[v][u]
-        self._nodes += (u, v)
+        self._nodes.append(u)
         return self.near[u].pop(v)
 
     def _check_pair(self, u: int, v: int) -> None:
         table = self.near[u][v]
-        u_decides, v_decides, rows, columns = self._once(_facts, table)
+        u_decides, v_decides, rows, columns, _ = table.facts
         if u_decides and v_decides and self._weight[u] < self._weight[v]:
             u_decides = False
         if u_decides:
-            self._follow(v, u)
+            self._follow(v, u, rows)
         elif v_decides:
-            self._follow(u, v)
+            self._follow(u, v, columns)
         elif rows is not None:
             self.keep(u, rows)
         elif columns is not None:
             self.keep(v, columns)
-        elif (parts := self._once(_separate, table)) is not None:
+        elif (parts := table.parts) is not None:
             self._part(u, v)
-            self.costs[u], self.costs[v] = (self._once(np.add, self.costs[w], part)
+            self._nodes.append(v)
+            self.costs[u], self.costs[v] = (self._once(_sum, self.costs[w], part)
                                             for w, part in zip((u, v), parts, strict=True))
 
-    def _follow(self, v: int, leader: int) -> None:
-        """Merge v into a leader each of whose choices leaves v at most one."""
-        once, table = self._once, self.near[leader][v]
-        possible = once(_facts, table).rows
+    def _follow(self, v: int, leader: int, possible: _Array | None) -> None:
+        """Merge v into a leader each of whose choices (those that are possible; None: all) leaves v one."""
         if possible is not None:
             self.keep(leader, possible)
             return
-        picks = once(_picks, self._part(leader, v))
-        self.costs[leader] = once(_led, self.costs[leader], table, self.costs[v], picks)
+        once, table = self._once, self._part(leader, v)
+        picks = table.picks
+        self.costs[leader] = once(_led, self.costs[leader], table, self.costs[v])
         self._log.append(_Follows(v, leader, self.choices[leader], once(_rows, self.choices[v], picks)))
         for w in list(self.near[v]):
-            self._join(leader, w, once(_rows, self._part(v, w), picks))
+            self._join(leader, w, once(_rows, once.turned(self._part(w, v)), picks))
         self.alive[v] = False
         self.uses[leader] = self.uses[leader] or self.uses[v]
         self._weight[leader] += self._weight[v]
 
     def _check_node(self, v: int) -> None:
-        if not self.alive[v]:
-            return
-        allowed = self._once(_allowed, self.costs[v])
+        allowed = self.costs[v].allowed
         if allowed is not None:
             self.keep(v, allowed)
         elif len(self.costs[v]) == 1 and self.near[v]:
+            self._nodes.append(v)
             for w in list(self.near[v]):
-                self.costs[w] = self._once(_with_first, self.costs[w], self._part(v, w))
+                self.costs[w] = self._once(_with_first, self.costs[w], self._part(w, v))
         elif not self.uses[v] and len(self.near[v]) <= 2:
             self._fold(v)
 
     def _fold(self, v: int) -> None:
         """Minimise v out: its costs and tables become a constant, costs of one neighbour, or a table between two."""
         neighbours = tuple(self.near[v])
-        if math.prod(self.near[v][w].shape[1] for w in neighbours) > FOLDED_CELLS:
+        if math.prod(self.near[v][w].values.shape[1] for w in neighbours) > FOLDED_CELLS:
             return
-        tables = [self._part(v, w) for w in neighbours]
+        tables = [self._once.turned(self._part(w, v)) for w in neighbours]
         least, picks = self._once(_minimised, self.choices[v], self.costs[v], *tables)
         self._log.append(_Folded(v, neighbours, tuple(self.choices[w] for w in neighbours), picks))
         self.alive[v] = False
         if not neighbours:
-            self.constant += float(least)
+            self.constant += float(least.values)
         elif len(neighbours) == 1:
-            self.costs[neighbours[0]] = self._once(np.add, self.costs[neighbours[0]], least)
+            self.costs[neighbours[0]] = self._once(_sum, self.costs[neighbours[0]], least)
         else:
             self._join(neighbours[0], neighbours[1], least)
 
@@ -297,7 +343,7 @@ class Shrunk:
 
     def origin(self, outer: Shrunk) -> list[tuple[int, np.ndarray]]:
         """For every node, its node and its choices in ``outer``, which this was shrunk from (in steps)."""
-        found = [(v, self.merger.choices[v]) for v in self.roots]
+        found = [(v, self.merger.choices[v].values) for v in self.roots]
         if self.outer is None or self.outer is outer:
             return found
         above = self.outer.origin(outer)
@@ -308,7 +354,7 @@ class Shrunk:
         outer = plan if self.outer is None else self.outer.forward(plan)
         found = []
         for v in self.roots:
-            choices = self.merger.choices[v]
+            choices = self.merger.choices[v].values
             at = int(np.searchsorted(choices, outer[v]))
             found.append(at if at < len(choices) and choices[at] == outer[v] else 0)
         return tuple(found)
@@ -394,7 +440,7 @@ def _over_together(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, 
 
 def _merge(compact: Compact, kept: Sequence[np.ndarray] | None, outer: Shrunk | None) -> Shrunk:
     merger = Merger(compact)
-    for v, rows in enumerate(kept or ()):
+    for v, rows in enumerate(_each(kept or ())):
         if len(rows) < len(merger.choices[v]):
             merger.keep(v, rows)
     merger.run()
@@ -413,19 +459,21 @@ def _what_is_left(compact: Compact, merger: Merger, roots: list[int]) -> Compact
     light = [(u, v) for u in roots for v in merger.near[u] if u < v and (u, v) not in heavy]
     pairs = [*light, *heavy]
     sizes = [len(merger.costs[v]) for v in roots]
-    tables = [merger.near[u].get(v, np.zeros((len(merger.costs[u]), len(merger.costs[v])))) for u, v in pairs]
+    tables = [table.values if (table := merger.near[u].get(v)) is not None else
+              np.zeros((len(merger.costs[u]), len(merger.costs[v]))) for u, v in pairs]
     sizes += [tables[i].size if pair in heavy else 0 for i, pair in enumerate(pairs)]
     firsts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     first_of = dict(zip([*roots, *pairs], firsts.tolist(), strict=False))
     users = np.unique(compact.owners[compact.owners < count]).tolist()
     counts = np.array([len(followers[v][1]) for v in users], np.int64)
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    picks = np.concatenate([np.zeros(0, np.int64), *(followers[v][1] for v in users)])
+    picks = np.concatenate([np.zeros(0, np.int64), *(followers[v][1].values for v in users)])
     old = [np.repeat(compact.firsts[users], counts) + picks]
     new = [np.repeat(np.array([first_of[followers[v][0]] for v in users], np.int64), counts) + within]
     for e in compact.heavy_edges:
         (a, b), width = compact.ends[e], compact.sizes[compact.ends[e][1]]
-        (u, left), (v, right) = followers[a], followers[b]
+        u, v = followers[a][0], followers[b][0]
+        left, right = followers[a][1].values, followers[b][1].values
         if u == v:
             old.append(compact.firsts[count + e] + left * width + right)
             new.append(first_of[u] + np.arange(len(left)))
@@ -435,8 +483,8 @@ def _what_is_left(compact: Compact, merger: Merger, roots: list[int]) -> Compact
         new.append(first_of[min(u, v), max(u, v)] + np.arange(cells.size))
     events = moved(compact, np.concatenate(old), np.concatenate(new))
     events, room, kept = normalised(events, firsts, compact.room)
-    return Compact(tuple(merger.costs[v] for v in roots), tuple((place[u], place[v]) for u, v in pairs),
-                   contiguous(tables), firsts, events, room, compact.names[kept],
+    return Compact(tuple(merger.costs[v].values for v in roots), tuple((place[u], place[v]) for u, v in pairs),
+                   tuple(Shared.of(tables).map(np.ascontiguousarray)), firsts, events, room, compact.names[kept],
                    merger.constant)
 
 

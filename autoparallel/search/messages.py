@@ -20,6 +20,7 @@ import numpy as np
 
 from autoparallel.search.compact import Compact
 from autoparallel.search.problem import FORBIDDEN
+from autoparallel.search.shared import Shared
 
 STEP = 0.3
 SHRINK = 0.7
@@ -30,26 +31,32 @@ SETTLE = 5
 SWEEPS = 2
 SLOW = 1e-4
 SMALLEST_STEP = 1e-3
+AS_ROW, AS_COLUMN = (..., None, slice(None)), (..., slice(None), None)
 LONG = 2  # a table with so many times more rows than columns is read column by column
 ROUNDING = 1e-12
 
 
-class _Ahead(NamedTuple):
-    """A message that a node sends in a sweep: its line, the table that it is taken from, along which axis the least is
-    looked for (the table lies so that the other one is not short), and the line that it fills."""
+class _Way(NamedTuple):
+    """From a node along an edge: the node there, the line there that messages fill, the table that they are taken from,
+    along which axis the least is looked for (the table lies so that the other one is not short), and how a message is
+    laid against it."""
 
-    given: np.ndarray
+    end: int
+    line: int
     table: np.ndarray
     axis: int
-    filled: np.ndarray
+    laid: tuple[Any, ...]
 
 
 class _Turn(NamedTuple):
-    """What a node does in a sweep: its lines towards the nodes ahead, their messages, how much of its belief each gets
-    and how much stays (0: nothing)."""
+    """What a node does in a sweep: its number, all its lines, those towards the nodes ahead; for each of these the line
+    laid against a table, that table, the axis, and the line that is filled; how much of its belief each gets and how
+    much stays (0: nothing)."""
 
+    node: int
+    view: np.ndarray
     lines: np.ndarray
-    ahead: list[_Ahead]
+    ahead: list[tuple[np.ndarray, np.ndarray, int, np.ndarray]]
     share: float
     kept: float
 
@@ -65,34 +72,45 @@ class Messenger:
         self.compact, self.limit = compact, limit
         self._around = [sorted(around, key=itemgetter(1)) for around in compact.around]
         self._lines = [{e: i for i, (e, _, _) in enumerate(around)} for around in self._around]
-        self._tables = [[np.minimum(table, limit) for _, _, table in around] for around in self._around]
-        self._lay_out(np.zeros(sum(len(around) * size for around, size in
-                                   zip(self._around, compact.sizes, strict=True))))
+        tables = iter(Shared.of([table for around in self._around for _, _, table in around]).map(self._limited))
+        self._tables = [list(itertools.islice(tables, len(around))) for around in self._around]
+        self._ways = [[self._way(v, line, w, self._lines[w][e]) for line, (e, w, _) in enumerate(around)]
+                      for v, around in enumerate(self._around)]
+        self._alone = [v for v, around in enumerate(self._around) if not around]
+        self._lay_out(np.zeros(sum([len(around) * size for around, size in
+                                    zip(self._around, compact.sizes, strict=True)])))
+
+    def _limited(self, table: np.ndarray) -> np.ndarray:
+        return np.minimum(table, self.limit)
+
+    def _way(self, v: int, line: int, w: int, back: int) -> _Way:
+        table = self._tables[v][line]
+        if len(table) >= LONG * table.shape[1]:
+            return _Way(w, back, self._tables[w][back], -1, AS_ROW)
+        return _Way(w, back, table, -2, AS_COLUMN)
 
     def _lay_out(self, into: np.ndarray) -> None:
         """Take these messages, and look up what each sweep needs of them."""
-        around, sizes = self._around, self.compact.sizes
-        ends = np.cumsum([0, *(len(near) * size for near, size in zip(around, sizes, strict=True))]).tolist()
+        sizes = self.compact.sizes
+        ends = np.cumsum([0, *[len(ways) * size for ways, size in zip(self._ways, sizes, strict=True)]]).tolist()
         self.into = into
         self.views = [into[..., low:high].reshape(*into.shape[:-1], -1, size) for low, high, size in
                       zip(ends[:-1], ends[1:], sizes, strict=True)]
+        lines = [list(view.swapaxes(0, -2)) for view in self.views]
         self._forward: list[_Turn] = []
         self._backward: list[_Turn] = []
-        for v, near in enumerate(around):
-            behind = sum(w < v for _, w, _ in near)
-            share = 1.0 / max(1, behind, len(near) - behind)
-            sent = [self._ahead(v, line, e, w) for line, (e, w, _) in enumerate(near)]
-            for turns, ways, lines in ((self._forward, sent[behind:], self.views[v][..., behind:, :]),
-                                       (self._backward, sent[:behind], self.views[v][..., :behind, :])):
-                kept = 1.0 - len(ways) * share
-                turns.append(_Turn(lines, ways, share, kept if kept > ROUNDING else 0.0))
-
-    def _ahead(self, v: int, line: int, e: int, w: int) -> _Ahead:
-        back, given = self._lines[w][e], self.views[v][..., line, :]
-        filled, table = self.views[w][..., back, :], self._tables[v][line]
-        if len(table) >= LONG * table.shape[1]:
-            return _Ahead(given[..., None, :], self._tables[w][back], -1, filled)
-        return _Ahead(given[..., :, None], table, -2, filled)
+        for v, (ways, view, near) in enumerate(zip(self._ways, self.views, lines, strict=True)):
+            if not ways:
+                continue
+            behind = sum([way.end < v for way in ways])
+            share = 1.0 / max(behind, len(ways) - behind)
+            sent = [(line[laid], table, axis, lines[w][back])
+                    for line, (w, back, table, axis, laid) in zip(near, ways, strict=True)]
+            for turns, ahead, part in ((self._forward, sent[behind:], view[..., behind:, :]),
+                                       (self._backward, sent[:behind], view[..., :behind, :])):
+                kept = 1.0 - len(ahead) * share
+                turns.append(_Turn(v, view, part, ahead, share, kept if kept > ROUNDING else 0.0))
+        self._backward.reverse()
 
     def times(self, count: int) -> Messenger:
         """A copy for so many problems at once, each with these messages."""
@@ -139,11 +157,11 @@ class Messenger:
 
     def sweep(self, costs: Sequence[np.ndarray], forward: bool) -> Any:
         """Each node in turn shares what it has among the edges ahead of it; the bound that then holds (of each)."""
-        turns, views = self._forward if forward else self._backward, self.views
         bound: Any = self.compact.constant
-        for v in range(len(costs)) if forward else range(len(costs) - 1, -1, -1):
-            lines, ahead, share, kept = turns[v]
-            belief = costs[v] + np.add.reduce(views[v], -2)
+        for v in self._alone:
+            bound = bound + np.minimum.reduce(costs[v], -1)
+        for v, view, lines, ahead, share, kept in self._forward if forward else self._backward:
+            belief = costs[v] + np.add.reduce(view, -2)
             if kept:
                 bound = bound + kept * np.minimum.reduce(belief, -1)
             if ahead:

@@ -40,10 +40,11 @@ WORST_FACTOR = 1e-12
 class _Kind:
     """A way to better a part of some size; ``effort`` is about its seconds, ``value`` what it lately brought for it.
 
-    ``improve`` returns for how many seconds it did not look at the clock, ``blind_s`` the most of these.
+    ``improve``, which takes that size, returns for how many seconds it did not look at the clock, ``blind_s`` the most
+    of these.
     """
 
-    improve: Callable[[int], float]
+    improve: Callable[[Parts, int], float]
     size: int
     effort: float
     value: float = HOPE
@@ -63,8 +64,8 @@ class Parts:
         self._walk = Walk(compact, self.plan, messenger.limit)
         self._weights = np.zeros(0)
         self.is_late = False
-        self._kinds = [_Kind(self._by_elimination, size, 0.03 + size / 8000) for size in LARGE_PARTS]
-        self._kinds += [_Kind(self._by_program, size, 0.1 + size / 30_000) for size in PROGRAM_CELLS]
+        self._kinds = [_Kind(Parts._by_elimination, size, 0.03 + size / 8000) for size in LARGE_PARTS]
+        self._kinds += [_Kind(Parts._by_program, size, 0.1 + size / 30_000) for size in PROGRAM_CELLS]
 
     def go_on(self, plan: list[int], prices: np.ndarray) -> None:
         """From this plan, at these prices."""
@@ -84,7 +85,7 @@ class Parts:
             if start + kind.blind_s > self.deadline:
                 self.is_late = True
                 return
-            kind.blind_s = max(kind.blind_s, kind.improve(kind.size))
+            kind.blind_s = max(kind.blind_s, kind.improve(self, kind.size))
             kind.value += LEARNING * ((before - self.cost) / abs(before) / kind.effort - kind.value)
 
     def _kind(self) -> _Kind:

@@ -27,7 +27,7 @@ class Shared(Sequence[np.ndarray]):
         return len(self.numbers)
 
     def __getitem__(self, owner):  # type: ignore[no-untyped-def]
-        if isinstance(owner, slice):
+        if isinstance(owner, (slice, np.ndarray)):
             return Shared(self.distinct, self.numbers[owner])
         return self.distinct[self.numbers[owner]]
 

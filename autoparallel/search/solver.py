@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.garbage import collected_later
 from autoparallel.search.compact import compact_of, num_events
 from autoparallel.search.elimination import HOPELESS_CELLS, Eliminator, TimeIsUpError
 from autoparallel.search.exact import (
@@ -329,6 +330,7 @@ _SEARCHES: dict[str, Callable[[Run], None]] = {"auto": _auto, "exact": Run.exact
 SEARCHES = tuple(_SEARCHES)
 
 
+@collected_later()
 def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = None, pricer: Pricer | None = None,
           progress: Progress | None = None, first: Sequence[int] | None = None) -> Solution:
     """The best plan that this search finds, with a lower bound that holds for every plan.

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoparallel.search.compact import Compact
 from autoparallel.search.problem import FORBIDDEN
+from autoparallel.search.shared import Shared
 
 BATCH = 8
 PAIR_TRIES = 8
@@ -20,11 +21,26 @@ PAIR_TRIES = 8
 
 def finite_limit(compact: Compact) -> float:
     """A cost above that of any allowed plan, small enough to reckon with."""
-    total = abs(compact.constant) + 1.0
-    for array in (*compact.costs, *compact.tables):
+    def most(array: np.ndarray) -> float:
         allowed = array[array < FORBIDDEN]
-        total += float(allowed.max()) if allowed.size else 0.0
-    return total
+        return float(allowed.max()) if allowed.size else 0.0
+
+    return sum(Shared.of([*compact.costs, *compact.tables]).each(most).tolist(), abs(compact.constant) + 1.0)
+
+
+def local_costs(compact: Compact, plan: Sequence[int], limit: float) -> np.ndarray:
+    """What each choice of each node costs with its edges, the neighbours as in the plan; forbidden is ``limit``."""
+    picks, sizes = np.asarray(plan, np.int64), np.array(compact.sizes, np.int64)
+    cells, firsts, sources, targets = compact.flat_tables
+    nodes = np.stack([sources, targets], axis=1).ravel()  # in the order of edges
+    counts, strides = sizes[nodes], np.stack([sizes[targets], np.ones_like(targets)], axis=1).ravel()
+    starts = np.stack([firsts + picks[targets], firsts + picks[sources] * sizes[targets]], axis=1).ravel()
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    beside = cells[np.repeat(starts, counts) + within * np.repeat(strides, counts)]
+    slots = np.repeat(compact.firsts[nodes], counts) + within
+    own = compact.flat_costs
+    return np.bincount(np.concatenate([np.arange(len(own)), slots]), np.minimum(np.concatenate([own, beside]), limit),
+                       len(own))
 
 
 class Walk:
@@ -38,14 +54,8 @@ class Walk:
         self.over = compact.load(plan) - compact.room
         self.firsts = compact.firsts[:len(compact.costs) + 1]
         self.owner = np.repeat(np.arange(len(compact.costs)), np.diff(self.firsts))
-        parts = []
-        for costs, around in zip(compact.costs, compact.around, strict=True):
-            total = np.minimum(costs, limit)
-            for _, w, table in around:
-                total = total + np.minimum(table[:, plan[w]], limit)
-            parts.append(total)
-        self.local = np.concatenate([np.zeros(0), *parts])
-        self._own = np.minimum(np.concatenate([np.zeros(0), *compact.costs]), limit)
+        self.local = local_costs(compact, plan, limit)
+        self._own = np.minimum(compact.flat_costs, limit)
         self._heavy: list[list[tuple[int, int, bool]]] = [[] for _ in compact.costs]
         for e in compact.heavy_edges:
             u, v = compact.ends[e]

@@ -146,7 +146,7 @@ class WideSearch:
     def _in_turns(self, ascent: Ascent, parts: Parts, offer: Callable[[Sequence[int]], float]) -> None:
         """Parts; once several turns of them bring next to nothing, prices as far as they go, and parts from there."""
         climbs, idle = True, 0
-        while self._best is not None and not self._closed() and not self._ends_late(ROUND_SWEEPS * self._sweep_s):
+        while self._best is not None and not self._closed() and not self._ends_late(PARTS_SWEEPS * self._sweep_s):
             cost = self._cost
             if idle < IDLE_TURNS:
                 parts.go_on(self._best, ascent.best.values)
@@ -155,7 +155,7 @@ class WideSearch:
                 self._lap("parts")
                 if parts.is_late:
                     return
-            elif climbs:
+            elif climbs and not self._ends_late(ROUND_SWEEPS * self._sweep_s):
                 until = self.deadline - 2 * ROUND_SWEEPS * self._sweep_s
                 climbs = ascent.climb(parts.messenger, until, STEPS, offer, cost)
                 self._bound(max(ascent.best.bound, self._settled(parts.messenger, ascent.best.values)))
@@ -169,8 +169,8 @@ class WideSearch:
         return float(messenger.settle(messenger.costs(prices))) - float(prices @ messenger.compact.room)
 
     def _first_plan(self, messenger: Messenger, offer: Callable[[Sequence[int]], float]) -> None:
-        """Where there is no time for all steps of the prices: a plan for which what is used too much without prices is
-        dear, so that it is soon made to fit. It may cost twice the best. As many sweeps as there is time for."""
+        """Where there is no time for all steps of the prices: a plan for which what the nodes' own cheapest choices use
+        too much of is dear, so that it soon fits. It may cost twice the best. As many sweeps as there is time for."""
         if self.deadline == FORBIDDEN:
             return
         compact, start = messenger.compact, time.monotonic()
@@ -182,9 +182,11 @@ class WideSearch:
             bound = self._settle(messenger, costs, bound, 2 * SWEEPS + PLAN_SWEEPS)
             self._bound(bound)
             if self._best is None:
-                over = np.maximum(compact.load(messenger.plan(costs)) - compact.room, 0.0)
+                least = [int(array.argmin()) for array in costs]
+                over = np.maximum(compact.load(least) - compact.room, 0.0)
                 dear = messenger.costs(DEAR * abs(bound) * over / (float(over @ over) or 1.0))
-                self._settle(messenger, dear, messenger.sweep(dear, False), PLAN_SWEEPS)
+                if time.monotonic() + (1 + PLAN_SWEEPS) * self._sweep_s < self.deadline:
+                    self._settle(messenger, dear, messenger.sweep(dear, False), PLAN_SWEEPS)
                 offer(messenger.plan(dear))
             self._publish()
 
