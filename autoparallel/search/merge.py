@@ -431,10 +431,9 @@ def _over_together(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, 
     rows = np.union1d(one[0], other[0])
     left, right = (np.where((last := np.searchsorted(at, rows, side="right") - 1) < 0, 0.0, usage[:, last])
                    for at, usage in (one, other))
-    found = np.zeros((len(left), len(right)), bool)
-    for of_left, of_right, limit in zip(left.T, right.T, np.minimum.reduceat(most, rows), strict=True):
-        if of_left.max() + of_right.max() > limit:
-            found |= of_left[:, None] + of_right > limit
+    found, limits = np.zeros((len(left), len(right)), bool), np.minimum.reduceat(most, rows)
+    for at in np.flatnonzero(left.max(axis=0) + right.max(axis=0) > limits):
+        found |= left[:, at, None] + right[:, at] > limits[at]
     return found
 
 

@@ -180,10 +180,10 @@ class Messenger:
     def plan(self, costs: Sequence[np.ndarray]) -> Any:
         """Nodes in order, each given the choices before it and the messages from those after it (a plan of each)."""
         plan: list[Any] = []
-        for v, around in enumerate(self._around):
+        for v, ways in enumerate(self._ways):
             total = costs[v]
-            for line, (_, w, table) in enumerate(around):
-                total = total + (table.take(plan[w], axis=1).T if w < v else self.views[v][..., line, :])
+            for line, (w, back, *_) in enumerate(ways):
+                total = total + (self._around[w][back][2][plan[w]] if w < v else self.views[v][..., line, :])
             plan.append(total.argmin(-1))
         return np.array(plan, np.int64).T.tolist()
 

@@ -179,7 +179,7 @@ class WideSearch:
         now = time.monotonic()
         self._sweep_s = now - start
         if 2 * SWEEPS * STEPS * self._sweep_s > PRICE_SHARE * (self.deadline - now):
-            bound = self._settle(messenger, costs, bound, 2 * SWEEPS + PLAN_SWEEPS)
+            bound = self._settle(messenger, costs, bound, PLAN_SWEEPS)
             self._bound(bound)
             if self._best is None:
                 least = [int(array.argmin()) for array in costs]

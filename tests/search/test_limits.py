@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import math
@@ -18,13 +19,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import MemoryLimitError, Problem, evaluate, highs, solve
+from autoparallel.search import MemoryLimitError, Problem, evaluate, highs, solve, wide
+from autoparallel.search.compact import Compact
 from autoparallel.search.elimination import Eliminator, TimeIsUpError
+from autoparallel.search.merge import Merger
+from autoparallel.search.messages import Messenger
 from autoparallel.search.presolve import drop_dominated
 from tests.search.problems import all_plans, block_chain, grid, random_problem, seeds, two_axes
 
-CLOCKED = ("branch", "elimination", "exact", "highs", "lagrange", "least", "local", "messages", "parts", "presolve",
-           "recursive", "screen", "solver", "walk", "wide")
+CLOCKED = ("branch", "elimination", "exact", "highs", "lagrange", "least", "local", "merge", "messages", "parts",
+           "presolve", "recursive", "screen", "solver", "walk", "wide")
 LATE_S = 1.0
 WAYS = {"as it is": {}, "dear": {"AT_ONCE_CELLS": 0.0}, "wide": {"WORK_CELLS": 0.0}, "whole": {"SCREEN_CELLS": 0.0,
         "AT_ONCE_CELLS": 0.0}}
@@ -113,6 +117,38 @@ def test_a_short_limit_is_kept_where_choices_are_many(monkeypatch: pytest.Monkey
     problem = two_axes(0, 40, 20, weights=True)
     least = sum(float(node.usages.min()) for node in problem.nodes[40:])
     ends_on_time(replace(problem, limit=1.5 * least + 2.0), 1.0)
+
+
+@pytest.mark.parametrize(("limit_s", "sweeps", "has_parts"), [(3.0, 1, False), (12.0, 6, True)])
+def test_in_haste_there_is_a_plan_from_one_sweep(limit_s: float, sweeps: int, has_parts: bool,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing but sweeps takes time, a second each: with more of it there are more, and parts are bettered in the
+    rest, in which no step of prices would end."""
+    done, sweep = [], Messenger.sweep
+    monkeypatch.setattr(Messenger, "sweep", lambda *args: done.append(1) or sweep(*args))
+    set_clock(monkeypatch, lambda: float(len(done)))
+    for name, value in (("SMALL_CELLS", -1), ("BRANCH_CELLS", -1), ("TURN_ROUNDS", 5)):
+        monkeypatch.setattr(wide, name, value)
+    problem = grid(6, 6, 4, room=0.3)
+    search = wide.WideSearch(problem, limit_s, None, lambda outcome: None)
+    search.run()
+    found = search.outcome
+    assert found.choice is not None and evaluate(problem, found.choice).feasible and found.lower_bound > 0
+    assert len(done) == sweeps and ("parts" in found.seconds) == has_parts and found.stop_reason == "time limit"
+
+
+def test_a_search_leaves_nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's collector waits while it runs, so that what refers to itself would stay for long."""
+    monkeypatch.setattr(wide, "SMALL_CELLS", -1)
+    monkeypatch.setattr("autoparallel.search.solver.WORK_CELLS", 0.0)
+    problem = grid(6, 6, 4, room=0.3)
+    gc.collect()
+    gc.disable()
+    try:
+        assert {"parts", "branches"} <= solve(problem).seconds.keys()
+        assert not [kept for kept in gc.get_objects() if type(kept) in (Compact, Messenger, Merger)]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("answer", ["StatusNotOk: kError", (None, 0.0, "NUMERICAL_ERROR"), None])

@@ -162,6 +162,8 @@ def test_a_walk_keeps_its_books(seed: int) -> None:
     assert not fitted or (compact.fits(walk.plan) and walk.cost() <= before)
     for v, size in enumerate(compact.sizes):
         for pick in range(size):
+            costs = [compact.costs[v][pick], *(table[pick, walk.plan[w]] for _, w, table in compact.around[v])]
+            assert walk.row_of(v)[pick] == pytest.approx(sum(min(cost, limit) for cost in costs))
             moved = [pick if u == v else old for u, old in enumerate(walk.plan)]
             worse = (compact.load(moved) > np.maximum(compact.room, compact.load(walk.plan))).any()
             assert walk.fits(v, pick) == (not worse) or not fitted
@@ -234,6 +236,12 @@ def test_merging_leaves_shared_arrays_shared() -> None:
     edges = tuple(replace(edge, costs=tables.get(id(edge.costs), edge.costs)) for edge in blocks.edges)
     merged = shrink(compact_of(replace(blocks, nodes=nodes, edges=edges))).compact
     assert len(merged.tables) > 30 and len({id(table) for table in merged.tables}) <= 12
+    copies = replace(blocks, nodes=tuple(replace(node, costs=node.costs.copy()) for node in nodes),
+                     edges=tuple(replace(edge, costs=edge.costs.copy()) for edge in edges))
+    apart = shrink(compact_of(copies)).compact
+    assert merged.ends == apart.ends
+    for one, other in zip((*merged.costs, *merged.tables), (*apart.costs, *apart.tables), strict=True):
+        assert np.array_equal(one, other)
 
 
 def test_after_the_deadline_one_plan_is_shown() -> None:
