@@ -249,8 +249,8 @@ def profiles_of(events: Events, firsts: np.ndarray) -> Iterator[Profiles]:
         yield Profiles(users[these], rows, counts, starts, slots, np.cumsum(usage, axis=1, out=usage))
 
 
-def normalised(events: Events, firsts: np.ndarray, room: np.ndarray) -> tuple[Events, np.ndarray, np.ndarray]:
-    """Usage above each owner's least, the room that is left, and only rows where the limit can bind; also which."""
+def above_least(events: Events, firsts: np.ndarray, room: np.ndarray) -> tuple[Events, np.ndarray, np.ndarray]:
+    """Usage above each owner's least, the room that is left, and the rows where the limit can bind."""
     nothing = (events.slots[:0], events.rows[:0], events.values[:0])
     parts, borders = [nothing], [(nothing[1], nothing[2], nothing[2])]
     for group in profiles_of(events, firsts):
@@ -262,8 +262,7 @@ def normalised(events: Events, firsts: np.ndarray, room: np.ndarray) -> tuple[Ev
     slots, rows, values = (np.concatenate(part) for part in zip(*parts, strict=True))
     at, low, high = (np.concatenate(part) for part in zip(*borders, strict=True))
     least, most = (np.cumsum(np.bincount(at, change, len(room)))[:len(room)] for change in (low, high))
-    events = merged(slots, rows, values, len(room))
-    return _fewer_rows(events, firsts, room - least, most > room)
+    return merged(slots, rows, values, len(room)), room - least, most > room
 
 
 def _steps(levels: np.ndarray) -> np.ndarray:
@@ -273,9 +272,18 @@ def _steps(levels: np.ndarray) -> np.ndarray:
     return found
 
 
-def _fewer_rows(events: Events, firsts: np.ndarray, room: np.ndarray, kept: np.ndarray
-                ) -> tuple[Events, np.ndarray, np.ndarray]:
-    """Leave out rows that are not kept, and then those that the row before or after them implies."""
+def of_owners(events: Events, firsts: np.ndarray, kept: np.ndarray) -> tuple[Events, np.ndarray]:
+    """The events of some owners of slots only, and the first slot of each of these."""
+    sizes, owners = np.diff(firsts), owners_of(events, firsts)
+    shifts = np.cumsum(np.where(kept, 0, sizes))[owners]
+    inside = kept[owners]
+    left = Events((events.slots - shifts)[inside], events.rows[inside], events.values[inside])
+    return left, np.concatenate([[0], np.cumsum(sizes[kept])])
+
+
+def fewer_rows(events: Events, firsts: np.ndarray, room: np.ndarray, kept: np.ndarray
+               ) -> tuple[Events, np.ndarray, np.ndarray]:
+    """Only rows that are kept, without those that the row before or after them implies; also which these are."""
     numbers = np.arange(len(room))
     for _ in range(ROW_ROUNDS):
         at = (np.cumsum(kept) - kept)[events.rows]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoparallel.search.compact import ROUNDING, Compact, moved, normalised
+from autoparallel.search.compact import ROUNDING, Compact, Events, above_least, fewer_rows, moved, of_owners
 from autoparallel.search.problem import FORBIDDEN
 from autoparallel.search.shared import Shared
 
@@ -74,6 +74,11 @@ class _Array:
     def picks(self) -> _Array:
         """The column that each row allows."""
         return _Array((self.values < FORBIDDEN).argmax(axis=1))
+
+    @cached_property
+    def cheapest(self) -> int:
+        """The first of the least of these costs."""
+        return int(self.values.argmin())
 
     @cached_property
     def least(self) -> np.ndarray:
@@ -303,9 +308,9 @@ class Merger:
             for w in list(self.near[v]):
                 self.costs[w] = self._once(_with_first, self.costs[w], self._part(w, v))
         elif not self.uses[v] and len(self.near[v]) <= 2:
-            self._fold(v)
+            self.fold(v)
 
-    def _fold(self, v: int) -> None:
+    def fold(self, v: int) -> None:
         """Minimise v out: its costs and tables become a constant, costs of one neighbour, or a table between two."""
         neighbours = tuple(self.near[v])
         if math.prod(self.near[v][w].values.shape[1] for w in neighbours) > FOLDED_CELLS:
@@ -443,13 +448,12 @@ def _merge(compact: Compact, kept: Sequence[np.ndarray] | None, outer: Shrunk | 
         if len(rows) < len(merger.choices[v]):
             merger.keep(v, rows)
     merger.run()
-    roots = merger.roots()
-    return Shrunk(_what_is_left(compact, merger, roots) if merger.feasible else compact, merger, roots, outer)
+    left = _what_is_left(compact, merger) if merger.feasible else compact
+    return Shrunk(left, merger, merger.roots(), outer)
 
 
-def _what_is_left(compact: Compact, merger: Merger, roots: list[int]) -> Compact:
-    place = {v: i for i, v in enumerate(roots)}
-    followers, count = merger.followers(), len(compact.costs)
+def _what_is_left(compact: Compact, merger: Merger) -> Compact:
+    roots, followers, count = merger.roots(), merger.followers(), len(compact.costs)
     heavy = {}
     for e in compact.heavy_edges:
         u, v = (followers[end][0] for end in compact.ends[e])
@@ -481,10 +485,28 @@ def _what_is_left(compact: Compact, merger: Merger, roots: list[int]) -> Compact
         old.append((cells if u < v else cells.T).ravel())
         new.append(first_of[min(u, v), max(u, v)] + np.arange(cells.size))
     events = moved(compact, np.concatenate(old), np.concatenate(new))
-    events, room, kept = normalised(events, firsts, compact.room)
+    events, room, kept = above_least(events, firsts, compact.room)
+    left = _without_settled(merger, roots, {end for pair in heavy for end in pair}, events, firsts)
+    events, firsts = of_owners(events, firsts, np.append(left, np.ones(len(pairs), bool)))
+    events, room, kept = fewer_rows(events, firsts, room, kept)
+    roots = merger.roots()
+    place = {v: i for i, v in enumerate(roots)}
     return Compact(tuple(merger.costs[v].values for v in roots), tuple((place[u], place[v]) for u, v in pairs),
                    tuple(Shared.of(tables).map(np.ascontiguousarray)), firsts, events, room, compact.names[kept],
                    merger.constant)
+
+
+def _without_settled(merger: Merger, roots: Sequence[int], tied: set[int], events: Events, firsts: np.ndarray
+                     ) -> np.ndarray:
+    """Settle nodes that neither tables nor memory on edges (``tied``) tie to others, and whose cheapest choice uses the
+    least memory at any time; which of the roots are left."""
+    least = np.bincount(events.slots, minlength=firsts[-1]) == 0
+    left = np.ones(len(roots), bool)
+    for i, v in enumerate(roots):
+        if not merger.near[v] and v not in tied and least[firsts[i] + merger.costs[v].cheapest]:
+            merger.fold(v)
+            left[i] = False
+    return left
 
 
 def _needed(compact: Compact, known: dict[tuple[int, bytes], np.ndarray]) -> list[np.ndarray]:

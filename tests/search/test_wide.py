@@ -92,6 +92,16 @@ def test_merging_keeps_an_optimum(seed: int, to_the_end: bool) -> None:
     assert min(costs) == best_of(problem)
 
 
+def test_a_node_that_nothing_ties_to_others_is_settled_at_once() -> None:
+    """Where its cheapest choice also uses the least memory; the other node has to do without its cheapest one."""
+    nodes = (Node("free", np.array([2.0, 1.0]), np.array([5.0, 3.0]), (0, 2)),
+             Node("torn", np.array([1.0, 2.0]), np.array([5.0, 3.0]), (0, 2)))
+    problem = Problem(nodes, (), 7.0)
+    shrunk = shrink(compact_of(problem), until=0.0)
+    assert shrunk.roots == [1] and shrunk.compact.constant == 1.0 and shrunk.restore((0,)) == (1, 0)
+    assert not shrunk.compact.fits((0,)) and shrunk.compact.fits((1,)) and solve(problem).objective == 3.0
+
+
 @settings(max_examples=40)
 @given(seeds)
 def test_a_part_counts_what_is_around_it(seed: int) -> None:
