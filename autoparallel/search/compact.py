@@ -165,14 +165,14 @@ def num_events(problem: Problem) -> int:
 def compact_of(problem: Problem) -> Compact:
     """The same decisions. Raises MemoryLimitError when the least usages alone exceed the limit."""
     memory = memory_of(problem)
-    ends = tuple((edge.source, edge.target) for edge in problem.edges)
+    arrays, count = tuple(problem.costs), len(problem.nodes)
     heavy = memory.spans[memory.num_nodes:, 0] < memory.spans[memory.num_nodes:, 1]
     firsts = np.cumsum([0, *problem.sizes, *np.where(heavy, problem.sizes[problem.ends].prod(axis=1), 0)])
     events, room = _events_of(memory, firsts), memory.room.astype(float)
     if (events.values != np.rint(events.values)).any():  # sums may be rounded otherwise here than by `evaluate`
         room = np.minimum(room, np.maximum(room - ROUNDING * problem.limit, 0.0))  # the least fits in any case
-    return Compact(tuple(node.costs for node in problem.nodes), ends, tuple(edge.costs for edge in problem.edges),
-                   firsts, events, room, np.arange(len(room)))
+    return Compact(arrays[:count], tuple(map(tuple, problem.ends.tolist())), arrays[count:], firsts, events, room,
+                   np.arange(len(room)))
 
 
 def _events_of(memory: Memory, firsts: np.ndarray) -> Events:
