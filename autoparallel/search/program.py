@@ -10,6 +10,7 @@ Rows of a table that differ by a constant form one group: the constant moves int
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from autoparallel.search.highs import Answer, LinearModel, run_highs
 from autoparallel.search.problem import FORBIDDEN
 
 MEMORY_SCALE = 1e3
+MOST_COVERS = 20
 
 
 class Split(NamedTuple):
@@ -101,16 +103,46 @@ class Program:
 
     def solve(self, deadline: float, cutoff: float = FORBIDDEN, branches: int | None = None
               ) -> tuple[tuple[int, ...] | None, Answer]:
-        """A plan and HiGHS's answer, its bound with the problem's constant."""
+        """A plan and HiGHS's answer, its bound with the problem's constant. To HiGHS a plan fits that exceeds the limit
+        by a little (`_highs.py`): what such a plan takes where it does is ruled out, a few times."""
         constant = self.compact.constant
         if not self.picks:
             return (), Answer(None, constant, "optimal")
-        answer = run_highs(self.model, deadline, cutoff - constant, branches)
-        return self.plan(answer), Answer(answer.values, answer.bound + constant, answer.reason)
+        plan, bound = None, -FORBIDDEN
+        for _ in range(MOST_COVERS):
+            answer = run_highs(self.model, deadline, cutoff - constant, branches)
+            bound = max(bound, answer.bound)
+            if answer.values is None:
+                break
+            plan = self.plan(answer.values)
+            if not self._cover(plan):
+                break
+        return plan, Answer(answer.values, bound + constant, answer.reason)
 
-    def plan(self, answer: Answer) -> tuple[int, ...] | None:
-        values = answer.values
-        return None if values is None else tuple(int(values[picks].argmax()) for picks in self.picks)
+    def _cover(self, plan: Sequence[int]) -> bool:
+        """Rule out what a plan takes at the time at which it exceeds the room most: not all of these nodes take these
+        choices, or others that use as much then. Whether there is such a time."""
+        compact = self.compact
+        over = compact.load(plan) - compact.room
+        if not (over > 0).any():
+            return False
+        row, choices = int(over.argmax()), dict[int, np.ndarray]()
+        for owner, rows, usage in compact.each_profile:
+            at = int(np.searchsorted(rows, row, side="right")) - 1
+            used = usage[:, at] if at >= 0 else np.zeros(len(usage))
+            if owner < len(compact.costs):
+                if used[plan[owner]] > 0:
+                    choices.setdefault(owner, np.flatnonzero(used >= used[plan[owner]]))
+            else:
+                u, v = compact.ends[owner - len(compact.costs)]
+                if used[plan[u] * compact.sizes[v] + plan[v]] > 0:
+                    choices |= {end: np.array([plan[end]]) for end in (u, v)}
+        variables = np.concatenate([self.picks[v][picks] for v, picks in choices.items()])
+        self.model.terms(np.repeat(self.model.rows(1, 0.0, len(choices) - 1.0), len(variables)), variables, 1.0)
+        return True
+
+    def plan(self, values: np.ndarray) -> tuple[int, ...]:
+        return tuple(int(values[picks].argmax()) for picks in self.picks)
 
     def _add_node(self, v: int, costs: np.ndarray) -> np.ndarray:
         model, allowed = self.model, costs < FORBIDDEN
