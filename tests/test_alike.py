@@ -84,6 +84,19 @@ def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybr
         assert pricer.labels_of(pricer.choice_of(labels)) == labels
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_sites_that_count_for_several_are_alike_where_they_count_for_as_many(held: bool) -> None:
+    case = CASES["llama"]
+    space = StrategySpace(capture(case.build(), *case.inputs(8)), (2, 2))
+    turns = Turns(space, Hybrid(2), counts=[1 + site.index % 3 for site in space.sites],
+                  held=[site.index % 2 / 2 for site in space.sites] if held else None)
+    prices = Prices(space, Cluster.load("h100-sxm", num_devices=4))
+    made, whole = SpacePricer(prices, turns=turns).full(), OneByOne(prices, turns=turns).full()
+    for one, alone in zip((*made.nodes, *made.edges), (*whole.nodes, *whole.edges), strict=True):
+        assert np.array_equal(one.costs, alone.costs)
+        assert one.usages is alone.usages or np.array_equal(one.usages, alone.usages)
+
+
 def test_repeated_nodes_and_edges_are_as_if_each_were_made() -> None:
     two, three = (Node("", np.arange(float(n)), np.ones(n), labels=tuple((i,) for i in range(n))) for n in (2, 3))
     light, heavy = Edge(0, 1, np.ones((2, 3))), Edge(0, 1, np.zeros((2, 3)), np.full((2, 3), 8.0))

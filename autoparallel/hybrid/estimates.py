@@ -235,7 +235,7 @@ class JointSearch:
         least = min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)  # seconds of a step for one of all its ranks
         ways = [pricer]  # what may run beside compute counts as hidden as far as it may, then not at all
         if (share := least_exposed(pricer)) != pricer.exposed:
-            ways.insert(0, SpacePricer(prices, limit, turns=pricer.turns, exposed=share))
+            ways.insert(0, pricer.exposing(share))
         made = []
         for way in ways:
             found = plan_within(way.full_like(problem), SOLVE_GAP, SOLVE_S, way, WORTH * best_s / least)
@@ -436,4 +436,6 @@ def _near(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def least_live_bytes(problem: Problem, turn: int) -> float:
     """A lower bound on the peak: what must live at the turn from forward to backward, at its smallest."""
-    return float(sum(np.min(n.usages) for n in problem.nodes if n.interval[0] <= turn < n.interval[1]))
+    count = len(problem.nodes)
+    begin, end = problem.intervals[:count].T
+    return float(problem.usages[:count].each(np.min)[(begin <= turn) & (turn < end)].sum())

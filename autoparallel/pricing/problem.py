@@ -305,7 +305,8 @@ class SpacePricer:
         def model(at: int) -> Edge:
             rows, columns = chosen[sources[at]], chosen[targets[at]]
             key = int(self.link_kinds[at]), int(picks[sources[at]]), int(picks[targets[at]]), copies[at]
-            return self.once(("edge", *key, self.exposed), lambda: self._edge(links[at], rows, columns, lives[at]))
+            exposed = self.exposed if self.parameter_links[at] else None
+            return self.once(("edge", *key, exposed), lambda: self._edge(links[at], rows, columns, lives[at]))
 
         made = Repeats([model(at) for at in first], which, source=sources.tolist(), target=targets.tolist(),
                        interval=[life.interval for life in lives])
@@ -398,8 +399,7 @@ class SpacePricer:
         turns, count = self.turns, len(self.space)
         facts: list[Sequence[Any] | np.ndarray] = [_numbered(map(id, self.space.strategies)), self.readers,
                                                    turns.of_parameter]
-        if turns.one_for_all:
-            facts += [turns.counts, turns.held]
+        facts += [fact for fact in (turns.counts, turns.held) if len(set(fact)) > 1]  # of a sketch
         if not turns.in_one:
             facts.append(_numbered(turns.stages_of))
         if turns.hybrid.recompute != "none":

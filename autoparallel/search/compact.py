@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoparallel.search.memory import Memory, memory_of
-from autoparallel.search.problem import FORBIDDEN, Problem
+from autoparallel.search.problem import FORBIDDEN, NOTHING, Problem
 from autoparallel.search.shared import Shared
 
 ROW_ROUNDS = 8
@@ -158,8 +158,7 @@ def num_events(problem: Problem) -> int:
     """How many events the compact form has at most: what it takes in memory and time, where edges use memory."""
     if problem.limit == FORBIDDEN:
         return 0
-    heavy = sum(edge.usages.size for edge in problem.edges if edge.usages is not None)
-    return 2 * (heavy + sum(node.usages.size for node in problem.nodes))
+    return 2 * int(problem.usages.each(lambda usage: 0 if usage is NOTHING else usage.size).sum())
 
 
 def compact_of(problem: Problem) -> Compact:

@@ -142,6 +142,10 @@ class Repeats(Sequence[User]):
         self.models, self.own = models, own
         self.which = np.arange(len(models)) if which is None else which
 
+    def but(self, **own: Sequence[Any]) -> Repeats[User]:
+        """These, with a field for each of its own; arrays are of the same shapes."""
+        return Repeats(self.models, self.which, **{**self.own, **own})
+
     def followed_by(self, more: Sequence[User]) -> Repeats[User]:
         """These, and others that are alike to none."""
         if not more:
@@ -167,6 +171,10 @@ class Repeats(Sequence[User]):
     @cached_property
     def _all(self) -> tuple[User, ...]:
         return tuple(map(self._one, range(len(self))))
+
+
+def repeats(users: Sequence[User]) -> Repeats[User]:
+    return users if isinstance(users, Repeats) else Repeats(users)
 
 
 def alike(users: Sequence[User], what: Callable[[User], object]) -> np.ndarray:
@@ -225,9 +233,8 @@ class Problem:
 
     def with_costs(self, costs: Shared, limit: float) -> Problem:
         """Other costs and tables, of the same shapes and not checked, and another limit."""
-        nodes = tuple([unchecked(node, costs=cost) for node, cost in zip(self.nodes, costs, strict=False)])
-        edges = tuple([unchecked(edge, costs=table)
-                       for edge, table in zip(self.edges, costs[len(nodes):], strict=True)])
+        count = len(self.nodes)
+        nodes, edges = repeats(self.nodes).but(costs=costs[:count]), repeats(self.edges).but(costs=costs[count:])
         return unchecked(self, nodes=nodes, edges=edges, costs=costs, limit=limit)
 
     def with_edges(self, edges: Sequence[Edge]) -> Problem:
@@ -257,8 +264,9 @@ class Problem:
         return self._shared(lambda user: NOTHING if user.usages is None else user.usages)
 
     def _shared(self, array: Callable[[Node | Edge], np.ndarray]) -> Shared:
-        nodes, edges = (users if isinstance(users, Repeats) else Repeats(users) for users in (self.nodes, self.edges))
-        found = Shared.of(map(array, (*nodes.models, *edges.models)))
+        nodes, edges = repeats(self.nodes), repeats(self.edges)
+        models: list[Node | Edge] = [*nodes.models, *edges.models]
+        found = Shared.of(map(array, models))
         which = np.concatenate([nodes.which, len(nodes.models) + edges.which])
         return Shared(found.distinct, found.numbers[which])
 
