@@ -58,7 +58,11 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
         where = f"cost_models/clusters/{name_or_path}.toml"
         text = (resources.files("cost_models") / "clusters" / f"{name_or_path}.toml").read_text("utf-8")
     elif path.suffix == ".toml" and path.is_file():
-        where, text = str(path), path.read_text("utf-8")
+        where = str(path)
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ClusterError(f"cannot read {where}: {error}") from error
     else:
         missing = "there is no such file; " if path.suffix == ".toml" else ""
         raise ClusterError(f"unknown cluster {str(name_or_path)!r}: {missing}known are {', '.join(known_clusters())}; "

@@ -55,8 +55,9 @@ class Custom(nn.Module):
     ("ap_test::scaled_linear", "x[*b, k] -> y[*b, n]", {"reduce": "k"}, "does not run on"),
     ("ap_test::nothing", RIGHT, {}, "there is no op 'ap_test::nothing'"),
     ("scaled_linear", RIGHT, {}, "write library::name"),
+    ("ap_test::scaled_linear", None, {}, "the pattern is None: give text"),
 ])
-def test_a_wrong_rule_is_refused(op: str, pattern: str, options: dict[str, Any], part: str) -> None:
+def test_a_wrong_rule_is_refused(op: str, pattern: Any, options: dict[str, Any], part: str) -> None:
     with pytest.raises(RuleError) as error:
         autoparallel.register_rule(op, pattern, **options)
     assert part in str(error.value), error.value

@@ -200,6 +200,8 @@ TYPES_TAKEN = {
     "a norm's parameters": (lambda f, x: F.layer_norm(f(x).bfloat16(), (4,), torch.ones(4)), None),
     "autocast": (lambda f, x: F.grid_sample(f(x)[None, None], x[None, :, None, :2], align_corners=True),
                  torch.bfloat16),
+    "the only row": (lambda f, x: f(x[:1])[torch.zeros(1, dtype=torch.int64)], None),
+    "quotients": (lambda f, x: f(x) + x.long() // (x.long() + 1) + x.long() % (x.long() + 2), None),
     "masks": (lambda f, x: f(x).masked_fill(x > 0, 0.0) + torch.where(x > 0, f(x), 0), None),
     "an attention's mask": (lambda f, x: F.scaled_dot_product_attention(*[f(x)[None, None]] * 3, x[None] > 2), None),
 }
@@ -683,10 +685,11 @@ def test_questions_to_a_plan_that_have_no_answer(tmp_path: Path) -> None:
     found = planned()
     for k in (0, -1, "3"):
         says(PlanError, f"alternatives({k!r})", "1 or more", of=lambda k=k: found.alternatives(k))  # type: ignore[misc]
-    for factors in ((0.0,), (-1,), 2.0):
+    for factors in ((0.0,), (-1,), (float("inf"),), 2.0):
         says(PlanError, f"sensitivity({factors!r})", "above 0, for example (0.5, 2.0)",
              of=lambda f=factors: found.sensitivity(f))  # type: ignore[misc]
     says(PlanError, "'linea'", "is it one of ['linear'", "plan.strategies", of=lambda: found.explain("linea"))
+    says(PlanError, "['linear']", "is it one of", of=lambda: found.explain(["linear"]))  # type: ignore[arg-type]
     says(PlanError, "'wat'", "is it one of", "plan.strategies", of=lambda: found.explain("wat"))
     says(PlanError, "'plan.json'", "Plan.load(path)", of=lambda: found.diff("plan.json"))  # type: ignore[arg-type]
     says(PlanError, "cannot write the plan file", "No such file", of=lambda: found.save(tmp_path / "no" / "plan.json"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +83,7 @@ def _tensors_of(node: Node) -> list[torch.Tensor]:
 
 
 def _error(node: Node, tensors: Sequence[torch.Tensor], types: Sequence[torch.dtype]) -> Exception | None:
-    """What torch raises for stand-ins of these types."""
+    """What torch raises for stand-ins of these types, whatever they hold: nobody divides by 0, row 1 may be missing."""
     sizes = sorted({n for t in tensors for n in t.shape if n > SMALL})
     stands = {n: SMALL + 1 + i for i, n in enumerate(sizes)}
     device = "cpu" if tensors[0].is_meta else tensors[0].device
@@ -92,20 +92,25 @@ def _error(node: Node, tensors: Sequence[torch.Tensor], types: Sequence[torch.dt
               if isinstance(n, int) and n]
     if math.prod(counts) * sum(map(math.prod, shapes)) > MOST_ELEMENTS:
         return None
-    made = iter([torch.ones(shape, dtype=t, device=device) for shape, t in zip(shapes, types, strict=True)])
+    raised: Exception | None = None
+    for value in (1, 0):
+        made = iter([torch.full(shape, value, dtype=t, device=device)
+                     for shape, t in zip(shapes, types, strict=True)])
 
-    def stand_in(leaf: Any) -> Any:
-        if isinstance(leaf, torch.fx.Node):
-            return next(made)
-        return stands.get(leaf, leaf) if type(leaf) is int else leaf
+        def stand_in(leaf: Any, made: Iterator[torch.Tensor] = made) -> Any:
+            if isinstance(leaf, torch.fx.Node):
+                return next(made)
+            return stands.get(leaf, leaf) if type(leaf) is int else leaf
 
-    args, kwargs = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), stand_in)
-    try:
-        with torch.no_grad():
-            node.target(*args, **kwargs)
-    except Exception as error:
-        return error
-    return None
+        args, kwargs = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), stand_in)
+        try:
+            with torch.no_grad():
+                node.target(*args, **kwargs)
+        except Exception as error:
+            raised = error
+        else:
+            return None
+    return raised
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -75,7 +76,7 @@ class Study:
         The three cheapest others are searched for again with them fixed. Raises PlanError for an unknown name.
         """
         space = self.pricer.space
-        if name not in space.site_named:
+        if not isinstance(name, str) or name not in space.site_named:
             every, last = list(space.site_named), str(name).split(".")[-1]
             close = [s for s in every if last in s][:5] or difflib.get_close_matches(str(name), every, n=5) or every[:5]
             raise PlanError(f"the plan has no op, parameter or input {name!r}; is it one of {close}? plan.strategies "
@@ -93,7 +94,8 @@ class Study:
 
         Raises PlanError for factors that are none.
         """
-        if not isinstance(factors, Sequence) or not all(isinstance(f, (int, float)) and f > 0 for f in factors):
+        numbers = isinstance(factors, Sequence) and all(isinstance(f, (int, float)) for f in factors)
+        if not numbers or not all(0 < f < math.inf for f in factors):
             raise PlanError(f"sensitivity({factors!r}): give factors above 0, for example (0.5, 2.0)")
         found = []
         for what, factor, cluster, limit in self._changes(factors):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoparallel.errors import RuleError
+from autoparallel.errors import RuleError, shown
 from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import Row, Rule, einsum_rule, parse_tensor
 
@@ -44,6 +44,8 @@ def register_rule(
 
     Raises RuleError when the op is unknown, the pattern does not fit, or the op does otherwise than the rule says.
     """
+    if not isinstance(pattern, str):
+        raise RuleError(f"the pattern is {shown(pattern)}: give text, for example 'x[*b, k], w[n, k] -> y[*b, n]'")
     target = _resolve(op)
     points = flops_per_point if flops_per_point is not None else 2.0 if reduce else 1.0
 

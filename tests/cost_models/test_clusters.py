@@ -124,6 +124,12 @@ def test_a_bad_description_says_what_it_needs(tmp_path: Path, old: str, new: str
         Cluster.load(path)
 
 
+def test_a_description_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(b"\xd0\xff")
+    with pytest.raises(ClusterError, match=r"cannot read .*mine\.toml"):
+        Cluster.load(tmp_path / "mine.toml")
+
+
 def test_errors_name_what_is_known() -> None:
     with pytest.raises(ClusterError, match=r"a100-sxm, .*local-cpu, .*; or give the path of a TOML file"):
         Cluster.load("h100")
