@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from autoparallel.capture.functions import user_function
 
 PLAIN = (int, float, str, type(None))
+_RESHAPE, _EXPAND = torch.ops.aten.reshape.default, torch.ops.aten.expand.default
 
 
 @dataclass(frozen=True)
@@ -173,13 +174,13 @@ class OpGraph:
     @cached_property
     def fingerprint(self) -> str:
         """Changes when the program, a shape, a dtype or a parameter's name changes; the same on every machine."""
-        digest, looks = hashlib.sha256(), dict[int, str]()
+        lines, looks = list[str](), dict[int, str]()
         for node in self.nodes:
             if (made := looks.get(id(node.outputs))) is None:
                 made = looks[id(node.outputs)] = str([(m.shape, m.dtype, m.requires_grad) for m in node.outputs])
             kwargs = sorted(node.kwargs.items(), key=str) if node.kwargs else "[]"
-            digest.update(f"{node.op_name}|{node.path}|{node.args}|{kwargs}|{made}\n".encode())
-        return digest.hexdigest()[:16]
+            lines.append(f"{node.op_name}|{node.path}|{node.args}|{kwargs}|{made}\n")
+        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def op_signature(graph: OpGraph, node: Node, looks: Callable[[int], Sequence[object]] | None = None
@@ -206,10 +207,7 @@ def _without_refs(value: object) -> object:
 
 def copies(graph: OpGraph, node: Node) -> bool:
     """Whether a reshape cannot be a view: its input is an expanded tensor, whose elements lie on one another."""
-    aten = torch.ops.aten
-    if node.target is not aten.reshape.default:
-        return False
-    return graph.nodes[node.inputs[0].node].target is aten.expand.default
+    return node.target is _RESHAPE and graph.nodes[node.inputs[0].node].target is _EXPAND
 
 
 def is_floating(dtype: torch.dtype) -> bool:

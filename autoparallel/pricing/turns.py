@@ -161,7 +161,7 @@ class Turns:
         """Values (site, output) that blocks keep to run again, or that others need of them; what passes a value on
         stands for that value."""
         found: set[Value] = set()
-        for link in sorted(self.within, key=lambda k: -k.target):
+        for link in reversed(self.within):  # in the order of their targets
             target, rule = link.target, self.space.strategies[link.target].rule
             passes_on = self.space.sites[target].kind == "hub" or (rule is not None and rule.alias)
             crosses = self.block_of[link.source] != self.block_of[target]
@@ -523,7 +523,7 @@ class _Needs(NamedTuple):
 
 def _last_uses(space: StrategySpace, links: Sequence[Link]) -> dict[int, int]:
     last: dict[int, int] = {}
-    for link in sorted(links, key=lambda k: -k.target):
+    for link in reversed(links):  # in the order of their targets
         passes_on = space.sites[link.target].kind == "hub"
         use = last.get(link.target, link.target) if passes_on else link.target
         last[link.source] = max(last.get(link.source, 0), use)

@@ -185,7 +185,7 @@ class StrategySpace:
                             "give one for each axis")
         self.spaces = Spaces(self.mesh_shape)
         self.sites: list[Site] = []
-        self.links: list[Link] = []
+        self.links: list[Link] = []  # in the order of their targets, and of the target's inputs
         self.strategies: list[StrategySet] = []
         self._sets: dict[object, StrategySet] = {}
         self._readers, self._source = _counts(graph), list[list[tuple[int, int]]]()  # by node and output
@@ -204,10 +204,11 @@ class StrategySpace:
 
     @cached_property
     def links_into(self) -> Mapping[int, tuple[Link, ...]]:
+        """By site, the links to it, in the order of its inputs (as they were added)."""
         found: dict[int, list[Link]] = {}
         for link in self.links:
             found.setdefault(link.target, []).append(link)
-        return {target: tuple(sorted(links, key=lambda k: k.position)) for target, links in found.items()}
+        return {target: tuple(links) for target, links in found.items()}
 
     @cached_property
     def readers_of(self) -> Mapping[int, tuple[int, ...]]:
