@@ -125,13 +125,17 @@ class _Run:
         self.rates: dict[tuple[str, ...], list[float]] = {}    # by busy streams, of each
 
     def go(self) -> None:
-        ready, done, now = [n for n in range(len(self.tasks)) if not self.waits[n]], 0, 0.0
+        tasks, running, changed, waits = self.tasks, self.running, self.changed, self.waits
+        ready, done, now = [n for n in range(len(tasks)) if not waits[n]], 0, 0.0
         while True:
             for number in ready:
-                self._start(number, now)
-            for rank in self.changed:
+                _, stream, _, rank, _ = tasks[number]
+                self.start_s[number] = now
+                running[rank][stream] = number
+                changed.add(rank)
+            for rank in changed:
                 self._retime(rank, now)
-            self.changed.clear()
+            changed.clear()
             if not self.events:
                 break
             moment, number, turn = heapq.heappop(self.events)
@@ -139,28 +143,17 @@ class _Run:
             if self.turn[number] == turn:
                 now, done = moment, done + 1
                 self.end_s[number] = now
-                ready = self._finish(number)
-        if done < len(self.tasks):
-            stuck = [f"{n} ({self.tasks[n].name or self.tasks[n].stream})" for n, left in enumerate(self.waits) if left]
-            raise TimelineError(f"{len(self.tasks) - done} tasks never start, for they wait for one another or for "
+                _, stream, _, rank, _ = tasks[number]
+                del running[rank][stream]
+                changed.add(rank)
+                for other in self.next_of[number]:
+                    waits[other] -= 1
+                    if not waits[other]:
+                        ready.append(other)
+        if done < len(tasks):
+            stuck = [f"{n} ({tasks[n].name or tasks[n].stream})" for n, left in enumerate(waits) if left]
+            raise TimelineError(f"{len(tasks) - done} tasks never start, for they wait for one another or for "
                                 f"tasks later on their stream: {', '.join(stuck[:5])}, ...")
-
-    def _start(self, number: int, now: float) -> None:
-        task = self.tasks[number]
-        self.start_s[number] = now
-        self.running[task.rank][task.stream] = number
-        self.changed.add(task.rank)
-
-    def _finish(self, number: int) -> list[int]:
-        task = self.tasks[number]
-        del self.running[task.rank][task.stream]
-        self.changed.add(task.rank)
-        ready = []
-        for other in self.next_of[number]:
-            self.waits[other] -= 1
-            if not self.waits[other]:
-                ready.append(other)
-        return ready
 
     def _retime(self, rank: int, now: float) -> None:
         """The tasks that a rank runs have changed: progress so far, new rates, new ends."""

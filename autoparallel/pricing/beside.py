@@ -164,22 +164,29 @@ class _Plan:
     def _reads(self, first: Sequence[int]) -> tuple[list[Read], list[int]]:
         """As `lower.overlap.reads_of` finds them in the program, but for the first so many steps of each move; of those
         the last before each op, by number."""
-        place, names = self._places(first), self.space.axis_names
+        place, looks = self._places(first), dict[int, list[tuple[str, str, str, float]]]()
         found, by_ops = list[Read](), list[int]()
         passed: dict[int, int | None] = {}  # by hub, the last step on the way to it
-        for (link, path, _), before in zip(self.moves, first, strict=True):
+        for (link, path, kind), before in zip(self.moves, first, strict=True):
             if self.turns.of_parameter[link.source]:
-                last, meta = passed.get(link.source), link.meta
-                for step, _, elements in path[before:]:
-                    kind = kind_of(step.forward, step.backward, meta.requires_grad)
-                    found.append(Read(last, kind, names[step.axis], str(meta.dtype),
-                                      float(elements * meta.dtype.itemsize) if kind else 0.0, place(link.target)))
+                last, at = passed.get(link.source), place(link.target)
+                if kind not in looks:
+                    looks[kind] = [self._look(link, step) for step in path]
+                for look in looks[kind][before:]:
+                    found.append(Read(last, *look, at))
                     last = len(found) - 1
                 if self.space.sites[link.target].kind == "hub":
                     passed[link.target] = last
                 elif last is not None:
                     by_ops.append(last)
         return found, by_ops
+
+    def _look(self, link: Link, priced: PricedStep) -> tuple[str, str, str, float]:
+        """Kind, axis, dtype and bytes of a step."""
+        step, _, elements = priced
+        kind = kind_of(step.forward, step.backward, link.meta.requires_grad)
+        num_bytes = float(elements * link.meta.dtype.itemsize) if kind else 0.0
+        return kind, self.space.axis_names[step.axis], str(link.meta.dtype), num_bytes
 
     def _places(self, first: Sequence[int]) -> Callable[[int], int]:
         """Where what a site reads must be there (`lower.posting.places`)."""
