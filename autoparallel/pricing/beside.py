@@ -169,11 +169,11 @@ class _Plan:
         passed: dict[int, int | None] = {}  # by hub, the last step on the way to it
         for (link, path, kind), before in zip(self.moves, first, strict=True):
             if self.turns.of_parameter[link.source]:
-                last, at = passed.get(link.source), place(link.target)
+                last = passed.get(link.source)
                 if kind not in looks:
                     looks[kind] = [self._look(link, step) for step in path]
                 for look in looks[kind][before:]:
-                    found.append(Read(last, *look, at))
+                    found.append(Read(last, *look, place(link.target)))
                     last = len(found) - 1
                 if self.space.sites[link.target].kind == "hub":
                     passed[link.target] = last

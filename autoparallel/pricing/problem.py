@@ -13,7 +13,7 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.prices import PricedStep, Prices, dtype_name
-from autoparallel.pricing.turns import Buffer, Life, Turns
+from autoparallel.pricing.turns import Buffer, Turns
 from autoparallel.rules.space import Label, Link, StrategySet, StrategySpace
 from autoparallel.search.problem import Edge, Node, Problem, Repeats, unchecked
 from autoparallel.search.shared import firsts, paired
@@ -170,28 +170,26 @@ class SpacePricer:
 
     def _nodes(self, chosen: Sequence[np.ndarray], picks: np.ndarray) -> Repeats[Node]:
         """One per site; those of a kind with the same choices are made once."""
-        lives = self.turns.site_lives
-        copies = [life.copies for life in lives]
+        intervals, copies = self.turns.site_lives
         first, which = firsts(paired(paired(self.site_kinds, picks), np.unique(copies, return_inverse=True)[1]))
-        models = [self.once(("node", int(self.site_kinds[at]), int(picks[at]), copies[at]),
-                            partial(self._node, at, chosen[at], int(picks[at]), lives[at])) for at in first]
-        made = Repeats(models, which, name=[site.name for site in self.space.sites],
-                       interval=[life.interval for life in lives])
+        models = [self.once(("node", int(self.site_kinds[at]), int(picks[at]), float(copies[at])),
+                            partial(self._node, at, chosen[at], int(picks[at]), float(copies[at]))) for at in first]
+        made = Repeats(models, which, name=[site.name for site in self.space.sites], interval=intervals)
         if self.faults is None:
             return made
         faults = [FAULT_S * self.faults.site_faults(index)[numbers] for index, numbers in enumerate(chosen)]
         return Repeats([unchecked(node, costs=node.costs + more) for node, more in zip(made, faults, strict=True)])
 
-    def _node(self, index: int, numbers: np.ndarray, pick: int, life: Life) -> Node:
+    def _node(self, index: int, numbers: np.ndarray, pick: int, copies: float) -> Node:
         """Kinds that differ otherwise may share costs, or usages."""
         site, s = self.space.sites[index], self.space.strategies[index]
         times, shared = self.turns.op_times(index), self.turns.ranks_with(index)
         key = (id(s), pick, site.kind, int(self.readers[index]) if site.kind == "hub" else 0)
         costs = self.once(("cost", *key, times, self.turns.offloads(index), shared),
                           lambda: self._site_s(index, times)[numbers])
-        usages = self.once(("usage", *key, life.copies), lambda: self.site_bytes(index)[numbers] * life.copies)
+        usages = self.once(("usage", *key, copies), lambda: self.site_bytes(index)[numbers] * copies)
         labels = s.labels if len(numbers) == len(s.labels) else tuple(s.labels[n] for n in numbers)
-        return Node(site.name, costs, usages, life.interval, labels)
+        return Node(site.name, costs, usages, labels=labels)
 
     def _site_s(self, index: int, times: tuple[int, int]) -> np.ndarray:
         s, kind = self.space.strategies[index], self.space.sites[index].kind
@@ -297,36 +295,34 @@ class SpacePricer:
 
     def _edges(self, chosen: Sequence[np.ndarray], picks: np.ndarray) -> Repeats[Edge]:
         """One per link; those of a kind between the same choices are made once."""
-        (sources, targets), lives, links = self.link_ends, self.turns.copy_lives, self.space.links
-        copies = [life.copies for life in lives]
+        (sources, targets), (intervals, copies), links = self.link_ends, self.turns.copy_lives, self.space.links
         kinds = paired(paired(self.link_kinds, picks[sources]), picks[targets])
         first, which = firsts(paired(kinds, np.unique(copies, return_inverse=True)[1]))
 
         def model(at: int) -> Edge:
             rows, columns = chosen[sources[at]], chosen[targets[at]]
-            key = int(self.link_kinds[at]), int(picks[sources[at]]), int(picks[targets[at]]), copies[at]
+            key = int(self.link_kinds[at]), int(picks[sources[at]]), int(picks[targets[at]]), float(copies[at])
             exposed = self.exposed if self.parameter_links[at] else None
-            return self.once(("edge", *key, exposed), lambda: self._edge(links[at], rows, columns, lives[at]))
+            return self.once(("edge", *key, exposed), lambda: self._edge(links[at], rows, columns, float(copies[at])))
 
         made = Repeats([model(at) for at in first], which, source=sources.tolist(), target=targets.tolist(),
-                       interval=[life.interval for life in lives])
+                       interval=intervals)
         if self.faults is None:
             return made
         faults = [FAULT_S * self.faults.link_faults(link, self.prices.table(link.meta))[
             np.ix_(chosen[link.source], chosen[link.target])] for link in links]
         return Repeats([unchecked(edge, costs=edge.costs + more) for edge, more in zip(made, faults, strict=True)])
 
-    def _edge(self, link: Link, rows: np.ndarray, columns: np.ndarray, life: Life) -> Edge:
+    def _edge(self, link: Link, rows: np.ndarray, columns: np.ndarray, copies: float) -> Edge:
         """Kinds that differ otherwise may share costs, or usages."""
         key, of_parameter = self._link_key(link, rows, columns), self.turns.of_parameter[link.source]
         costs = self._link_costs(link, rows, columns)
 
-        def copies() -> np.ndarray | None:
-            usages = self._copy_bytes(link)[np.ix_(rows, columns)] * life.copies
+        def held() -> np.ndarray | None:
+            usages = self._copy_bytes(link)[np.ix_(rows, columns)] * copies
             return usages if usages.any() else None
 
-        usages = self.once(("copies", key, life.copies, of_parameter), copies)
-        return Edge(link.source, link.target, costs, usages, life.interval)
+        return Edge(link.source, link.target, costs, self.once(("copies", key, copies, of_parameter), held))
 
     def _link_key(self, link: Link, rows: np.ndarray, columns: np.ndarray) -> tuple[object, ...]:
         """The same for links that are alike between these choices of their ends."""

@@ -8,10 +8,11 @@ optimizer state live always.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from autoparallel.capture import TensorMeta
@@ -37,6 +38,21 @@ class Life(NamedTuple):
 
     interval: tuple[int, int]
     copies: float = 1
+
+
+class Lives(NamedTuple):
+    """The same of many: a row (start, end) each, and copies."""
+
+    intervals: np.ndarray
+    copies: np.ndarray
+
+    @classmethod
+    def of(cls, starts: np.ndarray, ends: np.ndarray) -> Lives:
+        return cls(np.stack([starts, ends], axis=1), np.ones(len(starts)))
+
+    def put(self, which: np.ndarray | int, starts: np.ndarray | int, ends: np.ndarray | int,
+            copies: np.ndarray | float) -> None:
+        self.intervals[which, 0], self.intervals[which, 1], self.copies[which] = starts, ends, copies
 
 
 class Summing(NamedTuple):
@@ -308,12 +324,17 @@ class Turns:
 
     def _at(self, index: int) -> tuple[int, int]:
         """The start of the rank of the site's (first) stage, and its turning point."""
-        return self._starts[index], 2 * self._num_sites
+        return int(self._starts[index]), 2 * self._num_sites
 
     @cached_property
-    def _starts(self) -> list[int]:
+    def _starts(self) -> np.ndarray:
         """By site, of the rank of its first stage."""
-        return [self._start(stages[0]) for stages in self.stages_of]
+        return self._by_stage(self._start)
+
+    def _by_stage(self, what: Callable[[int], float]) -> np.ndarray:
+        """By site, of its first stage."""
+        known = {stages: what(stages[0]) for stages in set(self.stages_of)}
+        return np.array([known[stages] for stages in self.stages_of])
 
     def _start(self, stage: int) -> int:
         """The start of the stage's rank: the stages of one rank hold what they hold at the same time."""
@@ -323,14 +344,6 @@ class Turns:
         """The moment between forward and backward of a stage's rank."""
         return self._start(stage) + self._num_sites
 
-    def _over(self, stages: Sequence[int], life: Life) -> Life:
-        """A life in the first of several stages, on all their ranks (and those between)."""
-        if self.in_one or len(stages) == 1:
-            return life
-        (start, end), copies = life
-        shifts = [self._start(stage) - self._start(stages[0]) for stage in stages]
-        return Life((start + min(shifts), end + max(shifts)), copies)
-
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage holds at its fullest moment."""
         return self._in_flight[stage]
@@ -339,24 +352,55 @@ class Turns:
     def _in_flight(self) -> list[int]:
         return [in_flight(self.hybrid, stage) for stage in range(self.hybrid.stages)]
 
-    def _always(self, index: int) -> Life:
-        start, turn = self._at(index)
-        return Life((start, start + turn + 1), self.held[index])
-
-    def site_life(self, index: int) -> Life:
-        """Of what a site makes. What several stages hold counts in those between as well: the search has one limit for
-        one time."""
-        return self._over(self.stages_of[index], self._site_life(index))
-
     @cached_property
-    def site_lives(self) -> list[Life]:
+    def site_lives(self) -> Lives:
         """Of what each site makes."""
-        return [self.site_life(index) for index in range(len(self.space))]
+        sites, start, turn = np.arange(self._num_sites), self._starts, 2 * self._num_sites
+        last = np.array([self.last_use.get(index, index) for index in range(self._num_sites)], np.int64)
+        found = Lives.of(start + sites, start + np.maximum(sites, last) + 1)
+        late = np.zeros(self._num_sites)
+        late[list(self.by_parameter)] = self._late[list(self.by_parameter)]
+        if (some := np.flatnonzero(late)).size:  # gradients of weights that are put off
+            found.put(some, start[some] + some, start[some] + turn + 1 - some, self._held[some] * late[some])
+        kept = np.array(sorted(self._first_need), np.int64)
+        inside = np.array([self._inside(index) for index in kept.tolist()], bool)
+        savers = np.array([self._first_need[index] for index in kept.tolist()], np.int64)
+        self._keep(found, kept, kept, inside, late[kept], savers)
+        stored = np.array([site.kind in ("parameter", "buffer", "input") for site in self.space.sites], bool)
+        found.put(stored, start[stored], start[stored] + turn + 1, self._held[stored])
+        return self._over(found, sites)
 
     @cached_property
-    def copy_lives(self) -> list[Life]:
-        """Of the copy that each link makes."""
-        return [self.copy_life(link) for link in self.space.links]
+    def copy_lives(self) -> Lives:
+        """Of the redistributed copy that each link makes."""
+        links, targets = self.space.links, np.array([link.target for link in self.space.links], np.int64)
+        found = Lives.of(self._starts[targets] + targets, self._starts[targets] + targets + 1)
+        kept = [number for number, link in enumerate(links)
+                if ("copy", link.target, link.position) in self.kept and not self._is_gathered(link)]
+        inside = np.array([self._copy_away(links[number]) for number in kept], bool)
+        self._keep(found, np.array(kept, np.int64), targets[kept], inside, np.zeros(len(kept)), targets[kept])
+        for number, link in enumerate(links):
+            if self.of_parameter[link.source] and (life := self._parameter_life(link)) is not None:
+                found.put(number, *life.interval, life.copies)
+        return self._over(found, targets)
+
+    @cached_property
+    def _held(self) -> np.ndarray:
+        return np.array(self.held, float)
+
+    @cached_property
+    def _late(self) -> np.ndarray:
+        """By site, micro-batches whose gradients of weights a zero-bubble stage puts off; it keeps all they need."""
+        return self._by_stage(self._late_of)
+
+    def _over(self, found: Lives, sites: np.ndarray) -> Lives:
+        """Lives in the first stages of these sites, on all. What several stages hold counts in those between as well:
+        the search has one limit for one time."""
+        for number, index in enumerate(sites.tolist() if not self.in_one else ()):
+            if len(stages := self.stages_of[index]) > 1:
+                shifts = [self._start(stage) - self._start(stages[0]) for stage in stages]
+                found.intervals[number] += (min(shifts), max(shifts))
+        return found
 
     @cached_property
     def _first_need(self) -> dict[int, int]:
@@ -367,17 +411,6 @@ class Turns:
                 needs = self.first_saver.get(value, 0)
                 found[value[0]] = min(needs, found.get(value[0], needs))
         return found
-
-    def _site_life(self, index: int) -> Life:
-        if self.space.sites[index].kind in ("parameter", "buffer", "input"):
-            return self._always(index)
-        late = self._late(index) if index in self.by_parameter else 0
-        if index in self._first_need:
-            return self._kept_life(index, self._inside(index), late, self._first_need[index])
-        start, turn = self._at(index)
-        if late:
-            return Life((start + index, start + turn + 1 - index), self.held[index] * late)
-        return Life((start + index, start + max(index, self.last_use.get(index, index)) + 1))
 
     def _inside(self, index: int) -> bool:
         """Whether what the site makes is needed by its block only, and not on the device until that runs backward."""
@@ -391,10 +424,6 @@ class Turns:
         kept = ("copy", link.target, link.position) in self.kept and self.block_of[link.target] is not None
         return kept and (self.hybrid.recompute == "full" or self._away(link.target))
 
-    def _late(self, index: int) -> int:
-        """Micro-batches whose gradients of weights a zero-bubble stage puts off, keeping all that they need."""
-        return self._late_of(self.stages_of[index][0])
-
     def _late_of(self, stage: int) -> int:
         h = self.hybrid
         if h.schedule != "zero_bubble":
@@ -403,40 +432,36 @@ class Turns:
             stage = h.pipeline_ranks - 1
         return min(stage % h.pipeline_ranks, h.micro_batches)
 
-    def _kept_life(self, index: int, inside: bool, gradients: int = 0, saver: int = 0) -> Life:
-        """Of what backward needs, of ``saver`` and later ops, and of so many gradients of it.
+    def _keep(self, found: Lives, numbers: np.ndarray, sites: np.ndarray, inside: np.ndarray, gradients: np.ndarray,
+              savers: np.ndarray) -> None:
+        """Set the lives of what backward needs of these sites: by ``savers`` and later ops, with so many gradients of
+        it; ``inside``: by their block only, which makes it again or gets it back.
 
         What only ops behind the stage's last parameter need is not kept for gradients of weights that are put off.
         """
-        start, turn = self._at(index)
-        late = self._late(index)
-        put_off = 0 if inside and self.hybrid.recompute == "offload" else late  # which comes back for each part
-        if inside and not put_off + gradients and (block := self.block_of[index]) is not None:
-            return Life((start + turn - self.block_end[block], start + turn - index + 1))
-        stage = self.stages_of[index][0]
-        done = late if saver > self.last_learning.get(stage, saver) else 0
-        count = (put_off if inside else self.in_flight(stage) - done) + gradients
-        return Life((start + index, start + turn + 1 - index), self.held[index] * count)
+        start, turn, late = self._starts[sites], 2 * self._num_sites, self._late[sites]
+        put_off = np.where(inside & (self.hybrid.recompute == "offload"), 0, late)  # which comes back for each part
+        last = self._by_stage(lambda stage: self.last_learning.get(stage, 2 * self._num_sites))[sites]
+        held = self._by_stage(self.in_flight)[sites] - np.where(savers > last, late, 0)
+        count = np.where(inside, put_off, held) + gradients
+        found.put(numbers, start + sites, start + turn + 1 - sites, self._held[sites] * count)
+        in_block = np.array([self.block_of[index] is not None for index in sites.tolist()], bool)
+        again = in_block & inside & (put_off + gradients == 0)
+        ends = np.array([self.block_end[self.block_of[index]] for index in sites[again].tolist()], np.int64)
+        found.put(numbers[again], start[again] + turn - ends, start[again] + turn + 1 - sites[again], 1)
 
-    def copy_life(self, link: Link) -> Life:
-        """Of the redistributed copy that a link makes."""
-        return self._over(self.stages_of[link.target], self._copy_life(link))
+    def _is_gathered(self, link: Link) -> bool:
+        """Whether ZeRO-3 gathers what the link reads."""
+        return self.of_parameter[link.source] and self.hybrid.zero_stage == 3
 
-    def _copy_life(self, link: Link) -> Life:
-        transient = False
-        if self.of_parameter[link.source]:
-            if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
-                apart = self.accumulator_bytes(link.meta) > 0
-                sums = self.hybrid.zero_stage < 2 and self._count(link.target) > 1 and not apart
-                always = self._always(link.target).interval
-                return Life(always, self.held[link.source] * (2 if sums else 1))  # and the gradient of the whole
-            if self.gathers_ahead(link):
-                return self._gathered_life(link)
-            transient = self.hybrid.zero_stage == 3
-        if not transient and ("copy", link.target, link.position) in self.kept:
-            return self._kept_life(link.target, self._copy_away(link), saver=link.target)
-        start, _ = self._at(link.target)
-        return Life((start + link.target, start + link.target + 1))
+    def _parameter_life(self, link: Link) -> Life | None:
+        """Of the copy of a parameter that turns read, or that ZeRO-3 gathers ahead."""
+        if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
+            apart = self.accumulator_bytes(link.meta) > 0
+            sums = self.hybrid.zero_stage < 2 and self._count(link.target) > 1 and not apart
+            start, turn = self._at(link.target)
+            return Life((start, start + turn + 1), self.held[link.source] * (2 if sums else 1))  # and its gradient
+        return self._gathered_life(link) if self.gathers_ahead(link) else None
 
     def _gathered_life(self, link: Link) -> Life:
         """Of what ZeRO-3 gathers: it is on its way while what was asked for before it is used. Backward holds more than

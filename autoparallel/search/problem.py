@@ -133,16 +133,18 @@ class Edge:
 
 
 class Repeats(Sequence[User]):
-    """Nodes, or edges, most of them alike: number i is ``models[which[i]]`` but for what ``own`` says of it, by field.
+    """Nodes, or edges, most of them alike: number i is ``models[which[i]]`` but for what ``own`` says of it, by field
+    (intervals may be rows of an array).
 
     Each is made when one is asked for: what is told of all at once (`alike`, `own`) needs none.
     """
 
-    def __init__(self, models: Sequence[User], which: np.ndarray | None = None, **own: Sequence[Any]) -> None:
+    def __init__(self, models: Sequence[User], which: np.ndarray | None = None, **own: Sequence[Any] | np.ndarray
+                 ) -> None:
         self.models, self.own = models, own
         self.which = np.arange(len(models)) if which is None else which
 
-    def but(self, **own: Sequence[Any]) -> Repeats[User]:
+    def but(self, **own: Sequence[Any] | np.ndarray) -> Repeats[User]:
         """These, with a field for each of its own; arrays are of the same shapes."""
         return Repeats(self.models, self.which, **{**self.own, **own})
 
@@ -150,9 +152,10 @@ class Repeats(Sequence[User]):
         """These, and others that are alike to none."""
         if not more:
             return self
-        own = {name: [*values, *(getattr(one, name) for one in more)] for name, values in self.own.items()}
         which = np.concatenate([self.which, len(self.models) + np.arange(len(more))])
-        return Repeats([*self.models, *more], which, **own)
+        return Repeats([*self.models, *more], which, **{
+            name: np.concatenate([values, [getattr(one, name) for one in more]]) if isinstance(values, np.ndarray)
+            else [*values, *(getattr(one, name) for one in more)] for name, values in self.own.items()})
 
     def __len__(self) -> int:
         return len(self.which)
@@ -166,7 +169,9 @@ class Repeats(Sequence[User]):
         return iter(self._all)
 
     def _one(self, number: int) -> User:
-        return unchecked(self.models[self.which[number]], **{name: values[number] for name, values in self.own.items()})
+        own = {name: tuple(values[number].tolist()) if isinstance(values, np.ndarray) else values[number]
+               for name, values in self.own.items()}
+        return unchecked(self.models[self.which[number]], **own)
 
     @cached_property
     def _all(self) -> tuple[User, ...]:
@@ -187,7 +192,7 @@ def alike(users: Sequence[User], what: Callable[[User], object]) -> np.ndarray:
 def own(users: Sequence[User], field: str) -> np.ndarray:
     """A field in which nodes, or edges, that are alike may differ: of each."""
     if isinstance(users, Repeats) and field in users.own:
-        return np.array(users.own[field], np.int64)
+        return np.asarray(users.own[field], np.int64)
     return np.array([getattr(user, field) for user in users], np.int64)
 
 
