@@ -199,7 +199,7 @@ def _without_refs(value: object) -> object:
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, (list, tuple)):
-        return tuple([_without_refs(v) for v in value])
+        return tuple(["ref" if isinstance(v, Ref) else v if isinstance(v, PLAIN) else _without_refs(v) for v in value])
     if isinstance(value, Mapping):
         return tuple(sorted((k, _without_refs(v)) for k, v in value.items()))
     return str(value)

@@ -392,7 +392,13 @@ class Eliminator:
 
     @classmethod
     def of(cls, problem: Problem) -> Eliminator:
-        return cls(problem.sizes, problem.ends)
+        """Of a problem; one with other costs that was made of it has the same order (`Problem.with_edges`)."""
+        known: Eliminator | None = problem.orders.get(problem.sizes.tobytes())
+        if known is None:
+            known = problem.orders[problem.sizes.tobytes()] = cls(problem.sizes, problem.ends)
+        made = copy.copy(known)
+        made._tables, made.solved_s = Tables(), 0.0
+        return made
 
     @classmethod
     def none(cls) -> Eliminator:

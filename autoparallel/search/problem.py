@@ -259,6 +259,11 @@ class Problem:
         return np.stack([own(self.edges, "source"), own(self.edges, "target")], axis=1)
 
     @cached_property
+    def orders(self) -> dict[bytes, Any]:
+        """What searches find out about the graph alone, by sizes of its nodes: problems made of this one share it."""
+        return {}
+
+    @cached_property
     def costs(self) -> Shared:
         """Of the nodes, then of the edges."""
         return self._shared(lambda user: user.costs)
