@@ -33,6 +33,9 @@ def refuse_types(graph: Graph) -> None:
     """Raises CaptureError for an op that does not take its tensors' types."""
     seen: set[object] = set()
     for node in graph.nodes:
+        types = {getattr(n.meta.get("val"), "dtype", None) for n in node.all_input_nodes}
+        if len(types) == 1 and (one := types.pop()) is not None and one.is_floating_point:
+            continue  # most ops, at little cost
         tensors = _tensors_of(node)
         constants = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: None)
         key = (node.target, repr(constants), tuple((t.dtype, t.shape) for t in tensors))
