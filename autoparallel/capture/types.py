@@ -61,6 +61,7 @@ def refusal(node: Node) -> Refused | None:
     usual = floating.most_common(1)[0][0] if floating else torch.get_default_dtype()
     lower = {usual: torch.float32} if len(floating) == 1 else {}  # what a CPU does not compute in it, others may
     error = _error(node, tensors, [lower.get(t, t) for t in given])
+    # What a CPU does not implement, the device that a model on the meta device is planned for may.
     if error is None or (isinstance(error, NotImplementedError) and (len(floating) > 1 or tensors[0].is_meta)):
         return None
     pairs = [(usual, torch.int64), (usual, torch.bool), (usual, usual), (torch.bool, torch.bool), (torch.int64,) * 2]

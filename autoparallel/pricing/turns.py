@@ -104,7 +104,7 @@ class Turns:
         self.counts, self.held = counts or [1] * len(space), held or [1] * len(space)
         self.one_for_all, self._num_sites = held is not None, len(space)
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
-        self.in_one = [*map(len, set(self.stages_of))] == [1]
+        self.in_one = [*map(len, set(self.stages_of))] == [1]  # all sites on one stage, and the same
         self.within = [link for link in space.links if not self._crosses(link)]
         self.first_saver: dict[Value, int] = {}
         self.kept = self._kept_values() if training else frozenset()
@@ -112,7 +112,7 @@ class Turns:
         blocks = self.hybrid.recompute != "none"
         self.block_of = [self._block(index) if blocks else None for index in range(len(space))]
         self.block_end = {block: index for index, block in enumerate(self.block_of) if block is not None}
-        self.checkpoints = self._block_inputs() if self.hybrid.recompute != "none" else frozenset()
+        self.checkpoints = self._block_inputs() if blocks else frozenset()
         self.kept |= self.checkpoints | (self._results_kept() if training else frozenset())
         self.of_parameter = [self._is_parameter(index) for index in range(len(space))]
         self.by_parameter = frozenset(k.target for k in space.links if self.of_parameter[k.source])

@@ -393,9 +393,10 @@ class Eliminator:
     @classmethod
     def of(cls, problem: Problem) -> Eliminator:
         """Of a problem; one with other costs that was made of it has the same order (`Problem.with_edges`)."""
-        known: Eliminator | None = problem.orders.get(problem.sizes.tobytes())
-        if known is None:
-            known = problem.orders[problem.sizes.tobytes()] = cls(problem.sizes, problem.ends)
+        sizes = problem.sizes.tobytes()
+        known: Eliminator = problem.orders.get(sizes) or cls(problem.sizes, problem.ends)
+        if not problem.orders:  # only the first: of those with fewer choices there are many
+            problem.orders[sizes] = known
         made = copy.copy(known)
         made._tables, made.solved_s = Tables(), 0.0
         return made

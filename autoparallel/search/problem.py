@@ -260,7 +260,7 @@ class Problem:
 
     @cached_property
     def orders(self) -> dict[bytes, Any]:
-        """What searches find out about the graph alone, by sizes of its nodes: problems made of this one share it."""
+        """In which order to eliminate, by sizes of the nodes; problems that are made of this one share it."""
         return {}
 
     @cached_property
