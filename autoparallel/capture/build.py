@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Node as FxNode
 
+from autoparallel.capture.dependencies import Dependencies, Recorder, is_users
 from autoparallel.capture.editing import module_path, source_line, source_of
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
@@ -74,28 +76,62 @@ def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[st
 def _captured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpGraph:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     autocast = ambient([*leaves, *model.parameters()])
+    _look_at_hooks(model)
+    recorder = Recorder(model)
     with torch.inference_mode(False):
-        program = _traced(model, args, kwargs, autocast)
+        program = _traced(model, args, kwargs, autocast, recorder)
     with torch.inference_mode(False), without_autocast():
-        return _Builder(model, program, (leaves, spec)).build()
+        return _Builder(model, program, (leaves, spec), recorder.dependencies(_equivalent(model))).build()
 
 
-def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None
-            ) -> ExportedProgram:
-    """The program in one graph; of blocks that are alike, where a model has them, two are traced."""
+def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None,
+            recorder: Recorder) -> ExportedProgram:
+    """The program in one graph; of equivalent blocks, where a model has them, two are traced."""
+
+    def recorded() -> ExportedProgram:
+        with recorder.recording():
+            program = trace(model, args, kwargs)
+        recorder.refuse_memory(program.graph)
+        inline_modes(program.graph_module, autocast=autocast)
+        return program
+
     if blocks := find_repeated(model):
         calls = Calls()
         try:
             with calls.recorded(blocks):
-                program = trace(model, args, kwargs)
-            inline_modes(program.graph_module, autocast=autocast)
+                program = recorded()
             unfold(program.graph_module.graph, calls, _paths(program))
             return program
         except (UnlikeError, CaptureError) as error:
             logging.getLogger(__name__).info("traced whole: %s", error)
-    program = trace(model, args, kwargs)
-    inline_modes(program.graph_module, autocast=autocast)
-    return program
+    return recorded()
+
+
+def _look_at_hooks(model: torch.nn.Module) -> None:
+    """Warns of forward hooks, which run while the model is traced. Raises CaptureError for backward hooks of modules,
+    which nobody would call."""
+    traced = []
+    for path, module in model.named_modules():
+        name = path or type(model).__name__
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(f"{name} has a backward hook, and a program has no such place\n"
+                               "  Use hooks of parameters, parallel.get_parameter(name).register_hook(...), or write a "
+                               "torch.autograd.Function.")
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        traced += [f"{getattr(hook, '__qualname__', type(hook).__name__)} of {name}" for hook in hooks
+                   if is_users({"__name__": getattr(hook, "__module__", "")})]
+    if traced:
+        warnings.warn(f"forward hooks are traced as part of the model ({', '.join(traced)}): what they compute is in "
+                      "the program; what else they do (append, print) is done once, with tensors that have no data. "
+                      "Return intermediate values from forward instead", stacklevel=2)
+
+
+def _equivalent(model: torch.nn.Module) -> Iterable[list[str]]:
+    """Paths of blocks of which one may stand for another in a trace."""
+    found: dict[object, list[str]] = {}
+    for block in find_repeated(model):
+        found.setdefault(block.kind, []).append(block.path)
+    return found.values()
 
 
 def _paths(program: ExportedProgram) -> dict[str, str]:
@@ -105,9 +141,9 @@ def _paths(program: ExportedProgram) -> dict[str, str]:
 
 
 class _Builder:
-    def __init__(self, model: torch.nn.Module, program: ExportedProgram, call: tuple[list[Any], pytree.TreeSpec]
-                 ) -> None:
-        self.program = program
+    def __init__(self, model: torch.nn.Module, program: ExportedProgram, call: tuple[list[Any], pytree.TreeSpec],
+                 dependencies: Dependencies) -> None:
+        self.program, self.dependencies = program, dependencies
         self.leaves, self.in_spec = call
         self.named = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
@@ -156,7 +192,7 @@ class _Builder:
         mutations = {buffers[name]: self.refs[value] for name, value in mutated.items()}
         aliases = {name: first for name, first in self.aliases.items() if name != first}
         return OpGraph(tuple(self.nodes), self.in_spec, self.program.call_spec.out_spec, self.constants, outputs,
-                       mutations, aliases, self.constant_tensors)
+                       mutations, aliases, self.constant_tensors, self.dependencies)
 
     @staticmethod
     def _refuse_mutated_inputs(signature: Any) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from autoparallel.capture.editing import Node, argument, emit
+from autoparallel.capture.editing import Node, argument, emit, source_line
+from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
 Rewrite = Callable[[Graph, Node], Node | None]
@@ -238,11 +239,29 @@ def _neighbours(graph: Graph, node: Node, x: Node, dim: int) -> list[Node]:
     return [emit(graph, node, aten.slice.Tensor, x, dim, start, start + length - 1) for start in (0, 1)]
 
 
-def strided(graph: Graph, node: Node) -> Node | None:
-    """as_strided of all of a tensor in its order (as decompositions write it) is a reshape."""
-    x, made = node.args[0].meta["val"], node.meta["val"]
-    whole = x.is_contiguous() and made.is_contiguous() and not made.storage_offset() and x.numel() == made.numel()
-    return emit(graph, node, aten.reshape.default, node.args[0], _shape(node)) if whole else None
+def strided(graph: Graph, node: Node) -> Node:
+    """as_strided of all of a tensor in its order (as decompositions write it) is a reshape; any other picks elements
+    by their places in memory. A rank's shard lies otherwise in memory, so the places are of the tensor in its order."""
+    source, value, made = node.args[0], node.args[0].meta["val"], node.meta["val"]
+    whole = value.is_contiguous() and made.is_contiguous() and not made.storage_offset()
+    if whole and value.numel() == made.numel():
+        return emit(graph, node, aten.reshape.default, source, _shape(node))
+    dims = sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
+    packed = value.permute(dims).is_contiguous()
+    last = made.storage_offset() + sum((n - 1) * s for n, s in zip(made.shape, made.stride(), strict=True))
+    if not packed or value.storage_offset() or (made.numel() and last >= value.numel()):
+        raise CaptureError(f"as_strided reads memory that is not its tensor's own{source_line(node)}\n"
+                           "  Give it a tensor of its own memory, x.contiguous(), or write slices and reshapes.")
+    places = emit(graph, node, aten.full.default, [], made.storage_offset(), dtype=torch.int64)
+    for dim, (length, stride) in enumerate(zip(made.shape, made.stride(), strict=True)):
+        steps = emit(graph, node, aten.arange.default, length, dtype=torch.int64, device=made.device)
+        steps = emit(graph, node, aten.mul.Tensor, steps, stride)
+        steps = emit(graph, node, aten.reshape.default, steps, [length if d == dim else 1 for d in range(made.dim())])
+        places = emit(graph, node, aten.add.Tensor, places, steps)
+    flat = emit(graph, node, aten.reshape.default, emit(graph, node, aten.permute.default, source, dims), [-1])
+    places = emit(graph, node, aten.reshape.default, places, [-1])
+    picked = emit(graph, node, aten.index_select.default, flat, 0, places)
+    return emit(graph, node, aten.reshape.default, picked, list(made.shape))
 
 
 def convolution(graph: Graph, node: Node) -> Node:

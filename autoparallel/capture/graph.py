@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from autoparallel.capture.dependencies import Dependencies
 from autoparallel.capture.functions import user_function
 
 PLAIN = (int, float, str, type(None))
@@ -124,7 +125,8 @@ class OpGraph:
     ``in_spec``/``out_spec`` are the pytree structures of ``(args, kwargs)`` and of the result; ``constants`` are the
     non-tensor leaves of the call by position; ``outputs`` lists the leaves of the result (Refs or Python values);
     ``mutations`` maps buffer names to the value that each has after the call; ``aliases`` maps every other name of a
-    tied parameter or buffer to the name under which the graph knows it.
+    tied parameter or buffer to the name under which the graph knows it; ``dependencies`` are what the trace read
+    beside the arguments.
     """
 
     nodes: tuple[Node, ...]
@@ -135,6 +137,7 @@ class OpGraph:
     mutations: Mapping[str, Ref]
     aliases: Mapping[str, str]
     constant_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    dependencies: Dependencies | None = None
 
     def __len__(self) -> int:
         return len(self.nodes)

@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 _OWN = str(Path(__file__).parent)
-HANDLERS = frozenset({"__torch_function__", "_called", "answer"})
+HANDLERS = frozenset({"__torch_function__", "_called", "_requires_grad", "answer"})
 
 
 def caller() -> FrameType:
@@ -20,6 +20,17 @@ def caller() -> FrameType:
     while frame.f_code.co_name in HANDLERS and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def users_caller() -> str:
+    """The user's line that calls torch, for a message (a new line, "at file:line in function"); empty without one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(("<", _OWN)) and "/torch/" not in path:
+            return f"\n  at {path}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def statement_at(frame: FrameType, *kinds: type[Any]) -> Any:
@@ -60,4 +71,4 @@ def function_source(code: CodeType) -> ast.Module:
     return tree
 
 
-__all__ = ["caller", "calls", "function_source", "statement_at"]
+__all__ = ["caller", "calls", "function_source", "statement_at", "users_caller"]

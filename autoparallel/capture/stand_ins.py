@@ -21,10 +21,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.capture.branches import READS, Branches
 from autoparallel.capture.ctc import ctc_loss_as_op
+from autoparallel.capture.dependencies import is_users, recorder
 from autoparallel.capture.graph import is_floating
 from autoparallel.capture.ragged import asked, tensors_of
 from autoparallel.capture.regions import gradient_as_op, gradient_of_function, pullback, pushforward
 from autoparallel.capture.row_loops import REGIONS
+from autoparallel.capture.sources import caller, users_caller
 from autoparallel.errors import CaptureError
 
 _BATCH_NORM = _BatchNorm.forward
@@ -79,6 +81,14 @@ def flex_attention_as_ops() -> Iterator[None]:
           _instead(flex, "_validate_device", lambda *tensors: None),
           _instead(flex, "setup_compilation_env", lambda: nullcontext("eager"))):
         yield
+
+
+def _requires_grad(x: torch.Tensor) -> bool:
+    """As the call has it: under no_grad, which a trace is not, only its leaves may require gradients."""
+    active = recorder()
+    if x.requires_grad and not x.is_leaf and active is not None and is_users(caller().f_globals):
+        return active.mode("is_grad_enabled", True)
+    return x.requires_grad
 
 
 @contextmanager
@@ -140,6 +150,14 @@ def _counts(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int
     return weights.new_zeros(minlength).scatter_add(0, x.long(), weights)
 
 
+#: Hooks on values that a trace makes: nobody would call them in the program.
+_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.retain_grad,
+                    torch.Tensor.register_post_accumulate_grad_hook})
+#: Functions that ask for the memory of a tensor, of which others of the same shape have another.
+_STRIDES = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset,
+                      torch.Tensor.as_strided, torch.as_strided, torch.Tensor.dim_order})
+
+
 class TracedCalls(TorchFunctionMode):
     """Calls that a trace would not see, as ops that it sees."""
 
@@ -163,6 +181,14 @@ class TracedCalls(TorchFunctionMode):
         if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
             raise CaptureError("the model assigns to a tensor's data, which a trace does not see\n"
                                "  Write buffer.copy_(value) under torch.no_grad() instead of buffer.data = value.")
+        if function in _HOOKS:
+            raise CaptureError(f"forward calls {function.__name__} on a value, and a program has no such hook"
+                               f"{users_caller()}\n  Write what the hook does to the gradient as a "
+                               "torch.autograd.Function; hooks of parameters may be set outside of forward.")
+        if function in _STRIDES and (active := recorder()) is not None and is_users(caller().f_globals):
+            active.strides = True
+        if function == torch.Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
+            return _requires_grad(args[0])
         if function is torch.nn.functional.gaussian_nll_loss:
             return _gaussian_likelihood(*args, **(kwargs or {}))
         if function in (torch.bincount, torch.Tensor.bincount):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import precision, refuse_other_layouts
+from autoparallel.capture.dependencies import description
 from autoparallel.errors import InputError
 from autoparallel.hybrid import MicroBatches, Stages
 from autoparallel.layout import Layout
@@ -19,6 +20,7 @@ from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap import overlap
 from autoparallel.plans import Plan
 from autoparallel.rules.space import StrategySpace
+from autoparallel.runtime.guards import Guards
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.step import Forward
 
@@ -82,6 +84,35 @@ class Compiled:
                 for site in self.space.sites if site.kind == "update" and site.index in part.sites}
 
 
+class Forms:
+    """The programs of a module: by the form of a call, and by what the model was when each was traced."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Any, list[tuple[Guards, Compiled]]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
+    def first(self) -> Compiled | None:
+        """The one that was compiled first."""
+        return next((found[0][1] for found in self._by_key.values()), None)
+
+    def find(self, key: Any, leaves: Sequence[Any]) -> Compiled | None:
+        """The program of a call of this form, if there is one for the model as it is."""
+        for guards, compiled in reversed(self._by_key.get(key, ())):
+            if guards.hold(leaves):
+                return compiled
+        return None
+
+    def changes(self, key: Any, leaves: Sequence[Any]) -> list[str]:
+        """Since the last trace of a call of this form, in words."""
+        known = self._by_key.get(key)
+        return list(dict.fromkeys(known[-1][0].failing(leaves))) if known else []
+
+    def add(self, key: Any, guards: Guards, compiled: Compiled) -> None:
+        self._by_key.setdefault(key, []).append((guards, compiled))
+
+
 #: (model in the right mode, args, kwargs, layouts of parameters placed already, whether the form is plain: in one turn
 #: and one stage whatever the plan) -> Compiled
 Compile = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], Mapping[str, Layout], bool], Compiled]
@@ -91,17 +122,20 @@ def form_of(leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
     """What of a call's arguments, and of the autocast around it, is fixed when it is traced."""
     refuse_other_layouts(leaves)
     casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in precision.DEVICES]
-    return (str(spec), *map(_form, leaves), *casts)
+    return (str(spec), *map(_form, leaves), *casts, torch.get_default_dtype(), torch.get_default_device())
 
 
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return type(leaf).__name__, leaf if isinstance(leaf, (int, float, str, bool, type(None))) else repr(leaf)
+    return description(leaf)
 
 
 def as_plain(leaf: Any, device: torch.device) -> Any:
     """A DTensor as a tensor of its global shape, for tracing; of a meta-device model every tensor is a shape only."""
-    if isinstance(leaf, DTensor) or (isinstance(leaf, torch.Tensor) and device.type == "meta"):
+    if isinstance(leaf, DTensor):
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+    if isinstance(leaf, torch.Tensor) and device.type == "meta":
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device,
+                                   requires_grad=leaf.requires_grad)
     return leaf

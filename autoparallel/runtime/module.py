@@ -26,10 +26,13 @@ from autoparallel.runtime import data, groups, initialise
 from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.form import Compile, Compiled, as_plain, form_of
 from autoparallel.runtime.generation import generating
+from autoparallel.runtime.guards import Guards
 from autoparallel.runtime.placing import place
 from autoparallel.runtime.state import State
 
 _LOG = logging.getLogger("autoparallel")
+#: Attributes of a parallel module itself.
+_OWN = frozenset({"__class__", "_state", "_calls", *vars(nn.Module())})
 
 
 class ParallelModule(nn.Module):
@@ -72,16 +75,24 @@ class ParallelModule(nn.Module):
         args, kwargs = canonical_call(args, kwargs or {})
         leaves, spec = pytree.tree_flatten((args, kwargs))
         plain = not step or state.hybrid.is_plain
+        if state.places is not None:
+            state.places.check()
         key = form_of(leaves, spec), state.modes(), state.learning(), plain
-        if key not in state.forms:
+        compiled = state.forms.find(key, leaves)
+        if compiled is None and state.attributes is not None:
+            state.attributes.merge()
+            compiled = state.forms.find(key, leaves)
+        if compiled is None:
             state.take_modes()
             on_meta = any(p.device.type == "meta" for p in state.model.parameters())
             shapes = [as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(shapes, spec)
             call = call_text(args, kwargs)
             if state.forms and dist.get_rank() == 0:  # it takes seconds
-                _LOG.warning("%s is compiled for a call of another form (form %d): %s", type(state.model).__name__,
-                             len(state.forms) + 1, call)
+                changes = state.forms.changes(key, leaves)
+                why = f", since {'; '.join(changes)}" if changes else ""
+                _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
+                             len(state.forms) + 1, call, why)
             try:
                 compiled = state.compile_call(state.model, args, kwargs, state.layouts,
                                               plain and not state.hybrid.is_plain)
@@ -92,9 +103,11 @@ class ParallelModule(nn.Module):
             if not state.forms:
                 with torch.inference_mode(False):  # parameters learn later
                     place(self, state, compiled)
-            state.forms[key] = compiled
+            dependencies = compiled.micro.whole.dependencies
+            assert dependencies is not None
+            state.forms.add(key, Guards(state.parts, dependencies, leaves), compiled)
             state.calls_traced[call] = None
-        return state.forms[key]
+        return compiled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
@@ -259,6 +272,29 @@ class ParallelModule(nn.Module):
                 raise
             return self._as_own(state.model, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that forward may read is the original's, which is traced; the rest is this module's own."""
+        state = self.__dict__.get("_state")
+        if state is None or name in _OWN or isinstance(getattr(type(self), name, None), property):
+            super().__setattr__(name, value)
+            return
+        tensors = isinstance(value, (nn.Parameter, nn.Module)) or name in (*self._parameters, *self._buffers,
+                                                                          *self._modules)
+        described = inspect.getattr_static(type(state.model), name, None)
+        if isinstance(described, property) and described.fset is not None:
+            described.fset(self, value)
+        elif tensors and state.forms:
+            super().__setattr__(name, value)
+        else:
+            setattr(state.model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        state = self.__dict__.get("_state")
+        if state is None or name in self.__dict__ or name in (*self._parameters, *self._buffers, *self._modules):
+            super().__delattr__(name)
+        else:
+            delattr(state.model, name)
+
     def _as_own(self, model: nn.Module, name: str) -> Any:
         """An attribute of the original. Its methods and properties become this module's: they call this module and read
         its parameters, as the original's are not trained."""
@@ -273,11 +309,11 @@ class ParallelModule(nn.Module):
         return value
 
     def _first(self) -> Compiled:
-        forms = self._state.forms
-        if not forms:
+        first = self._state.forms.first()
+        if first is None:
             raise InputError("the model has not been traced yet, so its parameters have no place: call it once, or "
                              "give example_inputs or example_kwargs to autoparallel.compile")
-        return next(iter(forms.values()))
+        return first
 
 
 def _as_call(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

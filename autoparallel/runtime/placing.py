@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
 from autoparallel.runtime.form import Compiled
+from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.initialise import as_dtensor, container
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.state import State
@@ -38,6 +39,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
             placed[id(parameter)] = nn.Parameter(
                 _piece_of(value, mesh, layout, state.device), parameter.requires_grad
             )
+            _take_hooks(parameter, placed[id(parameter)])
         owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
     for path, owner_module in model.named_modules():
         for leaf, buffer in owner_module._buffers.items():
@@ -50,6 +52,15 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                 owner._buffers[leaf] = placed[id(buffer)]
                 if leaf in owner_module._non_persistent_buffers_set:
                     owner._non_persistent_buffers_set.add(leaf)
+    state.attributes, state.places = SharedAttributes(state.parts), Places(root)
+
+
+def _take_hooks(original: torch.Tensor, placed: torch.Tensor) -> None:
+    """Hooks that the user has set on a parameter, on the one that is trained: they see its gradient, a DTensor."""
+    for hook in (original._backward_hooks or {}).values():
+        placed.register_hook(hook)
+    for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
+        placed.register_post_accumulate_grad_hook(hook)
 
 
 def _make_parts(root: nn.Module, model: nn.Module) -> dict[nn.Module, nn.Module]:

@@ -15,7 +15,8 @@ from autoparallel.layout import Layout
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import groups, initialise
 from autoparallel.runtime.failing import Together
-from autoparallel.runtime.form import Compile, Compiled
+from autoparallel.runtime.form import Compile, Forms
+from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.shared import Ranks
 
 
@@ -32,7 +33,9 @@ class State:
         self.mesh = self.site.mesh
         self.axes = groups.bind(self.mesh)
         self.together = Together(self.site.whole)
-        self.forms: dict[Any, Compiled] = {}
+        self.forms = Forms()
+        self.attributes: SharedAttributes | None = None
+        self.places: Places | None = None
         self.parts: dict[nn.Module, nn.Module] = {}
         self.calls_traced: dict[str, None] = {}
         self.layouts: dict[str, Layout] = {}

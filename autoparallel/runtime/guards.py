@@ -1,0 +1,210 @@
+"""Guards: whether a compiled program is still that of the model.
+
+What the trace read (`capture/dependencies.py`) is fixed in the program: numbers in attributes and globals, modes,
+hooks. The parallel module's parts and the original's modules share their attributes (`SharedAttributes`): a change of
+one is a change of both. Guards are checked at each call; those that fail say what has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoparallel.capture.dependencies import (
+    HOOKS,
+    INTERNAL,
+    MODES,
+    Dependencies,
+    Missing,
+    Variable,
+    description,
+    is_mutable,
+)
+from autoparallel.errors import InputError, shown
+
+
+class NotAlone:
+    """In place of the forward of a part of a parallel module, which has no program of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError(f"{self.name} is a part of a parallel module, and cannot be called by itself: its parameters "
+                         "are shards, and the program is of the whole model\n"
+                         "  Call the parallel module; to run a part alone, compile it: "
+                         f"autoparallel.compile(model.{self.name}, mesh).")
+
+
+class SharedAttributes:
+    """Plain attributes of the original's modules and of the parallel module's parts, which are one: what is set on
+    either is taken over to the other. (The root has none of its own: it reads and sets the original's.)"""
+
+    def __init__(self, parts: Mapping[nn.Module, nn.Module]) -> None:
+        model, *modules = parts
+        self.names = {module: name for name, module in model.named_modules()}
+        self.pairs = [(module, parts[module]) for module in modules]
+        self.before = [_plain_attributes(module) for module in modules]
+        for module, part in self.pairs:
+            vars(part)["forward"] = NotAlone(self.names[module])
+
+    def merge(self) -> None:
+        """Take over what has been set since. Raises InputError where both were set, and differ."""
+        for number, (module, part) in enumerate(self.pairs):
+            before, ours, theirs = self.before[number], vars(part), vars(module)
+            self._merge_forward(module, part)
+            for name in [n for n in {**ours, **theirs, **before} if n not in INTERNAL]:
+                was, a, b = (d.get(name, Missing) for d in (before, ours, theirs))
+                if a is b:
+                    continue
+                if a is not was and b is not was and description(a) != description(b):
+                    raise InputError(f"{self.names[module]}.{name} is {_shown(a)} in the parallel module and "
+                                     f"{_shown(b)} in the model that it was made of, which share their attributes: set "
+                                     "it once")
+                new, target = (a, theirs) if a is not was else (b, ours)
+                if new is Missing:
+                    target.pop(name, None)
+                else:
+                    target[name] = new
+            self.before[number] = _plain_attributes(module)
+
+    def _merge_forward(self, module: nn.Module, part: nn.Module) -> None:
+        """A forward that was put on a part becomes the original module's, of whose parameters programs are traced."""
+        given = vars(part).get("forward")
+        if not isinstance(given, NotAlone):
+            if given is not None:
+                vars(module)["forward"] = MethodType(given.__func__, module) if isinstance(given, MethodType) else given
+            vars(part)["forward"] = NotAlone(self.names[module])
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in INTERNAL}
+
+
+class Places:
+    """The parameters, buffers and modules of the parallel module as they were placed: programs read them there."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.tables = [(table, dict(table), path) for path, part in root.named_modules()
+                       for table in (part._modules, part._parameters, part._buffers)]
+
+    def check(self) -> None:
+        """Raises InputError where one was replaced by another that programs cannot read."""
+        for number, (table, placed, path) in enumerate(self.tables):
+            if len(table) == len(placed) and all(map(is_, table.values(), placed.values())):
+                continue
+            for name in {**placed, **table}:
+                old, new = placed.get(name), table.get(name)
+                if old is not new and not _fits(old, new):
+                    what = "is new" if old is None else "is gone" if new is None else "was replaced"
+                    raise InputError(f"{f'{path}.{name}'.strip('.')} {what} ({_told(old)}, then {_told(new)}), and "
+                                     "programs were compiled for what it was\n"
+                                     "  Give new values by load_state_dict(...) or copy_(...); change the model before "
+                                     "it is compiled.")
+            self.tables[number] = table, dict(table), path
+
+
+def _fits(old: Any, new: Any) -> bool:
+    """Whether programs that read the one can read the other."""
+    if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+        return False
+    if isinstance(old, DTensor) != isinstance(new, DTensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
+        return False
+    return not isinstance(old, DTensor) or (isinstance(new, DTensor) and old._spec == new._spec)
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value.dtype}{list(value.shape)}".replace("torch.", "")
+    return "nothing" if value is None else type(value).__name__
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A variable with its value when a program was traced."""
+
+    variable: Variable
+    value: Any
+    content: object
+
+    @staticmethod
+    def of(variable: Variable) -> _Seen:
+        value = variable.value()
+        return _Seen(variable, value, description(value) if is_mutable(value) else None)
+
+    def holds(self) -> bool:
+        new = self.variable.value()
+        if new is self.value:
+            return self.content is None or description(new) == self.content
+        return description(new) == (description(self.value) if self.content is None else self.content)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
+        return self  # functions are not copied, nor is what they read
+
+
+class Guards:
+    """Whether the program of one trace is still that of the model. A check compares object by object: for a model of
+    400 modules it takes about a tenth of a millisecond."""
+
+    def __init__(self, parts: Mapping[nn.Module, nn.Module], dependencies: Dependencies, leaves: Sequence[Any]) -> None:
+        model = next(iter(parts))
+        self.attributes: list[tuple[nn.Module, str, tuple[str, ...], tuple[Any, ...]]] = []
+        self.hooks: list[tuple[Mapping[Any, Any], tuple[Any, ...], str, str]] = []
+        for path, module in model.named_modules():
+            own = {**module._parameters, **module._buffers, **module._modules}
+            names = ("forward", *(n for n in dependencies.attributes.get(path, ()) if n not in own))
+            for holder in (module,) if module is model else (module, parts[module]):
+                self.attributes.append((holder, path, names, tuple(vars(holder).get(n, Missing) for n in names)))
+            self.hooks += [(vars(module)[name], tuple(vars(module)[name].values()), path, name) for name in HOOKS]
+        self.variables = [_Seen.of(variable) for variable in dependencies.variables]
+        self.modes = [(MODES[name], name, answer) for name, answer in dependencies.modes.items()]
+        self.strides = _strides(leaves) if dependencies.strides else None
+        contents = {id(value): (value, f"{path}.{name}".strip(".")) for _, path, names, values in self.attributes
+                    for name, value in zip(names, values, strict=True) if is_mutable(value)}
+        self.contents = [(value, description(value), name) for value, name in contents.values()]
+
+    def hold(self, leaves: Sequence[Any]) -> bool:
+        """Whether the program is that of a call with these arguments, of the model as it is."""
+        return next(self.failing(leaves), None) is None
+
+    def failing(self, leaves: Sequence[Any]) -> Iterator[str]:
+        """All that has changed, in words."""
+        for holder, path, names, values in self.attributes:
+            now = holder.__dict__
+            for name, value in zip(names, values, strict=True):
+                if (new := now.get(name, Missing)) is not value and description(new) != description(value):
+                    yield f"{path}.{name}".strip(".") + f" was {_shown(value)} and is {_shown(new)}"
+        for value, was, name in self.contents:
+            if description(value) != was:
+                yield f"{name} has other contents"
+        for seen in self.variables:
+            if not seen.holds():
+                yield f"{seen.variable.name} was {_shown(seen.value)} and is {_shown(seen.variable.value())}"
+        for hooks, values, path, name in self.hooks:
+            if len(hooks) != len(values) or (hooks and tuple(hooks.values()) != values):
+                yield f"{path or 'the model'} has other {name.strip('_').replace('_', ' ')}"
+        for mode, name, answer in self.modes:
+            if mode() != answer:
+                yield f"torch.{name}() was {answer}"
+        if self.strides is not None and _strides(leaves) != self.strides:
+            yield "arguments have other strides"
+
+
+def _strides(leaves: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
+    """Of the arguments; None for those that are contiguous, and for those on several ranks."""
+    return tuple(leaf.stride() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+                 and not leaf.is_contiguous() else None for leaf in leaves)
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is Missing else shown(value)
+
+
+__all__ = ["Guards", "NotAlone", "Places", "SharedAttributes"]
