@@ -184,7 +184,7 @@ class Recorder:
 
     def assigns(self, module: nn.Module, name: str, value: Any) -> None:
         path = self._paths.get(id(module))
-        if path is not None and name not in INTERNAL:
+        if path is not None and name not in INTERNAL and name not in module._buffers:  # which torch.export follows
             if (path, name) not in self._assigned and name in self._read[path]:
                 self._read_first.add((path, name))
             self._assigned[path, name] = value
@@ -220,7 +220,8 @@ class Recorder:
             if (isinstance(after, torch.Tensor) and _depends_on_call(after, graph)) or (
                     plain and description(before) != description(after)):
                 raise CaptureError(
-                    f"forward of {type(self.model).__name__} reads {f'{path}.{name}'.strip('.')} and assigns another "
+                    f"forward of {type(self.model).__name__} reads "
+                    f"{f'{path}.{name}'.strip('.')} and assigns another "
                     f"value to it ({_kind(before)}, then {_kind(after)}), which its next call would read: a program has "
                     "no such memory\n  Keep a tensor in a buffer (register_buffer, then self.x.copy_(...)), or pass it "
                     "and return it; count outside of forward.")
