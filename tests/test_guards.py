@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ class Changing(nn.Module):
     """A model that reads all kinds of things beside its arguments."""
 
     sign = 1.0
+    slope_of_class = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class Changing(nn.Module):
         self.act = nn.LeakyReLU(0.1)
         self.last = nn.Linear(8, 6)
         self.scale, self.options, self.config = 1.5, {"bias": 0.5}, SimpleNamespace(gain=1.0)
-        self.offset = torch.linspace(0, 1, 6)
+        self.offset, self.table = torch.linspace(0, 1, 6), np.ones(6)
         self.register_buffer("weights", torch.linspace(1, 2, 6))
 
     def forward(self, x: torch.Tensor, power: float = 1.0) -> torch.Tensor:
@@ -51,7 +53,7 @@ class Changing(nn.Module):
             y = -y
         if not x.is_contiguous():
             y = y * 0.5
-        return y * self.weights
+        return y * self.weights * self.slope_of_class + float(self.table[1])
 
 
 def _set(path: str, name: str, value: Any) -> Callable[[nn.Module], None]:
@@ -144,7 +146,15 @@ def modes_strides_and_globals() -> list[tuple[str, float]]:
     found.append(("globals", differs(parallel, model, x)))
     SCALE, SETTINGS["shift"] = before, 1.0
     parallel.sign = -1.0
+    found.append(("attribute over the class's", differs(parallel, model, x)))
+    Changing.slope_of_class = 2.0
     found.append(("class attribute", differs(parallel, model, x)))
+    Changing.slope_of_class = 1.0
+    globals()["_scaled"], own = (lambda x: x * 3), _scaled
+    found.append(("function", differs(parallel, model, x)))
+    globals()["_scaled"] = own
+    model.table[1] = 9.0
+    found.append(("array", differs(parallel, model, x)))
     parallel.train()
     parallel.drop.p = 1.0  # drops all
     model.train()
@@ -251,6 +261,29 @@ class Carrying(nn.Module):
 def test_what_forward_would_leave_for_its_next_call_is_refused(what: str, said: str) -> None:
     with pytest.raises(CaptureError, match=said):
         capture(Carrying(what), (torch.zeros(2, 4),))
+
+
+class Drawing(nn.Module):
+    """Drops its layer at random, by numbers that no trace follows."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.draw() < 0.5 else self.layer(x)
+
+
+@pytest.mark.parametrize(("draw", "said"), [(random.random, "Python's random"), (np.random.rand, "numpy.random")])
+def test_numbers_drawn_outside_of_torch_are_refused_and_put_back(draw: Callable[[], float], said: str) -> None:
+    random.seed(3)
+    np.random.seed(3)
+    expected = draw()
+    random.seed(3)
+    np.random.seed(3)
+    with pytest.raises(CaptureError, match=said):
+        capture(Drawing(draw), (torch.zeros(2, 4),))
+    assert draw() == expected
 
 
 @pytest.mark.parametrize("what", ["table", "plain"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,7 +101,7 @@ def has_fields(value: Any) -> bool:
 
 def is_mutable(value: Any) -> bool:
     """Whether a value can become another one and stay the same object."""
-    return isinstance(value, (list, dict, set, tuple, functools.partial)) or has_fields(value)
+    return isinstance(value, (list, dict, set, tuple, functools.partial, np.ndarray)) or has_fields(value)
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class Recorder:
         self._contents = {id(value): (value, value.copy()) for values in self._before.values()
                           for name, value in values.items()
                           if name not in INTERNAL and type(value) in (list, dict, set)}
+        self._numbers = _RandomNumbers()
         self._variables = _variables_of(model)
         self._values = [variable.value() for variable in self._variables]
 
@@ -175,6 +177,11 @@ class Recorder:
                 if not _RECORDERS:
                     _remove()
             self._restore()
+            drawn = self._numbers.restore()
+        if drawn:
+            raise CaptureError(f"forward of {type(self.model).__name__} draws numbers from {drawn}, others at each "
+                               "call: a program has those of its trace\n"
+                               "  Draw them by torch (torch.rand), or outside of forward and pass them.")
 
     # --- what the forward does ---------------------------------------------------------------------------------
 
@@ -220,11 +227,10 @@ class Recorder:
             if (isinstance(after, torch.Tensor) and _depends_on_call(after, graph)) or (
                     plain and description(before) != description(after)):
                 raise CaptureError(
-                    f"forward of {type(self.model).__name__} reads "
-                    f"{f'{path}.{name}'.strip('.')} and assigns another "
-                    f"value to it ({_kind(before)}, then {_kind(after)}), which its next call would read: a program has "
-                    "no such memory\n  Keep a tensor in a buffer (register_buffer, then self.x.copy_(...)), or pass it "
-                    "and return it; count outside of forward.")
+                    f"forward of {type(self.model).__name__} reads {f'{path}.{name}'.strip('.')} and assigns another "
+                    f"value to it ({_kind(before)}, then {_kind(after)}), which its next call would read: a program "
+                    "has no such memory\n  Keep a tensor in a buffer (register_buffer, then self.x.copy_(...)), or "
+                    "pass it and return it; count outside of forward.")
         for variable, before in zip(self._variables, self._values, strict=True):
             if type(before) in (*ATOMS, *_NUMBERS) and description(variable.value()) != description(before):
                 raise CaptureError(f"forward of {type(self.model).__name__} assigns to the global {variable.name} "
@@ -281,6 +287,25 @@ def _depends_on_call(value: torch.Tensor, graph: Graph) -> bool:
         seen.update(more)
         stack.extend(more)
     return False
+
+
+class _RandomNumbers:
+    """The states of the generators of random numbers, as they are when it is made."""
+
+    def __init__(self) -> None:
+        self._python, self._torch = random.getstate(), torch.get_rng_state()
+        self._numpy: Any = np.random.get_state()
+
+    def restore(self) -> str:
+        """Set them back. Returns the name of one that a trace cannot follow, if numbers were drawn from it."""
+        drawn = "Python's random" if random.getstate() != self._python else ""
+        now: Any = np.random.get_state()
+        if now[2:] != self._numpy[2:] or not np.array_equal(now[1], self._numpy[1]):
+            drawn = drawn or "numpy.random"
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        return drawn
 
 
 # --- while any thread records --------------------------------------------------------------------------------------
@@ -412,8 +437,8 @@ class _Names:
     def _follow(self, value: Any, variable: Variable) -> None:
         if isinstance(value, (FunctionType, MethodType, staticmethod, classmethod, property, functools.partial,
                               functools.cached_property)):
-            if isinstance(variable.holder, Mapping) and "__name__" not in variable.holder:  # a method, which may be
-                self.variables[id(variable.holder), variable.name] = variable               # another one later
+            if not _is_installed(variable.holder) and variable.name != "__init__":  # another one may be put there
+                self.variables[id(variable.holder), variable.name] = variable
             self.add(value)
         elif isinstance(value, type):
             if value.__module__ != "builtins" and is_users({"__name__": value.__module__}):
