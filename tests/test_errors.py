@@ -134,6 +134,47 @@ def test_sparse_tensors_are_refused() -> None:
          of=lambda: plan_of(MakesASparseTensor()))
 
 
+class Bags(nn.Module):
+    """As facebookresearch/dlrm's tables."""
+
+    def __init__(self, tables: nn.Module, frozen: bool = False) -> None:
+        super().__init__()
+        self.tables, self.linear = nn.ModuleList([tables.requires_grad_(not frozen)]), nn.Linear(8, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        read = self.tables[0](ids)
+        return self.linear(read[:, 0] if read.dim() == 3 else read).sum()
+
+
+class Gathers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(16, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table.gather(0, ids, sparse_grad=True).sum()
+
+
+@pytest.mark.parametrize(("model", "parts"), [
+    (Bags(nn.EmbeddingBag(16, 8, mode="sum", sparse=True)), ("in tables.0", "model.tables.0.sparse = False")),
+    (Bags(nn.Embedding(16, 8, sparse=True)), ("in tables.0", "Write sparse=False (of torch's", "Adam, Adagrad")),
+    (Gathers(), ("Write sparse_grad=False, and", "sparse_grad=True).sum()")),
+])
+def test_sparse_gradients_are_refused(model: nn.Module, parts: tuple[str, ...]) -> None:
+    """They ran forward, and failed in backward."""
+    machine = Cluster.load("local-cpu", num_devices=2)
+    says(CaptureError, "makes a sparse gradient", *parts, of=lambda: plan(
+        model, machine, example_inputs=(torch.zeros(8, 4, dtype=torch.int64),), mesh_shape=(2,)))
+
+
+def test_frozen_tables_may_be_sparse() -> None:
+    machine = Cluster.load("local-cpu", num_devices=2)
+    for table in (nn.EmbeddingBag(16, 8, sparse=True), nn.Embedding(16, 8, sparse=True)):
+        made = plan(Bags(table, frozen=True), machine, example_inputs=(torch.zeros(8, 4, dtype=torch.int64),),
+                    mesh_shape=(2,))
+        assert made.prediction.step_s > 0
+
+
 def test_a_call_that_the_model_does_not_take_names_what_it_takes() -> None:
     """And no line of Python's own."""
     machine = Cluster.load("local-cpu", num_devices=2)
