@@ -35,9 +35,14 @@ def statement_at(frame: FrameType, *kinds: type[Any]) -> Any:
     return None
 
 
+def is_users(frame: FrameType) -> bool:
+    """Whether the frame is of neither torch nor this package."""
+    return not ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(_OWN))
+
+
 def calls(frame: FrameType, name: str) -> bool:
     """Whether the frame, of neither torch nor this package, is at a call of this function."""
-    if "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(_OWN):
+    if not is_users(frame):
         return False
     place = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     return any(isinstance(node, ast.Call) and getattr(node.func, "id", "") == name
@@ -60,4 +65,4 @@ def function_source(code: CodeType) -> ast.Module:
     return tree
 
 
-__all__ = ["caller", "calls", "function_source", "statement_at"]
+__all__ = ["caller", "calls", "function_source", "is_users", "statement_at"]

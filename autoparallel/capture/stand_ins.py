@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,15 +21,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoparallel.capture import functions
 from autoparallel.capture.branches import READS, Branches
 from autoparallel.capture.ctc import ctc_loss_as_op
 from autoparallel.capture.graph import is_floating
 from autoparallel.capture.ragged import asked, tensors_of
 from autoparallel.capture.regions import gradient_as_op, gradient_of_function, pullback, pushforward
 from autoparallel.capture.row_loops import REGIONS
+from autoparallel.capture.sources import is_users
 from autoparallel.errors import CaptureError
 
 _BATCH_NORM = _BatchNorm.forward
+_ENGINE: Callable[..., Any] = torch.autograd._engine_run_backward
+_TRACING = torch.export.export.__code__
 
 
 @contextmanager
@@ -50,6 +56,7 @@ def traced_methods() -> Iterator[None]:
           _instead(eager_transforms, "_vjp_with_argnums", pullback),
           _instead(eager_transforms, "_jvp_with_argnums", pushforward),
           _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.Module, "to", _to),
+          _instead(torch.autograd, "_engine_run_backward", _backward),
           _instead(wrapped, "mod_index", torch.ops.aten.index.Tensor)):
         yield
 
@@ -116,6 +123,27 @@ def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
                            "runs, which changes its parameters\n  Cast it before (model.part.to(dtype)), or "
                            "cast what it reads: F.linear(x, part.weight.to(dtype)).")
     return module
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    """Raises CaptureError in a model that is traced, but in a user's torch.autograd.Function, which runs whole. Other
+    threads' is done."""
+    frames = list(_frames(sys._getframe(1)))
+    if any(f.f_code is functions.RUNS for f in frames) or not any(f.f_code is _TRACING for f in frames):
+        return _ENGINE(*args, **kwargs)
+    place = ""
+    if users := [frame for frame in frames if is_users(frame)]:
+        path, line = users[0].f_code.co_filename, users[0].f_lineno
+        place = f"\n  at {path}:{line} in {users[0].f_code.co_name}: {linecache.getline(path, line).strip()}"
+    raise CaptureError(f"the model calls backward() as it runs, which adds to gradients that no program has{place}\n"
+                       "  Write torch.autograd.grad(outputs, inputs), which returns them, or call backward() outside "
+                       "the model.")
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _gaussian_likelihood(x: torch.Tensor, target: torch.Tensor, var: torch.Tensor | float, full: bool = False,
