@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,12 +135,108 @@ def test_sparse_tensors_are_refused() -> None:
          of=lambda: plan_of(MakesASparseTensor()))
 
 
+@pytest.mark.parametrize("backward", [
+    lambda f, x: f(x).sum().backward(),
+    lambda f, x: f(x).sum().backward(inputs=[f.weight]),
+    lambda f, x: torch.autograd.backward([f(x).sum()]),
+    lambda f, x: called_backward(f(x).sum()),
+])
+def test_backward_inside_a_model_is_refused(backward: Any) -> None:
+    """Gradients that it left were not those of the original."""
+    model = Outer(lambda f, x: (backward(f, x), f(x))[1])
+    says(CaptureError, "calls backward() as it runs", f"at {__file__}:", "torch.autograd.grad(outputs, inputs)",
+         of=lambda: plan_of(model))
+
+
+def test_other_threads_call_backward_while_a_model_is_traced() -> None:
+    gradients: list[Tensor] = []
+
+    def other() -> None:
+        x = torch.ones(3, requires_grad=True)
+        (x * 2).sum().backward()
+        gradients.extend([x.grad] if x.grad is not None else [])
+
+    def run(f: nn.Module, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return f(x)
+
+    assert plan_of(Outer(run)).prediction.step_s > 0
+    assert [g.tolist() for g in gradients] == [[2.0] * 3] * len(gradients) and gradients
+
+
+class OwnGradient(torch.autograd.Function):
+    """Its forward makes the gradient, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            own = x.detach().requires_grad_()
+            (own**3).sum().backward()
+        ctx.save_for_backward(own.grad)
+        return (own**3).detach().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return ctx.saved_tensors[0] * gradient
+
+
+def test_a_function_may_call_backward_as_it_runs() -> None:
+    assert plan_of(Outer(lambda f, x: OwnGradient.apply(f(x)))).prediction.step_s > 0
+
+
+class Bags(nn.Module):
+    """As facebookresearch/dlrm's tables."""
+
+    def __init__(self, tables: nn.Module, frozen: bool = False) -> None:
+        super().__init__()
+        self.tables, self.linear = nn.ModuleList([tables.requires_grad_(not frozen)]), nn.Linear(8, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        read = self.tables[0](ids)
+        return self.linear(read[:, 0] if read.dim() == 3 else read).sum()
+
+
+class Gathers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(16, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table.gather(0, ids, sparse_grad=True).sum()
+
+
+@pytest.mark.parametrize(("model", "parts"), [
+    (Bags(nn.EmbeddingBag(16, 8, mode="sum", sparse=True)), ("in tables.0", "model.tables.0.sparse = False")),
+    (Bags(nn.Embedding(16, 8, sparse=True)), ("in tables.0", "Write sparse=False (of torch's", "Adam, Adagrad")),
+    (Gathers(), ("Write sparse_grad=False, and", "sparse_grad=True).sum()")),
+])
+def test_sparse_gradients_are_refused(model: nn.Module, parts: tuple[str, ...]) -> None:
+    """They ran forward, and failed in backward."""
+    machine = Cluster.load("local-cpu", num_devices=2)
+    says(CaptureError, "makes a sparse gradient", *parts, of=lambda: plan(
+        model, machine, example_inputs=(torch.zeros(8, 4, dtype=torch.int64),), mesh_shape=(2,)))
+
+
+def test_frozen_tables_may_be_sparse() -> None:
+    machine = Cluster.load("local-cpu", num_devices=2)
+    for table in (nn.EmbeddingBag(16, 8, sparse=True), nn.Embedding(16, 8, sparse=True)):
+        made = plan(Bags(table, frozen=True), machine, example_inputs=(torch.zeros(8, 4, dtype=torch.int64),),
+                    mesh_shape=(2,))
+        assert made.prediction.step_s > 0
+
+
 def test_a_call_that_the_model_does_not_take_names_what_it_takes() -> None:
     """And no line of Python's own."""
     machine = Cluster.load("local-cpu", num_devices=2)
     message = says(CaptureError, "Linear cannot be called so: missing a required argument: 'input'", "takes (input",
                    of=lambda: plan(nn.Linear(2, 2), machine, mesh_shape=(2,)))
     assert ".py:" not in message
+
+
+def called_backward(loss: Tensor, run: Any = torch.autograd.backward) -> None:
+    run(loss)
 
 
 class Outer(nn.Module):
@@ -202,6 +299,15 @@ TYPES_TAKEN = {
                  torch.bfloat16),
     "the only row": (lambda f, x: f(x[:1])[torch.zeros(1, dtype=torch.int64)], None),
     "quotients": (lambda f, x: f(x) + x.long() // (x.long() + 1) + x.long() % (x.long() + 2), None),
+    **{f"{name} of {low}": (lambda f, x, low=low, mask=mask: f(x) + mask(x.double(), low).float(), None)
+       for low in (-torch.finfo(torch.float64).max, torch.finfo(torch.float64).max)
+       for name, mask in {
+           "masked_fill": lambda x, low: x.masked_fill(x > 0, low),
+           "where": lambda x, low: torch.where(x > 0, x, low),
+           "full": lambda x, low: torch.full((4, 4), low, dtype=torch.float64).triu(1) + x,
+           "clamp": lambda x, low: x.clamp(min=low) * (x > 0),
+           "pad": lambda x, low: F.pad(x, (1, 1), value=low)[:, 1:-1] * (x > 0),
+           "index_fill": lambda x, low: x.index_fill(1, torch.tensor([0, 1]), low)}.items()},
     "masks": (lambda f, x: f(x).masked_fill(x > 0, 0.0) + torch.where(x > 0, f(x), 0), None),
     "an attention's mask": (lambda f, x: F.scaled_dot_product_attention(*[f(x)[None, None]] * 3, x[None] > 2), None),
 }

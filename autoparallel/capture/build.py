@@ -24,6 +24,7 @@ from autoparallel.capture.modes import inline_modes
 from autoparallel.capture.normalise import normalise
 from autoparallel.capture.precision import ambient, without_autocast
 from autoparallel.capture.repeats import Calls, UnlikeError, find_repeated
+from autoparallel.capture.sparse import refuse_sparse_gradients
 from autoparallel.capture.unfold import unfold
 from autoparallel.errors import CaptureError, InputError, shown
 from autoparallel.garbage import collected_later
@@ -257,6 +258,8 @@ class _Builder:
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.refs.__getitem__)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
         no_grad = bool(node.meta.get("no_grad")) or node.target is torch.ops.aten.detach.default
+        if not no_grad and inputs and self.nodes[inputs[0].node].outputs[inputs[0].output].requires_grad:
+            refuse_sparse_gradients(node)
         grad = not no_grad and any(self.nodes[r.node].outputs[r.output].requires_grad for r in inputs)
         values = node.meta["val"]
         values = tuple(values) if isinstance(values, (tuple, list)) else (values,)

@@ -50,6 +50,8 @@ def _user_function(call: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]
     return list(made) if isinstance(made, tuple) else [made]
 
 
+#: The frame in which users' Functions run.
+RUNS = _user_function.__code__
 _library.impl("user_function", _user_function, "CompositeImplicitAutograd")
 user_function = torch.ops.autoparallel.user_function.default
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import linecache
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -23,12 +24,12 @@ def caller() -> FrameType:
 
 
 def users_caller() -> str:
-    """The user's line that calls torch, for a message (a new line, "at file:line in function"); empty without one."""
+    """The user's line that calls torch, for a message: a new line, "at file:line in function: code"; or nothing."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(("<", _OWN)) and "/torch/" not in path:
-            return f"\n  at {path}:{frame.f_lineno} in {frame.f_code.co_name}"
+        path, line = frame.f_code.co_filename, frame.f_lineno
+        if _is_users(frame) and not path.startswith("<"):
+            return f"\n  at {path}:{line} in {frame.f_code.co_name}: {linecache.getline(path, line).strip()}"
         frame = frame.f_back
     return ""
 
@@ -46,9 +47,14 @@ def statement_at(frame: FrameType, *kinds: type[Any]) -> Any:
     return None
 
 
+def _is_users(frame: FrameType) -> bool:
+    """Whether the frame is of neither torch nor this package."""
+    return not ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(_OWN))
+
+
 def calls(frame: FrameType, name: str) -> bool:
     """Whether the frame, of neither torch nor this package, is at a call of this function."""
-    if "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(_OWN):
+    if not _is_users(frame):
         return False
     place = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     return any(isinstance(node, ast.Call) and getattr(node.func, "id", "") == name

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoparallel.capture import functions
 from autoparallel.capture.branches import READS, Branches
 from autoparallel.capture.ctc import ctc_loss_as_op
 from autoparallel.capture.dependencies import is_users, recorder
@@ -30,6 +32,8 @@ from autoparallel.capture.sources import caller, users_caller
 from autoparallel.errors import CaptureError
 
 _BATCH_NORM = _BatchNorm.forward
+_ENGINE: Callable[..., Any] = torch.autograd._engine_run_backward
+_TRACING = torch.export.export.__code__
 
 
 @contextmanager
@@ -52,6 +56,7 @@ def traced_methods() -> Iterator[None]:
           _instead(eager_transforms, "_vjp_with_argnums", pullback),
           _instead(eager_transforms, "_jvp_with_argnums", pushforward),
           _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.Module, "to", _to),
+          _instead(torch.autograd, "_engine_run_backward", _backward),
           _instead(wrapped, "mod_index", torch.ops.aten.index.Tensor)):
         yield
 
@@ -126,6 +131,24 @@ def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
                            "runs, which changes its parameters\n  Cast it before (model.part.to(dtype)), or "
                            "cast what it reads: F.linear(x, part.weight.to(dtype)).")
     return module
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    """Raises CaptureError in a model that is traced, but in a user's torch.autograd.Function, which runs whole. Other
+    threads' is done."""
+    frames = list(_frames(sys._getframe(1)))
+    if any(f.f_code is functions.RUNS for f in frames) or not any(f.f_code is _TRACING for f in frames):
+        return _ENGINE(*args, **kwargs)
+    raise CaptureError("the model calls backward() as it runs, which adds to gradients that no program has"
+                       f"{users_caller()}\n"
+                       "  Write torch.autograd.grad(outputs, inputs), which returns them, or call backward() outside "
+                       "the model.")
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _gaussian_likelihood(x: torch.Tensor, target: torch.Tensor, var: torch.Tensor | float, full: bool = False,

@@ -59,8 +59,10 @@ def refusal(node: Node) -> Refused | None:
     if not given or (floating and len(set(given)) == 1) or any(t.is_complex for t in given) or not _is_plain(node):
         return None
     usual = floating.most_common(1)[0][0] if floating else torch.get_default_dtype()
+    error = _error(node, tensors, given)
     lower = {usual: torch.float32} if len(floating) == 1 else {}  # what a CPU does not compute in it, others may
-    error = _error(node, tensors, [lower.get(t, t) for t in given])
+    if error is not None and usual in lower:
+        error = _error(node, tensors, [lower.get(t, t) for t in given])
     # What a CPU does not implement, the device that a model on the meta device is planned for may.
     if error is None or (isinstance(error, NotImplementedError) and (len(floating) > 1 or tensors[0].is_meta)):
         return None

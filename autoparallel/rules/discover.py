@@ -1,7 +1,7 @@
 """Rules of ops that nobody describes, found by running them on pieces.
 
 Small random tensors stand for the op's own: equal sizes stay equal, so that what may be cut together is seen. Each way
-of cutting them is proven as a user's rule is (`custom.prove`): in 2 and 3 pieces, forward and gradients, at several
+of cutting them is proven as a user's rule is (`proving.prove`): in 2 and 3 pieces, forward and gradients, at several
 magnitudes, and with what is cut as long as it is (or not claimed, where that is too much to run). An op that runs on no
 such tensors (one of its arguments is a size) is tried at its own sizes, if they are small, and claimed for just the
 numbers of pieces that were tried. An op that draws numbers, or has a result that depends on them, stays whole.
@@ -20,10 +20,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta
-from autoparallel.capture.precision import without_autocast
 from autoparallel.errors import RuleError
 from autoparallel.layout import PARTIAL, REPLICATE, Placement, shard
-from autoparallel.rules.custom import PIECES, prove
+from autoparallel.rules.proving import PIECES, as_usual, call, prove
 from autoparallel.rules.rule import Row, Rule
 
 #: Sizes that stand for the op's own. Odd ones first: pieces are then uneven; of others only even pieces are claimed.
@@ -41,7 +40,7 @@ def discover(graph: OpGraph, node: Node, plain: Rule) -> Rule | None:
     constants = repr(pytree.tree_map_only(Ref, lambda ref: None, (node.args, dict(node.kwargs))))
     key = (node.target, constants, tuple(metas))
     if key not in _FOUND:
-        with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]), without_autocast():
+        with as_usual():
             _FOUND[key] = tuple(_rows(node, metas))
     if not _FOUND[key]:
         return None
@@ -112,7 +111,7 @@ def _trial(node: Node, metas: Sequence[TensorMeta], sizes: Sequence[int]) -> _Tr
     shapes = tuple(tuple(stands[n] for n in meta.shape) for meta in metas)
     if not sizes and sum(math.prod(shape) for shape in shapes) > MOST_OF_ITS_OWN:
         return None
-    trial = _Trial(partial(_call, node), shapes, tuple(metas), sizes)
+    trial = _Trial(partial(call, node), shapes, tuple(metas), sizes)
     expected = [tuple(stands.get(n, -1 if sizes else n) for n in meta.shape) for meta in node.outputs]
     try:
         first, second = trial.run(*trial.tensors(1.0)), trial.run(*trial.tensors(1.0))
@@ -120,17 +119,6 @@ def _trial(node: Node, metas: Sequence[TensorMeta], sizes: Sequence[int]) -> _Tr
         return None
     alike = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     return trial if alike and [tuple(t.shape) for t in first] == expected else None
-
-
-def _call(node: Node, *tensors: Tensor) -> list[Tensor]:
-    """Raises RuleError for whatever a user's op raises: it is not for such tensors."""
-    given = iter(tensors)
-    args, kwargs = pytree.tree_map_only(Ref, lambda ref: next(given), (node.args, dict(node.kwargs)))
-    try:
-        made = node.target(*args, **kwargs)
-    except Exception as error:
-        raise RuleError(str(error)) from error
-    return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
 def _proven(trial: _Trial) -> Iterator[Row]:

@@ -17,6 +17,7 @@ Builder = Callable[["OpView"], Rule | None]
 FAMILIES = ("matmul", "einsum", "experts", "attention", "pointwise", "views", "reduce", "order", "norm", "conv",
             "embedding", "gather", "linalg", "recurrent", "spectral", "loss", "factory")
 _BUILDERS: dict[Any, Builder] = {}
+_USERS: set[Any] = set()
 
 
 class OpView:
@@ -75,6 +76,13 @@ def rule_for(*targets: Any) -> Callable[[Builder], Builder]:
     return register
 
 
+def describe(target: Any, builder: Builder) -> None:
+    """As `rule_for`, of a user's op: instead of whatever describes it here. None: as an op that nobody describes."""
+    _load_families()
+    _USERS.add(target)
+    _BUILDERS[target] = builder
+
+
 @lru_cache(maxsize=1)
 def _load_families() -> None:
     for family in FAMILIES:
@@ -84,8 +92,11 @@ def _load_families() -> None:
 def find_rule(graph: OpGraph, node: Node) -> tuple[Rule, bool]:
     """(rule, known): the op's rule, and False when it is only the last resort."""
     view = OpView(graph, node)
-    builder = _builder_of(function_of(node.args[0]) if node.target is user_function else node.target)
-    rule = builder(view) if builder is not None else _discovered(graph, node, repeated(view))
+    target = function_of(node.args[0]) if node.target is user_function else node.target
+    builder = _builder_of(target)
+    rule = builder(view) if builder is not None else None
+    if rule is None and (builder is None or target in _USERS):
+        rule = _discovered(graph, node, repeated(view))
     return (rule, True) if rule is not None else (repeated(view), False)
 
 

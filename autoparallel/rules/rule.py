@@ -177,7 +177,11 @@ def einsum_rule(
     )
 
 
-def _bind(dims: Dims, shape: Sequence[int], sizes: dict[str, int], pattern: str) -> Dims:
+def expanded(dims: Dims, shape: Sequence[int], pattern: str) -> Dims:
+    """The dims of a tensor of this shape: ``*b`` becomes ``b0, b1, ...``.
+
+    Raises RuleError when they are not as many as the tensor has.
+    """
     stars = [i for i, d in enumerate(dims) if d is not None and d.startswith("*")]
     if stars:
         at, extra = stars[0], len(shape) - len(dims) + 1
@@ -185,6 +189,11 @@ def _bind(dims: Dims, shape: Sequence[int], sizes: dict[str, int], pattern: str)
         dims = (*dims[:at], *(f"{prefix}{i}" for i in range(extra)), *dims[at + 1 :])
     if len(dims) != len(shape):
         raise RuleError(f"rule {pattern!r} gives {len(dims)} dims to a tensor of shape {list(shape)}")
+    return dims
+
+
+def _bind(dims: Dims, shape: Sequence[int], sizes: dict[str, int], pattern: str) -> Dims:
+    dims = expanded(dims, shape, pattern)
     bound: list[str | None] = []
     for factor, size in zip(dims, shape, strict=True):
         if factor is None or size == 1:

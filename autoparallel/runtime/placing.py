@@ -14,6 +14,7 @@ from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.initialise import as_dtensor, container
+from autoparallel.runtime.optimizers import refuse_on
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.state import State
 
@@ -23,6 +24,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     rank."""
     model, mesh = state.model, state.mesh
     layouts, elsewhere = compiled.parameter_layouts, compiled.elsewhere
+    refuse_on(mesh)
     _make_shared_groups(state, sorted(set(compiled.shared.values())))
     everywhere = (INVARIANT,) * mesh.ndim
     state.parts = _make_parts(root, model)

@@ -1,0 +1,73 @@
+"""Optimizers that cannot train parameters on a mesh: refused by name at their first step, with what to write instead.
+
+Torch has a hook for all optimizers' steps and none for their construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autoparallel.errors import InputError
+
+#: By class: why, and what to write.
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "torch.optim.Adafactor": (
+        "it writes to means over rows and columns that are not added up over ranks yet",
+        "autoparallel.optim.Adafactor(parallel.parameters(), ...), with the same options and numbers"),
+    "transformers.optimization.Adafactor": (
+        "it makes its means over rows and columns as plain tensors",
+        "autoparallel.optim.transformers_adafactor(parallel.parameters(), ...), with the same options and numbers"),
+    "torch.optim.lbfgs.LBFGS": (
+        "it keeps all parameters as one flat vector, which shards of several layouts do not make",
+        "another optimizer, or train the original in one process"),
+    "torch.optim.rprop.Rprop": (
+        "it writes to masked entries, which torch's DTensor does not",
+        "torch.optim.Adam, RMSprop or SGD"),
+    "torch.optim.sparse_adam.SparseAdam": (
+        "it takes sparse gradients only, and gradients are dense here",
+        "torch.optim.Adam"),
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
+        "it broadcasts whole parameters from the rank that steps them",
+        "the optimizer itself, and zero_stage=1 of autoparallel.compile, which cuts its state"),
+}
+#: By class: without torch's fused kernel they are right, with the same numbers.
+NOT_FUSED = frozenset({"torch.optim.sgd.SGD", "torch.optim.adagrad.Adagrad"})
+
+_meshes: set[DeviceMesh] = set()
+_passed: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+def refuse_on(mesh: DeviceMesh) -> None:
+    """From now on, of parameters on this mesh."""
+    if not _meshes:
+        register_optimizer_step_pre_hook(_check)
+    _meshes.add(mesh)
+
+
+def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raises InputError, on every rank, before anything is sent."""
+    if optimizer in _passed:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(isinstance(p, DTensor) and p.device_mesh in _meshes for p in parameters):
+        return
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
+    ours = any(name.startswith("autoparallel.optim.") for name in names)
+    for name in names:
+        if name in REFUSED and not ours:
+            why, write = REFUSED[name]
+            raise InputError(f"{names[0]} cannot step parameters that lie on a mesh: {why}\n  Write {write}.")
+        if name in NOT_FUSED and any(group.get("fused") for group in optimizer.param_groups):
+            raise InputError(f"{names[0]} with fused=True cannot step parameters that lie on a mesh: torch's DTensor "
+                             "does not have its kernel\n  Write foreach=True instead, with the same numbers.")
+    _passed.add(optimizer)
+
+
+__all__ = ["refuse_on"]

@@ -1,0 +1,253 @@
+"""Optimizers on parameters that lie on a mesh step as in one process, or are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.optimization import Adafactor as TransformersAdafactor
+
+import autoparallel
+from autoparallel.errors import InputError
+from autoparallel.optim import Adafactor, transformers_adafactor
+from tests.ranks import mesh_of
+from tests.reference import gathered
+
+O = torch.optim
+Parameters = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """Matrices, vectors and a tensor of three dims, of lengths that two ranks do not share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = nn.Linear(6, 11), nn.Linear(11, 6), nn.Linear(6, 8), nn.Linear(8, 5)
+        self.norm, self.cube = nn.LayerNorm(6), nn.Parameter(torch.randn(3, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.b(self.a(x).tanh())) + self.cube.square().sum() / 100
+        return self.d(self.c(y).tanh()).square().mean()
+
+
+MIXED = {
+    "a.weight": (Shard(0), Shard(1)), "b.weight": (Shard(1), Replicate()), "c.weight": (Shard(0), Shard(0)),
+    "d.weight": (Shard(1), Shard(0)), "a.bias": (Shard(0), Replicate()), "norm.weight": (Replicate(), Shard(0)),
+    "cube": (Shard(0), Shard(2)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``make`` in one process, ``parallel`` (the same unless given) on the mesh; of matrices only, resumed before the
+    last of three steps."""
+
+    make: Callable[..., Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    parallel: Callable[..., Any] | None = None
+    matrices: bool = False
+    resumed: bool = False
+    tolerance: float = 1e-5
+
+
+def muon_in_float32(*args: Any, **options: Any) -> Any:
+    """Its iteration is in bfloat16, whose rounding differs with the order of sums."""
+    optimizer = O.Muon(*args, **options)
+    step, own = optimizer.step, torch.Tensor.bfloat16
+
+    def in_float32() -> None:
+        torch.Tensor.bfloat16 = lambda t: t  # type: ignore[method-assign, assignment]
+        try:
+            step()
+        finally:
+            torch.Tensor.bfloat16 = own  # type: ignore[method-assign]
+
+    optimizer.step = in_float32  # type: ignore[method-assign]
+    return optimizer
+
+
+class OwnLBFGS(O.LBFGS):
+    pass
+
+
+HF = {"lr": 1e-3, "relative_step": False, "scale_parameter": False, "beta1": 0.9, "weight_decay": 0.1}
+TAKEN = {
+    "SGD": Case(O.SGD, {"momentum": 0.9, "nesterov": True}),
+    "Adam": Case(O.Adam, {"lr": 0.01, "amsgrad": True}),
+    "Adam fused": Case(O.Adam, {"lr": 0.01, "fused": True}),
+    "AdamW": Case(O.AdamW, {"lr": 0.01}),
+    "AdamW foreach": Case(O.AdamW, {"lr": 0.01, "foreach": True}),
+    "AdamW fused": Case(O.AdamW, {"lr": 0.01, "fused": True}),
+    "Adamax": Case(O.Adamax),
+    "NAdam": Case(O.NAdam),
+    "RAdam": Case(O.RAdam),
+    "Adagrad": Case(O.Adagrad),
+    "Adadelta": Case(O.Adadelta),
+    "RMSprop": Case(O.RMSprop, {"momentum": 0.5, "centered": True}),
+    "ASGD": Case(O.ASGD),
+    "Muon": Case(O.Muon, {"lr": 0.01}, matrices=True, tolerance=1e-2),
+    "Muon in float32": Case(muon_in_float32, {"lr": 0.01}, matrices=True),
+    "Adafactor": Case(O.Adafactor, {"lr": 0.1, "weight_decay": 0.1}, Adafactor),
+    "Adafactor resumed": Case(O.Adafactor, {"lr": 0.1}, Adafactor, resumed=True),
+    "Adafactor of transformers": Case(TransformersAdafactor, {}, transformers_adafactor),
+    "Adafactor of transformers with momentum": Case(TransformersAdafactor, HF, transformers_adafactor, resumed=True),
+}
+EVERY = {
+    f"{name} {option}": Case(getattr(O, name), {"lr": 0.01, option: value},
+                             Adafactor if name == "Adafactor" else None, name == "Muon",
+                             tolerance=1e-2 if name == "Muon" else 1e-5)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Muon",
+                 "Adafactor")
+    for option, value in (("foreach", True), ("foreach", False), ("maximize", True), ("weight_decay", 0.1))
+    if name != "Muon" or option == "weight_decay"
+}
+REFUSED = {
+    "torch.optim.Adafactor": (Case(O.Adafactor), "autoparallel.optim.Adafactor("),
+    "torch.optim.lbfgs.LBFGS": (Case(O.LBFGS), "one flat vector"),
+    "torch.optim.rprop.Rprop": (Case(O.Rprop), "masked entries"),
+    "torch.optim.sparse_adam.SparseAdam": (Case(O.SparseAdam), "gradients are dense"),
+    "torch.optim.sgd.SGD with fused=True": (Case(O.SGD, {"fused": True}), "foreach=True"),
+    "torch.optim.adagrad.Adagrad with fused=True": (Case(O.Adagrad, {"fused": True}), "foreach=True"),
+    "transformers.optimization.Adafactor": (Case(TransformersAdafactor), "autoparallel.optim.transformers_adafactor("),
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
+        Case(ZeroRedundancyOptimizer, {"optimizer_class": O.Adam}), "zero_stage=1"),
+    "tests.test_optimizers.OwnLBFGS": (Case(OwnLBFGS), "one flat vector"),
+}
+
+
+def trained(model: nn.Module, case: Case, parallel: bool) -> Parameters:
+    """Parameters after three steps."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(3))
+    make = case.parallel if parallel and case.parallel is not None else case.make
+    parameters = [p for p in model.parameters() if p.dim() == 2 or not case.matrices]
+    optimizer = make(parameters, **case.options)
+    for number in range(3):
+        if case.resumed and number == 2:
+            state = optimizer.state_dict()
+            optimizer = make(parameters, **case.options)
+            optimizer.load_state_dict(state)
+
+        def closure(optimizer: Any = optimizer) -> Tensor:
+            model.zero_grad()
+            loss = model(x)
+            loss.backward()
+            return loss
+
+        if isinstance(optimizer, O.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    return {name: p.detach().clone() for name, p in gathered(model.named_parameters()).items()}
+
+
+def all_trained(cases: dict[str, Case], mesh_shape: tuple[int, ...], pins: Any) -> dict[str, Parameters | str]:
+    """By case, on a mesh: the parameters, or the InputError's text. The model is compiled once."""
+    model = autoparallel.compile(Net(), mesh_of(*mesh_shape), example_inputs=(torch.zeros(8, 6),), pins=pins)
+    first = {name: p.clone() for name, p in model.state_dict().items()}
+    found: dict[str, Parameters | str] = {}
+    for name, case in cases.items():
+        model.load_state_dict(first)
+        try:
+            found[name] = trained(model, case, parallel=True)
+        except InputError as error:
+            found[name] = str(error)
+            kept = gathered(model.named_parameters()), gathered(first.items())
+            assert all(torch.equal(value, kept[1][n]) for n, value in kept[0].items())  # nothing was written
+    return found
+
+
+def assert_as_in_one_process(case: Case, found: Any) -> None:
+    assert not isinstance(found, str), found
+    for name, expected in trained(Net(), case, parallel=False).items():
+        if case.matrices and expected.dim() != 2:
+            assert torch.equal(expected, found[name])
+            continue
+        error = (expected - found[name]).abs().max() / expected.abs().max()
+        assert error <= case.tolerance, (name, error)
+
+
+@pytest.fixture(scope="module")
+def on_ranks(ranks: Any) -> Iterator[Callable[..., dict[str, Parameters | str]]]:
+    """What all of these cases make on 4 ranks, trained once."""
+    known: dict[str, dict[str, Parameters | str]] = {}
+
+    def of(key: str, cases: dict[str, Case], mesh_shape: tuple[int, ...] = (2, 2), pins: Any = MIXED
+           ) -> dict[str, Parameters | str]:
+        if key not in known:
+            known[key] = ranks(4).run(all_trained, cases, mesh_shape, pins, timeout_s=180)[3]
+        return known[key]
+
+    yield of
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_optimizer_steps_as_in_one_process(on_ranks: Any, name: str) -> None:
+    assert_as_in_one_process(TAKEN[name], on_ranks("taken", TAKEN)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (4,)])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_option_steps_as_in_one_process(on_ranks: Any, name: str, mesh_shape: tuple[int, ...]) -> None:
+    pins = MIXED if len(mesh_shape) == 2 else {name: layout[:1] for name, layout in MIXED.items()
+                                               if name not in ("cube", "d.weight")}
+    found = on_ranks(f"every {mesh_shape}", EVERY, mesh_shape, pins)[name]
+    assert_as_in_one_process(EVERY[name], found)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_cannot_step_is_refused_by_name(on_ranks: Any, name: str) -> None:
+    """At its first step, before it writes anything."""
+    text = on_ranks("refused", {name: case for name, (case, _) in REFUSED.items()})[name]
+    assert isinstance(text, str), "it was taken"
+    assert text.startswith(f"{name} cannot step parameters that lie on a mesh") and REFUSED[name][1] in text
+
+
+@pytest.mark.parametrize("name", ["torch.optim.Adafactor", "torch.optim.lbfgs.LBFGS", "torch.optim.rprop.Rprop"])
+def test_they_step_other_parameters(name: str) -> None:
+    """The check is of parameters on a mesh of ours only."""
+    before = [p.detach().clone() for p in Net().parameters()]
+    after = trained(Net(), REFUSED[name][0], parallel=False)
+    assert any(not torch.equal(a, b) for a, b in zip(before, after.values(), strict=True))
+
+
+def placements_of_state(make: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    """After a step: of the statistics of the matrices."""
+    model = autoparallel.compile(Net(), mesh_of(2, 2), example_inputs=(torch.zeros(8, 6),), pins=MIXED)
+    optimizer = make([model.get_parameter("a.weight"), model.get_parameter("cube")])
+    model(torch.ones(8, 6)).backward()
+    optimizer.step()
+    return [(name, tuple(value.placements)) for state in optimizer.state.values() for name, value in state.items()
+            if isinstance(value, DTensor)]
+
+
+def test_statistics_are_cut_as_their_matrix_is(ranks: Any) -> None:
+    """Of a matrix on (S(0), S(1)) and a cube on (S(0), S(2))."""
+    cut, whole = Shard(0), Replicate()
+    for found in ranks(4).run(placements_of_state, Adafactor):
+        assert found == [("row_var", (cut, whole)), ("col_var", (whole, Shard(1))),
+                         ("row_var", (cut, whole)), ("col_var", (cut, Shard(2)))]
+    for found in ranks(4).run(placements_of_state, transformers_adafactor):
+        assert found == [("exp_avg_sq_row", (cut, whole)), ("exp_avg_sq_col", (whole, Shard(0))),
+                         ("exp_avg_sq_row", (cut, whole)), ("exp_avg_sq_col", (cut, Shard(1)))]
+
+
+def test_hooks_of_a_step_are_called_once() -> None:
+    """Torch puts its hooks around a class's step: around the base class's, when one was made before, too."""
+    model, calls = Net(), list[str]()
+    model(torch.ones(8, 6)).backward()
+    for base, own in ((O.Adafactor, Adafactor), (TransformersAdafactor, transformers_adafactor)):
+        base(model.parameters())
+        optimizer = own(model.parameters())  # type: ignore[operator]
+        optimizer.register_step_post_hook(lambda *_, base=base: calls.append(base.__module__))
+        assert optimizer.step(partial(float, 3.0)) == 3.0
+    assert calls == ["torch.optim", "transformers.optimization"]
