@@ -122,6 +122,9 @@ class Calls:
     def _feeds(self, compiled: Compiled, leaves: Sequence[Any]) -> list[list[Any]]:
         """Each input of the turns' program, turn by turn."""
         state, micro = self._state, compiled.micro
+        if state.site.pipeline_ranks > 1:  # each stage reads some of the inputs, which all of them have rows of
+            leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) and leaf.device_mesh == state.site.whole else leaf
+                      for leaf in leaves]
         if micro.count == 1:
             return [[leaf] for leaf in leaves]
         known: dict[Ref, torch.Tensor] = {}

@@ -16,6 +16,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.runtime import groups, initialise
 from autoparallel.runtime.failing import Together
 from autoparallel.runtime.form import Compile, Compiled
+from autoparallel.runtime.inputs import Inputs
 from autoparallel.runtime.shared import Ranks
 
 
@@ -27,6 +28,7 @@ class State:
     site: groups.MeshSite
     hybrid: Hybrid
     compile_call: Compile
+    inputs: Inputs
 
     def __post_init__(self) -> None:
         self.mesh = self.site.mesh
