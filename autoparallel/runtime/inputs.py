@@ -150,8 +150,7 @@ def _compare(named: Sequence[tuple[str, Any]], local: Sequence[bool], compared: 
     hashes = dict(zip(hashed, torch.stack([h.to(device) for h in hashed.values()]).tolist() if hashed else (),
                       strict=True))
     mine = {name: (_form(leaf), hashes.get(name, 0)) for name, (leaf, _) in leaves.items()}
-    hash_of_all = int.from_bytes(hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=7).digest(), "little")
-    if not _is_same(hash_of_all, device):
+    if not _is_same(hash_of(sorted(mine.items())), device):
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         of_rows = {name for name, (leaf, rows) in leaves.items() if rows and _has_rows(leaf)}
@@ -180,6 +179,11 @@ def _form(leaf: Any) -> str:
         kind = "" if type(leaf) in (torch.Tensor, nn.Parameter) else f" ({type(leaf).__name__})"
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{kind}"
     return repr(leaf) if isinstance(leaf, _SCALARS) else type(leaf).__name__
+
+
+def hash_of(value: Any) -> int:
+    """Of what a value is written as: 56 bits, the same in all processes."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little")
 
 
 @torch.no_grad()

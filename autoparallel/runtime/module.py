@@ -22,7 +22,7 @@ from autoparallel.capture import call_text, canonical_call
 from autoparallel.errors import CaptureError, InputError, shown
 from autoparallel.layout import Layout, to_torch
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.runtime import data, groups, initialise
+from autoparallel.runtime import data, groups, initialise, loading
 from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.form import Compile, Compiled, as_plain, form_of
 from autoparallel.runtime.generation import generating
@@ -266,12 +266,15 @@ class ParallelModule(nn.Module):
         initialise.init_weights(state.model, self, state.mesh, torch.device(device or state.device), state.seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load global tensors (or DTensors) by the original names; each rank takes its piece."""
-        if not self._state.forms:
-            return self._state.model.load_state_dict(state_dict, strict, assign)
-        result = initialise.load_state_dict(self._state.model, self, state_dict, self._state.device, strict)
-        initialise.init_lost_buffers(self._state.model, self, self._state.device)
-        return result
+        """Load global tensors (or DTensors) by the original names; each rank takes its piece. All ranks call this.
+
+        Raises InputError on all ranks, with everything as it was, for values that do not fit, DTensors that another
+        rank saved, and where ranks load different values.
+        """
+        state = self._state
+        if not state.forms:
+            return loading.load_original(state.model, state_dict, strict, assign)
+        return loading.load_state_dict(state.model, self, state_dict, state.site, state.device, strict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._first()
