@@ -17,6 +17,7 @@ from autoparallel.runtime import groups, initialise
 from autoparallel.runtime.failing import Together
 from autoparallel.runtime.form import Compile, Compiled
 from autoparallel.runtime.inputs import Inputs
+from autoparallel.runtime.scaler import make_torchs_right
 from autoparallel.runtime.shared import Ranks
 
 
@@ -34,6 +35,7 @@ class State:
         self.mesh = self.site.mesh
         self.axes = groups.bind(self.mesh)
         self.together = Together(self.site.whole)
+        make_torchs_right(self.site)
         self.forms: dict[Any, Compiled] = {}
         self.parts: dict[nn.Module, nn.Module] = {}
         self.calls_traced: dict[str, None] = {}
