@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autoparallel.plans import Plan
     from autoparallel.rules.custom import register_rule
     from autoparallel.runtime.module import ParallelModule
+    from autoparallel.runtime.scaler import GradScaler
     from cost_models import Cluster
 
 __version__ = "0.1.0"
@@ -23,11 +24,12 @@ _HOMES = {
     "compile": "autoparallel.compiler",
     "plan": "autoparallel.compiler",
     "Plan": "autoparallel.plans",
+    "GradScaler": "autoparallel.runtime.scaler",
     "ParallelModule": "autoparallel.runtime.module",
     "Cluster": "cost_models",
     "register_rule": "autoparallel.rules.custom",
 }
-__all__ = ["Cluster", "ParallelModule", "Plan", "__version__", "compile", "plan", "register_rule"]
+__all__ = ["Cluster", "GradScaler", "ParallelModule", "Plan", "__version__", "compile", "plan", "register_rule"]
 
 
 def __getattr__(name: str) -> Any:

@@ -183,6 +183,8 @@ def compile(
     example_kwargs: Mapping[str, Any] | None = None,
     plan: Plan | None = None,
     cluster: Cluster | str | Path | None = None,
+    inputs: str | Mapping[str, str] = "global",
+    check_inputs: int = 100,
     **options: Any,
 ) -> ParallelModule:
     """``model`` on ``mesh``: called like the original, computing the same numbers on all its devices together.
@@ -191,7 +193,15 @@ def compile(
     inputs those that the search finds best, or one. Traced at the first call, or now when example inputs are given.
     ``plan`` runs a ready plan instead of searching; what else the options say is for
     calls of another form (evaluation, other shapes). ``cluster`` prices the search (by default the machine that the
-    mesh's device type suggests). Further keywords are those of `Options`. The original keeps its own parameters, which
+    mesh's device type suggests).
+
+    ``inputs`` says how plain tensors are taken: "global", the same on all ranks; or "local", each rank's own rows (dim
+    0) of a batch that all ranks of the mesh have together, in rank order, as a DistributedSampler deals them out; then
+    example inputs are local, too. A mapping says so by the name of the argument, the others being global. Tensors
+    without dims are always global. In the first three calls, and every ``check_inputs``-th after (0: never), ranks
+    compare the values of global tensors.
+
+    Further keywords are those of `Options`. The original keeps its own parameters, which
     are not trained: save, load and evaluate what is returned.
 
     Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
@@ -199,15 +209,18 @@ def compile(
     """
     from autoparallel.runtime import groups
     from autoparallel.runtime.agree import made_alike
+    from autoparallel.runtime.inputs import Inputs
     from autoparallel.runtime.module import ParallelModule
 
     check_call(model, example_inputs, example_kwargs)
+    taken = Inputs.of(model, inputs, check_inputs)
     options_of(options)  # on a count of devices some are for the search, others for what comes after
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(f"plan is {shown(plan)}: give a Plan, autoparallel.Plan.load(path) of a file")
     given = example_inputs is not None or example_kwargs is not None
     if isinstance(mesh, int) and given and plan is None:
-        plan, options = _plan_on_devices(model, mesh, cluster, (example_inputs or (), example_kwargs or {}), options)
+        call = taken.of_all(example_inputs or (), example_kwargs or {}, mesh)
+        plan, options = _plan_on_devices(model, mesh, cluster, call, options)
     mesh = check_mesh(mesh, plan)
     machine = cluster_of(mesh, cluster)
     chosen = options_of(options)
@@ -227,9 +240,9 @@ def compile(
                            lambda made: f"{made.whole.fingerprint} {how}")
         return _compile_call(micro, site, machine, chosen, how, given, placed)
 
-    parallel = ParallelModule(model, site, hybrid, compile_call)
+    parallel = ParallelModule(model, site, hybrid, compile_call, taken)
     if given:
-        parallel.trace(example_inputs or (), example_kwargs or {})
+        parallel.trace(*parallel.taken(example_inputs or (), example_kwargs or {}))
     return parallel
 
 

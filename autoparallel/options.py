@@ -157,6 +157,8 @@ _ELSEWHERE = {
                   "devices the search finds them",
     "axis_names": "plan: a mesh names its own axes, init_device_mesh(..., mesh_dim_names=('data', 'model'))",
     "mesh": "compile: give plan a cluster, and mesh_shape=(2, 4) to fix its axes",
+    "inputs": "compile: plan takes the examples of the whole batch",
+    "check_inputs": "compile, whose module compares what its ranks are called with",
     "plan": "compile, which runs it: autoparallel.compile(model, mesh, plan=plan)",
 }
 _ERRORS: Mapping[str, type[AutoparallelError]] = {"search": SearchError, "pins": PinError}

@@ -19,6 +19,7 @@ from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime import groups, initialise, rng
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.interpret import values_of
+from autoparallel.runtime.scaler import scaled
 from autoparallel.runtime.shared import SharedGradients
 from autoparallel.runtime.state import State
 from autoparallel.runtime.step import StepRunner, loss_of
@@ -70,7 +71,7 @@ class Calls:
 
     def _whole_step(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
         """A step of a form that is one stage in one turn."""
-        loss = cast(torch.Tensor, self._run(compiled, leaves)[loss_of(compiled.micro.loss)])
+        loss = scaled(self._run(compiled, leaves)[loss_of(compiled.micro.loss)])
         if torch.is_grad_enabled():
             with precision.without_autocast(), groups.use(self._state.axes):
                 loss.backward()
@@ -122,6 +123,9 @@ class Calls:
     def _feeds(self, compiled: Compiled, leaves: Sequence[Any]) -> list[list[Any]]:
         """Each input of the turns' program, turn by turn."""
         state, micro = self._state, compiled.micro
+        if state.site.pipeline_ranks > 1:  # each stage reads some of the inputs, which all of them have rows of
+            leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) and leaf.device_mesh == state.site.whole else leaf
+                      for leaf in leaves]
         if micro.count == 1:
             return [[leaf] for leaf in leaves]
         known: dict[Ref, torch.Tensor] = {}

@@ -1,9 +1,10 @@
-"""Values of parameters on a mesh: their local pieces, initial weights of meta-device models, loading by name."""
+"""Values of parameters on a mesh: their local pieces, and initial weights of meta-device models."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,14 +74,20 @@ def piece(value: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor
     return value
 
 
-def _set(parallel: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Give a parameter or buffer of the parallel module a (global) value."""
+def set_value(parallel: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
+    """Give a parameter or buffer of the parallel module a value: a global one, or a DTensor (then all ranks call this).
+
+    One on the meta device stays the same object, which optimizers and hooks know. Raises InputError for another shape,
+    and where something else refers to its memory.
+    """
     owner, leaf = container(parallel, name)
     old = owner._parameters.get(leaf) if leaf in owner._parameters else owner._buffers.get(leaf)
     if old is None:
         raise InputError(f"the model has no parameter or buffer {name!r}")
     if tuple(old.shape) != tuple(value.shape):
         raise InputError(f"{name} has shape {list(old.shape)}, the value given {list(value.shape)}")
+    if isinstance(value, DTensor) and value.device_mesh != getattr(old, "device_mesh", None):
+        value = value.full_tensor()
     if not isinstance(old, DTensor):
         made: torch.Tensor = value.to(device=device, dtype=old.dtype).clone()
     else:
@@ -93,45 +100,40 @@ def _set(parallel: nn.Module, name: str, value: torch.Tensor, device: torch.devi
     if old.device.type != "meta":
         with torch.no_grad():
             old.copy_(made)
-        return
-    replacement = nn.Parameter(made, old.requires_grad) if isinstance(old, nn.Parameter) else made
-    for module in parallel.modules():  # tied names share one tensor
-        for table in (module._parameters, module._buffers):
-            for key, value_there in table.items():
-                if value_there is old:
-                    table[key] = replacement  # type: ignore[assignment]
+    else:
+        _become(name, old, nn.Parameter(made, old.requires_grad) if isinstance(old, nn.Parameter) else made)
 
 
-def _names(module: nn.Module) -> set[str]:
+def _become(name: str, old: torch.Tensor, made: torch.Tensor) -> None:
+    """Make of a tensor on the meta device another one, which has values; it keeps its hooks and attributes."""
+    check_unwatched(name, old)
+    kept, hooks, hooks_after = dict(vars(old)), old._backward_hooks, old._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(old, made)
+    vars(old).update(kept)
+    if hooks is not None:
+        old._backward_hooks = hooks
+    if hooks_after is not None:
+        old._post_accumulate_grad_hooks = hooks_after
+
+
+def check_unwatched(name: str, old: torch.Tensor) -> None:
+    """Raises InputError for a tensor on the meta device that cannot become one with values."""
+    if weakref.getweakrefcount(old):
+        raise InputError(f"{name} is on the meta device, and gets no values while there is a weak reference to it: "
+                         "make those (weakref.ref, WeakKeyDictionary) after init_weights() or load_state_dict(...)")
+
+
+def names_of(module: nn.Module) -> set[str]:
     """Of its parameters and buffers."""
     named = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
     return {name for name, _ in named}
 
 
-def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], device: torch.device, strict: bool
-                    ) -> Any:
-    """Load global values by name; of a pipeline stage its own. With ``strict``, names that are missing here, or that
-    the original ``model`` has not, raise InputError."""
-    if not isinstance(state, Mapping):
-        raise InputError(f"a state dict is a mapping of names to tensors, not of type {type(state).__name__}")
-    known, persistent = _names(parallel), set(nn.Module.state_dict(parallel))
-    if odd := [name for name, value in state.items() if name in known and not isinstance(value, torch.Tensor)]:
-        raise InputError(f"state dict has no tensors for {odd}: only tensors by name are loaded")
-    if empty := [name for name in state if name in known and (state[name].is_meta or state[name].is_sparse)]:
-        raise InputError(f"state dict has tensors on the meta device, or sparse ones, for {empty}: give dense ones, "
-                         "with values")
-    missing, unexpected = sorted(persistent - set(state)), sorted(set(state) - known - _names(model))
-    if strict and (missing or unexpected):
-        raise InputError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; "
-                         "strict=False loads the rest")
-    for name, value in state.items():
-        if name in known:
-            _set(parallel, name, value.detach(), device)
-    return nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-
 def init_weights(model: nn.Module, parallel: nn.Module, mesh: DeviceMesh, device: torch.device, seed: int) -> None:
     """Initialise module by module: one module's whole tensors exist at a time, of which the local pieces are kept."""
+    for name, parameter in parallel.named_parameters():
+        if parameter.is_meta:
+            check_unwatched(name, parameter)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         done: set[int] = set()
@@ -142,14 +144,16 @@ def init_weights(model: nn.Module, parallel: nn.Module, mesh: DeviceMesh, device
             _fill(model, module, path, parallel, {k for k, t in owned.items() if t.device.type == "meta"}, device)
 
 
-def init_lost_buffers(model: nn.Module, parallel: nn.Module, device: torch.device) -> None:
-    """Give meta-device buffers that no state dict holds (rotary frequencies) the values that their module makes."""
+def lost_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Values of meta-device buffers that no state dict holds (rotary frequencies), as their modules make them."""
+    found = {}
     for path, module in model.named_modules():
-        lost = {
-            leaf for leaf in module._non_persistent_buffers_set
-            if (buffer := module._buffers[leaf]) is not None and buffer.device.type == "meta"
-        }
-        _fill(model, module, path, parallel, lost, device)
+        lost = {leaf for leaf in module._non_persistent_buffers_set
+                if (buffer := module._buffers[leaf]) is not None and buffer.device.type == "meta"}
+        if lost:
+            made = _initialised(model, module, path, device)
+            found.update({f"{path}.{leaf}" if path else leaf: made[leaf] for leaf in lost})
+    return found
 
 
 def _fill(model: nn.Module, module: nn.Module, path: str, parallel: nn.Module, leaves: set[str],
@@ -157,7 +161,7 @@ def _fill(model: nn.Module, module: nn.Module, path: str, parallel: nn.Module, l
     if leaves:
         for leaf, value in _initialised(model, module, path, device).items():
             if leaf in leaves:
-                _set(parallel, f"{path}.{leaf}" if path else leaf, value, device)
+                set_value(parallel, f"{path}.{leaf}" if path else leaf, value, device)
 
 
 def _initialised(model: nn.Module, module: nn.Module, path: str, device: torch.device) -> dict[str, torch.Tensor]:

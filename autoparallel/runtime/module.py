@@ -20,13 +20,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from autoparallel.capture import call_text, canonical_call
 from autoparallel.errors import CaptureError, InputError, shown
-from autoparallel.layout import Layout
+from autoparallel.layout import Layout, to_torch
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.runtime import data, groups, initialise
+from autoparallel.runtime import data, groups, initialise, loading
 from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.form import Compile, Compiled, as_plain, form_of
 from autoparallel.runtime.generation import generating
 from autoparallel.runtime.guards import Guards
+from autoparallel.runtime.inputs import Inputs, local_batch
 from autoparallel.runtime.placing import place
 from autoparallel.runtime.state import State
 
@@ -38,14 +39,16 @@ _OWN = frozenset({"__class__", "_state", "_calls", *vars(nn.Module())})
 class ParallelModule(nn.Module):
     """A model on a mesh.
 
-    Call it like the original. Plain tensors are global values, the same on all ranks; DTensors are what their
-    placements say. Parameters are DTensors under the original names. A call of another form (shapes, structure, train
-    or eval mode of any part, which parameters learn) is traced and planned anew, with the parameters where they are.
+    Call it like the original. Plain tensors are global values, the same on all ranks, or with ``inputs="local"`` of
+    `autoparallel.compile` each rank's rows; DTensors are what their placements say. Parameters are DTensors under the
+    original names. A call of another form (shapes, structure, train or eval mode of any part, which parameters learn)
+    is traced and planned anew, with the parameters where they are.
     """
 
-    def __init__(self, model: nn.Module, site: groups.MeshSite, hybrid: Hybrid, compile_call: Compile) -> None:
+    def __init__(self, model: nn.Module, site: groups.MeshSite, hybrid: Hybrid, compile_call: Compile,
+                 inputs: Inputs) -> None:
         super().__init__()
-        self._state = State(model, site, hybrid, compile_call)
+        self._state = State(model, site, hybrid, compile_call, inputs)
         self._calls = Calls(self, self._state)
         self.training = model.training
         if callable(getattr(type(model), "generate", None)):
@@ -109,8 +112,20 @@ class ParallelModule(nn.Module):
             state.calls_traced[call] = None
         return compiled
 
+    def taken(self, args: Sequence[Any], kwargs: Mapping[str, Any], compared: bool = False
+              ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call as users make it, as `trace` takes it: local tensors (``inputs="local"``) become DTensors.
+
+        Raises InputError on all ranks where these have other shapes, or (``compared``) other global values.
+        """
+        state = self._state
+        state.together.check()
+        with state.together.call():
+            return state.inputs.taken(args, kwargs, self.mesh, state.device, compared, all_global=state.gathers)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
+        args, kwargs = self.taken(args, kwargs, state.inputs.are_compared())
         if not state.forms:
             self.trace(args, kwargs)
         if state.hybrid.stages > 1:
@@ -127,6 +142,7 @@ class ParallelModule(nn.Module):
         inputs are gathered first: each turn's samples may lie anywhere. Under torch.no_grad nothing learns: the loss of
         a pipeline in evaluation. Where a rank fails, all others raise PeerError, which says why.
         """
+        args, kwargs = self.taken(args, kwargs, self._state.inputs.are_compared())
         compiled = self.trace(args, kwargs)
         leaves = pytree.tree_leaves(canonical_call(args, kwargs))
         if len(compiled.stages) > 1 and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
@@ -193,19 +209,34 @@ class ParallelModule(nn.Module):
         """The same structure with each tensor a DTensor in the layout that the program reads.
 
         ``batch`` is what the model is called with: a mapping of keyword arguments, or a tuple of arguments, of global
-        tensors. Each rank keeps its own piece only.
+        tensors (with ``inputs="local"``, of this rank's rows). Each rank keeps its own piece only.
         """
         args, kwargs = _as_call(batch)
         if not self._state.hybrid.is_plain:
             raise InputError("a step in micro-batches or stages takes the whole batch: call step(...) with it as it is")
+        args, kwargs = self.taken(args, kwargs)
         compiled, mesh = self.trace(args, kwargs), self._state.mesh
         leaves, spec = pytree.tree_flatten(canonical_call(args, kwargs))
         for site, layout in zip(compiled.program.placeholders, compiled.program.placeholder_layouts, strict=True):
-            if site.kind == "input" and not isinstance(leaves[int(site.path)], DTensor):
-                mine = initialise.piece(leaves[int(site.path)], mesh, layout).to(self._state.device).contiguous()
+            if site.kind == "input" and isinstance(whole := leaves[int(site.path)], DTensor):
+                leaves[int(site.path)] = whole.redistribute(mesh, to_torch(layout))
+            elif site.kind == "input":
+                mine = initialise.piece(whole, mesh, layout).to(self._state.device).contiguous()
                 leaves[int(site.path)] = initialise.as_dtensor(mine, mesh, layout)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return kwargs if isinstance(batch, Mapping) else args
+
+    def local_batch(self, batch: Any) -> Any:
+        """A structure of tensors that are this rank's rows (dim 0), as DTensors of the global batch: the rows of all
+        ranks of the mesh, in rank order. What has no dims is left as it is.
+
+        Of a DistributedSampler's batch, for one call; ``inputs="local"`` of `autoparallel.compile` does so in all.
+        Raises InputError on all ranks where they have tensors of different shapes.
+        """
+        state = self._state
+        state.together.check()
+        with state.together.call():
+            return local_batch(batch, self.mesh, state.device)
 
     def dataloader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = False, seed: int = 0,
                    collate_fn: Callable[[list[Any]], Any] | None = None, **options: Any) -> data.ShardedLoader:
@@ -248,12 +279,15 @@ class ParallelModule(nn.Module):
         initialise.init_weights(state.model, self, state.mesh, torch.device(device or state.device), state.seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load global tensors (or DTensors) by the original names; each rank takes its piece."""
-        if not self._state.forms:
-            return self._state.model.load_state_dict(state_dict, strict, assign)
-        result = initialise.load_state_dict(self._state.model, self, state_dict, self._state.device, strict)
-        initialise.init_lost_buffers(self._state.model, self, self._state.device)
-        return result
+        """Load global tensors (or DTensors) by the original names; each rank takes its piece. All ranks call this.
+
+        Raises InputError on all ranks, with everything as it was, for values that do not fit, DTensors that another
+        rank saved, and where ranks load different values.
+        """
+        state = self._state
+        if not state.forms:
+            return loading.load_original(state.model, state_dict, strict, assign)
+        return loading.load_state_dict(state.model, self, state_dict, state.site, state.device, strict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._first()

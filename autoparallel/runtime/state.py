@@ -17,6 +17,8 @@ from autoparallel.runtime import groups, initialise
 from autoparallel.runtime.failing import Together
 from autoparallel.runtime.form import Compile, Forms
 from autoparallel.runtime.guards import Places, SharedAttributes
+from autoparallel.runtime.inputs import Inputs
+from autoparallel.runtime.scaler import make_torchs_right
 from autoparallel.runtime.shared import Ranks
 
 
@@ -28,6 +30,7 @@ class State:
     site: groups.MeshSite
     hybrid: Hybrid
     compile_call: Compile
+    inputs: Inputs
 
     def __post_init__(self) -> None:
         self.mesh = self.site.mesh
@@ -36,6 +39,7 @@ class State:
         self.forms = Forms()
         self.attributes: SharedAttributes | None = None
         self.places: Places | None = None
+        make_torchs_right(self.site)
         self.parts: dict[nn.Module, nn.Module] = {}
         self.calls_traced: dict[str, None] = {}
         self.layouts: dict[str, Layout] = {}

@@ -27,6 +27,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.runtime import groups, rng
 from autoparallel.runtime.groups import Axis
 from autoparallel.runtime.regather import gather_again, regathering
+from autoparallel.runtime.scaler import scaled
 
 
 def in_turns(program: Program, hybrid: Hybrid) -> Turn:
@@ -120,7 +121,7 @@ class TurnModule(nn.Module):
             outputs, self.updates, sent = self.turn(*self.leaves, *self.inputs[turn],
                                                     *(_Received.apply(x) for x in received))
         if self.loss is not None:
-            return (outputs[self.loss],)
+            return (scaled(outputs[self.loss]),)
         return tuple(_Sent.apply(x) for x in sent)
 
     def reduce_beside(self) -> None:

@@ -1,0 +1,238 @@
+"""Loading a state dict: all of it is checked, on all ranks, before anything is written.
+
+A DTensor knows its place on the mesh, and one that another rank saved keeps that rank's: it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from autoparallel.errors import InputError
+from autoparallel.runtime import initialise
+from autoparallel.runtime.agree import made_alike
+from autoparallel.runtime.failing import reached
+from autoparallel.runtime.groups import MeshSite
+from autoparallel.runtime.inputs import digest, hash_of
+
+_OF_ONE = ": one rank saved it, and all load it"
+_REMEDY = ("\n  Save and load by torch.distributed.checkpoint, or save whole tensors, which any rank can: value."
+           "full_tensor() of each DTensor, called on all ranks.")
+_SAMPLE = 64  # elements of a tensor that ranks compare
+_NAMED = 3  # in a message
+
+
+def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], site: MeshSite,
+                    device: torch.device, strict: bool) -> Any:
+    """Load global values by name; of a pipeline stage its own. With ``strict``, names that are missing here, or that
+    the original ``model`` has not, are errors. All ranks call this.
+
+    Raises InputError on all ranks, with everything as it was, where a value cannot be loaded or ranks have different
+    ones.
+    """
+
+    def check() -> tuple[dict[str, torch.Tensor], list[str], list[str], Mapping[str, torch.Tensor]]:
+        values, missing, unexpected = _checked(model, parallel, state, strict, site)
+        return values, missing, unexpected, initialise.lost_buffers(model, device)
+
+    values, missing, unexpected, lost = made_alike("a state dict", check, lambda _: "")
+    _compare(values, site)
+    for name, value in sorted(values.items()):  # in one order: DTensors are redistributed
+        initialise.set_value(parallel, name, value, device)
+    for name, value in lost.items():
+        initialise.set_value(parallel, name, value, device)
+    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def load_original(model: nn.Module, state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
+    """Load values into a model that is not on the mesh yet, as its own ``load_state_dict`` does; where that fails,
+    all is as it was. Where there are DTensors, all ranks call this.
+
+    Raises InputError for DTensors that are not this rank's, and for a model on the meta device, which keeps no values.
+    """
+    if not assign and any(p.is_meta for p in model.parameters()):
+        raise InputError("the model is on the meta device and has not been traced, so values have no place yet: call "
+                         "it once, or give example_inputs or example_kwargs to autoparallel.compile, and load then")
+    if isinstance(state, Mapping) and any(isinstance(value, DTensor) for value in state.values()):
+        state = _with_whole(state)
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    values = [(value, value.detach().clone()) for value in (*model.parameters(), *model.buffers())]
+    try:
+        return model.load_state_dict(state, strict, assign)
+    except BaseException:
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for value, old in values:
+                value.copy_(old)
+        raise
+
+
+class _StateDict(dict[str, Any]):
+    """A dict that can carry the versions of modules, as torch's state dicts do."""
+
+    _metadata: Any
+
+
+def _with_whole(state: Mapping[str, Any]) -> _StateDict:
+    """The same state dict with the whole tensor of each DTensor. All ranks call this."""
+
+    def check() -> dict[str, Any]:
+        return {name: _of_this_rank(name, value) if isinstance(value, DTensor) else value
+                for name, value in state.items()}
+
+    made = _StateDict({name: value.full_tensor().detach() if isinstance(value, DTensor) else value
+                       for name, value in made_alike("a state dict", check, lambda _: "").items()})
+    if hasattr(state, "_metadata"):
+        made._metadata = state._metadata
+    return made
+
+
+def _checked(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], strict: bool, site: MeshSite
+             ) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    """What is to be loaded here, and the names that are missing and unexpected."""
+    if not isinstance(state, Mapping):
+        raise InputError(f"a state dict is a mapping of names to tensors, not of type {type(state).__name__}")
+    here = dict((*parallel.named_parameters(remove_duplicate=False), *parallel.named_buffers(remove_duplicate=False)))
+    persistent = set(nn.Module.state_dict(parallel))
+    if odd := [name for name, value in state.items() if name in here and not isinstance(value, torch.Tensor)]:
+        raise InputError(f"state dict has no tensors for {odd}: only tensors by name are loaded")
+    if empty := [name for name in state if name in here and (state[name].is_meta or state[name].is_sparse)]:
+        raise InputError(f"state dict has tensors on the meta device, or sparse ones, for {empty}: give dense ones, "
+                         "with values")
+    missing, unexpected = sorted(persistent - set(state)), sorted(set(state) - set(here) - initialise.names_of(model))
+    if strict and (missing or unexpected):
+        raise InputError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; "
+                         "strict=False loads the rest")
+    values = {}
+    for name in filter(here.__contains__, state):
+        old, value = here[name], state[name]  # of a DTensor what torch computes, also detach(), may lie on another mesh
+        if tuple(old.shape) != tuple(value.shape):
+            raise InputError(f"{name} has shape {list(old.shape)}, the value given {list(value.shape)}")
+        if old.is_meta:
+            initialise.check_unwatched(name, old)
+        values[name] = (_on_mesh(name, value, site) if isinstance(value, DTensor) else value).detach()
+    return values, missing, unexpected
+
+
+def _on_mesh(name: str, value: DTensor, site: MeshSite) -> torch.Tensor:
+    """The same value, on the mesh of this model if it is cut. Raises InputError where it is not this rank's."""
+    if _is_whole(value):
+        return value.to_local()
+    if value.device_mesh == site.mesh:
+        _check_place(name, value)
+        if (mine := value.to_local().shape) != (right := _local_shape(value)):
+            raise InputError(f"{name} is a DTensor whose shard is {list(mine)}, and this rank's is {list(right)}"
+                             f"{_OF_ONE}{_REMEDY}")
+        return DTensor.from_local(value.to_local(), site.mesh, value.placements, run_check=False, shape=value.shape,
+                                  stride=value.stride())
+    if site.pipeline_ranks > 1:
+        raise InputError(f"{name} is a DTensor on the mesh {value.device_mesh}, this pipeline stage lies on "
+                         f"{site.mesh}{_REMEDY}")
+    return _of_this_rank(name, value)
+
+
+def _is_whole(value: DTensor) -> bool:
+    return all(isinstance(placement, Replicate) for placement in value.placements)
+
+
+def _of_this_rank(name: str, value: DTensor) -> torch.Tensor:
+    """A DTensor whose shards can be brought together, or a plain value. Raises InputError where it is neither."""
+    if _is_whole(value):
+        return value.to_local()
+    _check_place(name, value)
+    if not _is_connected(value.device_mesh):
+        raise InputError(f"{name} is a DTensor that was saved on another mesh, {value.device_mesh}: its shards cannot "
+                         f"be brought together here{_REMEDY}")
+    return value
+
+
+def _check_place(name: str, value: DTensor) -> None:
+    """Raises InputError where the DTensor is another rank's: it keeps, also in a file, where it was made."""
+    mesh = value.device_mesh
+    here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    place = mesh.get_coordinate()
+    if not here or place is None or list(place) != here[0]:
+        raise InputError(f"{name} is a DTensor with the shard at {place and tuple(place)} of the mesh, and this rank "
+                         f"is at {tuple(here[0]) if here else None}{_OF_ONE}{_REMEDY}")
+
+
+def _local_shape(value: DTensor) -> torch.Size:
+    """What this rank has of a tensor so cut."""
+    shape, mesh = list(value.shape), value.device_mesh
+    for axis, placement in enumerate(value.placements):
+        if type(placement) is Shard:
+            parts = torch.empty(shape[placement.dim], device="meta").chunk(mesh.size(axis))
+            place = mesh.get_local_rank(axis)
+            shape[placement.dim] = parts[place].numel() if place < len(parts) else 0
+        elif not isinstance(placement, Replicate):
+            return value.to_local().shape
+    return torch.Size(shape)
+
+
+def _is_connected(mesh: DeviceMesh) -> bool:
+    """Whether the mesh's process groups are those of its ranks: one that was loaded from a file may have none, or
+    others of the same name."""
+    (place,) = (mesh.mesh == dist.get_rank()).nonzero().tolist()
+    for axis in range(mesh.ndim):
+        index: list[Any] = list(place)
+        index[axis] = slice(None)
+        try:
+            ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+        except (RuntimeError, KeyError, ValueError, AttributeError):
+            return False
+        if ranks != mesh.mesh[tuple(index)].tolist():
+            return False
+    return True
+
+
+def _compare(values: Mapping[str, torch.Tensor], site: MeshSite) -> None:
+    """Raises InputError on all ranks where those of a pipeline stage have different global values, or all of them the
+    same shards: a DTensor of which something was computed does not tell any more that another rank saved it.
+
+    What they compare is a sample of each tensor.
+    """
+    samples = {name: _sample(value.to_local() if isinstance(value, DTensor) else value)
+               for name, value in sorted(values.items())}
+    cut = [name for name, value in values.items() if isinstance(value, DTensor)
+           and samples[name].numel() > 0 and bool((samples[name] != samples[name][0]).any())]
+    shards = hash_of([(name, int(digest(samples[name]))) for name in sorted(cut)])
+    hashes = {name: int(digest(samples[name])) for name in samples if not isinstance(values[name], DTensor)}
+    found: list[Any] = [None] * dist.get_world_size()
+    with reached():
+        dist.all_gather_object(found, (site.pipeline_rank, hash_of(hashes), shards if cut else dist.get_rank()))
+        copied = [stage for stage, _, mine in found if site.mesh.size() > 1
+                  and all(mine == other for s, _, other in found if s == stage)]
+        if len({(stage, theirs) for stage, theirs, _ in found}) > len({stage for stage, _, _ in found}):
+            dist.all_gather_object(found, (site.pipeline_rank, hashes))
+            raise InputError(f"ranks load different values: {_different(found)}\n  Plain tensors are global values: "
+                             "load the same file on all ranks, or DTensors with each rank's shards.")
+    if copied:
+        raise InputError(f"all ranks have the same shards of all DTensors{_OF_ONE}{_REMEDY}")
+
+
+def _different(found: Sequence[tuple[int, Mapping[str, int]]]) -> str:
+    """The names whose hashes differ from those of the first rank of the pipeline stage, and on which ranks."""
+    first: dict[int, Mapping[str, int]] = {}
+    names: dict[str, list[int]] = {}
+    for rank, (stage, theirs) in enumerate(found):
+        known = first.setdefault(stage, theirs)
+        for name in known.keys() | theirs.keys():
+            if known.get(name) != theirs.get(name):
+                names.setdefault(name, []).append(rank)
+    texts = [f"{name} on ranks {ranks}" for name, ranks in sorted(names.items())]
+    return "; ".join([*texts[:_NAMED], *([f"and {len(texts) - _NAMED} more"] if len(texts) > _NAMED else [])])
+
+
+def _sample(value: torch.Tensor) -> torch.Tensor:
+    """Some of a tensor's elements, from all over it."""
+    flat = value.view(-1) if value.is_contiguous() else value.reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE)]
+

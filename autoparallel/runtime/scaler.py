@@ -1,0 +1,112 @@
+"""Scaled gradients (mixed precision in float16): one rank's overflow is everybody's, under every plan.
+
+torch reduces what it found in DTensors over the axes that the first gradient is cut on. Here it is the whole mesh,
+whatever the placements, and with `GradScaler` all ranks, those of other pipeline stages too. (The one file that touches
+DTensor's handlers of ops.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoparallel.errors import InputError
+from autoparallel.runtime.groups import MeshSite
+
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_scale: ContextVar[torch.Tensor | None] = ContextVar("scale", default=None)
+_reduces_itself: ContextVar[bool] = ContextVar("reduces_itself", default=False)
+_STAGES: WeakSet[DeviceMesh] = WeakSet()
+
+
+class GradScaler(torch.amp.GradScaler):
+    """As `torch.amp.GradScaler`, right under every plan: all ranks skip a step in which one of them found infinite
+    gradients, and have the same scale. All ranks call its methods.
+
+    `parallel.step` runs backward itself: within ``with scaler.scaling():`` its gradients are scaled (the loss that it
+    returns is not).
+    """
+
+    @contextmanager
+    def scaling(self) -> Iterator[None]:
+        """Scale the gradients of the `step` calls within."""
+        if not self.is_enabled():
+            yield
+            return
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        token = _scale.set(self._scale)
+        try:
+            yield
+        finally:
+            _scale.reset(token)
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor,
+                        allow_fp16: bool) -> dict[torch.device, torch.Tensor]:
+        token = _reduces_itself.set(True)
+        try:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        finally:
+            _reduces_itself.reset(token)
+        found = found or {found_inf.device: found_inf}  # a pipeline stage without gradients
+        if dist.is_initialized():
+            anywhere = torch.stack([value.to(found_inf.device) for value in found.values()]).amax()
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+            for value in found.values():
+                value.copy_(anywhere)
+        return found
+
+
+class _Scaled(torch.autograd.Function):
+    """A loss as it is, whose gradient is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.scale = scale
+        return loss.clone()  # no view: see _Sent in step.py
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.scale.to(gradient.device, gradient.dtype), None
+
+
+def scaled(loss: torch.Tensor) -> torch.Tensor:
+    """The loss of a step, whose gradients are scaled as `GradScaler.scaling` says."""
+    scale = _scale.get()
+    return loss if scale is None else _Scaled.apply(loss, scale)
+
+
+def make_torchs_right(site: MeshSite) -> None:
+    """Let torch's own scaler reduce what it finds over the whole mesh, or refuse where that is a part of a pipeline."""
+    _replace_handler()
+    if site.pipeline_ranks > 1:
+        _STAGES.add(site.mesh)
+
+
+@cache
+def _replace_handler() -> None:
+    handlers: dict[Any, Callable[..., None]] = DTensor._op_dispatcher._custom_op_handlers
+    handle = handlers[_UNSCALE]
+
+    def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        gradients, found_inf = args[0], args[1]
+        mesh: DeviceMesh = gradients[0].device_mesh
+        alone = not _reduces_itself.get()
+        if alone and mesh in _STAGES:
+            raise InputError("torch's GradScaler tells only the ranks of one pipeline stage that a gradient is "
+                             "infinite, and the others would go on\n  Use autoparallel.GradScaler, which tells all.")
+        handle(op, args, kwargs)
+        if alone and len({gradient.placements for gradient in gradients}) > 1:
+            for axis in range(mesh.ndim):
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+
+    handlers[_UNSCALE] = unscale
