@@ -88,7 +88,7 @@ def complaints() -> list[str]:
     found = []
     for dataset, collate in ((Numbered(5), None), (iter([1]), None), (Numbered(), lambda samples: samples[0])):
         try:
-            parallel.dataloader(dataset, BATCH, collate_fn=collate)
+            parallel.dataloader(dataset, BATCH, collate_fn=collate, per_sample=True)
         except AutoparallelError as error:
             found.append(f"{type(error).__name__}: {error}")
     return found

@@ -168,6 +168,22 @@ def _is_same(number: int, device: torch.device) -> bool:
     return bool(largest == -least)
 
 
+def all_have(text: str, device: torch.device, right: str | None = None) -> str | None:
+    """None where all ranks have the same text (which is ``right``, if that is given); else who has which.
+
+    All ranks call this.
+    """
+    if dist.get_world_size() == 1 or _is_same(hash_of(text), device):
+        return None if right is None or text == right else text
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, text)
+    ranks: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(found):
+        if theirs != right:
+            ranks.setdefault(theirs, []).append(rank)
+    return "; ".join(f"{theirs} (on ranks {some})" for theirs, some in ranks.items())
+
+
 def _has_values(leaf: Any) -> bool:
     """Whether a leaf can be hashed: other kinds of tensors are refused later."""
     return (isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from types import MethodType
@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from autoparallel.capture import call_text, canonical_call
 from autoparallel.errors import CaptureError, InputError, shown
@@ -239,16 +239,29 @@ class ParallelModule(nn.Module):
             return local_batch(batch, self.mesh, state.device)
 
     def dataloader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = False, seed: int = 0,
-                   collate_fn: Callable[[list[Any]], Any] | None = None, **options: Any) -> data.ShardedLoader:
+                   collate_fn: Callable[[list[Any]], Any] | None = None, per_sample: bool = False,
+                   drop_last: bool = True, **options: Any) -> data.ShardedLoader:
         """Batches of ``batch_size`` samples over all ranks, of which each rank reads its own piece only.
 
         A sample (or what ``collate_fn`` makes of a list of them) is what the model is called with: a mapping of keyword
-        arguments, or a tuple of arguments. All ranks draw one order from ``seed`` and the epoch (`set_epoch`). Further
-        options are those of torch's DataLoader. With micro-batches or stages, each rank reads whole batches.
+        arguments, or a tuple of arguments. All ranks draw one order from ``seed`` and the epoch (`set_epoch`), and what
+        is random in a sample or in ``collate_fn`` (of torch, numpy and Python) from them and the sample, or the batch.
 
-        Raises InputError for a dataset without length, smaller than a batch, or with tensors that are not by sample.
+        With a ``collate_fn`` each rank reads and collates whole batches, of which it keeps its piece, since the
+        function may look across the batch (pad to the longest). ``per_sample=True`` promises that it treats each sample
+        alone: then each rank reads its own samples only; the first batch of each epoch is checked. With micro-batches
+        or stages, each rank reads whole batches, too.
+
+        ``drop_last`` (True, unlike torch's) leaves out the last samples where they fill no batch; with False they are a
+        batch, of which the call is compiled as another form. Further options are those of torch's DataLoader.
+
+        Raises InputError for a dataset without length, smaller than a batch, or with tensors that are not by sample; on
+        all ranks while iterating, where these read different data or the promise does not hold.
         """
-        batch = data.example_batch(dataset, batch_size, collate_fn)
+        data.check_options(shuffle=shuffle, seed=seed, collate_fn=collate_fn, per_sample=per_sample,
+                           drop_last=drop_last)
+        whole = collate_fn is not None and not per_sample
+        batch = data.example_batch(dataset, batch_size, collate_fn, by_row=not whole)
         leaves, spec = pytree.tree_flatten(batch)
         state, layouts = self._state, dict[int, Layout]()
         if state.hybrid.is_plain:
@@ -258,14 +271,10 @@ class ParallelModule(nn.Module):
             numbers = pytree.tree_leaves(canonical_call(*call))
             layouts = {numbers[int(site.path)]: layout for site, layout
                        in zip(program.placeholders, program.placeholder_layouts, strict=True) if site.kind == "input"}
-        rows = data.rows_read(leaves, layouts, state.mesh, batch_size)
-        sampler = data.RowSampler(len(cast(Sized, dataset)), batch_size, rows, shuffle, seed)
-        try:
-            loader = DataLoader(dataset, batch_sampler=cast(Any, sampler), collate_fn=collate_fn, **options)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"torch's DataLoader does not take {options}: {error}\n  Which samples are read is "
-                             "decided here: give no sampler, batch_sampler or drop_last.") from error
-        return data.ShardedLoader(loader, sampler, layouts, state.mesh, state.device)
+        form = data.Form.of(batch, layouts, state.mesh if layouts else self.mesh, whole)
+        return data.sharded_loader(dataset, form, state.device, batch_size, shuffle=shuffle, seed=seed,
+                                   collate=collate_fn, drop_last=drop_last, as_dtensors=state.inputs.are_local,
+                                   options=options)
 
     def init_weights(self, device: torch.device | str | None = None) -> None:
         """Give a meta-device model its initial weights, module by module; only the local pieces are kept.

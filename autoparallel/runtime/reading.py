@@ -1,0 +1,140 @@
+"""Reading the samples of a batch, in the loader's workers: every sample and every batch has random numbers of its own.
+
+So ranks that read the same sample get the same values, however it is augmented, and so does a run that is resumed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+from autoparallel.runtime.rng import mix
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of a global batch by number, of which a rank reads ``rows``.
+
+    ``seed`` is the epoch's. ``checked``: the rank compares its rows with those of the whole batch.
+    """
+
+    indices: tuple[int, ...]
+    rows: range
+    seed: int
+    checked: bool = False
+
+    @property
+    def whole(self) -> Batch:
+        return replace(self, rows=range(len(self.indices)))
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A dataset as torch's DataLoader asks for it: a batch at a time, collated.
+
+    ``at_once``: by the dataset's ``__getitems__``, if it has one (then a batch's samples draw from one seed).
+    """
+
+    dataset: Dataset[Any]
+    collate: Callable[[list[Any]], Any] | None
+    at_once: bool
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitems__(self, batch: Batch) -> tuple[Any, str]:
+        """The collated rows, and what is wrong with them ("": nothing)."""
+        collated = self._collated(batch)
+        wrong = ""
+        if batch.checked and len(batch.rows) < len(batch.indices):
+            wrong = difference(collated, self._collated(batch.whole), batch.rows)
+        return collated, wrong
+
+    def _collated(self, batch: Batch) -> Any:
+        indices = [batch.indices[row] for row in batch.rows]
+        with drawing():
+            if self.at_once and callable(read := getattr(self.dataset, "__getitems__", None)):
+                seed_all(mix(batch.seed, 1, *indices))
+                samples = read(indices)
+            else:
+                samples = []
+                for index in indices:
+                    seed_all(mix(batch.seed, 0, index))
+                    samples.append(self.dataset[index])
+            seed_all(mix(batch.seed, 2, *batch.indices))
+            return (self.collate or default_collate)(samples)
+
+
+@dataclass(frozen=True)
+class Starting:
+    """What a worker does first: it knows the user's dataset (by `get_worker_info`), and calls the user's function."""
+
+    user: Callable[[int], Any] | None
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else change it
+        if self.user is not None:
+            self.user(worker)
+
+
+def as_read(batch: tuple[Any, str]) -> tuple[Any, str]:
+    """The DataLoader's own collate function: the reader has done it."""
+    return batch
+
+
+def difference(part: Any, whole: Any, rows: range) -> str:
+    """How what was collated of some rows is not those rows of the whole batch."""
+    parts, spec = pytree.tree_flatten_with_path(part)
+    wholes, whole_spec = pytree.tree_flatten_with_path(whole)
+    if spec != whole_spec:
+        return "it makes another structure of some of a batch's samples than of all"
+    for (path, mine), (_, other) in zip(parts, wholes, strict=True):
+        name = pytree.keystr(path) or "the batch"
+        if not isinstance(mine, torch.Tensor):
+            if not isinstance(other, torch.Tensor) and not _same(mine, other):
+                return f"{name} is {mine!r} of some of a batch's samples, and {other!r} of all"
+            continue
+        expected = other[rows.start : rows.stop] if other.dim() else other
+        if mine.shape != expected.shape:
+            return f"{name} has shape {list(mine.shape)} of {len(rows)} samples, and {list(other.shape)} of all"
+        if not torch.equal(mine, expected) and not torch.allclose(mine, expected, rtol=0, atol=0, equal_nan=True):
+            return f"{name} has other values of some of a batch's samples than of all"
+    return ""
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b) or a is b
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Within, random numbers may be seeded (`seed_all`): afterwards they go on as before."""
+    numpy = sys.modules.get("numpy")
+    before = torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        random.setstate(before[1])
+        if numpy:
+            numpy.random.set_state(before[2])
+
+
+def seed_all(seed: int) -> None:
+    """Of torch (on the CPU), Python and numpy, if that is used."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)

@@ -1,0 +1,283 @@
+"""Loaders whose functions look across the batch, draw random numbers, or a short last batch: as in one process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+
+import autoparallel
+from autoparallel.errors import AutoparallelError
+from tests.ranks import mesh_of
+
+BATCH = 8
+LENGTHS = [3, 7, 2, 5, 4, 8, 6, 3, 5, 2, 4, 5, 3, 3, 2, 4]
+
+
+class Lines(Dataset[Tensor]):
+    """Rows of numbers of different lengths."""
+
+    def __init__(self, length: int = 24) -> None:
+        self.length, self.read = length, list[int]()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.read.append(index)
+        return torch.full((LENGTHS[index % 16],), 1.0 + index)
+
+
+def padded(samples: list[Tensor]) -> dict[str, Tensor]:
+    """To the longest; ``top`` is the largest of the batch."""
+    x = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return {"x": x, "top": x.amax()}
+
+
+def cut(samples: list[Tensor]) -> dict[str, Tensor]:
+    """Each sample alone."""
+    return {"x": torch.stack([sample[:2] for sample in samples])}
+
+
+def late_only(samples: list[Tensor]) -> dict[str, Tensor]:
+    """The same, but for a batch that ends with an odd sample: what the first rank reads ends with an even one."""
+    return {"x": cut(samples)["x"] + (1 if samples[-1][0] == 8 else 0)}
+
+
+class Total(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, top: Tensor | None = None) -> Tensor:
+        found = (x * self.scale).cos().sum(-1) + x.shape[-1]
+        return (found if top is None else found / top).mean()
+
+
+PINS = {"x": (Shard(0), Replicate())}
+
+
+def padded_losses(shape: tuple[int, ...], options: dict[str, Any], workers: int) -> tuple[list[float], list[str]]:
+    parallel = autoparallel.compile(Total(), mesh_of(*shape), **options)
+    losses, kinds = [], []
+    for batch in parallel.dataloader(Lines(), BATCH, collate_fn=padded, num_workers=workers, shuffle=True, seed=1):
+        losses.append(float(parallel.step(**batch)))
+        kinds += [type(value).__name__ for value in batch.values()]
+    return losses, kinds
+
+
+@pytest.mark.parametrize(("shape", "options", "workers"), [
+    ((2, 2), {"pins": PINS}, 0), ((2, 2), {"pins": {"x": (Shard(1), Shard(0))}}, 1), ((2,), {"micro_batches": 2}, 0),
+    ((2, 2), {"pins": PINS, "inputs": "local"}, 0), ((2,), {"micro_batches": 2, "inputs": "local"}, 0),
+    ((2,), {"micro_batches": 2, "pipeline_stages": 2, "inputs": "local"}, 0),
+])
+def test_a_collate_fn_may_look_across_the_batch(ranks: Any, shape: tuple[int, ...], options: dict[str, Any],
+                                                workers: int) -> None:
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).tolist()
+    batches = list(DataLoader(Lines(), BATCH, sampler=order, collate_fn=padded))
+    assert len({batch["x"].shape for batch in batches}) > 1, "batches have different lengths"
+    expected = [Total()(**batch).item() for batch in batches]
+    for losses, kinds in ranks(2 * len(shape)).run(padded_losses, shape, options, workers, timeout_s=100):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert set(kinds) == {"Tensor"} if options.keys() == {"micro_batches"} else "DTensor" in kinds
+
+
+def promised(collate: Any, workers: int) -> tuple[str, list[float], list[int]]:
+    """What is told of a function that is said to treat each sample alone."""
+    dataset, losses = Lines(), []
+    parallel = autoparallel.compile(Total(), mesh_of(2, 2), pins=PINS)
+    try:
+        loader = parallel.dataloader(dataset, BATCH, collate_fn=collate, per_sample=True, num_workers=workers)
+        dataset.read.clear()
+        losses = [float(parallel.step(**batch)) for batch in loader]
+    except AutoparallelError as error:
+        return f"{type(error).__name__}: {error}", losses, dataset.read
+    return "no error", losses, dataset.read
+
+
+def test_functions_that_keep_the_promise_read_their_rows_only(ranks: Any) -> None:
+    expected = [Total()(**batch).item() for batch in DataLoader(Lines(), BATCH, collate_fn=cut)]
+    for rank, (told, losses, read) in enumerate(ranks(4).run(promised, cut, 0)):
+        assert told == "no error" and losses == pytest.approx(expected, rel=1e-5)
+        first = 4 * (rank // 2)
+        mine = [batch + row for batch in (0, 8, 16) for row in range(first, first + 4)]
+        assert read == mine[:4] + list(range(8)) + mine[4:], "and the whole first batch, to check"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_functions_that_break_the_promise_are_refused_by_name(ranks: Any, workers: int) -> None:
+    """On all ranks, also where one alone could see it: rows 4 to 7 end as the whole batch does."""
+    for told, losses, _ in ranks(4).run(promised, late_only, workers):
+        assert told.startswith("InputError: collate_fn late_only does not treat each sample alone") and not losses
+        assert "['x'] has other values of some of a batch's samples than of all (on ranks [0, 1])" in told
+        assert "Leave out per_sample" in told
+    for told, *_ in ranks(4).run(promised, ragged, workers):
+        assert "has shape [4, 7] of 4 samples, and [8, 8] of all" in told and "on ranks [0, 1])" in told
+
+
+def ragged(samples: list[Tensor]) -> dict[str, Tensor]:
+    return {"x": padded(samples)["x"]}
+
+
+def short_ones(shape: tuple[int, ...], options: dict[str, Any], collate: Any) -> tuple[list[float], int, list[Any]]:
+    dataset = Lines(19)
+    parallel = autoparallel.compile(Total(), mesh_of(*shape), **options)
+    loader = parallel.dataloader(dataset, BATCH, collate_fn=collate, per_sample=collate is cut, drop_last=False)
+    losses, shapes = [], []
+    for _ in range(2):
+        for batch in loader:
+            losses.append(float(parallel.step(**batch)))
+            shapes.append((len(batch["x"]), len(batch["x"].to_local())))
+    return losses, len(loader), shapes
+
+
+@pytest.mark.parametrize(("shape", "options", "collate"), [
+    ((4,), {"baseline": "ddp"}, cut), ((2, 2), {"baseline": "ddp"}, padded), ((2, 2), {"pins": PINS}, cut)])
+def test_the_short_last_batch_is_a_batch(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], collate: Any
+                                         ) -> None:
+    """Three samples, of which a rank of four has none (it was left out, whatever drop_last said)."""
+    expected = [Total()(**batch).item() for batch in DataLoader(Lines(19), BATCH, collate_fn=collate)]
+    found = ranks(4).run(short_ones, shape, options, collate, timeout_s=100)
+    for losses, length, rows in found:
+        assert losses == pytest.approx(2 * expected, rel=1e-5) and length == 3 == len(expected)
+        assert [whole for whole, _ in rows] == [8, 8, 3] * 2
+    if options == {"baseline": "ddp"}:
+        assert [rows[2][1] for *_, rows in found] == [1, 1, 1, 0]
+
+
+class Noisy(Dataset[dict[str, Tensor]]):
+    """Samples with noise from all that people draw from."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        noise = torch.rand(4) + float(numpy.random.rand()) + random.random()
+        return {"x": index + noise, "weight": noise[:1]}
+
+
+class NoisyTogether(Noisy):
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
+        noise = float(torch.rand(()))
+        return [{"x": torch.full((4,), index + noise), "weight": torch.full((1,), noise)} for index in indices]
+
+
+def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    batch = default_collate(samples)
+    return {**batch, "x": batch["x"] * torch.rand(len(samples), 1)}
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, weight: Tensor, x: Tensor) -> Tensor:
+        return (x * weight * self.scale).sum()
+
+
+def noisy_batches(shape: tuple[int, ...], kind: type[Noisy], options: dict[str, Any]) -> tuple[list[Any], float]:
+    """The whole batches of two epochs, whether replicas hold the same, and a random number of the user's own."""
+    torch.manual_seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    pins = {"x": Shard(0), "weight": Replicate()} if len(shape) == 1 else \
+        {"x": (Shard(0), Shard(0)), "weight": (Shard(0), Replicate())}
+    parallel = autoparallel.compile(Weighted(), mesh_of(*shape), pins=pins)
+    loader, found = parallel.dataloader(kind(), BATCH, shuffle=True, seed=2, **options), []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            for name, value in batch.items():
+                assert isinstance(value, DTensor)
+                everywhere = [torch.zeros_like(value.to_local()) for _ in range(dist.get_world_size())]
+                dist.all_gather(everywhere, value.to_local()) if name == "weight" else None
+                assert name == "x" or any(torch.equal(other, value.to_local()) for rank, other in enumerate(everywhere)
+                                          if rank != dist.get_rank())
+            found.append({name: value.full_tensor() for name, value in batch.items()})
+    torch.manual_seed(dist.get_rank())
+    return found, float(torch.rand(()))
+
+
+@pytest.mark.parametrize("collate", [None, masked])
+def test_random_samples_are_the_same_on_every_mesh(ranks: Any, collate: Any) -> None:
+    """Ranks that hold the same rows drew other numbers for them; now a sample's depend on seed, epoch and sample."""
+    options = {"collate_fn": collate}
+    first = ranks(4).run(noisy_batches, (2, 2), Noisy, options)
+    for batches, _ in (*first, *ranks(4).run(noisy_batches, (2, 2), Noisy, {**options, "num_workers": 2}),
+                       *ranks(2).run(noisy_batches, (2,), Noisy, options)):
+        assert all(torch.equal(batch[name], expected[name])
+                   for batch, expected in zip(batches, first[0][0], strict=True) for name in batch)
+    values = torch.cat([batch["weight"] for batch in first[0][0]])
+    assert len(values.unique()) == 32, "each sample of each epoch has its own"
+    together = ranks(4).run(noisy_batches, (2, 2), NoisyTogether, options)
+    assert all(torch.equal(batch["x"], other["x"]) for batches, _ in together
+               for batch, other in zip(batches, together[0][0], strict=True))
+
+
+class Worker(Noisy):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        info = get_worker_info()
+        assert info is not None and type(info.dataset) is Worker
+        return {"x": torch.full((4,), float(info.dataset.opened)), "weight": torch.ones(1)}  # type: ignore[attr-defined]
+
+
+def opened(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.opened = 3 + worker  # type: ignore[attr-defined]
+
+
+def with_workers() -> float:
+    parallel = autoparallel.compile(Weighted(), mesh_of(2), example_kwargs={"x": torch.ones(BATCH, 4),
+                                                                            "weight": torch.ones(BATCH, 1)})
+    dataset = Worker()
+    Worker.__getitem__, kept = Noisy.__getitem__, Worker.__getitem__  # type: ignore[method-assign]
+    loader = parallel.dataloader(dataset, BATCH, num_workers=1, worker_init_fn=opened, persistent_workers=True)
+    Worker.__getitem__ = kept  # type: ignore[method-assign]
+    return sum(float(parallel(**batch).detach()) for _ in range(2) for batch in loader)
+
+
+def test_workers_know_the_users_dataset(ranks: Any) -> None:
+    assert ranks(2).run(with_workers) == [4 * 3 * 4 * BATCH] * 2
+
+
+def complaints() -> list[str]:
+    parallel = autoparallel.compile(Total(), mesh_of(2), pins={"x": Shard(0)})
+    found = []
+
+    def told(**options: Any) -> None:
+        try:
+            loader = parallel.dataloader(Lines(), BATCH, **{"collate_fn": cut, **options})
+            if dist.get_rank() == 1 and options.get("seed") == 0:
+                loader.set_epoch(1)
+            found.append(f"no error: {len(list(loader))}")
+        except AutoparallelError as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    for options in ({"shuffle": "yes"}, {"seed": 0.5}, {"drop_last": None}, {"collate_fn": 3}, {"per_sample": 1},
+                    {"generator": torch.Generator()}, {"in_order": False}, {"sampler": [0]}, {"batch_sampler": [[0]]},
+                    {"wrong": 1}, {"prefetch_factor": 0}, {"seed": dist.get_rank() + 1}, {"seed": 0},
+                    {"in_order": True, "generator": None, "pin_memory": False}):
+        told(**options)
+    return found
+
+
+def test_options_that_cannot_be_are_refused(ranks: Any) -> None:
+    for found in ranks(2).run(complaints):
+        shuffle, seed, last, collate, alone, generator, order, sampler, batches, *found = found
+        wrong, factor, seeds, epochs, fine = found
+        assert shuffle.startswith("InputError: shuffle is 'yes'") and "seed is 0.5" in seed
+        assert "drop_last is None" in last and "collate_fn is 3" in collate and "per_sample is 1" in alone
+        assert "generator is not for this loader" in generator and "give seed" in generator
+        assert "in_order is not for this loader" in order and "sampler is not for this loader" in sampler
+        assert "batch_sampler is not for this loader" in batches and "wrong" in wrong and "prefetch_factor" in factor
+        assert "InputError: ranks read different data: epoch 0, seed 1, from sample 0" in seeds
+        assert "(on ranks [1])" in seeds and "epoch 1, seed 0, from sample 0" in epochs and "set_epoch" in epochs
+        assert fine == "no error: 3"
