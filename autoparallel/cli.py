@@ -52,8 +52,8 @@ def plan(
     from rich.console import Console
 
     import autoparallel
+    from autoparallel.plans.text import explanation, sensitivities
     from autoparallel.report import print_report
-    from autoparallel.report.study import explanation, sensitivities
 
     _check_output(output)
     shape = _mesh_shape(mesh)
@@ -115,10 +115,10 @@ def calibrate(
 
     Alone it measures local processes; on several machines start it by torchrun on each.
     """
-    from autoparallel import calibration_job
+    from autoparallel.calibration.measure import job
 
     _check_output(output)
-    calibration_job.main(output, ranks, nics_per_host, repeats)
+    job.main(output, ranks, nics_per_host, repeats)
 
 
 @app.command()

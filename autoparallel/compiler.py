@@ -19,7 +19,8 @@ from torch import nn
 from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError, SearchError, shown
 from autoparallel.garbage import collected_later
-from autoparallel.hybrid import (
+from autoparallel.layout import Layout
+from autoparallel.partition import (
     MicroBatches,
     blocks_by_stage,
     fewest_recomputed,
@@ -28,21 +29,20 @@ from autoparallel.hybrid import (
     split_batch,
     stages_of,
 )
-from autoparallel.hybrid.estimates import Candidate, First, Fixed
-from autoparallel.hybrid.joint import search_jointly
-from autoparallel.layout import Layout
-from autoparallel.options import Options, check_axes, check_call, check_cluster, options_of
-from autoparallel.planning import RECOMPUTE_TRIES, ROUGH_S, plan_in, plan_on
+from autoparallel.planning.joint_candidates import Candidate, First, Fixed
+from autoparallel.planning.joint_search import search_jointly
+from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_in, plan_on
+from autoparallel.planning.options import Options, check_axes, check_call, check_cluster, options_of
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.pricing import Prices
-from autoparallel.rules.space import StrategySpace
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from autoparallel.kernels.groups import MeshSite
     from autoparallel.runtime.form import Compiled
-    from autoparallel.runtime.groups import MeshSite
     from autoparallel.runtime.module import ParallelModule
 
 
@@ -207,7 +207,7 @@ def compile(
     Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
     decide what the plan has decided.
     """
-    from autoparallel.runtime import groups
+    from autoparallel.kernels import groups
     from autoparallel.runtime.agree import made_alike
     from autoparallel.runtime.inputs import Inputs
     from autoparallel.runtime.module import ParallelModule

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from autoparallel.lower import collectives
-from autoparallel.runtime import groups
-from autoparallel.runtime.groups import Axis
+from autoparallel.kernels import collectives, groups
+from autoparallel.kernels.groups import Axis
 
 TIMEOUT_S = 60.0
 Coordinate = tuple[int, ...]

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 from autoparallel.errors import AutoparallelError
-from autoparallel.search import SEARCHES, evaluate, iopddl, solve
+from autoparallel.search import SEARCHES, evaluate, solve
+from autoparallel.search.model import iopddl
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -30,11 +30,12 @@ from autoparallel.compiler import Options, best_of, mesh_shapes
 from autoparallel.layout import Layout, local_box
 from autoparallel.lower import Program, check, emit
 from autoparallel.pricing import Prices, SpacePricer
-from autoparallel.rules.space import Label, Site, StrategySpace
 from autoparallel.search import solve
-from benchmarks.architectures import ARCHITECTURES, Inputs, build, inputs_of
+from autoparallel.strategies.space import Label, Site, StrategySpace
+from benchmarks.architectures import ARCHITECTURES, Inputs
 from benchmarks.in_process import Coordinate, coordinates, on_every_rank
 from benchmarks.other_architectures import OTHERS
+from benchmarks.zoo import build, inputs_of
 from cost_models import Cluster
 from tests.reference import ZERO_IN_FLOAT32, ZERO_IN_FLOAT64, largest_entry
 

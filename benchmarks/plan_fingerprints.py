@@ -52,7 +52,7 @@ class Case:
     def inputs(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The model and the arguments of its call: of the zoo with weights, of a config on the meta device."""
         from autoparallel.cli import load_model
-        from benchmarks.architectures import build, inputs_of
+        from benchmarks.zoo import build, inputs_of
 
         if self.model.endswith(".json"):
             return load_model(json.loads((CONFIGS / self.model).read_text()), *self.sizes, "bfloat16")

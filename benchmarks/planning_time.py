@@ -93,7 +93,7 @@ def _lower(case: Case, plan: Any, model: Any, args: Any, kwargs: Any) -> dict[st
     from autoparallel.capture import capture
     from autoparallel.lower import check, emit
     from autoparallel.pricing import Prices
-    from autoparallel.rules.space import StrategySpace
+    from autoparallel.strategies.space import StrategySpace
 
     graph = capture(model, args, kwargs)
     coordinate = (0,) * len(case.mesh)

@@ -111,10 +111,10 @@ def program_alone(problem: Problem, time_limit_s: float) -> Solution:
 
     Raises SearchError where it has no plan in time.
     """
-    from autoparallel.search.compact import compact_of
-    from autoparallel.search.merge import shrink
-    from autoparallel.search.presolve import drop_dominated
-    from autoparallel.search.program import Program
+    from autoparallel.search.high_width.aggregation import shrink
+    from autoparallel.search.high_width.event_form import compact_of
+    from autoparallel.search.ilp.formulation import Program
+    from autoparallel.search.model.dominance import drop_dominated
 
     deadline = time.monotonic() + time_limit_s
     reduced = drop_dominated(problem)
@@ -152,7 +152,7 @@ def captured(model: str) -> OpGraph:
     """An architecture of the model zoo on the CPU, or a config on the meta device."""
     from autoparallel.capture import capture
     from autoparallel.cli import load_model
-    from benchmarks.architectures import build, inputs_of
+    from benchmarks.zoo import build, inputs_of
 
     if not model.endswith(".json"):
         return capture(build(model), (), inputs_of(model, *SIZES))
@@ -162,7 +162,7 @@ def captured(model: str) -> OpGraph:
 
 def rows_of(model: str, meshes: Sequence[str], searches: Sequence[str], time_limit_s: float) -> Iterator[Row]:
     from autoparallel.pricing import Prices, SpacePricer
-    from autoparallel.rules.space import StrategySpace
+    from autoparallel.strategies.space import StrategySpace
 
     graph = captured(model)
     for mesh in meshes:

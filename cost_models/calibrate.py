@@ -1,6 +1,6 @@
 """From measurements to a machine: fits of alpha, beta and efficiency, and the TOML file.
 
-The measuring is in `autoparallel.calibration`, which needs torch.
+The measuring is in `autoparallel.calibration.measure`, which needs torch.
 
 All fits minimise the mean relative error, because sizes span decades; all give back residuals, to be looked at.
 """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.architectures import build, inputs_of
+from benchmarks.zoo import build, inputs_of
 
 BATCH_SIZE = 8
 SEQUENCE = 16

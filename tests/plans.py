@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 
 from autoparallel.capture import capture
-from autoparallel.hybrid import split_batch
-from autoparallel.planning import Options, plan_on
+from autoparallel.partition import split_batch
+from autoparallel.planning.one_mesh import Options, plan_on
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction
-from autoparallel.rules.space import StrategySpace
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.models import ModelCase
 

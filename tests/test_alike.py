@@ -11,14 +11,14 @@ import pytest
 from autoparallel import Cluster
 from autoparallel.capture import capture
 from autoparallel.errors import SearchError
-from autoparallel.hybrid import place_cuts, split_batch, stages_of
-from autoparallel.lower import posting
+from autoparallel.partition import place_cuts, split_batch, stages_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns, predict
-from autoparallel.pricing.beside import hidden_s
-from autoparallel.rules.space import StrategySpace
+from autoparallel.pricing.overlap_simulation import hidden_s
+from autoparallel.schedule import async_windows
 from autoparallel.search import Edge, Node, Problem, evaluate
-from autoparallel.search.problem import Repeats
+from autoparallel.search.model.problem import Repeats
+from autoparallel.strategies.space import StrategySpace
 from tests.models import CASES
 
 PIPELINE = {"micro_batches": 4, "stages": 2, "pipeline_ranks": 2}
@@ -43,7 +43,7 @@ class OneByOne(SpacePricer):
 @pytest.mark.parametrize("case_name", ["llama", "gpt2"])
 def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
                                                     ) -> None:
-    monkeypatch.setattr(posting, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
     case, mesh_shape = CASES[case_name], (2, 2)
     micro = split_batch(capture(case.build(), *case.inputs(8)), hybrid.micro_batches)
     space = StrategySpace(micro.body, mesh_shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoparallel.capture import capture
-from autoparallel.rules.space import StrategySpace
+from autoparallel.strategies.space import StrategySpace
 from benchmarks.model_zoo import TOLERANCE, Candidate, Ranks, toy_cluster, truth, worst_error
 from benchmarks.networks import Output
 from benchmarks.rule_truth.claims import claims

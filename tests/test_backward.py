@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action
 
-from autoparallel.lower.recompute import Recomputed
+from autoparallel.kernels.recomputed import Recomputed
 from autoparallel.runtime.pipeline import backward_of_inputs, received_by
-from autoparallel.runtime.step import _Sent
+from autoparallel.runtime.stage_module import _Sent
 
 Tensors = list[torch.Tensor]
 Stage = Callable[[Tensors, Tensors], Tensors]

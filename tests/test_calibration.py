@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from autoparallel import Cluster, calibration
+from autoparallel import Cluster
+from autoparallel.calibration.measure import measure
 from autoparallel.cli import app
-from autoparallel.runtime.groups import Axis
+from autoparallel.kernels.groups import Axis
 from cost_models.calibrate import (
     MeasuredBeside,
     MeasuredOp,
@@ -26,11 +27,11 @@ from cost_models.calibrate import (
 
 
 def calibrate_two() -> tuple[Cluster, int, int]:
-    calibration.SIZES, calibration.SIDES, calibration.TRAFFIC = (2**12, 2**16, 2**18), (32, 64), (2**10, 2**16)
-    calibration.BESIDE_SIDES, calibration.BESIDE_BYTES = {"cpu": 64}, 2**18
-    found = calibration.calibrate("two ranks", ranks_per_host=2, repeats=2)
+    measure.SIZES, measure.SIDES, measure.TRAFFIC = (2**12, 2**16, 2**18), (32, 64), (2**10, 2**16)
+    measure.BESIDE_SIDES, measure.BESIDE_BYTES = {"cpu": 64}, 2**18
+    found = measure.calibrate("two ranks", ranks_per_host=2, repeats=2)
     orders = [(m.collective, m.ahead) for m in found.beside]
-    assert set(orders) == {(kind, ahead) for kind in calibration.BESIDE_KINDS for ahead in (0.0, 0.5)}
+    assert set(orders) == {(kind, ahead) for kind in measure.BESIDE_KINDS for ahead in (0.0, 0.5)}
     assert len(orders) == len(found.beside_residuals) == 2 * 3 * 3
     assert found.cluster.device.overlap_slowdown == fit_overlap_slowdown(found.beside)
     assert len(found.residuals) == len(found.measured) and len(found.op_residuals) == len(found.ops)
@@ -41,7 +42,7 @@ def test_all_ranks_measure_the_same_machine(ranks) -> None:  # type: ignore[no-u
     (cluster, calls, ops), (other, *_) = ranks(2).run(calibrate_two, timeout_s=120)
     assert cluster == other
     assert calls == 5 * 3 and ops == 4
-    assert set(cluster.call_s) == set(calibration.KINDS)
+    assert set(cluster.call_s) == set(measure.KINDS)
     assert cluster.links[0].bandwidth_bytes_per_s > 1e5
 
 
@@ -77,9 +78,9 @@ def test_what_runs_beside_takes_that_much_longer_and_the_rest_does_not(ahead: fl
 def test_messages_are_measured_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages go on and back in turns: a rank that only sends would run ahead of them."""
     told: list[int] = []
-    monkeypatch.setattr(calibration, "_pass_on", lambda tensor, axis, group, by: told.append(by))
+    monkeypatch.setattr(measure, "_pass_on", lambda tensor, axis, group, by: told.append(by))
     group: Any = None
-    pass_on = calibration._calls(Axis("all", 2, 0, ""), group, 64, torch.device("cpu"))["send_recv"]
+    pass_on = measure._calls(Axis("all", 2, 0, ""), group, 64, torch.device("cpu"))["send_recv"]
     for _ in range(4):
         pass_on()
     assert told == [1, -1, 1, -1]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoparallel.capture import OpGraph, Ref, capture, find_blocks
-from autoparallel.capture.compositions import COMPOSITIONS
+from autoparallel.capture.passes.compositions import COMPOSITIONS
 from autoparallel.errors import CaptureError
 from autoparallel.runtime.interpret import values_of
 from tests.models import CASES
@@ -664,10 +664,10 @@ def least(q: torch.Tensor) -> torch.Tensor:
 
 def test_masks_of_numbers_that_say_nothing_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole, and in blocks."""
-    from autoparallel.capture import masks
+    from autoparallel.capture.passes import attention_masks
 
-    for cells in (masks.BLOCK_CELLS, 12):
-        monkeypatch.setattr(masks, "BLOCK_CELLS", cells)
+    for cells in (attention_masks.BLOCK_CELLS, 12):
+        monkeypatch.setattr(attention_masks, "BLOCK_CELLS", cells)
         assert attention_inputs_under(triangle) == (3, True)
         assert attention_inputs_under(least) == (3, True)
         assert attention_inputs_under(lambda q: triangle(q) * 0.5 + 1) == (4, False)
@@ -686,14 +686,14 @@ def test_masks_that_say_something_stay() -> None:
 
 
 def test_large_masks_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoparallel.capture import masks
+    from autoparallel.capture.passes import attention_masks
 
-    monkeypatch.setattr(masks, "BLOCK_CELLS", 12)
+    monkeypatch.setattr(attention_masks, "BLOCK_CELLS", 12)
     assert attention_inputs_under(packed) == (3, True)
     assert attention_inputs_under(packed_by_sample, 10) == (3, True)
     assert attention_inputs_under(lambda q: packed_by_sample(q).roll(1, -1), 10) == (4, False)
     assert attention_inputs_under(lambda q: (positions(q)[1] <= positions(q)[0]) | (positions(q)[1] == 5)) == (4, False)
-    monkeypatch.setattr(masks, "MOST_CELLS", 35)
+    monkeypatch.setattr(attention_masks, "MOST_CELLS", 35)
     assert attention_inputs_under(packed) == (4, False)
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autoparallel.kernels import groups
+from autoparallel.kernels.collectives import STEP_FUNCTIONS
 from autoparallel.layout import (
     Layout,
     LayoutSpace,
@@ -29,9 +31,7 @@ from autoparallel.layout import (
     pieces,
 )
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.lower.collectives import STEP_FUNCTIONS
 from autoparallel.lower.emit import step_sizes
-from autoparallel.runtime import groups
 from tests.ranks import mesh_of
 
 DUAL = {"I": "I", "R": "P", "P": "I"}

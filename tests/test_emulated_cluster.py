@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoparallel.calibration import group_shapes
+from autoparallel.calibration.measure import group_shapes
 from benchmarks.emulated_cluster import report
 from benchmarks.emulated_cluster.__main__ import main
 from benchmarks.emulated_cluster.calibration import DEVICE, nominal

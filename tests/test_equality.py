@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import autoparallel
-from autoparallel.baselines import NAMES as BASELINES
+from autoparallel.planning.baselines import NAMES as BASELINES
 from tests.models import CASES
 from tests.plans import random_plan
 from tests.ranks import mesh_of

@@ -11,10 +11,10 @@ from torch import nn
 
 import autoparallel
 from autoparallel.capture import OpGraph, capture
-from autoparallel.capture.experts import routed_experts
 from autoparallel.capture.graph import Node
+from autoparallel.ops.routed_experts import routed_experts
 from autoparallel.pricing import Prices, SpacePricer
-from autoparallel.rules.space import StrategySpace
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.models import CASES
 from tests.ranks import mesh_of

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from autoparallel.capture import capture
-from autoparallel.rules.space import StrategySpace
+from autoparallel.strategies.space import StrategySpace
 from benchmarks.model_zoo import truth
 from tests.test_random_plans import TOLERANCE, error_under
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.pricing import Prices
-from autoparallel.rules.space import StrategySpace
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.ranks import mesh_of
 from tests.reference import differences, gathered, gradients_of

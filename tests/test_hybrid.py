@@ -19,17 +19,17 @@ import autoparallel
 from autoparallel.capture import OpGraph, capture
 from autoparallel.cli import load_model
 from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchError
-from autoparallel.hybrid import fewest_recomputed, split_batch
-from autoparallel.hybrid.estimates import WORTH, Candidate, Fixed, JointSearch, _Promise
-from autoparallel.hybrid.joint import _Drafts
-from autoparallel.hybrid.sketch import sketch
-from autoparallel.hybrid.stages import cut_evenly, flow_of, stages_of
+from autoparallel.partition import fewest_recomputed, split_batch
+from autoparallel.partition.stages import cut_evenly, flow_of, stages_of
+from autoparallel.planning.joint_candidates import WORTH, Candidate, Fixed, JointSearch, _Promise
+from autoparallel.planning.joint_search import _Drafts
+from autoparallel.planning.reduced_model import sketch
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns
-from autoparallel.pricing.turns import in_flight
-from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime.pipeline import with_messages
+from autoparallel.schedule.in_flight import in_flight
 from autoparallel.search import NotRepairedError, evaluate, solve
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.models import CASES
 from tests.plans import half_recomputed

@@ -20,16 +20,16 @@ from torch.fx import Node as FxNode
 
 import autoparallel
 from autoparallel import Cluster
-from autoparallel.baselines import NAMES as BASELINES
 from autoparallel.capture import capture
 from autoparallel.compiler import plan
 from autoparallel.errors import LoweringError
+from autoparallel.kernels.collectives import STEP_FUNCTIONS, all_gather
 from autoparallel.layout import COLLECTIVES, local_shape, parse_layout
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower import Program, check, count_collectives, emit, order_digest
-from autoparallel.lower.collectives import STEP_FUNCTIONS, all_gather
+from autoparallel.planning.baselines import NAMES as BASELINES
 from autoparallel.pricing import Prices
-from autoparallel.rules.space import Label, StrategySpace
+from autoparallel.strategies.space import Label, StrategySpace
 from tests.models import CASES
 from tests.ranks import mesh_of
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.errors import InfeasibleError
-from autoparallel.lower import recompute
-from autoparallel.runtime.step import TurnModule
+from autoparallel.lower import recompute_pass
+from autoparallel.runtime.stage_module import TurnModule
 from cost_models import Cluster
 from tests.models import CASES
 from tests.plans import half_recomputed
@@ -59,13 +59,13 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
     states = [local(p) for p in parallel.parameters()]
     stored = {storage(x) for x in states}
     live, most, on_host = LiveBytes(), 0, list[torch.Tensor]()
-    copy = recompute.host_copy
+    copy = recompute_pass.host_copy
 
     def recorded(value: torch.Tensor) -> torch.Tensor:
         on_host.append(copy(value))
         return on_host[-1]
 
-    recompute.host_copy = recorded
+    recompute_pass.host_copy = recorded
     modules: set[TurnModule] = set()
     forward = TurnModule.forward
 
@@ -89,7 +89,7 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
             loss = case.loss(parallel(*args, **kwargs))  # and not the other outputs, which the caller may keep
             most = live.total(without=[*states, *on_host])
             del loss
-    recompute.host_copy = copy
+    recompute_pass.host_copy = copy
     state = sum(ADAMW_TENSORS * local(p).numel() * p.element_size() for p in parallel.parameters())
     predicted = parallel.plan.prediction
     return predicted.state_bytes, predicted.activation_bytes, float(state), float(most)

@@ -8,16 +8,17 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
-import autoparallel.rules.matmul as matmul
+import autoparallel.rules.families.matmul as matmul
 from autoparallel.capture import capture
+from autoparallel.kernels import collectives
 from autoparallel.layout import shard
-from autoparallel.lower import collectives
 from autoparallel.rules import Rule, registry
-from autoparallel.rules.space import StrategySpace
+from autoparallel.strategies.space import StrategySpace
 from benchmarks import model_zoo
-from benchmarks.architectures import ARCHITECTURES, build, inputs_of
+from benchmarks.architectures import ARCHITECTURES
 from benchmarks.in_process import on_every_rank
 from benchmarks.model_zoo import Candidate, Ranks, examine, random_candidate, toy_cluster, truth, worst_error
+from benchmarks.zoo import build, inputs_of
 from tests.reference import assert_same_tensors
 
 #: One of each kind: experts, an encoder with masks, shifted labels written in place, convolutions, einsum.

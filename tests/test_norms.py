@@ -36,7 +36,7 @@ def test_norms_on_pieces(name: str) -> None:
 
 def test_what_is_added_up_is_priced() -> None:
     """Two numbers of each row, however many ranks there are: mean and deviation, and two sums for the gradient."""
-    from autoparallel.rules.space import StrategySpace
+    from autoparallel.strategies.space import StrategySpace
 
     case = case_of(aten.layer_norm.default, (2, 3, 64), [64], (64,), (64,))
     for num_ranks in (2, 4):

@@ -20,16 +20,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
-from autoparallel import planning
 from autoparallel.capture import capture
 from autoparallel.errors import SearchError
-from autoparallel.hybrid import split_batch
-from autoparallel.lower import posting
-from autoparallel.lower.posting import TOP
+from autoparallel.kernels import regather
+from autoparallel.partition import split_batch
+from autoparallel.planning.one_mesh import one_mesh
 from autoparallel.pricing import Prices, SpacePricer, Turns
-from autoparallel.pricing.beside import COMPUTE, _Again, _Plan, _Step
-from autoparallel.rules.space import StrategySpace
-from autoparallel.runtime import regather
+from autoparallel.pricing.overlap_simulation import COMPUTE, _Again, _Plan, _Step
+from autoparallel.schedule import async_windows
+from autoparallel.schedule.async_windows import TOP
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from tests.models import CASES
 from tests.ranks import mesh_of
@@ -54,7 +54,7 @@ def backward_twice(mesh_shape: tuple[int, ...], bucket_bytes: int, turns: int) -
     args, kwargs = case.inputs(8)
     model, found, counts = case.build(), [], []
     for size in (0, bucket_bytes):
-        posting.BUCKET_BYTES = size
+        async_windows.BUCKET_BYTES = size
         options: dict[str, Any] = {"micro_batches": turns} if turns else {}
         parallel = autoparallel.compile(copy.deepcopy(model), mesh_of(*mesh_shape), example_inputs=args,
                                         example_kwargs=kwargs, baseline="ddp", **options)
@@ -107,7 +107,7 @@ def products_beside(mesh_shape: tuple[int, ...], bucket_bytes: int, options: dic
     """Of forward and backward: products beside a collective, and alone."""
     case = CASES["llama"]
     args, kwargs = case.inputs(8)
-    posting.BUCKET_BYTES = bucket_bytes
+    async_windows.BUCKET_BYTES = bucket_bytes
     parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
                                     **options)
     with Beside() as forward:
@@ -156,7 +156,7 @@ class GatheredBytes(TorchDispatchMode):
 
 def most_gathered(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[float, float]:
     """Bytes of gathered parameters at the fullest moment of a step: predicted, and as they are on this rank."""
-    case, posting.BUCKET_BYTES = CASES["llama"], 0
+    case, async_windows.BUCKET_BYTES = CASES["llama"], 0
     args, kwargs = case.inputs(8)
     parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
                                     **options)
@@ -210,7 +210,7 @@ class Gathers(TorchDispatchMode):
 def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
                       ) -> tuple[list[Any], list[Any], int, dict[str, torch.Tensor]]:
     """As they are simulated, and as they run, how many of them are waited for at once; gradients."""
-    case, posting.BUCKET_BYTES = CASES["llama"], bucket_bytes
+    case, async_windows.BUCKET_BYTES = CASES["llama"], bucket_bytes
     args, kwargs = case.inputs(8)
     parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs, **options)
     turns = options.get("micro_batches", 1)
@@ -330,7 +330,7 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """The tasks that are simulated are the parts of the prediction; only communication is hidden, and no more than
     there is compute; what runs beside gains nothing where both take twice as long."""
-    monkeypatch.setattr(posting, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
     case = CASES["llama"]
     args, kwargs = case.inputs(8)
     cluster = Cluster.load("h100-sxm", num_devices=8)
@@ -361,7 +361,7 @@ def test_a_pipeline_hides_what_its_last_backward_reduces(options: dict[str, Any]
                                                          ) -> None:
     """And no more: not without turns before it, nor where each turn reduces, nor where gradients of weights are put
     off; less than what is reduced once, and than a rank's compute of a turn."""
-    monkeypatch.setattr(posting, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
     case, options = CASES["gpt2"], {"pipeline_stages": 2, "baseline": "ddp", **options}
     args, kwargs = case.inputs(32)
     cluster = Cluster.load("h100-sxm", num_devices=8)
@@ -420,14 +420,14 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
 
     told = "; not searched for what runs beside compute: "
     assert told not in planned().evidence.stop_reason
-    solve = planning.solve
+    solve = one_mesh.solve
 
     def only_the_first(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
         if pricer.exposed != (1.0, 1.0):
             raise SearchError("no plan that fits was found")
         return solve(problem, search, left, pricer, *rest)
 
-    monkeypatch.setattr(planning, "solve", only_the_first)
+    monkeypatch.setattr(one_mesh, "solve", only_the_first)
     made = planned()
     assert f"{told}no plan that fits was found" in made.evidence.stop_reason
     assert "not searched for what runs beside compute" in " ".join(made.report().split())
@@ -438,7 +438,7 @@ def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> Non
     """The best so far comes back: the second search is not begun (it was), and one that has no plan yet loses none."""
     case = CASES["mlp"]
     args, kwargs = case.inputs(8)
-    solve, begun = planning.solve, list[tuple[float, float]]()
+    solve, begun = one_mesh.solve, list[tuple[float, float]]()
 
     def planned(interrupted: int) -> autoparallel.Plan:
         def stopped(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
@@ -449,7 +449,7 @@ def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> Non
             return replace(found, stop_reason="interrupted") if interrupted == 1 else found
 
         begun.clear()
-        monkeypatch.setattr(planning, "solve", stopped)
+        monkeypatch.setattr(one_mesh, "solve", stopped)
         return autoparallel.plan(case.build(), Cluster.load("h100-sxm", num_devices=4), example_inputs=args,
                                  example_kwargs=kwargs, mesh_shape=(4,))
 
@@ -509,7 +509,7 @@ def two_steps(model: Any, calls: Beside | None) -> dict[str, torch.Tensor]:
 
 def steps_on_ranks(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int, int]:
     """What they make; products beside a collective, and alone."""
-    posting.BUCKET_BYTES = 1000
+    async_windows.BUCKET_BYTES = 1000
     ids = torch.arange(8 * 6).view(8, 6) % 19
     parallel = autoparallel.compile(Tied(), mesh_of(*mesh_shape), example_inputs=(ids, ids + 1), **options)
     made = two_steps(parallel, calls := Beside())

@@ -26,11 +26,11 @@ from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.lower import count_collectives, emit
 from autoparallel.plans import BlockLayouts, CollectiveUse, Evidence, Prediction
+from autoparallel.plans.text import sensitivities
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.report import text_report
-from autoparallel.report.study import sensitivities
-from autoparallel.rules.space import StrategySpace
 from autoparallel.search import evaluate
+from autoparallel.strategies.space import StrategySpace
 from tests.models import CASES
 from tests.ranks import mesh_of
 from tests.reference import assert_same_gradients, assert_same_loss, assert_same_parameters, train, train_reference

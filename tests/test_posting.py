@@ -13,17 +13,19 @@ import torch
 
 import autoparallel
 from autoparallel.capture import capture
-from autoparallel.hybrid import split_batch
-from autoparallel.lower import emit, posting
-from autoparallel.lower.emit import item
-from autoparallel.lower.overlap import begin_gather, begin_reductions, end, ended_together, overlap, reads_of
-from autoparallel.lower.posting import TOP, Posting, Read, ToAsk
-from autoparallel.lower.reads import gathers_parameter, split_reads
+from autoparallel.kernels.async_communication import begin_gather, begin_reductions, end
+from autoparallel.kernels.collectives import item
+from autoparallel.lower import emit
+from autoparallel.lower.overlap_pass import ended_together, overlap, reads_of
+from autoparallel.lower.parameter_reads import gathers_parameter, split_reads
+from autoparallel.partition import split_batch
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns
-from autoparallel.pricing.beside import _Plan, _Step
-from autoparallel.rules.space import Label, StrategySpace
-from autoparallel.runtime.step import _recomputed, in_turns
+from autoparallel.pricing.overlap_simulation import _Plan, _Step
+from autoparallel.runtime.stage_module import _recomputed, in_turns
+from autoparallel.schedule import async_windows
+from autoparallel.schedule.async_windows import TOP, Posting, Read, ToAsk
+from autoparallel.strategies.space import Label, StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from cost_models import Cluster
 from tests.models import CASES
@@ -95,7 +97,7 @@ def lines_priced(plan: _Plan) -> list[object]:
 def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...], options: dict[str, Any],
                                      hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begins and ends, their kinds and bytes, between the same ops; and no other task of the simulation is posted."""
-    monkeypatch.setattr(posting, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
     space = space_of(case_name, mesh_shape)
     labels, ops = labels_of(case_name, space, options), {site.index for site in space.sites if site.kind == "op"}
     prices = Prices(space, CLUSTER, direct="baseline" in options)
@@ -120,7 +122,7 @@ def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...]
 def test_what_is_priced_is_what_runs_in_each_turn_of_zero_3(case_name: str, recompute: str,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what is read before the turns: of plans at random, steps before the first that communicates."""
-    monkeypatch.setattr(posting, "BUCKET_BYTES", 20_000)
+    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
     case, hybrid = CASES[case_name], Hybrid(2, zero_stage=3, recompute=recompute)
     space = StrategySpace(split_batch(capture(case.build(), *case.inputs(8)), 2).body, (2, 2))
     labels, ops = labels_of(case_name, space, {"seed": 0}), {site.index for site in space.sites if site.kind == "op"}
@@ -168,7 +170,7 @@ def test_plans_that_overlap(mesh_shape: tuple[int, ...], monkeypatch: pytest.Mon
     plans = [made.labels(space), *(labels_of("", space, {"seed": seed}) for seed in range(3))]
     for number, labels in enumerate(plans):
         for size in (0, 300, 1e9) if not number else (300,):
-            monkeypatch.setattr(posting, "BUCKET_BYTES", size)
+            monkeypatch.setattr(async_windows, "BUCKET_BYTES", size)
             ranks = Ranks(Candidate(space, labels, direct=not number), CLUSTER)
             ranks.programs = {at: replace(p, module=overlap(p.module)) for at, p in ranks.programs.items()}
             model.zero_grad()
@@ -179,7 +181,7 @@ def test_plans_that_overlap(mesh_shape: tuple[int, ...], monkeypatch: pytest.Mon
 def test_a_second_reduction_does_not_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of parameters whole on two axes: backward posts the second behind the next bucket's first; a reduction before a
     gather begins backward where that is waited for."""
-    monkeypatch.setattr(posting, "BUCKET_BYTES", 4)
+    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 4)
     ways = [[(None, "reduction", "y"), (0, "reduction", "x")] for _ in range(3)]
     reads = [Read(2 * n if after is not None else None, kind, axis, "f", 4, 10 * n + 1)
              for n, way in enumerate(ways) for after, kind, axis in way]
@@ -197,7 +199,7 @@ def test_a_second_reduction_does_not_wait_for_the_end(monkeypatch: pytest.Monkey
 
 def test_gathers_of_one_way_are_all_posted_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two gathers one after the other the first ends where the second begins; a reduction behind it waits."""
-    monkeypatch.setattr(posting, "BUCKET_BYTES", 4)
+    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 4)
     reads = [Read(after, "gather", axis, "f", size, 10 * n) for n in range(4)
              for after, axis, size in ((None, "x", 4), (2 * n, "y", 8))] + [Read(0, "reduction", "y", "f", 8, 5)]
     told = Posting(reads)

@@ -17,13 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
 from autoparallel.compiler import plan
-from autoparallel.hybrid import split_batch
 from autoparallel.layout import Layout, shard
-from autoparallel.lower.posting import BUCKET_BYTES
+from autoparallel.partition import split_batch
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns, predict
-from autoparallel.rules.space import StrategySpace
+from autoparallel.schedule.async_windows import BUCKET_BYTES
 from autoparallel.search import evaluate, solve
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Device, Link, collectives, compute
 from cost_models.cluster import UNLIMITED
 from tests.models import CASES

@@ -15,8 +15,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from autoparallel.capture import capture
 from autoparallel.pricing import Prices, SpacePricer
-from autoparallel.rules.space import Label, StrategySpace
 from autoparallel.search import evaluate
+from autoparallel.strategies.space import Label, StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from tests.test_random_plans import TOLERANCE, cluster
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from autoparallel.capture import capture
-from autoparallel.rules.space import StrategySpace
+from autoparallel.strategies.space import StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from cost_models import Cluster
 from tests.programs import Program, named, programs

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.errors import PlanError
-from autoparallel.runtime.step import TurnModule
+from autoparallel.runtime.stage_module import TurnModule
 from cost_models import Cluster
 from tests.models import CASES
 from tests.ranks import mesh_of

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoparallel.capture import OpGraph, build, capture
-from autoparallel.capture.repeats import find_repeated
+from autoparallel.capture.tracing.repeated_blocks import find_repeated
 from benchmarks.architectures import ARCHITECTURES, Architecture
 
 Reasons = list[str]

@@ -13,8 +13,8 @@ from autoparallel.capture.graph import Node, Ref, TensorMeta
 from autoparallel.errors import AutoparallelError
 from autoparallel.layout import PARTIAL
 from autoparallel.rules import Rule, registry
+from autoparallel.rules.families.views import whole_dims
 from autoparallel.rules.registry import family_of
-from autoparallel.rules.views import whole_dims
 from benchmarks.rule_truth import dtensor, report
 from benchmarks.rule_truth.cases import Case, alone
 from benchmarks.rule_truth.claims import claims

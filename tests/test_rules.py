@@ -21,13 +21,12 @@ from torch import Tensor
 from autoparallel.capture import OpGraph, Ref, TensorMeta, capture
 from autoparallel.capture.graph import Node
 from autoparallel.errors import RuleError
+from autoparallel.kernels import collectives, groups, variants
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, layout_fits, local_shape, pieces
-from autoparallel.lower import collectives, variants
-from autoparallel.lower.emit import fitted
+from autoparallel.ops.arguments import fitted
 from autoparallel.rules import Row, Rule, einsum_rule, find_rule
-from autoparallel.rules.space import StrategySpace
-from autoparallel.rules.views import reshape_groups
-from autoparallel.runtime import groups
+from autoparallel.rules.families.views import reshape_groups
+from autoparallel.strategies.space import StrategySpace
 from tests.ranks import mesh_of
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import autoparallel
 from autoparallel.capture import OpGraph, capture
-from autoparallel.capture.sections import linear_sections
+from autoparallel.ops.linear_sections import linear_sections
 from cost_models import Cluster
 from tests.ranks import mesh_of
 

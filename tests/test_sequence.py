@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import autoparallel
 from autoparallel.capture import capture
-from autoparallel.lower import flash
-from autoparallel.rules.space import StrategySpace
+from autoparallel.kernels import flash
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.ranks import mesh_of
 

@@ -14,9 +14,8 @@ import torch
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoparallel.layout import Placement, pieces, shard
-from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.lower.collectives import (
+from autoparallel.kernels import groups
+from autoparallel.kernels.collectives import (
     STEP_FUNCTIONS,
     all_to_all_tensor,
     begin_all_gather,
@@ -24,7 +23,8 @@ from autoparallel.lower.collectives import (
     begin_all_reduce_own,
     begin_reduce_scatter,
 )
-from autoparallel.runtime import groups
+from autoparallel.layout import Placement, pieces, shard
+from autoparallel.layout.redistribution import ACTIONS
 from tests.ranks import mesh_of
 
 DUAL = {"I": "I", "R": "P", "P": "I"}

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autoparallel
 from autoparallel.capture import capture
-from autoparallel.capture.functions import user_function
 from autoparallel.errors import CaptureError, InfeasibleError, RuleError
-from autoparallel.rules.space import StrategySpace
+from autoparallel.ops.user_function import user_function
+from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.models import CASES as MODELS
 from tests.ranks import mesh_of

@@ -17,15 +17,15 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Node as FxNode
 
 from autoparallel.capture.dependencies import Dependencies, Recorder, is_users
-from autoparallel.capture.editing import module_path, source_line, source_of
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
-from autoparallel.capture.modes import inline_modes
-from autoparallel.capture.normalise import normalise
-from autoparallel.capture.precision import ambient, without_autocast
-from autoparallel.capture.repeats import Calls, UnlikeError, find_repeated
+from autoparallel.capture.passes.autocast import ambient, without_autocast
+from autoparallel.capture.passes.editing import module_path, source_line, source_of
+from autoparallel.capture.passes.inline_modes import inline_modes
+from autoparallel.capture.passes.normalise import normalise
 from autoparallel.capture.sparse import refuse_sparse_gradients
-from autoparallel.capture.unfold import unfold
+from autoparallel.capture.tracing.repeated_blocks import Calls, UnlikeError, find_repeated
+from autoparallel.capture.tracing.unfold_blocks import unfold
 from autoparallel.errors import CaptureError, InputError, shown
 from autoparallel.garbage import collected_later
 

@@ -15,12 +15,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
-from autoparallel.capture.caches import register_caches
-from autoparallel.capture.functions import functions_as_ops
-from autoparallel.capture.ragged import rows_by_value, tensors_of
-from autoparallel.capture.row_loops import REGIONS
-from autoparallel.capture.stand_ins import TracedCalls, flex_attention_as_ops, traced_methods, without_checks
+from autoparallel.capture.tracing.hf_caches import register_caches
+from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
+from autoparallel.capture.tracing.masked_rows.dispatch import rows_by_value, tensors_of
+from autoparallel.capture.tracing.stand_ins import TracedCalls, flex_attention_as_ops, traced_methods, without_checks
 from autoparallel.errors import CaptureError
+from autoparallel.ops.user_function import functions_as_ops
 
 _OWN = str(Path(__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")

@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoparallel.capture.dependencies import Dependencies
-from autoparallel.capture.functions import user_function
+from autoparallel.ops.user_function import user_function
 
 PLAIN = (int, float, str, type(None))
 _RESHAPE, _EXPAND = torch.ops.aten.reshape.default, torch.ops.aten.expand.default

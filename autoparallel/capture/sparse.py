@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoparallel.capture.editing import Node, argument, module_path, source_line
+from autoparallel.capture.passes.editing import Node, argument, module_path, source_line
 from autoparallel.errors import CaptureError
 
 ARGUMENTS = ("sparse", "sparse_grad")

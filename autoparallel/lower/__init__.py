@@ -2,6 +2,6 @@
 
 from autoparallel.lower.check import check, count_collectives, order_digest
 from autoparallel.lower.emit import Program, emit
-from autoparallel.lower.reads import sum_gradients_in
+from autoparallel.lower.parameter_reads import sum_gradients_in
 
 __all__ = ["Program", "check", "count_collectives", "emit", "order_digest", "sum_gradients_in"]

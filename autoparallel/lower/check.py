@@ -15,13 +15,13 @@ from torch.fx import Node as FxNode
 
 from autoparallel.capture.graph import Node
 from autoparallel.errors import LoweringError
+from autoparallel.kernels.collectives import STEP_FUNCTIONS, item
+from autoparallel.kernels.rng import random_op
+from autoparallel.kernels.variants import VARIANTS
 from autoparallel.layout import COLLECTIVES, Layout, Placement, layout_fits, layout_str, local_shape
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.lower.collectives import STEP_FUNCTIONS
-from autoparallel.lower.emit import Program, item
-from autoparallel.lower.variants import VARIANTS
-from autoparallel.rules.space import StrategySpace
-from autoparallel.runtime.rng import random_op
+from autoparallel.lower.emit import Program
+from autoparallel.strategies.space import StrategySpace
 
 aten = torch.ops.aten
 _STEPS = frozenset(STEP_FUNCTIONS.values())

@@ -21,37 +21,20 @@ from torch.fx import Node as FxNode
 
 from autoparallel.capture import Ref, TensorMeta
 from autoparallel.capture.blocks import block_path
-from autoparallel.capture.experts import routed_experts
 from autoparallel.capture.graph import Node, on_device
+from autoparallel.kernels.collectives import STEP_FUNCTIONS, item
+from autoparallel.kernels.rng import random_op
+from autoparallel.kernels.variants import VARIANTS
 from autoparallel.layout import Layout, Step, local_box, local_shape, pieces
-from autoparallel.layout.shapes import Shape, largest_local_shape, piece_of
-from autoparallel.lower.collectives import STEP_FUNCTIONS
-from autoparallel.lower.variants import VARIANTS
+from autoparallel.layout.shapes import largest_local_shape, piece_of
+from autoparallel.ops.arguments import aten, fitted
+from autoparallel.ops.routed_experts import routed_experts
 from autoparallel.rules.rule import Row
-from autoparallel.rules.space import Label, Link, Site, StrategySpace
-from autoparallel.runtime.rng import random_op
+from autoparallel.schedule.stage import Part, Value
+from autoparallel.strategies.space import Label, Link, Site, StrategySpace
 
-aten = torch.ops.aten
-
-#: Position of the argument that gives the result's sizes.
-SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1, aten.full.default: 0, aten.zeros.default: 0,
-                 aten.ones.default: 0}
-#: Ops whose channels, dim 1 of the result, are cut with their groups: position of the number of groups.
-GROUPS_ARGUMENT = {aten.conv1d.default: 6, aten.conv2d.default: 6, aten.conv3d.default: 6, aten.group_norm.default: 1,
-                   aten.conv_transpose1d.default: 6, aten.conv_transpose2d.input: 6, aten.conv_transpose3d.input: 6}
-#: A value: output number ``[1]`` of site ``[0]``.
-Value = tuple[int, int]
 #: The cheapest steps between two layouts of a tensor.
 PathFinder = Callable[[TensorMeta, Layout, Layout], Sequence[Step]]
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one program runs: its sites, the values that come from the part before and those that go to the next."""
-
-    sites: frozenset[int]
-    received: tuple[Value, ...] = ()
-    sent: tuple[Value, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,17 +82,6 @@ def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], co
                 size = piece_of(size, mesh_shape[other], coordinate[other])[1]
         found.append(pieces(size, mesh_shape[step.axis]))
     return found[0], found[1]
-
-
-def fitted(target: Any, args: Sequence[Any], made: Shape, whole: Shape) -> list[Any]:
-    """The op's arguments on pieces, which make a result of shape ``made`` and not ``whole``: its sizes, and groups."""
-    local = list(args)
-    if target in SIZE_ARGUMENT:
-        local[SIZE_ARGUMENT[target]] = list(made)
-    position = GROUPS_ARGUMENT.get(target, len(local))
-    if position < len(local) and local[position] > 1:
-        local[position] = local[position] * made[1] // whole[1]
-    return local
 
 
 class _Emitter:
@@ -254,8 +226,4 @@ def _returns_tuple(node: Node) -> bool:
     returns = node.target._schema.returns
     return len(returns) > 1 or "[]" in str(returns[0].type) or "List" in str(returns[0].type)
 
-
-def item(values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-    """One result of an op that returns several."""
-    return values[index]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from autoparallel.errors import PinError
 from autoparallel.layout import Placement, from_torch
-from autoparallel.rules.space import Site, StrategySpace
+from autoparallel.strategies.space import Site, StrategySpace
 
 Pin = Sequence[Any] | Mapping[str, Any] | Any
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.errors import PlanError, shown
-from autoparallel.plans.hybrid import Hybrid
 from autoparallel.plans.reading import read
-from autoparallel.rules.space import Label, StrategySpace
+from autoparallel.schedule.step_config import Hybrid
+from autoparallel.strategies.space import Label, StrategySpace
 
 if TYPE_CHECKING:
-    from autoparallel.report.study import Choice, Sensitivity, Study
+    from autoparallel.planning.study import Study
+    from autoparallel.plans.answers import Choice, Sensitivity
 
 VERSION = 2
 Strategies = Mapping[str, tuple[str, ...]]

@@ -12,11 +12,11 @@ import numpy as np
 
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import RedistributionTable
-from autoparallel.pricing.prices import PricedStep, Prices, dtype_name
-from autoparallel.pricing.turns import Buffer, Turns
-from autoparallel.rules.space import Label, Link, StrategySet, StrategySpace
-from autoparallel.search.problem import Edge, Node, Problem, Repeats, unchecked
-from autoparallel.search.shared import firsts, paired
+from autoparallel.pricing.counts import Buffer, Turns
+from autoparallel.pricing.unit_costs import PricedStep, Prices, dtype_name
+from autoparallel.search.model.interned import firsts, paired
+from autoparallel.search.model.problem import Edge, Node, Problem, Repeats, unchecked
+from autoparallel.strategies.space import Label, Link, StrategySet, StrategySpace
 from cost_models import collectives, compute
 
 Allowed = Mapping[int, np.ndarray]
@@ -44,7 +44,7 @@ class Move(NamedTuple):
 
 
 class Faults(Protocol):
-    """Choices that should not be taken (see `autoparallel.baselines`): a count by strategy."""
+    """Choices that should not be taken (see `autoparallel.planning.baselines`): a count by strategy."""
 
     def site_faults(self, index: int) -> np.ndarray: ...
 

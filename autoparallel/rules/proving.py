@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from autoparallel.capture.graph import Node, Ref
-from autoparallel.capture.precision import without_autocast
+from autoparallel.capture.passes.autocast import without_autocast
 from autoparallel.errors import RuleError
 from autoparallel.rules.rule import Row
 

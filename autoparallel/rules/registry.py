@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from autoparallel.capture.functions import function_of, user_function
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, copies
+from autoparallel.ops.user_function import function_of, user_function
 from autoparallel.rules.rule import Rule
 
 Builder = Callable[["OpView"], Rule | None]

@@ -12,17 +12,19 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture import OpGraph, Ref, precision
+from autoparallel.capture import OpGraph, Ref
+from autoparallel.capture.passes import autocast
 from autoparallel.errors import InputError
+from autoparallel.kernels import groups, rng
 from autoparallel.layout import INVARIANT, Layout, to_torch
-from autoparallel.rules.space import StrategySpace
-from autoparallel.runtime import groups, initialise, rng
+from autoparallel.runtime import initialise
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.scaler import scaled
 from autoparallel.runtime.shared import SharedGradients
 from autoparallel.runtime.state import State
 from autoparallel.runtime.step import StepRunner, loss_of
+from autoparallel.strategies.space import StrategySpace
 
 
 class Calls:
@@ -63,7 +65,7 @@ class Calls:
                 else self._state_of(site.path, space.graph)
                 for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
             ])
-            with rng.use_seed(rng.mix(state.seed, state.calls)), precision.without_autocast():
+            with rng.use_seed(rng.mix(state.seed, state.calls)), autocast.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)
         state.calls += 1
         self._update(program.updates, updates)
@@ -73,7 +75,7 @@ class Calls:
         """A step of a form that is one stage in one turn."""
         loss = scaled(self._run(compiled, leaves)[loss_of(compiled.micro.loss)])
         if torch.is_grad_enabled():
-            with precision.without_autocast(), groups.use(self._state.axes):
+            with autocast.without_autocast(), groups.use(self._state.axes):
                 loss.backward()
         return loss.detach()
 
@@ -89,7 +91,7 @@ class Calls:
             self._shared_gradients[key] = SharedGradients(self.module.get_parameter, own, state.shared_groups,
                                                           compiled.plan.hybrid.sum_dtype)
         feeds = self._feeds(compiled, leaves)
-        with self._shared_gradients[key].added_up() as shared, precision.without_autocast():
+        with self._shared_gradients[key].added_up() as shared, autocast.without_autocast():
             loss = self._runners[key].run(
                 lambda program: initialise.local_pieces([
                     shared[site.path] if site.path in shared else self._state_of(site.path, compiled.space.graph)

@@ -11,11 +11,11 @@ import torch.utils._pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from autoparallel.errors import InputError, shown
+from autoparallel.kernels.rng import mix
 from autoparallel.layout import INVARIANT, Layout, local_box
 from autoparallel.runtime import initialise
 from autoparallel.runtime.inputs import all_have
 from autoparallel.runtime.reading import Batch, Reader, Starting, as_read, drawing, seed_all
-from autoparallel.runtime.rng import mix
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

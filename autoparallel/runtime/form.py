@@ -11,18 +11,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture import precision, refuse_other_layouts
+from autoparallel.capture import refuse_other_layouts
 from autoparallel.capture.dependencies import description
+from autoparallel.capture.passes import autocast
 from autoparallel.errors import InputError
-from autoparallel.hybrid import MicroBatches, Stages
 from autoparallel.layout import Layout
 from autoparallel.lower.emit import Program
-from autoparallel.lower.overlap import overlap
+from autoparallel.lower.overlap_pass import overlap
+from autoparallel.partition import MicroBatches, Stages
 from autoparallel.plans import Plan
-from autoparallel.rules.space import StrategySpace
 from autoparallel.runtime.guards import Guards
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.step import Forward
+from autoparallel.strategies.space import StrategySpace
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ Compile = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], Mapping[str, La
 def form_of(leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
     """What of a call's arguments, and of the autocast around it, is fixed when it is traced."""
     refuse_other_layouts(leaves)
-    casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in precision.DEVICES]
+    casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in autocast.DEVICES]
     return (str(spec), *map(_form, leaves), *casts, torch.get_default_dtype(), torch.get_default_device())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoparallel.runtime import rng
+from autoparallel.kernels import rng
 from autoparallel.runtime.state import State
 
 

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoparallel.errors import InputError
+from autoparallel.kernels.groups import MeshSite
 from autoparallel.runtime import initialise
 from autoparallel.runtime.agree import made_alike
 from autoparallel.runtime.failing import reached
-from autoparallel.runtime.groups import MeshSite
 from autoparallel.runtime.inputs import digest, hash_of
 
 _OF_ONE = ": one rank saved it, and all load it"

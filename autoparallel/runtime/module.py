@@ -20,9 +20,10 @@ from torch.utils.data import Dataset
 
 from autoparallel.capture import call_text, canonical_call
 from autoparallel.errors import CaptureError, InputError, shown
+from autoparallel.kernels import groups
 from autoparallel.layout import Layout, to_torch
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.runtime import data, groups, initialise, loading
+from autoparallel.runtime import data, initialise, loading
 from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.form import Compile, Compiled, as_plain, form_of
 from autoparallel.runtime.generation import generating

@@ -23,11 +23,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import InferenceMode
 
 from autoparallel.plans import Hybrid
-from autoparallel.pricing.turns import in_flight
+from autoparallel.schedule.in_flight import in_flight
 from cost_models.pipeline import order
 
 if TYPE_CHECKING:
-    from autoparallel.runtime.step import TurnModule
+    from autoparallel.runtime.stage_module import TurnModule
 
 
 def _loss(output: Any, target: Any) -> torch.Tensor:

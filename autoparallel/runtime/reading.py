@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from autoparallel.runtime.rng import mix
+from autoparallel.kernels.rng import mix
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError
-from autoparallel.runtime.groups import MeshSite
+from autoparallel.kernels.groups import MeshSite
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _scale: ContextVar[torch.Tensor | None] = ContextVar("scale", default=None)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.lower.posting import in_buckets
+from autoparallel.schedule.async_windows import in_buckets
 
 #: Places on the pipeline axis.
 Ranks = tuple[int, ...]

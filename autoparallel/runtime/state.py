@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from autoparallel.errors import InputError
+from autoparallel.kernels import groups
 from autoparallel.layout import Layout
 from autoparallel.plans import Hybrid
-from autoparallel.runtime import groups, initialise
+from autoparallel.runtime import initialise
 from autoparallel.runtime.failing import Together
 from autoparallel.runtime.form import Compile, Forms
 from autoparallel.runtime.guards import Places, SharedAttributes

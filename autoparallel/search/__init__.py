@@ -3,7 +3,7 @@
     solve(problem, search="auto" | "exact" | "ilp" | "recursive", time_limit_s=...) -> Solution
 """
 
-from autoparallel.search.problem import (
+from autoparallel.search.model.problem import (
     Edge,
     Evaluation,
     Label,

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search.compact import compact_of
-from autoparallel.search.elimination import Eliminator
-from autoparallel.search.exact import affordable
-from autoparallel.search.messages import Messenger
-from autoparallel.search.presolve import select
-from autoparallel.search.problem import FORBIDDEN, Problem, Solution, evaluate, single_limit
+from autoparallel.search.high_width.event_form import compact_of
+from autoparallel.search.high_width.local_search import finite_limit
+from autoparallel.search.high_width.trws import Messenger
+from autoparallel.search.low_width.bucket_elimination import Eliminator
+from autoparallel.search.low_width.solve import affordable
+from autoparallel.search.model.dominance import select
+from autoparallel.search.model.problem import FORBIDDEN, Problem, Solution, evaluate, single_limit
 from autoparallel.search.solver import AUTO_GAP, SLACK, lowest_memory, solve
-from autoparallel.search.walk import finite_limit
 
 Pins = Mapping[int, Sequence[int]]
 CHECK_S = 5.0

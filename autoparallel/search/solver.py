@@ -9,9 +9,16 @@ from dataclasses import replace
 
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
-from autoparallel.search.compact import compact_of, num_events
-from autoparallel.search.elimination import HOPELESS_CELLS, Eliminator, TimeIsUpError
-from autoparallel.search.exact import (
+from autoparallel.search.high_width.aggregation import Shrunk, shrink
+from autoparallel.search.high_width.bound_filter import Screened, bound_without_limit, screen
+from autoparallel.search.high_width.event_form import compact_of, num_events
+from autoparallel.search.high_width.minimum_memory import least_memory
+from autoparallel.search.high_width.solve import FIRST_PLAN_S, WideSearch, quick_plan
+from autoparallel.search.ilp.formulation import Program, cells
+from autoparallel.search.low_width.bucket_elimination import HOPELESS_CELLS, Eliminator, TimeIsUpError
+from autoparallel.search.low_width.double_recursion import search_axes
+from autoparallel.search.low_width.lagrangian import LowestPeak, lowest_peak
+from autoparallel.search.low_width.solve import (
     LEAST_PRICINGS,
     MAX_ROUNDS,
     TARGET_GAP,
@@ -24,14 +31,11 @@ from autoparallel.search.exact import (
     solve_exact,
     trivial_bound,
 )
-from autoparallel.search.labelled import LabelledPricer
-from autoparallel.search.lagrange import LowestPeak, lowest_peak
-from autoparallel.search.least import least_memory
-from autoparallel.search.memory import least_peak, memory_of
-from autoparallel.search.merge import Shrunk, shrink
-from autoparallel.search.narrow import Priced
-from autoparallel.search.presolve import Reduced, drop_dominated, untouched
-from autoparallel.search.problem import (
+from autoparallel.search.low_width.variable_fixing import Priced
+from autoparallel.search.model.dominance import Reduced, drop_dominated, untouched
+from autoparallel.search.model.labelled_pricer import LabelledPricer
+from autoparallel.search.model.memory_rows import least_peak, memory_of
+from autoparallel.search.model.problem import (
     FORBIDDEN,
     MemoryLimitError,
     NotRepairedError,
@@ -41,10 +45,6 @@ from autoparallel.search.problem import (
     evaluate,
     single_limit,
 )
-from autoparallel.search.program import Program, cells
-from autoparallel.search.recursive import search_axes
-from autoparallel.search.screen import Screened, bound_without_limit, screen
-from autoparallel.search.wide import FIRST_PLAN_S, WideSearch, quick_plan
 
 Progress = Callable[[str, float, float], None]
 AUTO_GAP = 1e-3

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from autoparallel.calibration import Calibration
+from autoparallel.calibration.measure import Calibration
 from benchmarks.emulated_cluster import report
 from benchmarks.emulated_cluster.calibration import calibrate, source
 from benchmarks.emulated_cluster.network import EmulationError, Network, Topology, missing, network

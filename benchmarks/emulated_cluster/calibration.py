@@ -6,7 +6,7 @@ import datetime
 from dataclasses import replace
 from functools import partial
 
-from autoparallel.calibration import KINDS, Calibration, group_shapes, time_beside, time_collectives
+from autoparallel.calibration.measure import KINDS, Calibration, group_shapes, time_beside, time_collectives
 from benchmarks.emulated_cluster.network import BURST_BYTES, LOOPBACK_MTU, NIC_MTU, Topology, bytes_per_s
 from benchmarks.emulated_cluster.pool import Pool
 from cost_models import Cluster, Device, Link

@@ -11,7 +11,7 @@ from torch import Tensor
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Placement
 from autoparallel.lower import emit
 from autoparallel.rules.rule import Row
-from autoparallel.rules.space import Label, StrategySet, StrategySpace
+from autoparallel.strategies.space import Label, StrategySet, StrategySpace
 from benchmarks.in_process import on_every_rank
 from benchmarks.rule_truth.cases import Case
 from benchmarks.rule_truth.truth import Combination, held, lies

@@ -117,7 +117,8 @@ def ops_of_models() -> set[str]:
     import transformers
 
     from autoparallel.capture import capture
-    from benchmarks.architectures import ARCHITECTURES, build, inputs_of
+    from benchmarks.architectures import ARCHITECTURES
+    from benchmarks.zoo import build, inputs_of
 
     transformers.logging.set_verbosity_error()
     return {node.op_name for name in ARCHITECTURES

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autoparallel.capture.graph import TensorMeta, is_floating
 from autoparallel.layout import PARTIAL, REPLICATE, Placement, layout_fits, local_box, local_shape, shard
-from autoparallel.lower.emit import GROUPS_ARGUMENT, SIZE_ARGUMENT, fitted
+from autoparallel.ops.arguments import GROUPS_ARGUMENT, SIZE_ARGUMENT, fitted
 from benchmarks.rule_truth.cases import Case, called_with
 
 Placed = tuple[Placement, ...]

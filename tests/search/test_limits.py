@@ -19,12 +19,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import MemoryLimitError, Problem, evaluate, highs, solve, wide
-from autoparallel.search.compact import Compact
-from autoparallel.search.elimination import Eliminator, TimeIsUpError
-from autoparallel.search.merge import Merger
-from autoparallel.search.messages import Messenger
-from autoparallel.search.presolve import drop_dominated
+from autoparallel.search import MemoryLimitError, Problem, evaluate, solve
+from autoparallel.search.high_width import solve as high_width
+from autoparallel.search.high_width.aggregation import Merger
+from autoparallel.search.high_width.event_form import Compact
+from autoparallel.search.high_width.trws import Messenger
+from autoparallel.search.ilp import highs
+from autoparallel.search.low_width.bucket_elimination import Eliminator, TimeIsUpError
+from autoparallel.search.model.dominance import drop_dominated
 from tests.search.problems import all_plans, block_chain, grid, random_problem, seeds, two_axes
 
 CLOCKED = ("branch", "elimination", "exact", "highs", "lagrange", "least", "local", "merge", "messages", "parts",
@@ -130,7 +132,7 @@ def test_in_haste_there_is_a_plan_from_one_sweep(limit_s: float, sweeps: int, ha
     for name, value in (("SMALL_CELLS", -1), ("BRANCH_CELLS", -1), ("TURN_ROUNDS", 5)):
         monkeypatch.setattr(wide, name, value)
     problem = grid(6, 6, 4, room=0.3)
-    search = wide.WideSearch(problem, limit_s, None, lambda outcome: None)
+    search = high_width.WideSearch(problem, limit_s, None, lambda outcome: None)
     search.run()
     found = search.outcome
     assert found.choice is not None and evaluate(problem, found.choice).feasible and found.lower_bound > 0
@@ -139,7 +141,7 @@ def test_in_haste_there_is_a_plan_from_one_sweep(limit_s: float, sweeps: int, ha
 
 def test_a_search_leaves_nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's collector waits while it runs, so that what refers to itself would stay for long."""
-    monkeypatch.setattr(wide, "SMALL_CELLS", -1)
+    monkeypatch.setattr(high_width, "SMALL_CELLS", -1)
     monkeypatch.setattr("autoparallel.search.solver.WORK_CELLS", 0.0)
     problem = grid(6, 6, 4, room=0.3)
     gc.collect()

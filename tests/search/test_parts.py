@@ -15,14 +15,16 @@ import pytest
 from hypothesis import given, settings
 
 from autoparallel.errors import SearchError
-from autoparallel.search import Edge, Node, Problem, elimination, evaluate, iopddl, solve
-from autoparallel.search.elimination import Eliminator, Sweep, Tables, elimination_order
-from autoparallel.search.lagrange import lowest_peak, raise_bound
-from autoparallel.search.local import LocalState, Neighbourhood, descend, repair
-from autoparallel.search.memory import least_peak, memory_of
-from autoparallel.search.narrow import Priced
-from autoparallel.search.pieces import repeated_pieces
-from autoparallel.search.presolve import drop_dominated, keep
+from autoparallel.search import Edge, Node, Problem, evaluate, solve
+from autoparallel.search.low_width import bucket_elimination
+from autoparallel.search.low_width.bucket_elimination import Eliminator, Sweep, Tables, elimination_order
+from autoparallel.search.low_width.lagrangian import lowest_peak, raise_bound
+from autoparallel.search.low_width.local_search import LocalState, Neighbourhood, descend, repair
+from autoparallel.search.low_width.repeated_subgraphs import repeated_pieces
+from autoparallel.search.low_width.variable_fixing import Priced
+from autoparallel.search.model import iopddl
+from autoparallel.search.model.dominance import drop_dominated, keep
+from autoparallel.search.model.memory_rows import least_peak, memory_of
 from tests.search.problems import all_plans, block_chain, random_problem, seeds
 
 NO_EDGES = {"nodes": [], "costs": []}
@@ -187,7 +189,7 @@ def test_pieces_that_repeat_are_eliminated_by_one_rule(seed: int) -> None:
 
 @pytest.mark.parametrize("kept_cells", [0, 10**6])
 def test_tables_of_earlier_prices_change_nothing(kept_cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elimination, "KEPT_CELLS", kept_cells)
+    monkeypatch.setattr(bucket_elimination, "KEPT_CELLS", kept_cells)
     problem = block_chain(8, choices=3, seed=1)
     rng, kept = np.random.default_rng(1), Eliminator.of(problem)
     some = rng.choice([0.0, 0.25, 0.5], (3, len(problem.costs)))

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, evaluate, iopddl, plan_within, solve
-from autoparallel.search.labelled import LabelledPricer
-from autoparallel.search.memory import memory_at
-from autoparallel.search.recursive import AtPrices
-from autoparallel.search.screen import screen
+from autoparallel.search import SEARCHES, Edge, MemoryLimitError, Node, Problem, evaluate, plan_within, solve
+from autoparallel.search.high_width.bound_filter import screen
+from autoparallel.search.low_width.double_recursion import AtPrices
+from autoparallel.search.model import iopddl
+from autoparallel.search.model.labelled_pricer import LabelledPricer
+from autoparallel.search.model.memory_rows import memory_at
 from autoparallel.search.solver import Run, lowest_memory
 from tests.search.problems import EXAMPLE, all_plans, block_chain, lateness, random_problem, seeds, two_axes
 

@@ -14,26 +14,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoparallel.errors import InfeasibleError
-from autoparallel.search import (
-    SEARCHES,
-    MemoryLimitError,
-    Node,
-    NotRepairedError,
-    Problem,
-    branch,
-    evaluate,
-    least,
-    solve,
-    wide,
-)
-from autoparallel.search.compact import Compact, compact_of, part_of
-from autoparallel.search.highs import LinearModel, run_highs
-from autoparallel.search.merge import shrink
-from autoparallel.search.messages import Messenger, raise_each, raise_prices, show_plans
-from autoparallel.search.problem import single_limit
+from autoparallel.search import SEARCHES, MemoryLimitError, Node, NotRepairedError, Problem, evaluate, solve
+from autoparallel.search.high_width import branch_and_bound, minimum_memory
+from autoparallel.search.high_width.aggregation import shrink
+from autoparallel.search.high_width.event_form import Compact, compact_of, part_of
+from autoparallel.search.high_width.local_search import Walk, finite_limit
+from autoparallel.search.high_width.solve import WideSearch
+from autoparallel.search.high_width.trws import Messenger, raise_each, raise_prices, show_plans
+from autoparallel.search.ilp.highs import LinearModel, run_highs
+from autoparallel.search.model.problem import single_limit
 from autoparallel.search.solver import Run
-from autoparallel.search.walk import Walk, finite_limit
-from autoparallel.search.wide import WideSearch
 from tests.search.problems import all_plans, block_chain, lateness, random_problem, seeds
 
 
@@ -214,8 +204,8 @@ def test_branching_proves_the_optimum(seed: int, by_program: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if not by_program:
-            patch.setattr(branch, "PROGRAM_CELLS", -1)
-        bound = branch.Branching(compact, math.inf, np.zeros(len(compact.room)), math.inf, offer).run()
+            patch.setattr(branch_and_bound, "PROGRAM_CELLS", -1)
+        bound = branch_and_bound.Branching(compact, math.inf, np.zeros(len(compact.room)), math.inf, offer).run()
     assert bound == found[0] == pytest.approx(best)
 
 
@@ -318,11 +308,11 @@ def test_wide_search_on_blocks() -> None:
 def test_least_memory_of_large_problems_is_bounded(seed: int) -> None:
     problem = random_problem(seed, limited=True)
     peaks = [judged.peak_bytes for _, judged in all_plans(problem) if judged.objective < math.inf]
-    exact = least.least_memory(problem)
+    exact = minimum_memory.least_memory(problem)
     assert exact.bound == exact.peak == min(peaks, default=math.inf)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(least, "PROGRAM_CELLS", -1)
-        found = least.least_memory(problem)
+        patch.setattr(minimum_memory, "PROGRAM_CELLS", -1)
+        found = minimum_memory.least_memory(problem)
     assert found.bound <= min(peaks, default=math.inf) * (1 + 1e-9) + 1e-6
     if found.plan is not None:
         assert evaluate(problem, found.plan).peak_bytes == found.peak >= min(peaks)

@@ -1,0 +1,271 @@
+"""Measuring a machine: seconds of collectives on any process group, and of ops on one device.
+
+`cost_models.calibrate` fits what is measured here. All groups along a mesh axis work at the same time, as they do in a
+program, so that what they share (a network card) counts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from autoparallel.kernels import collectives, groups
+from autoparallel.kernels.groups import Axis
+from cost_models import Cluster, Link
+from cost_models.calibrate import (
+    Measured,
+    MeasuredBeside,
+    MeasuredOp,
+    fit_device,
+    fit_links,
+    fit_overlap_slowdown,
+    predicted_beside_s,
+    predicted_op_s,
+)
+from cost_models.cluster import UNLIMITED
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Call = Callable[[], object]
+#: Waits until all ranks are ready, and returns when (`time.monotonic`) the measured call began.
+Start = Callable[[], float]
+WARM_UP = 1
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 22, 24))
+#: Which of the repeats counts: what else a machine does only adds to them.
+QUIET = 0.25
+#: Bytes per second that no link reaches.
+ANY_RATE = 1e15
+#: Sides of square products, and bytes read by an element-wise op.
+SIDES, TRAFFIC = (64, 128, 256, 512, 1024), tuple(2**k for k in (10, 14, 18, 20, 22, 24))
+#: What runs beside what, to see how much longer both take: layers of a product by so many rows and columns (of a fourth
+#: as many) and three small ops, for so many times as long as a collective of so many bytes takes alone.
+BESIDE_SIDES, BESIDE_BYTES, BESIDE_TIMES = {"cpu": 512, "cuda": 2048}, 2**24, (0.5, 1.0, 2.0)
+BESIDE_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine as measured: the cluster that fits best, and what it was fitted to; residuals are (predicted -
+    measured)/measured."""
+
+    cluster: Cluster
+    measured: tuple[Measured, ...]
+    residuals: tuple[float, ...]
+    ops: tuple[MeasuredOp, ...] = ()
+    op_residuals: tuple[float, ...] = ()
+    beside: tuple[MeasuredBeside, ...] = ()
+
+    @property
+    def beside_residuals(self) -> tuple[float, ...]:
+        """Of what ran beside compute."""
+        slowdown = self.cluster.device.overlap_slowdown
+        return tuple(predicted_beside_s(slowdown, m) / m.seconds - 1 for m in self.beside)
+
+    @property
+    def mean_error(self) -> float:
+        """Mean absolute residual of the collectives."""
+        return statistics.mean(map(abs, self.residuals))
+
+
+def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, repeats: int = 9) -> Calibration:
+    """Measure the machines of this process group: ops on all its devices at once, collectives within and across hosts.
+
+    All ranks call this, and get the same. ``nics_per_host``: as in `cost_models.Link`.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    world = dist.get_world_size()
+    measured: list[Measured] = []
+    for shape, axis in group_shapes(world // ranks_per_host, ranks_per_host):
+        measured += time_collectives(init_device_mesh(kind, shape), axis, KINDS, SIZES, repeats)
+    ops = time_ops(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind), repeats)
+    links = [Link("inside a host", ranks_per_host, 0.0, ANY_RATE)] * (ranks_per_host > 1)
+    links += [Link("between hosts", UNLIMITED, 0.0, ANY_RATE, nics_per_host=nics_per_host)] * (world > ranks_per_host)
+    device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
+    beside = time_beside(init_device_mesh(kind, (world,)), BESIDE_SIDES[kind], BESIDE_BYTES, repeats)
+    device = replace(device, overlap_slowdown=fit_overlap_slowdown(beside))
+    cluster, residuals = fit_links(Cluster(name, device, tuple(links), world, ("ring",)), measured)
+    op_residuals = tuple(predicted_op_s(device, op) / op.seconds - 1 for op in ops)
+    return Calibration(cluster, tuple(measured), residuals, tuple(ops), op_residuals, tuple(beside))
+
+
+def group_shapes(hosts: int, ranks_per_host: int) -> list[tuple[tuple[int, ...], int]]:
+    """(mesh, axis) of different groups: within hosts, across them and sharing their cards, and both."""
+    count, whole = hosts * ranks_per_host, (hosts, ranks_per_host)
+    found: list[tuple[tuple[int, ...], int]] = [(whole, 1), (whole, 0)] if hosts > 1 else []
+    found.append(((count,), 0))
+    if count % 2 == 0 and count > 2:
+        found += [((2, count // 2), 0), ((2, count // 2), 1)]
+    return [(mesh, axis) for mesh, axis in dict.fromkeys(found) if mesh[axis] > 1]
+
+
+def memory_bytes(kind: str) -> float:
+    """Of one device: a GPU's own, or this process's share of the host's."""
+    if kind == "cuda":
+        return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / dist.get_world_size()
+
+
+def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
+    """Square products and element-wise sums in float32, on all ranks at once. Lower quartiles of the slowest rank's."""
+    found = []
+    for side in SIDES:
+        x = torch.ones(side, side, device=device)
+        found.append(_op("matmul", 2.0 * side**3, partial(torch.matmul, x, x), repeats, device))
+    for nbytes in TRAFFIC:
+        x = torch.ones(nbytes // 4, device=device)
+        found.append(_op("pointwise", 2.0 * nbytes, partial(torch.add, x, 1), repeats, device))
+    return found
+
+
+def _op(op_class: str, size: float, call: Call, repeats: int, device: torch.device) -> MeasuredOp:
+    """Seconds of one call among so many that the clock is fine enough."""
+    times = 10
+    several = partial(_in_a_row, call, times)
+    return MeasuredOp(op_class, size, _slowest(_timed(several, repeats, after_barrier, device), device) / times)
+
+
+def after_barrier() -> float:
+    """All ranks start when the barrier lets them go: late by its own unevenness, but on any machines."""
+    dist.barrier()
+    return time.monotonic()
+
+
+def time_collectives(mesh: DeviceMesh, axis: int, kinds: Sequence[str], sizes: Sequence[int], repeats: int = 5,
+                     start: Start = after_barrier, in_a_row: int = 4, quantile: float = QUIET) -> list[Measured]:
+    """Each collective of ``kinds`` along one axis, for each size in bytes (as `cost_models.collectives` counts them).
+
+    All ranks of the mesh call this, and all its groups work at once. Where ``start`` is not exact, calls are timed
+    ``in_a_row``; else one by one, for groups that share a card soon take turns in a row of calls. Seconds are the
+    ``quantile`` over repeats of the slowest rank's.
+    """
+    device = _device_of(mesh)
+    name = groups.axis_names(mesh)[axis]
+    found = []
+    for nbytes in sizes:
+        calls = _calls(groups.bind(mesh)[name], mesh.get_group(axis), nbytes, device)
+        for kind in kinds:
+            several = partial(_in_a_row, calls[kind], in_a_row)
+            seconds = _slowest(_timed(several, repeats, start, device), device, quantile) / in_a_row
+            found.append(Measured(kind, tuple(mesh.shape), axis, float(nbytes), seconds))
+    return found
+
+
+def _in_a_row(call: Call, times: int, started: float) -> None:
+    for _ in range(times):
+        call()
+
+
+def time_beside(mesh: DeviceMesh, side: int, nbytes: int, repeats: int = 5, start: Start = after_barrier,
+                under: Callable[[float], AbstractContextManager[None]] = lambda started: nullcontext(),
+                quantile: float = QUIET) -> list[MeasuredBeside]:
+    """Collectives of parameters beside compute along the mesh's one axis, in both orders: posted ahead of all compute
+    that they do not depend on, as gathers are, and behind its first half, as sums of gradients are.
+
+    ``under`` is where both run, given when they began.
+    """
+    device = _device_of(mesh)
+    begin = _begun(groups.bind(mesh)[groups.axis_names(mesh)[0]], nbytes, device)
+    x, weight = torch.ones(side // 4, side, device=device), torch.ones(side, side, device=device) / side
+
+    def seconds(ahead: int, kind: str = "", behind: int = 0) -> float:
+        def run(started: float) -> None:
+            with under(started):
+                for _ in range(ahead):
+                    torch.relu(x @ weight * 0.5 + 0.5)
+                finish = begin[kind]() if kind else None
+                for _ in range(behind):
+                    torch.relu(x @ weight * 0.5 + 0.5)
+                if finish is not None:
+                    finish()
+
+        return _slowest(_timed(run, repeats, start, device), device, quantile)
+
+    layer_s, found = seconds(8) / 8, []
+    for kind in BESIDE_KINDS:
+        alone_s = seconds(0, kind)
+        for times in BESIDE_TIMES:
+            half = max(1, round(times * alone_s / layer_s / 2))
+            compute_s = seconds(2 * half)
+            found += [MeasuredBeside(kind, compute_s, alone_s, share, seconds(ahead, kind, 2 * half - ahead))
+                      for share, ahead in ((0.0, 0), (0.5, half))]
+    return found
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _begun(axis: Axis, nbytes: int, device: torch.device) -> dict[str, Callable[[], Callable[[], object]]]:
+    """What programs post ahead, on float32 tensors."""
+    piece = max(1, nbytes // 4 // axis.size)
+    whole, part = torch.zeros(axis.size * piece, device=device), torch.zeros(piece, device=device)
+    equal = (piece,) * axis.size
+    return {
+        "all_reduce": lambda: collectives.begin_all_reduce(whole, axis),
+        "all_gather": lambda: collectives.begin_all_gather(part, axis, 0, equal),
+        "reduce_scatter": lambda: collectives.begin_reduce_scatter(whole, axis, 0, equal),
+    }
+
+
+def _calls(axis: Axis, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> dict[str, Call]:
+    """What programs call, on float32 tensors, by the cost models' names."""
+    whole = torch.zeros(max(1, nbytes // 4 // axis.size) * axis.size, device=device)
+    equal = (len(whole) // axis.size,) * axis.size
+    turn = count()
+    waited = {kind: _at_once(begin) for kind, begin in _begun(axis, nbytes, device).items()}
+    return waited | {
+        "all_to_all": lambda: collectives.all_to_all_tensor(whole, axis, 0, equal, 0, equal),
+        "send_recv": lambda: _pass_on(whole, axis, group, -1 if next(turn) % 2 else 1),
+    }
+
+
+def _at_once(begin: Callable[[], Callable[[], object]]) -> Call:
+    return lambda: begin()()
+
+
+def _pass_on(tensor: torch.Tensor, axis: Axis, group: dist.ProcessGroup, by: int) -> None:
+    """Each rank but the last sends to the next (``by`` 1), all at once; or back (-1). Taken in turns: else the first
+    rank runs ahead of its messages, and what it does next hides them."""
+    works = []
+    source, target = axis.rank - by, axis.rank + by
+    if 0 <= source < axis.size:
+        works.append(dist.irecv(torch.empty_like(tensor), group=group, group_src=source))
+    if 0 <= target < axis.size:
+        works.append(dist.isend(tensor, group=group, group_dst=target))
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _timed(call: Callable[[float], object], repeats: int, start: Start, device: torch.device) -> list[float]:
+    found = []
+    for _ in range(WARM_UP + repeats):
+        started = start()
+        call(started)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.monotonic() - started)
+    return found[WARM_UP:]
+
+
+def _slowest(seconds: Sequence[float], device: torch.device, quantile: float = QUIET) -> float:
+    """Of what the slowest rank took."""
+    together = torch.tensor(seconds, device=device)
+    dist.all_reduce(together, dist.ReduceOp.MAX)
+    return float(together.sort().values[int(quantile * len(seconds))])

@@ -1,0 +1,74 @@
+"""Rows picked by their values, whose number only the data say: all rows, and a mask of those that are meant.
+
+    place, = torch.where(mask)              no op: place stands for the dim of ``mask``
+    rows = layer(x[place])                  layer(x), of which the rows where ``mask`` is true are meant
+    y.index_add_(0, place, rows)     ->     y + torch.where(mask, layer(x), 0)
+    x[mask].mean()                   ->     torch.where(mask, x, 0).sum() / mask.sum()
+
+So are loops over experts written, over those that are hit too (`for e in hit.nonzero():`), and branches that save work
+(`if mask.any():`; `row_loops.py`). What is computed is dense: every expert of every row, each of which may be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS, refused
+from autoparallel.capture.tracing.masked_rows.indexing import forget, is_mask, nonzero, picked, picks, put, unknown
+from autoparallel.capture.tracing.masked_rows.types import Place, Rows, Tensorlike
+
+Tensor = torch.Tensor
+#: What a tensor is asked that picks rows by their values.
+ASKED = {torch.nonzero: nonzero, Tensor.nonzero: nonzero, torch.argwhere: nonzero, Tensor.argwhere: nonzero}
+
+
+@contextmanager
+def rows_by_value() -> Iterator[None]:
+    """For one trace."""
+    try:
+        yield
+    finally:
+        REGIONS.close()
+        forget()
+
+
+def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a call of a tensor comes to where it is of rows picked by their values; NotImplemented for any other."""
+    if not args or not isinstance(args[0], Tensor) or isinstance(args[0], Tensorlike):
+        return NotImplemented
+    if function in ASKED and unknown(args[0]):
+        return nonzero(*args, **kwargs)
+    if function is torch.where and len(args) == 1 and not kwargs and unknown(args[0]):
+        return nonzero(args[0], as_tuple=True)
+    if function in (torch.masked_select, Tensor.masked_select) and is_mask(args[1]) and args[0].shape == args[1].shape:
+        return picked(args[0], args[1])
+    if function is Tensor.__getitem__ and picks(args[1]):
+        return picked(*args)
+    if function is Tensor.__setitem__ and (isinstance(args[2], Rows) or picks(args[1])) and put(*args):
+        return None
+    name = getattr(function, "__name__", "")
+    writes = function is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
+    ours = function is Tensor.index_add_ and any(isinstance(a, Place) for a in args)
+    if writes and not ours and not REGIONS.writing and REGIONS.open and REGIONS.conditions():
+        raise refused(f"{name.strip('_')} in place where the data say whether")
+    return NotImplemented
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Those in what a call is given, or gives."""
+    if isinstance(value, Rows):
+        yield value.value
+    elif isinstance(value, Tensor) and not isinstance(value, Tensorlike):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_of(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_of(each)
+
+
+__all__ = ["asked", "rows_by_value", "tensors_of"]

@@ -1,0 +1,134 @@
+"""How rows are picked by a mask or by places, and written back: all of them, and which are meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autoparallel.capture.tracing.masked_rows.control_flow import Chosen, refused
+from autoparallel.capture.tracing.masked_rows.types import Mask, Place, Places, Rows, Tensorlike, filled
+
+Tensor = torch.Tensor
+_MASKS: dict[int, Mask] = {}
+_NESTED: dict[int, tuple[Rows, int, Mask]] = {}
+
+
+def nonzero(mask: Tensor, as_tuple: bool = False) -> Any:
+    marked = mask_of(mask if mask.dtype is torch.bool else mask != 0)
+    return tuple(Place(marked, d) for d in range(mask.dim())) if as_tuple else Places(marked)
+
+
+def picks(index: Any) -> bool:
+    """Whether an index picks rows by their values."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(i, Place | Chosen | Places) or is_mask(i) for i in parts)
+
+
+def is_mask(index: Any) -> bool:
+    return unknown(index) and index.dtype is torch.bool and index.dim() > 0
+
+
+def unknown(x: Any) -> bool:
+    """Whether it is a tensor whose values a trace does not have."""
+    return isinstance(x, FakeTensor) and x.constant is None
+
+
+def mask_of(cells: Tensor) -> Mask:
+    """The same for the same tensor."""
+    known = _MASKS.get(id(cells))
+    if known is None or known.cells is not cells or known.version != cells._version:
+        known = _MASKS[id(cells)] = Mask(cells, cells._version)
+    return known
+
+
+def is_nested(index: Any, mask: Mask) -> bool:
+    """Whether it picks rows of rows."""
+    return isinstance(index, Rows) and index.mask is mask and index.dtype is torch.bool and index.dim() == 1
+
+
+def nested(index: Rows) -> Mask:
+    """The same for the same index."""
+    known = _NESTED.get(id(index))
+    if known is None or known[0] is not index or known[1] != index.value._version:
+        cells = index.mask.cells & index.value
+        known = _NESTED[id(index)] = index, index.value._version, Mask(cells, cells._version)
+    return known[2]
+
+
+def picked(x: Tensor, index: Any) -> Any:
+    """``x[index]``."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(i, Places) for i in parts):
+        raise refused("an index of places whose number the data say")
+    plain = [i for i in parts if not isinstance(i, Chosen)]
+    if len(plain) < len(parts):
+        return x[tuple(_number(i, x.shape[d]) if isinstance(i, Chosen) else i for d, i in enumerate(parts))]
+    front = next(n for n, i in enumerate(parts) if i is not None)
+    parts = parts[front:]
+    if is_mask(parts[0]):
+        mask, used = mask_of(parts[0]), parts[0].dim()
+        if x.shape[:used] != parts[0].shape:
+            raise refused("rows picked by a mask of another length")
+        rest, dims = parts[1:], list(range(used))
+    else:
+        places = [i for i in parts if isinstance(i, Place)]
+        if not isinstance(parts[0], Place):
+            raise refused("rows picked along another dim than the first")
+        mask, used = places[0].mask, len(places)
+        if parts[:used] != places or any(p.mask is not mask for p in places):
+            raise refused("rows picked by several masks")
+        if any(x.shape[d] != mask.cells.shape[p.dim] for d, p in enumerate(places)):
+            raise refused("rows picked of fewer than the mask is of")
+        rest, dims = parts[used:], [p.dim for p in places]
+    if len(set(dims)) < len(dims) or any(isinstance(i, Tensor | Tensorlike) for i in rest):
+        raise refused("rows picked by several indices")
+    order = sorted(range(used), key=lambda d: dims[d])
+    value = x.permute(*order, *range(used, x.dim())) if order != list(range(used)) else x
+    shape = [mask.cells.shape[d] if d in dims else 1 for d in range(mask.cells.dim())]
+    value = value.reshape(*shape, *x.shape[used:])
+    if rest:
+        value = value[(*(slice(None),) * len(shape), *rest)]
+    return Rows(mask, harmless(value, mask), front)
+
+
+def harmless(value: Tensor, mask: Mask) -> Tensor:
+    """A copy in which rows that are not meant are finite, and places within any table."""
+    if value.dtype is torch.bool:
+        return value.clone()
+    return filled(value, mask, 0.5 if value.is_floating_point() or value.is_complex() else 0)
+
+
+def _number(chosen: Chosen, length: int) -> int | slice:
+    """A place beyond the end is one that is never chosen (dbrx asks for one expert more than there are)."""
+    number = min(chosen.number, length - 1)
+    return slice(number, number + 1) if chosen.rank else number
+
+
+def put(x: Tensor, index: Any, value: Any) -> bool:
+    """``x[index] = value``; False where that is not of rows."""
+    if not isinstance(value, Rows) and not isinstance(index, Place):
+        return False
+    if not isinstance(value, Rows):
+        raise refused("what is written to places whose number the data say")
+    own = index.mask if isinstance(index, Place) else mask_of(index) if is_mask(index) else None
+    if own is not value.mask or (isinstance(index, Place) and own.cells.dim() != 1) or value.front:
+        raise refused("rows written to other places than they are of")
+    if value.value.dim() != x.dim():
+        raise refused("rows of another number of dims written")
+    x.copy_(torch.where(_wide(own.meant(), x), value.value, x))
+    return True
+
+
+def _wide(cells: Tensor, x: Tensor) -> Tensor:
+    return cells.reshape(*cells.shape, *(1,) * (x.dim() - cells.dim()))
+
+
+def forget() -> None:
+    """At a trace's end."""
+    _MASKS.clear()
+    _NESTED.clear()
+
+
+__all__ = ["forget", "harmless", "is_mask", "is_nested", "nested", "nonzero", "picked", "picks", "put", "unknown"]

@@ -1,0 +1,235 @@
+"""What stands in, while a model is traced, for what torch would compute from values that a trace does not have."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
+from torch._functorch import eager_transforms
+from torch.distributions import Distribution
+from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoparallel.capture.dependencies import is_users, recorder
+from autoparallel.capture.graph import is_floating
+from autoparallel.capture.passes.vmap_and_grad import gradient_as_op, gradient_of_function, pullback, pushforward
+from autoparallel.capture.tracing.frames import caller, users_caller
+from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
+from autoparallel.capture.tracing.masked_rows.dispatch import asked, tensors_of
+from autoparallel.capture.tracing.value_branches import READS, Branches
+from autoparallel.errors import CaptureError
+from autoparallel.ops import user_function
+from autoparallel.ops.ctc import ctc_loss_as_op
+
+_BATCH_NORM = _BatchNorm.forward
+_ENGINE: Callable[..., Any] = torch.autograd._engine_run_backward
+_TRACING = torch.export.export.__code__
+
+
+@contextmanager
+def without_checks() -> Iterator[None]:
+    """nn.Transformer compares each mask's values with a causal one's, for a hint that changes no number; distributions
+    compare their parameters with what is allowed. Neither is done."""
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        with _instead(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True):
+            yield
+    finally:
+        Distribution.set_default_validate_args(checks)
+
+
+@contextmanager
+def traced_methods() -> Iterator[None]:
+    """What reads numbers off tensors, or changes modules, where a traced program could not follow."""
+    with (_instead(eager_transforms, "grad_and_value_impl", gradient_of_function),
+          _instead(eager_transforms, "_vjp_with_argnums", pullback),
+          _instead(eager_transforms, "_jvp_with_argnums", pushforward),
+          _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.Module, "to", _to),
+          _instead(torch.autograd, "_engine_run_backward", _backward),
+          _instead(wrapped, "mod_index", torch.ops.aten.index.Tensor)):
+        yield
+
+
+@contextmanager
+def flex_attention_as_ops() -> Iterator[None]:
+    """Flexible attention is what its functions of places make of all scores at once, as torch computes it without a
+    compiler: memory grows with the square of the length, and a warning says so, once."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    if flex is None:  # nobody can call it
+        yield
+        return
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    told = False
+
+    def of_all_scores(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal told
+        if not told:
+            warnings.warn(f"flex_attention is captured as all its scores at once, {query.shape[-2]} x {key.shape[-2]} "
+                          "a head, masked ones too: memory grows with the square of the length", stacklevel=2)
+            told = True
+        return math_attention(query, key, *args, **kwargs)
+
+    with (_instead(flex, "flex_attention_hop", of_all_scores),
+          _instead(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+          _instead(flex, "_validate_device", lambda *tensors: None),
+          _instead(flex, "setup_compilation_env", lambda: nullcontext("eager"))):
+        yield
+
+
+def _requires_grad(x: torch.Tensor) -> bool:
+    """As the call has it: under no_grad, which a trace is not, only its leaves may require gradients."""
+    active = recorder()
+    if x.requires_grad and not x.is_leaf and active is not None and is_users(caller().f_globals):
+        return active.mode("is_grad_enabled", True)
+    return x.requires_grad
+
+
+@contextmanager
+def _instead(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    own = getattr(owner, name)
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
+def _batch_norm(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """With ``momentum=None`` running statistics are means over all batches, whose number is a tensor."""
+    if norm.momentum is not None or not (norm.training and norm.track_running_stats):
+        return _BATCH_NORM(norm, x)
+    norm._check_input_dim(x)
+    assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
+    dims = [d for d in range(x.dim()) if d != 1]
+    with torch.no_grad():
+        norm.num_batches_tracked.add_(1)
+        share, mean = 1.0 / norm.num_batches_tracked.to(norm.running_mean.dtype), x.mean(dims, keepdim=True)
+        variance = (x - mean).square().sum(dims) / (x.numel() // x.shape[1] - 1)
+        for running, batch in ((norm.running_mean, mean.flatten()), (norm.running_var, variance)):
+            running.copy_(running * (1 - share) + batch * share)
+    return torch.nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Raises CaptureError where it is not what it was before: its parameters would be others from then on."""
+    dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+    others = {t.dtype for t in (*module.parameters(), *module.buffers()) if is_floating(t.dtype)} - {dtype}
+    if dtype is not None and others:
+        raise CaptureError(f"the model casts its own {type(module).__name__} from {others.pop()} to {dtype} as it "
+                           "runs, which changes its parameters\n  Cast it before (model.part.to(dtype)), or "
+                           "cast what it reads: F.linear(x, part.weight.to(dtype)).")
+    return module
+
+
+def _backward(*args: Any, **kwargs: Any) -> Any:
+    """Raises CaptureError in a model that is traced, but in a user's torch.autograd.Function, which runs whole. Other
+    threads' is done."""
+    frames = list(_frames(sys._getframe(1)))
+    if any(f.f_code is user_function.RUNS for f in frames) or not any(f.f_code is _TRACING for f in frames):
+        return _ENGINE(*args, **kwargs)
+    raise CaptureError("the model calls backward() as it runs, which adds to gradients that no program has"
+                       f"{users_caller()}\n"
+                       "  Write torch.autograd.grad(outputs, inputs), which returns them, or call backward() outside "
+                       "the model.")
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _gaussian_likelihood(x: torch.Tensor, target: torch.Tensor, var: torch.Tensor | float, full: bool = False,
+                         eps: float = 1e-6, reduction: str = "mean") -> torch.Tensor:
+    """Whether variances are negative is not looked at; they are clamped where gradients do not see it."""
+    var = torch.full_like(x, var) if isinstance(var, float) else var
+    var = var.unsqueeze(-1) if var.shape == x.shape[:-1] else var
+    var = var + (var.clamp(min=eps) - var).detach()
+    losses = 0.5 * (torch.log(var) + (x - target).square() / var + (math.log(2 * math.pi) if full else 0.0))
+    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
+
+
+def _counts(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+    """`torch.bincount` of numbers below ``minlength``; of others the scatter fails."""
+    if not minlength:
+        raise CaptureError("torch.bincount without minlength is as long as the largest number says\n"
+                           "  Give minlength, of which all numbers are below.")
+    if weights is None:
+        weights = torch.ones_like(x, dtype=torch.long)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return weights.new_zeros(minlength).scatter_add(0, x.long(), weights)
+
+
+#: Hooks on values that a trace makes: nobody would call them in the program.
+_HOOKS = frozenset({torch.Tensor.register_hook, torch.Tensor.retain_grad,
+                    torch.Tensor.register_post_accumulate_grad_hook})
+#: Functions that ask for the memory of a tensor, of which others of the same shape have another.
+_STRIDES = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset,
+                      torch.Tensor.as_strided, torch.as_strided, torch.Tensor.dim_order})
+
+
+class TracedCalls(TorchFunctionMode):
+    """Calls that a trace would not see, as ops that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._branches = Branches()
+        self._drawn = WeakIdKeyDictionary()  # numbers from 0 on, below 1
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        if not REGIONS.met:
+            return self._called(function, args, kwargs)
+        REGIONS.reads(tensors_of((args, kwargs or {})))
+        made = self._called(function, args, kwargs)
+        REGIONS.makes(tensors_of((args, kwargs or {})), tensors_of(made))
+        return made
+
+    def _called(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+        if function == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        if function == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise CaptureError("the model assigns to a tensor's data, which a trace does not see\n"
+                               "  Write buffer.copy_(value) under torch.no_grad() instead of buffer.data = value.")
+        if function in _HOOKS:
+            raise CaptureError(f"forward calls {function.__name__} on a value, and a program has no such hook"
+                               f"{users_caller()}\n  Write what the hook does to the gradient as a "
+                               "torch.autograd.Function; hooks of parameters may be set outside of forward.")
+        if function in _STRIDES and (active := recorder()) is not None and is_users(caller().f_globals):
+            active.strides = True
+        if function == torch.Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
+            return _requires_grad(args[0])
+        if function is torch.nn.functional.gaussian_nll_loss:
+            return _gaussian_likelihood(*args, **(kwargs or {}))
+        if function in (torch.bincount, torch.Tensor.bincount):
+            return _counts(*args, **(kwargs or {}))
+        if function is torch.autograd.grad:
+            return gradient_as_op(*args, **(kwargs or {}))
+        if function is torch.nn.functional.ctc_loss:
+            return ctc_loss_as_op(*args, **(kwargs or {}))
+        rows = asked(function, args, kwargs or {})
+        if rows is not NotImplemented:
+            return rows
+        if function in READS:
+            answer = self._branches.answer(args[0])
+            if answer is not None:
+                return answer
+        if function in (torch.Tensor.lt, torch.Tensor.__lt__) and args[0] in self._drawn and args[1] == 0.0:
+            return False  # as layers ask that are never dropped
+        made = function(*args, **(kwargs or {}))
+        if function is torch.rand:
+            self._drawn[made] = True
+        return made

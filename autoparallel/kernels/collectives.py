@@ -1,0 +1,250 @@
+"""Differentiable redistribution steps: what the emitted program calls, one line for each.
+
+Each function changes the placement on one axis; its backward is the step between the gradients' placements, so that it
+can be differentiated again. Actions come from the one table in `autoparallel.layout.redistribution`. ``sizes`` are the
+lengths of the ranks' pieces along the dims that are cut (``source_sizes`` along the source's dim, ``target_sizes``
+along the target's), so uneven pieces need nothing special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoparallel.kernels import groups
+from autoparallel.kernels.groups import Axis
+from autoparallel.layout import Placement, dual
+from autoparallel.layout.redistribution import ACTIONS
+
+Sizes = tuple[int, ...]
+#: Waits for a collective that was begun, and returns its result.
+Finish = Callable[[], torch.Tensor]
+_c10d = torch.ops._c10d_functional
+
+
+def _begin(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Finish:
+    under_way = op(sent, *args, **kwargs)
+    return lambda: _c10d.wait_tensor(under_way)
+
+
+def _leading(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.movedim(dim, 0).contiguous()
+
+
+def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
+    """x with its first dim filled up to ``length`` with zeros."""
+    if x.shape[0] == length:
+        return x
+    return torch.cat([x, x.new_zeros((length - x.shape[0], *x.shape[1:]))])
+
+
+def begin_all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> Finish:
+    return _begin(_c10d.all_reduce, x.contiguous(), op, axis.group_name)
+
+
+def begin_all_reduce_own(x: torch.Tensor, axis: Axis) -> Finish:
+    """The sum, written over x, of which nobody else may have the memory (a copy of a bucket costs as much as it)."""
+    return _begin(_c10d.all_reduce_, x, "sum", axis.group_name)
+
+
+def _begin_whole(x: torch.Tensor, axis: Axis) -> Finish:
+    """Gather equal pieces along dim 0, into memory made here.
+
+    The same operator without ``out`` is "ALLGATHER_COALESCED" to gloo. Its threads write down the name of what they
+    ended last without a lock (``ProcessGroupGloo::runLoop``, torch 2.13), and a name of more than 15 letters lies on
+    the heap: two that end at once free it twice. Every other collective used here has a shorter name.
+    """
+    if x.is_complex():  # gloo exchanges real numbers only
+        real = _begin_whole(torch.view_as_real(x.resolve_conj()), axis)
+        return lambda: torch.view_as_complex(real())
+    whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    return _begin(_c10d.all_gather_into_tensor_out, x, axis.size, axis.group_name, out=whole)
+
+
+def begin_all_gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
+    longest = max(sizes)
+    gathered = _begin_whole(_padded(_leading(x, dim), longest), axis)
+
+    def finish() -> torch.Tensor:
+        whole = gathered()
+        if any(size != longest for size in sizes):
+            whole = torch.cat([p[:size] for p, size in zip(whole.split(longest), sizes, strict=True)])
+        return whole.movedim(0, dim).contiguous()
+
+    return finish
+
+
+def begin_reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
+    longest = max(sizes)
+    moved = _leading(x, dim)
+    if any(size != longest for size in sizes):
+        moved = torch.cat([_padded(p, longest) for p in moved.split(list(sizes))])
+    reduced = _begin(_c10d.reduce_scatter_tensor, moved, "sum", axis.size, axis.group_name)
+    return lambda: reduced()[: sizes[axis.rank]].movedim(0, dim).contiguous()
+
+
+def _all_to_all(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+    return _begin(_c10d.all_to_all_single, x, received, sent, axis.group_name)()
+
+
+def all_reduce_tensor(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
+    return begin_all_reduce(x, axis, op)()
+
+
+def all_gather_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
+    return begin_all_gather(x, axis, dim, sizes)()
+
+
+def all_to_all_tensor(
+    x: torch.Tensor, axis: Axis, source: int, source_sizes: Sizes, target: int, target_sizes: Sizes
+) -> torch.Tensor:
+    """Cut along ``target``, send each rank its piece, join what comes along ``source``."""
+    if x.is_complex():  # gloo exchanges real numbers only
+        real = torch.view_as_real(x.resolve_conj())
+        return torch.view_as_complex(all_to_all_tensor(real, axis, source, source_sizes, target, target_sizes))
+    pieces = [p.contiguous() for p in x.split(list(target_sizes), dim=target)]
+    shape = list(pieces[axis.rank].shape)
+    shapes = [[*shape[:source], size, *shape[source + 1 :]] for size in source_sizes]
+    counts = [int(torch.Size(s).numel()) for s in shapes]
+    received = _all_to_all(torch.cat([p.reshape(-1) for p in pieces]), axis, counts, [p.numel() for p in pieces])
+    return torch.cat([r.reshape(s) for r, s in zip(received.split(counts), shapes, strict=True)], dim=source)
+
+
+def shifted(values: Sequence[torch.Tensor], axis: Axis) -> tuple[torch.Tensor, ...]:
+    """The values of the rank before, of the same shapes and one dtype; in one message."""
+    numel = sum(value.numel() for value in values)
+    counts = [[numel if r == (axis.rank + by) % axis.size else 0 for r in range(axis.size)] for by in (-1, 1)]
+    message = _all_to_all(torch.cat([value.reshape(-1) for value in values]), axis, *counts)
+    parts = message.split([value.numel() for value in values])
+    return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to other ranks; their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+        ctx.way_back = axis, sent, received
+        width = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
+        counts = [[n * width for n in numbers] for numbers in (received, sent)]
+        made = _all_to_all(x.reshape(-1), axis, *counts)
+        return made.view(sum(received), *x.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return exchanged_rows(gradient, *ctx.way_back), None, None, None
+
+
+def exchanged_rows(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
+    """The first ``sent[0]`` rows of x go to the first rank, and so on; ``received[r]`` rows come from rank r."""
+    return _Exchange.apply(x, axis, received, sent)
+
+
+def slice_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
+    return x.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
+
+
+def pad_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Tensor:
+    whole = x.new_zeros((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+    whole.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).copy_(x)
+    return whole
+
+
+def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
+         ) -> torch.Tensor:
+    """Carry out one action that takes a value from placement a to placement b."""
+    match action:
+        case "none":
+            return x
+        case "mask":
+            return x if axis.rank == 0 else torch.zeros_like(x)
+        case "all_reduce":
+            return begin_all_reduce(x, axis)()
+        case "all_gather":
+            return begin_all_gather(x, axis, a.dim, a_sizes)()
+        case "pad":
+            return pad_tensor(x, axis, a.dim, a_sizes)
+        case "slice":
+            return slice_tensor(x, axis, b.dim, b_sizes)
+        case "reduce_scatter":
+            return begin_reduce_scatter(x, axis, b.dim, b_sizes)()
+        case "all_to_all":
+            return all_to_all_tensor(x, axis, a.dim, a_sizes, b.dim, b_sizes)
+    raise ValueError(f"unknown action {action!r}")
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes,
+                target_sizes: Sizes, sum_dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.step, ctx.sum_dtype = (axis, source, target, source_sizes, target_sizes), sum_dtype
+        action = ACTIONS[source.kind, target.kind][0]
+        return x.view_as(x) if action == "none" else _act(action, x, axis, source, source_sizes, target, target_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        axis, source, target, source_sizes, target_sizes = ctx.step
+        summed = gradient.to(ctx.sum_dtype or gradient.dtype)
+        back = act(summed, axis, dual(target), dual(source), target_sizes, source_sizes)
+        return back.to(gradient.dtype), None, None, None, None, None, None
+
+
+def act(x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes = (),
+        target_sizes: Sizes = (), sum_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`redistribute`, where the axis is at hand."""
+    return _Redistribute.apply(x, axis, source, target, source_sizes, target_sizes, sum_dtype)
+
+
+def redistribute(
+    x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = (),
+    sum_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Take the local piece of a tensor from one placement on ``axis`` (``"S(0)"``, ``"R"``, ...) to another, backward
+    in ``sum_dtype`` if given."""
+    return act(x, groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes, target_sizes,
+               sum_dtype)
+
+
+def _named(name: str, doc: str) -> Callable[..., torch.Tensor]:
+    def step(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (),
+             target_sizes: Sizes = (), sum_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return redistribute(x, axis, source, target, source_sizes, target_sizes, sum_dtype)
+
+    step.__name__ = step.__qualname__ = name
+    step.__doc__ = doc
+    step.__module__ = __name__
+    return step
+
+
+all_gather = _named("all_gather", "S -> R or I: the whole tensor on every rank of the axis.")
+all_reduce = _named("all_reduce", "P -> I or R: the sum on every rank of the axis.")
+reduce_scatter = _named("reduce_scatter", "P -> S: each rank a piece of the sum.")
+all_to_all = _named("all_to_all", "S -> S': cut along another dim.")
+take_piece = _named("take_piece", "I or R -> S: each rank its piece; local forward.")
+place_piece = _named("place_piece", "S -> P: the piece among zeros; local.")
+only_first = _named("only_first", "I or R -> P: the value on the first rank, zeros elsewhere; local.")
+reduce_gradient = _named("reduce_gradient", "I -> R: nothing forward; backward all_reduce.")
+share_gradient = _named("share_gradient", "R -> I: nothing forward; backward keeps the first rank's.")
+
+STEP_FUNCTIONS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
+    ("S", "R"): all_gather,
+    ("S", "I"): all_gather,
+    ("S", "S"): all_to_all,
+    ("S", "P"): place_piece,
+    ("P", "I"): all_reduce,
+    ("P", "R"): all_reduce,
+    ("P", "S"): reduce_scatter,
+    ("I", "R"): reduce_gradient,
+    ("I", "S"): take_piece,
+    ("I", "P"): only_first,
+    ("R", "I"): share_gradient,
+    ("R", "S"): take_piece,
+    ("R", "P"): only_first,
+}
+
+
+def item(values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    """One result of an op that returns several."""
+    return values[index]

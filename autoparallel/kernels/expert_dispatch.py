@@ -1,0 +1,34 @@
+"""Expert dispatch: tokens and experts cut over the same axis; rows travel to their experts' ranks and back.
+
+How many rows go where depends on the data, so the ranks tell one another first (and the program waits for the numbers).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from autoparallel.kernels import groups
+from autoparallel.kernels.collectives import exchanged_rows
+from autoparallel.layout import pieces
+from autoparallel.ops.routed_experts import body_of, routed_experts
+
+
+def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_row: list[torch.Tensor],
+                       weights: list[torch.Tensor], first: int = 0, *, axes: tuple[str, ...]) -> torch.Tensor:
+    """`capture.experts.routed_experts` of this rank's tokens by all experts, of which each rank has its piece."""
+    (name,) = axes
+    axis = groups.current(name)
+    lengths = pieces(body_of(body).num_experts, axis.size)
+    ends = torch.tensor(list(itertools.accumulate(lengths)), device=ids.device)
+    owner, order = torch.sort(torch.searchsorted(ends, ids, right=True), stable=True)
+    counts = torch.bincount(owner, minlength=axis.size)
+    each = [1] * axis.size
+    sent, received = counts.tolist(), exchanged_rows(counts, axis, each, each).tolist()
+    rows = exchanged_rows(tokens[order // (ids.shape[0] // tokens.shape[0])], axis, received, sent)
+    theirs = exchanged_rows(ids[order], axis, received, sent)
+    beside = [exchanged_rows(value[order], axis, received, sent) for value in by_row]
+    made = routed_experts(body, rows, theirs, beside, weights, first)
+    back = exchanged_rows(made, axis, sent, received)
+    return torch.zeros_like(back).index_copy(0, order, back)

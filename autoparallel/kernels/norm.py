@@ -1,0 +1,79 @@
+"""Norms along a dim that is cut: the ranks add up what each row's statistics need, forward and backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from autoparallel.kernels import groups
+from autoparallel.kernels.collectives import all_reduce_tensor
+from autoparallel.kernels.groups import Axis
+from autoparallel.rules.families.windows import arguments
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+class _Normed(torch.autograd.Function):
+    """Rows [rows, piece of what is normed] over their deviation: from their mean where ``centred``, else from zero.
+
+    The gradient is that of layer norm (Ba et al. 2016): g less its mean and less what of it goes along the result.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: tuple[Axis, ...], count: int, eps: float, centred: bool) -> Tensor:
+        ctx.call = axes, count, centred
+        if centred:
+            x = x - _total(x.sum(1), axes).unsqueeze(1) / count
+        scale = torch.rsqrt(_total(x.square().sum(1), axes) / count + eps).unsqueeze(1)
+        normed = x * scale
+        ctx.save_for_backward(normed, scale)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        axes, count, centred = ctx.call
+        normed, scale = ctx.saved_tensors
+        along = (gradient * normed).sum(1)
+        sums = torch.stack([along, gradient.sum(1)] if centred else [along])
+        means = _total(sums, axes).unsqueeze(-1) / count
+        gradient = gradient - normed * means[0]
+        return (gradient - means[1] if centred else gradient) * scale, None, None, None, None
+
+
+def _total(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+    for axis in axes:
+        x = all_reduce_tensor(x, axis)
+    return x
+
+
+def norm_of_pieces(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
+                   sizes: tuple[tuple[int, int], ...], **kwargs: Any) -> Tensor:
+    """The op, a layer, RMS, group or instance norm, on pieces of the dims ``dims`` that it norms along, which have the
+    lengths ``sizes`` in the whole input and result. Weight and bias of a layer norm are pieces too."""
+    given = arguments(op, args, kwargs)
+    x: Tensor = given["input"]
+    whole = list(x.shape)
+    for dim, (size, _) in zip(dims, sizes, strict=True):
+        whole[dim] = size
+    if "normalized_shape" in given:
+        first = x.dim() - len(given["normalized_shape"])
+        rows, normed = math.prod(x.shape[:first]), math.prod(whole[first:])
+        parameters = x.shape[first:]
+    else:
+        number = given.get("num_groups", x.shape[1])
+        rows, normed = x.shape[0] * number, math.prod(whole[1:]) // number
+        parameters = torch.Size((x.shape[1], *(1 for _ in x.shape[2:])))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    eps = given["eps"] if given["eps"] is not None else torch.finfo(x.dtype).eps
+    along = tuple(groups.current(name) for name in axes)  # now: backward may run where no axes are bound
+    made = _Normed.apply(wide.reshape(rows, -1), along, normed, eps, op is not aten.rms_norm.default).view_as(wide)
+    if given["weight"] is not None:
+        made = made * given["weight"].reshape(parameters)
+    if given.get("bias") is not None:
+        made = made + given["bias"].reshape(parameters)
+    return made.to(x.dtype)

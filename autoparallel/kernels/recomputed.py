@@ -1,0 +1,113 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autoparallel.kernels import groups, rng
+
+#: What "selective" keeps (`pricing.turns.KEPT_CLASSES` prices it).
+_KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::convolution",
+         "aten::_flash_attention", "aten::_efficient_attention", "_c10d_functional::",
+         "aten::_grouped_mm", "transformers::grouped_mm_fallback")
+
+
+class Recomputed(nn.Module):
+    """A block that is computed again in backward, under the same random numbers and axes; or, with ``mode`` offload,
+    whose values are brought back then. ``in_parts``: backward comes in several parts, and what the first computed again
+    is kept for the others."""
+
+    def __init__(self, body: GraphModule, mode: str, in_parts: bool = False) -> None:
+        super().__init__()
+        self.body, self.mode, self.in_parts = body, mode, in_parts
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        if self.mode == "offload":
+            with on_host(values):
+                return self.body(*values)
+        axes, seed = groups.bound(), rng.call_seed()
+
+        def run(*again: torch.Tensor) -> Any:
+            with groups.use(axes), rng.use_seed(seed):
+                return self.body(*again)
+
+        if self.in_parts:
+            return _Again(run, values).first()
+        contexts: dict[str, Any] = {}
+        if self.mode == "selective":
+            contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+
+class _Again:
+    """One run of a block, and what backward needs of it once that has been computed again, for as long as any part of
+    backward is to come. (torch's `checkpoint` computes it again for each part; of a zero-bubble stage, whose gradients
+    of weights are made layer by layer, for each layer.)"""
+
+    def __init__(self, run: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
+        self.run, self.values, self.count = run, values, 0
+        self.saved: list[torch.Tensor] = []
+
+    def first(self) -> Any:
+        def pack(_: torch.Tensor) -> int:
+            self.count += 1
+            return self.count - 1
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: self._found()[place]):
+            return self.run(*self.values)
+
+    def _found(self) -> list[torch.Tensor]:
+        if not self.saved:
+            found = list[torch.Tensor]()
+            inputs = [value.detach().requires_grad_(value.requires_grad) for value in self.values]
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda value: found.append(value.detach()), _unused)
+            with torch.enable_grad(), hooks:
+                self.run(*inputs)
+            assert len(found) == self.count, "a block saves the same each time"
+            self.saved = found
+        return self.saved
+
+
+def _unused(_: None) -> torch.Tensor:
+    raise AssertionError("only what the first run made goes backward")
+
+
+def host_copy(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value, non_blocking=True)
+
+
+@contextmanager
+def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
+    """What autograd saves inside is moved to the host (pinned, for a GPU) and back at its use, each value once; but not
+    ``own``, which others keep anyway. (torch's `save_on_cpu` moves all that is saved, as often as it is.)"""
+    kept = {value.untyped_storage().data_ptr() for value in own}
+    moved: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # with the value itself, so that its place stays its own
+
+    def pack(value: torch.Tensor) -> Any:
+        place = value.untyped_storage().data_ptr()
+        if place in kept or not value.numel():
+            return value.detach()
+        key = place, value.storage_offset(), value.shape, value.stride(), value.dtype
+        if key not in moved:
+            moved[key] = value, host_copy(value)
+        return value.device, moved[key][1]
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else packed[1].to(packed[0], non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+    moved.clear()
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(_KEPT)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

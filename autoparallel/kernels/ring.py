@@ -1,0 +1,73 @@
+"""Ring attention: queries, keys and values all cut along the sequence; keys and values go once around the ring.
+
+Each rank attends to one piece of the keys after the other and joins the results by the logarithms of their sums
+(Liu, Zaharia, Abbeel 2023). Backward goes around again, with the gradients of keys and values riding along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from autoparallel.kernels import flash, groups
+from autoparallel.kernels.collectives import shifted
+from autoparallel.kernels.groups import Axis
+
+Tensor = torch.Tensor
+
+
+def _around(axis: Axis, causal: bool) -> Iterator[tuple[int, bool, bool]]:
+    """(turn, whether this rank sees the piece that it then holds, whether that is its own) of one time around."""
+    for turn in range(axis.size):
+        source = (axis.rank - turn) % axis.size
+        yield turn, not causal or source <= axis.rank, source == axis.rank
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: float) -> Tensor:
+        ctx.call = axis, causal, scale
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
+        logs = out.new_full(out.shape[:-1], -torch.inf)
+        key, value, state = k, v, ()
+        for turn, seen, own in _around(axis, causal):
+            if turn:
+                key, value = shifted((key, value), axis)
+            if seen:
+                part, part_logs, state = flash.attend(q, key, value, causal and own, scale)
+                joined = torch.logaddexp(logs, part_logs)
+                out = out * (logs - joined).exp().unsqueeze(-1) + part * (part_logs - joined).exp().unsqueeze(-1)
+                logs = joined
+        out = out.to(q.dtype)
+        ctx.state = state
+        ctx.save_for_backward(q, k, v, out, logs)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        axis, causal, scale = ctx.call
+        q, k, v, out, logs = ctx.saved_tensors
+        dq, dk, dv = (torch.zeros_like(x, dtype=logs.dtype) for x in (q, k, v))
+        key, value = k, v
+        for turn, seen, own in _around(axis, causal):
+            if turn:
+                key, value, dk, dv = *shifted((key, value), axis), *shifted((dk, dv), axis)
+            if seen:
+                parts = flash.attend_backward(gradient, q, key, value, out, logs, causal and own, scale,
+                                              ctx.state)
+                dq, dk, dv = (whole + part for whole, part in zip((dq, dk, dv), parts, strict=True))
+        dk, dv = shifted((dk, dv), axis)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False, axes: tuple[str, ...],
+) -> Tensor:
+    """Attention of pieces [batch, heads, sequence / n, head dim] of even lengths, cut over the one axis of ``axes``."""
+    (name,) = axes
+    return _Ring.apply(q, k, v, groups.current(name), is_causal, q.shape[-1] ** -0.5 if scale is None else scale)

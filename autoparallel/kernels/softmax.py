@@ -1,0 +1,93 @@
+"""Softmax and its kin, maxima and their places along a cut dim: the ranks exchange a few numbers of each row."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from autoparallel.kernels import groups
+from autoparallel.kernels.collectives import all_gather_tensor, all_reduce_tensor, redistribute
+from autoparallel.rules.families.windows import arguments
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+LOGARITHMS = (aten.log_softmax.int, aten.logsumexp.default)
+LEAST = (aten.argmin.default, aten.min.dim)
+
+
+def softmax_of_pieces(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
+                      sizes: tuple[tuple[int, int], ...], **kwargs: Any) -> Tensor:
+    """The op (softmax, log_softmax, logsumexp) on a piece of the dims ``dims``, which it goes along; of logsumexp the
+    result is whole."""
+    given = arguments(op, args, kwargs)
+    x: Tensor = given["self"]
+    dtype = given.get("dtype") or x.dtype
+    along = [given["dim"]] if isinstance(given["dim"], int) else list(given["dim"])
+    wide = x.to(dtype).to(torch.promote_types(dtype, torch.float32))
+    summed = op is aten.logsumexp.default
+    with torch.no_grad():
+        top = wide.amax(along, keepdim=True)
+        for name in axes:
+            top = all_reduce_tensor(top, groups.current(name), "max")
+        top = torch.where(top.isinf(), torch.zeros_like(top), top) if summed else top
+    exponentials = torch.exp(wide - top)
+    total = exponentials.sum(along, keepdim=True)
+    for name in axes:
+        total = redistribute(total, name, "P", "I" if summed else "R")
+    if summed:
+        made = torch.log(total) + top
+        return (made if given["keepdim"] else made.squeeze(along)).to(x.dtype)
+    made = wide - top - torch.log(total) if op in LOGARITHMS else exponentials / total
+    return made.to(dtype)
+
+
+def places_of_pieces(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
+                     sizes: tuple[tuple[int, int], ...], start: int, **kwargs: Any) -> Any:
+    """The op (argmax, argmin; max and min, which have values too) where dim ``dims[0]``, of which the rank's piece
+    begins at ``start``, is one that it goes along (argmax without a dim: all). Of equal values the first is the one, as
+    in one process."""
+    given = arguments(op, args, kwargs)
+    x: Tensor = given["self"]
+    dim, least = dims[0], op in LEAST
+    with torch.no_grad():
+        if given["dim"] is None:
+            value, place = _in_order(x, dim, sizes[0][0], start, least)
+        else:
+            place = _place(x, dim, least)
+            value, place = x.gather(dim, place), place + start
+        for name in axes:
+            axis = groups.current(name)
+            counts = (1,) * axis.size
+            values, places = (all_gather_tensor(t.unsqueeze(0), axis, 0, counts) for t in (value, place))
+            value = values.gather(0, _place(values, 0, least))
+            alike = (values == value) | (values.isnan() & value.isnan())
+            place = torch.where(alike, places, torch.iinfo(places.dtype).max).amin(0)
+            value = value.squeeze(0)
+    if given["dim"] is None:
+        return place.reshape((1,) * x.dim() if given["keepdim"] else ())
+    if op in (aten.max.dim, aten.min.dim):
+        own = (place >= start) & (place < start + x.shape[dim])
+        value = x.gather(dim, torch.where(own, place - start, 0)).masked_fill(~own, 0)
+        for name in axes:
+            value = redistribute(value, name, "P", "I")
+        return (value, place) if given["keepdim"] else (value.squeeze(dim), place.squeeze(dim))
+    return place if given["keepdim"] else place.squeeze(dim)
+
+
+def _place(x: Tensor, dim: int, least: bool) -> Tensor:
+    return x.argmin(dim, keepdim=True) if least else x.argmax(dim, keepdim=True)
+
+
+def _in_order(x: Tensor, dim: int, length: int, start: int, least: bool) -> tuple[Tensor, Tensor]:
+    """Best value of all, and its place in the whole's elements in order, of which dim ``dim`` has ``length``."""
+    flat = x.flatten()
+    best = _place(flat, 0, least)
+    inner = math.prod(x.shape[dim + 1:])
+    row, rest = best // inner, best % inner
+    outer, own = row // x.shape[dim], row % x.shape[dim]
+    return flat.gather(0, best), (outer * length + own + start) * inner + rest
+
+
+__all__ = ["places_of_pieces", "softmax_of_pieces"]

@@ -1,0 +1,115 @@
+"""Strategies that are not the op itself on pieces but programs of their own.
+
+A variant is called with the op's own arguments, as pieces; with ``axes``, the names of the mesh axes that it is taken
+on; and with what else it asks for (`Variant`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.nn.attention.bias import causal_lower_right
+
+from autoparallel.kernels import groups
+from autoparallel.kernels.collectives import all_reduce_tensor, redistribute
+from autoparallel.kernels.expert_dispatch import dispatched_experts
+from autoparallel.kernels.halo import on_rows, on_windows
+from autoparallel.kernels.linear_sections import cut_sections
+from autoparallel.kernels.norm import norm_of_pieces
+from autoparallel.kernels.ring import ring_attention
+from autoparallel.kernels.softmax import places_of_pieces, softmax_of_pieces
+from autoparallel.ops.embedding_bag import embedding_bag
+
+
+def vocabulary_embedding(
+    weight: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, *_: Any, start: int, axes: tuple[str, ...] = ()
+) -> torch.Tensor:
+    """Rows of ids that lie in this rank's piece of the vocabulary, zeros for the rest: a summand of the embedding.
+
+    ``weight``: [piece, hidden], whose first row is row ``start`` of the whole table.
+    """
+    own = (ids >= start) & (ids < start + weight.shape[0])
+    rows = F.embedding((ids - start).masked_fill(~own, 0), weight)
+    if padding_idx >= 0:  # that row gets no gradient
+        rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
+    return rows * own.unsqueeze(-1).to(rows.dtype)
+
+
+def vocabulary_bags(
+    weight: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, offsets: torch.Tensor | None, mode: int,
+    last: bool, padding_idx: int | None, *, start: int, axes: tuple[str, ...] = ()
+) -> torch.Tensor:
+    """Sums over the ids of each bag that lie in this rank's piece of the vocabulary: a summand of the whole sums.
+
+    ``weight``: [piece, hidden], whose first row is row ``start`` of the whole table.
+    """
+    own = (ids >= start) & (ids < start + weight.shape[0])
+    if padding_idx is not None:
+        own &= ids != padding_idx
+    counted = own.to(weight.dtype) if weights is None else weights * own.to(weight.dtype)
+    return embedding_bag(weight, (ids - start).masked_fill(~own, 0), counted, offsets, mode, last, None)
+
+
+def class_cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, weight: None = None, reduction: int = 2, ignore_index: int = -100,
+    *_: Any, start: int, axes: tuple[str, ...]
+) -> torch.Tensor:
+    """Summed cross-entropy of logits [n, piece of the classes] cut over ``axes``; target [n]; the same on every rank.
+
+    Exchanges three numbers per target: maximum, sum of exponentials, the target's own logit.
+    """
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    top = x.detach().amax(dim=1)
+    for name in axes:
+        top = all_reduce_tensor(top, groups.current(name), "max")
+    place = target - start
+    own = (place >= 0) & (place < logits.shape[1])
+    exponentials = torch.exp(x - top.unsqueeze(1)).sum(dim=1)
+    picked = x.gather(1, place.masked_fill(~own, 0).unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
+    for name in axes:
+        exponentials = redistribute(exponentials, name, "P", "I")
+        picked = redistribute(picked, name, "P", "I")
+    losses = torch.log(exponentials) + top - picked
+    return torch.where(target != ignore_index, losses, torch.zeros_like(losses)).sum().to(logits.dtype)
+
+
+def causal_queries(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: None = None, dropout_p: float = 0.0,
+    is_causal: bool = True, *, scale: float | None = None, enable_gqa: bool = False, start: int,
+    axes: tuple[str, ...] = (),
+) -> torch.Tensor:
+    """Causal attention of a piece of the queries, the first of which is query ``start``, to all keys up to its own."""
+    seen = start + q.shape[2]
+    return F.scaled_dot_product_attention(q, k[:, :, :seen], v[:, :, :seen], causal_lower_right(q.shape[2], seen),
+                                          scale=scale, enable_gqa=enable_gqa)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``start``: the (position, dim) of the operand the beginning of whose piece the function asks for (dim None: that
+    which is cut); ``cuts``: it asks for the op, and for the dim cut on each axis, with its lengths in the whole first
+    operand and result."""
+
+    function: Callable[..., Any]
+    start: tuple[int, int | None] | None = None
+    cuts: bool = False
+
+
+VARIANTS = {
+    "vocabulary": Variant(vocabulary_embedding, (0, 0)),
+    "vocabulary of bags": Variant(vocabulary_bags, (0, 0)),
+    "classes": Variant(class_cross_entropy, (0, 1)),
+    "queries": Variant(causal_queries, (0, 2)),
+    "ring": Variant(ring_attention),
+    "dispatch": Variant(dispatched_experts),
+    "windows": Variant(on_windows, cuts=True),
+    "sections": Variant(cut_sections),
+    "rows": Variant(on_rows, cuts=True),
+    "norms": Variant(norm_of_pieces, cuts=True),
+    "softmax": Variant(softmax_of_pieces, cuts=True),
+    "places": Variant(places_of_pieces, (0, None), cuts=True),
+}

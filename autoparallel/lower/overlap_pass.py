@@ -1,0 +1,106 @@
+"""Communication of parameters beside compute: gathered before they are read, gradients reduced while backward goes on.
+
+A step that takes a parameter to its readers becomes two lines, `begin_...` and `end`, with compute between them:
+
+    forward     begin: a gather is posted          end: it is waited for
+    backward    end: a reduction is posted         begin: it is waited for
+
+Autograd runs backward of what was made last first, so the place of `begin` in the program says both how early a gather
+is posted and how late a reduction is waited for. Gradients of whole parameters (nothing is sent forward) begin at the
+top, many in one bucket; of the others, the next to be read are on their way (`posting.py` says which).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch.fx import Graph, GraphModule
+from torch.fx import Node as FxNode
+
+from autoparallel.kernels.async_communication import begin_gather, begin_reductions, end
+from autoparallel.kernels.collectives import (
+    item,
+    reduce_gradient,
+)
+from autoparallel.schedule.async_windows import TOP, Event, Pair, Posting, Read, kind_of, places
+
+#: The block that a node belongs to, if any.
+BlockOf = Callable[[FxNode], str | None]
+
+
+def ended_together(module: GraphModule) -> list[list[int]]:
+    """For each `end` of whose values the program makes nothing, which of its results they are."""
+    output = module.graph.output_node()
+    place = {node: number for number, node in enumerate(output.all_input_nodes)}
+    items = [sorted(node.users, key=lambda made: made.args[1]) for node in module.graph.nodes if node.target is end]
+    return [[place[made] for made in made_here] for made_here in items
+            if all(set(made.users) == {output} for made in made_here)]
+
+
+def overlap(module: GraphModule, block_of: BlockOf | None = None) -> GraphModule:
+    """The same program, in which communication of parameters runs beside compute.
+
+    ``block_of``: blocks of which each must stay one run of nodes, so that what they read is there when they begin.
+    """
+    steps, reads = reads_of(module, block_of or (lambda node: None))
+    events, writer = Posting(reads).events, _Writer(module, steps, reads)
+    writer.run(events.get(TOP, ()))
+    seen = set[int]()
+    for node in module.graph.nodes:
+        if node.op == "call_function" and (site := node.meta["site"]) not in seen:
+            seen.add(site)
+            writer.run(events.get(site, ()))
+        writer.copy(node)
+    return GraphModule(module, writer.graph, class_name=type(module).__name__)
+
+
+def reads_of(module: GraphModule, block_of: BlockOf) -> tuple[list[FxNode], list[Read]]:
+    """The steps from parameters to their readers, in order, and what `Posting` asks of them."""
+    made = [node for node in module.graph.nodes if node.op == "call_function"]
+    place = places((node.meta["site"], block_of(node)) for node in made)
+    steps = [node for node in made if "step" in node.meta and node.meta["reads"]]
+    number, reads = {node: n for n, node in enumerate(steps)}, []
+    for node in steps:
+        step, meta = node.meta["step"], node.meta["global_meta"]
+        kind = kind_of(step.forward, step.backward, meta.requires_grad)
+        reads.append(Read(number.get(node.all_input_nodes[0]), kind, str(node.args[1]), str(meta.dtype),
+                          float(node.meta["num_bytes"]) if kind else 0.0, place[node.meta["site"]]))
+    return steps, reads
+
+
+class _Writer:
+    """Writes a program anew; ``made`` are its nodes by the old ones', ``steps`` and ``reads`` what pairs' numbers
+    mean."""
+
+    def __init__(self, module: GraphModule, steps: Sequence[FxNode], reads: Sequence[Read]) -> None:
+        self.graph, self.made, self.begun = Graph(), dict[FxNode, FxNode](), dict[Pair, FxNode]()
+        self.steps, self.reads = steps, reads
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self.copy(node)
+
+    def copy(self, node: FxNode) -> FxNode:
+        """The node, and what it needs that is not there yet (steps before a gather)."""
+        if node not in self.made:
+            self.made[node] = self.graph.node_copy(node, self.copy)
+        return self.made[node]
+
+    def run(self, events: Sequence[Event]) -> None:
+        for event in events:
+            (self._begin if event.begins else self._end)(event.pair)
+
+    def _begin(self, pair: Pair) -> None:
+        steps = [self.steps[n] for n in pair.steps]
+        first, values = steps[0], [self.copy(step.all_input_nodes[0]) for step in steps]
+        if first.target is reduce_gradient:
+            made = self.graph.call_function(begin_reductions, (first.args[1], *values), dict(first.kwargs))
+        else:
+            made = self.graph.call_function(begin_gather, (values[0], *first.args[1:]), dict(first.kwargs))
+            made.meta = {"place": self.reads[pair.steps[0]].place, "num_bytes": first.meta["num_bytes"]}
+        self.begun[pair] = made
+
+    def _end(self, pair: Pair) -> None:
+        ended = self.graph.call_function(end, (self.begun[pair],))
+        for number, step in enumerate(self.steps[n] for n in pair.steps):
+            self.made[step] = self.graph.call_function(item, (ended, number))
+            self.made[step].meta = {k: v for k, v in step.meta.items() if k != "block"}

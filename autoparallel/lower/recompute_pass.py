@@ -1,0 +1,75 @@
+"""Recompute: blocks of a program that keep their inputs only, and run again when backward needs what was inside.
+
+A block is everything under one index of a module list (`capture.blocks`), as far as it is one piece of the program.
+"full" computes all of it again, collectives too; "selective" keeps the results of matrix products, attention and
+collectives and computes the rest again. "offload" computes nothing again: what backward needs waits in the host's
+memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph, GraphModule
+from torch.fx import Node as FxNode
+
+from autoparallel.kernels.collectives import item
+from autoparallel.kernels.recomputed import Recomputed
+from autoparallel.kernels.regather import begin_gather, end, gather
+from autoparallel.lower import overlap_pass
+
+
+def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], str | None],
+                   in_parts: bool = False) -> GraphModule:
+    """The same program with each run of nodes of one block as a module that is recomputed (full, selective) or
+    offloaded; ``in_parts``: backward does not come all at once."""
+    graph = Graph()
+    made: dict[FxNode, FxNode] = {}
+    blocks: dict[str, nn.Module] = {}
+    nodes = list(program.graph.nodes)
+    for block, run in itertools.groupby(nodes, lambda n: block_of(n) if n.op == "call_function" else None):
+        members = list(run)
+        if block is None:
+            for node in members:
+                made[node] = graph.node_copy(node, made.__getitem__)
+            continue
+        inside = set(members)
+        inputs = list(dict.fromkeys(i for n in members for i in n.all_input_nodes if i not in inside))
+        outputs = [n for n in members if any(user not in inside for user in n.users)]
+        name = f"{block.replace('.', '_')}_{len(blocks)}"
+        blocks[name] = Recomputed(_block(members, inputs, outputs), mode, in_parts)
+        result = graph.call_module(name, tuple(made[i] for i in inputs))
+        for number, node in enumerate(outputs):
+            made[node] = graph.call_function(item, (result, number))
+            made[node].meta = dict(node.meta)
+    return GraphModule(blocks, graph, class_name="Turn")
+
+
+def _block(members: Sequence[FxNode], inputs: Sequence[FxNode], outputs: Sequence[FxNode]) -> GraphModule:
+    graph = Graph()
+    made: dict[FxNode, FxNode] = {}
+    for node in inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = dict(node.meta)
+    for node in members:
+        made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made[n] for n in outputs))
+    return GraphModule({}, graph, class_name="Block")
+
+
+def gather_again(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphModule:
+    """The same program with the steps for which ``gathers`` is true, and what it gathers ahead, made again in
+    backward."""
+    for node in program.graph.nodes:
+        if node.target is overlap_pass.begin_gather:
+            node.target = begin_gather
+            node.kwargs = {**node.kwargs, "place": node.meta["place"], "num_bytes": node.meta["num_bytes"]}
+        elif node.target is overlap_pass.end and node.args[0].target is begin_gather:
+            node.target = end
+        elif node.target is not item and gathers(node):
+            node.target = gather
+    program.recompile()
+    return program

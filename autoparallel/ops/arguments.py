@@ -1,0 +1,33 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoparallel.layout.shapes import Shape
+
+aten = torch.ops.aten
+
+
+#: Position of the argument that gives the result's sizes.
+SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1, aten.full.default: 0, aten.zeros.default: 0,
+                 aten.ones.default: 0}
+
+
+#: Ops whose channels, dim 1 of the result, are cut with their groups: position of the number of groups.
+GROUPS_ARGUMENT = {aten.conv1d.default: 6, aten.conv2d.default: 6, aten.conv3d.default: 6, aten.group_norm.default: 1,
+                   aten.conv_transpose1d.default: 6, aten.conv_transpose2d.input: 6, aten.conv_transpose3d.input: 6}
+
+
+def fitted(target: Any, args: Sequence[Any], made: Shape, whole: Shape) -> list[Any]:
+    """The op's arguments on pieces, which make a result of shape ``made`` and not ``whole``: its sizes, and groups."""
+    local = list(args)
+    if target in SIZE_ARGUMENT:
+        local[SIZE_ARGUMENT[target]] = list(made)
+    position = GROUPS_ARGUMENT.get(target, len(local))
+    if position < len(local) and local[position] > 1:
+        local[position] = local[position] * made[1] // whole[1]
+    return local

@@ -1,0 +1,27 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+SUM, MEAN, MAX = 0, 1, 2
+
+
+_library = torch.library.Library("autoparallel", "FRAGMENT")
+
+
+_library.define("embedding_bag(Tensor weight, Tensor ids, Tensor? weights, Tensor? offsets, int mode, bool last, "
+                "int? padding_idx) -> Tensor")
+
+
+def _embedding_bag(weight: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, offsets: torch.Tensor | None,
+                   mode: int, last: bool, padding_idx: int | None) -> torch.Tensor:
+    return F.embedding_bag(ids, weight, offsets, mode=("sum", "mean", "max")[mode], per_sample_weights=weights,
+                           include_last_offset=last, padding_idx=padding_idx)
+
+
+_library.impl("embedding_bag", _embedding_bag, "CompositeImplicitAutograd")
+
+
+embedding_bag = torch.ops.autoparallel.embedding_bag.default

@@ -1,0 +1,287 @@
+"""Micro-batches: one step's batch in pieces that take turns, with the numbers of the whole batch.
+
+A piece in time is a piece on a mesh axis whose ranks take turns, so the rules say how each value lies along it, as for
+any axis. Only what taking turns can do is allowed on the way:
+
+    I -> R                                      nothing to do: gradients accumulate
+    any step of a value that needs neither      done once for the whole batch, in the prologue (how many tokens count,
+    parameters nor a gradient                   the positions of all of them)
+    P or S at the end                           the loss is the sum of the turns' losses, an output their concatenation
+
+What else a model does across its batch (batch norm's statistics) cannot be split, and is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch.utils._pytree as pytree
+
+from autoparallel.capture import OpGraph, Ref, TensorMeta
+from autoparallel.capture.graph import Node
+from autoparallel.errors import InfeasibleError, InputError
+from autoparallel.layout import Layout, Placement, RedistributionTable, local_shape
+from autoparallel.ops.arguments import SIZE_ARGUMENT
+from autoparallel.pricing import Prices, SpacePricer
+from autoparallel.search import solve
+from autoparallel.strategies.space import Label, Link, StrategySpace
+from cost_models import Cluster
+
+LITTLE, FAULT = 1e-2, 1.0
+
+
+@dataclass(frozen=True)
+class Feed:
+    """An input of the micro-batch's program: value ``ref`` of the whole program, cut along ``dim`` (-1: whole)."""
+
+    ref: Ref
+    dim: int = -1
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A program in ``count`` turns.
+
+    ``body`` is one turn's program, whose inputs are ``feeds`` in order; ``results`` says how the turns' outputs become
+    the whole program's: P their sum, S(d) joined along d, I any of them. ``loss`` is the number of the output that
+    backward starts from (None: the program has no scalar loss).
+    """
+
+    whole: OpGraph
+    count: int
+    body: OpGraph
+    feeds: tuple[Feed, ...]
+    results: tuple[Placement | None, ...]
+    loss: int | None
+
+
+def loss_output(graph: OpGraph) -> int | None:
+    """Which output is the loss: the only one if it is a scalar, else the one named ``loss``, else a leading scalar."""
+    numbers = _numbered(graph.out_spec)
+    found = numbers if isinstance(numbers, int) else getattr(numbers, "loss", None)
+    if found is None and isinstance(numbers, Mapping):
+        found = numbers.get("loss")
+    if found is None and isinstance(numbers, (tuple, list)) and numbers:
+        found = numbers[0]
+    if not isinstance(found, int) or not isinstance(value := graph.outputs[found], Ref):
+        return None
+    return found if graph.meta(value).shape == () else None
+
+
+def _numbered(spec: pytree.TreeSpec) -> Any:
+    """A call's result with numbers for its tensors, and None for what is nested (caches cannot hold numbers)."""
+    if spec.is_leaf():
+        return 0
+    values: list[int | None] = []
+    start = 0
+    for child in spec.children():
+        values.append(start if child.is_leaf() else None)
+        start += child.num_leaves
+    assert spec.type is not None
+    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(values, spec.context)
+
+
+def batch_size(graph: OpGraph) -> int:
+    """Length of dim 0 of the first input that has dims. Raises InputError when there is none."""
+    for node in graph.of_kind("input"):
+        if node.outputs[0].shape:
+            return node.outputs[0].shape[0]
+    raise InputError("micro-batches need an input with a batch dim (dim 0); this call has none")
+
+
+def split_batch(graph: OpGraph, count: int) -> MicroBatches:
+    """The program in ``count`` turns over its batch.
+
+    Raises InputError when the count does not divide the batch, InfeasibleError when the model computes something
+    across the samples of a batch that turns cannot.
+    """
+    if count == 1:
+        return _unsplit(graph)
+    batch = batch_size(graph)
+    if count < 1 or batch % count:
+        counts = [n for n in range(1, batch + 1) if batch % n == 0]
+        raise InputError(f"{count} micro-batches do not divide the batch of {batch}: take one of {counts}")
+    space = StrategySpace(graph, (count,), ("turn",))
+    turns = _Turns(space, batch)
+    pricer = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=count)), faults=turns)
+    labels = pricer.labels_of(solve(pricer.full(), "auto", pricer=pricer).choice)
+    turns.check(labels)
+    return _Splitter(space, turns, labels, count).run()
+
+
+def _unsplit(graph: OpGraph) -> MicroBatches:
+    inputs = {int(node.path): Feed(Ref(node.index)) for node in graph.of_kind("input")}
+    feeds = tuple(inputs.get(i, Feed(Ref(-1))) for i in range(max(inputs, default=-1) + 1))
+    results = tuple(Placement("I") if isinstance(value, Ref) else None for value in graph.outputs)
+    return MicroBatches(graph, 1, graph, feeds, results, loss_output(graph))
+
+
+class _Turns:
+    """Faults of layouts along the axis of turns (see `pricing.Faults`)."""
+
+    def __init__(self, space: StrategySpace, batch: int) -> None:
+        self.space, self.batch = space, batch
+        self.loss = loss_output(space.graph)
+        self.free = _free_of_parameters(space)
+        self.most = max((k.meta.num_elements for k in space.links if k.source in self.free), default=1)
+
+    def site_faults(self, index: int) -> np.ndarray:
+        site, s = self.space.sites[index], self.space.strategies[index]
+        if site.kind not in ("parameter", "input"):
+            return np.zeros(len(s.labels))
+        shape = s.output_metas[0].shape
+        cut = site.kind == "input" and bool(shape) and shape[0] == self.batch
+        return np.array([s.output_layout(x)[0] != Placement("S", 0) if cut else s.output_layout(x)[0].is_shard
+                         for x in s.labels], dtype=float)
+
+    def link_faults(self, link: Link, table: RedistributionTable) -> np.ndarray:
+        s, t = self.space.strategies[link.source], self.space.strategies[link.target]
+        sources = [s.output_layout(x, link.output)[0] for x in s.labels]
+        targets = [t.input_layout(x, link.position)[0] for x in t.labels]
+        return np.array([[self.fault(link, p, q) for q in targets] for p in sources])
+
+    def fault(self, link: Link, source: Placement, target: Placement) -> float:
+        site = self.space.sites[link.target]
+        if site.kind == "output" and int(site.path) == self.loss:
+            return FAULT if source.kind != "P" and link.meta.requires_grad else 0.0
+        if source == target or (source.kind, target.kind) == ("I", "R") or site.kind == "output":
+            return 0.0
+        if link.source not in self.free or target.kind == "P":
+            return FAULT
+        return LITTLE * link.meta.num_elements / self.most  # a prologue's value lies whole on every rank
+
+    def check(self, labels: Sequence[Label]) -> None:
+        """Raises InfeasibleError naming what the chosen layouts still do across turns."""
+        found = []
+        for link in self.space.links:
+            source = self.space.strategies[link.source].output_layout(labels[link.source], link.output)[0]
+            target = self.space.strategies[link.target].input_layout(labels[link.target], link.position)[0]
+            if self.fault(link, source, target) >= FAULT:
+                found.append(self._describe(link))
+        for index, label in enumerate(labels):
+            if self.site_faults(index)[self.space.strategies[index].position[label]]:
+                found.append(self.space.sites[index].name)
+        if found:
+            raise InfeasibleError(
+                "the batch cannot be split into micro-batches, because the model computes across its samples: "
+                + "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+                + ". Use micro_batches=1, or a model that treats samples apart (batch norm in eval mode does)")
+
+    def _describe(self, link: Link) -> str:
+        site = self.space.sites[link.source]
+        node = self.space.graph.nodes[site.node if site.ref is None else site.ref.node]
+        return f"{node}{', ' + node.source if node.source else ''}"
+
+
+def _free_of_parameters(space: StrategySpace) -> frozenset[int]:
+    """Sites whose values need neither parameters, nor gradients, nor random numbers."""
+    found: set[int] = set()
+    for site, s in zip(space.sites, space.strategies, strict=True):
+        links = space.links_into.get(site.index, ())
+        own = site.kind in ("input", "buffer") or (site.kind == "op" and not (s.rule is not None and s.rule.random))
+        if own and not any(m.requires_grad for m in s.output_metas) and all(k.source in found for k in links):
+            found.add(site.index)
+    return frozenset(found)
+
+
+class _Splitter:
+    """Writes one turn's program."""
+
+    def __init__(self, space: StrategySpace, turns: _Turns, labels: Sequence[Label], count: int) -> None:
+        self.space, self.turns, self.labels, self.count = space, turns, labels, count
+        self.graph = space.graph
+        self.layouts: dict[Ref, Layout] = {}
+        self.site_of: dict[int, int] = {}
+        for site, s, label in zip(space.sites, space.strategies, labels, strict=True):
+            if site.ref is None:
+                self.site_of[site.node] = site.index
+                for output in range(len(s.output_metas)):
+                    self.layouts[Ref(site.node, output)] = s.output_layout(label, output)
+        self.feeds: dict[Feed, int] = {}
+        self.nodes: list[Node] = []
+        self.refs: dict[Ref | Feed, Ref] = {}
+
+    def run(self) -> MicroBatches:
+        reads = {node.index: self._reads(node) for node in self.graph.of_kind("op")}
+        needed = self._needed(reads)
+        for node in self.graph:
+            if node.index in needed and node.kind in ("parameter", "buffer"):
+                self._copy(node, node.args, node.path)
+        for index in sorted(needed):
+            for read in reads.get(index, ()):
+                if isinstance(read, Feed):
+                    self._feed(read)
+        for index in sorted(needed):
+            node = self.graph.nodes[index]
+            if node.kind == "input":
+                (placement,) = self.layouts[Ref(index)]
+                self.refs[Ref(index)] = self._feed(Feed(Ref(index), placement.dim if placement.is_shard else -1))
+        for index in sorted(needed):
+            if index in reads:
+                self._op(self.graph.nodes[index], reads[index])
+        outputs = tuple(self.refs[v] if isinstance(v, Ref) else v for v in self.graph.outputs)
+        self._add(Node(0, "output", "output", None, outputs, {}, ()))
+        mutations = {name: self.refs[ref] for name, ref in self.graph.mutations.items()}
+        body = replace(self.graph, nodes=tuple(self.nodes), outputs=outputs, mutations=mutations)
+        results = tuple(self.layouts[v][0] if isinstance(v, Ref) else None for v in self.graph.outputs)
+        return MicroBatches(self.graph, self.count, body, tuple(self.feeds), results, self.turns.loss)
+
+    def _reads(self, node: Node) -> list[Ref | Feed]:
+        """What the node's turn reads, in argument order: the value itself, or a feed in its place."""
+        found: list[Ref | Feed] = []
+        site = self.site_of[node.index]
+        strategies = self.space.strategies[site]
+        for link, ref in zip(self.space.links_into.get(site, ()), node.inputs, strict=True):
+            source = self.space.strategies[link.source].output_layout(self.labels[link.source], link.output)[0]
+            target = strategies.input_layout(self.labels[site], link.position)[0]
+            same = source == target or (source.kind, target.kind) == ("I", "R")
+            found.append(ref if same else Feed(ref, target.dim if target.is_shard else -1))
+        return found
+
+    def _needed(self, reads: Mapping[int, Sequence[Ref | Feed]]) -> set[int]:
+        stack = [v.node for v in (*self.graph.outputs, *self.graph.mutations.values()) if isinstance(v, Ref)]
+        needed: set[int] = set()
+        while stack:
+            index = stack.pop()
+            if index not in needed:
+                needed.add(index)
+                stack.extend(read.node for read in reads.get(index, ()) if isinstance(read, Ref))
+        return needed
+
+    def _local(self, meta: TensorMeta, layout: Layout) -> TensorMeta:
+        return replace(meta, shape=local_shape(meta.shape, layout, (self.count,), (0,)))
+
+    def _add(self, node: Node) -> Node:
+        made = replace(node, index=len(self.nodes))
+        self.nodes.append(made)
+        return made
+
+    def _copy(self, node: Node, args: tuple[object, ...], path: str) -> None:
+        outputs = tuple(self._local(m, self.layouts[Ref(node.index, o)]) for o, m in enumerate(node.outputs))
+        made = self._add(replace(node, args=args, outputs=outputs, path=path))
+        for output in range(len(outputs)):
+            self.refs[Ref(node.index, output)] = Ref(made.index, output)
+
+    def _feed(self, feed: Feed) -> Ref:
+        if feed not in self.refs:
+            node, number = self.graph.nodes[feed.ref.node], len(self.feeds)
+            layout = (Placement("S", feed.dim) if feed.dim >= 0 else Placement("I"),)
+            meta = self._local(node.outputs[feed.ref.output], layout)
+            name = node.name if node.kind == "input" and feed.dim >= 0 else f"{node.name}_whole_{number}"
+            made = self._add(Node(0, name, "input", None, (), {}, (meta,), path=str(number)))
+            self.feeds[feed] = number
+            self.refs[feed] = Ref(made.index)
+        return self.refs[feed]
+
+    def _op(self, node: Node, reads: Sequence[Ref | Feed]) -> None:
+        values = iter(reads)
+        args, kwargs = pytree.tree_map(
+            lambda leaf: self.refs[next(values)] if isinstance(leaf, Ref) else leaf, (node.args, dict(node.kwargs))
+        )
+        if (position := SIZE_ARGUMENT.get(node.target)) is not None:
+            shape = self._local(node.outputs[0], self.layouts[Ref(node.index)]).shape
+            args = (*args[:position], list(shape), *args[position + 1 :])
+        self._copy(replace(node, kwargs=kwargs), args, node.path)

@@ -1,0 +1,350 @@
+"""Pipeline stages: a program cut anywhere between its ops into parts that run on different devices.
+
+All stages share one strategy space and one plan, so a value that crosses a cut has one layout. What does not depend on
+the inputs (views of weights) goes to every stage that reads it, and so does what depends neither on parameters nor on
+a gradient (masks, positions): computing it again is cheaper than sending it. A value that is read further down (skip
+connections, an encoder's output) travels through the stages between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoparallel.capture.blocks import equal_blocks
+from autoparallel.errors import InfeasibleError, InputError, PlanError
+from autoparallel.plans import Hybrid
+from autoparallel.pricing import Prices, site_seconds
+from autoparallel.schedule.stage import Part, Value
+from autoparallel.strategies.space import Label, Link, StrategySpace
+from cost_models import collectives
+
+#: After so many moves of each cut on average the stages are as even as they will be.
+MOST_MOVES = 10
+MOST_LIMITS = 16
+
+
+@dataclass(frozen=True)
+class Stages:
+    """``parts`` in order."""
+
+    parts: tuple[Part, ...]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def of_sites(self, num_sites: int) -> list[tuple[int, ...]]:
+        """The stages that have each site, in order; what no stage needs counts on the first."""
+        if len(self) == 1:
+            return [(0,)] * num_sites
+        return [tuple(s for s, part in enumerate(self.parts) if index in part.sites) or (0,)
+                for index in range(num_sites)]
+
+    def sent_bytes(self, space: StrategySpace, labels: Sequence[Label]) -> list[float]:
+        """Bytes that one rank sends over each cut for one micro-batch, one way."""
+        found = []
+        for part in self.parts[:-1]:
+            metas = [(space.strategies[site], labels[site], output) for site, output in part.sent]
+            found.append(sum(
+                float(space.spaces(s.output_metas[o]).local_elements[s.outputs[o][s.position[label]]])
+                * s.output_metas[o].dtype.itemsize for s, label, o in metas
+            ))
+        return found
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a program computes from what: ``main`` sites in order (ops and hubs on the way from input to loss),
+    and ``repeated`` ones, which every stage that needs them runs itself."""
+
+    space: StrategySpace
+    main: tuple[int, ...]
+    repeated: frozenset[int]
+
+
+def flow_of(space: StrategySpace, loss: int) -> Flow:
+    """The sites on which the loss and the buffers' new values depend."""
+    needed = _needed(space, [s.index for s in space.sites if s.kind == "update" or s.name == f"output:{loss}"])
+    fed: set[int] = set()  # from an input, through something with a gradient or a parameter
+    plain: set[int] = set()  # neither parameters nor gradients
+    for site in space.sites:
+        sources = [k.source for k in space.links_into.get(site.index, ())]
+        s = space.strategies[site.index]
+        random = s.rule is not None and s.rule.random
+        if site.kind in ("input", "buffer"):
+            if not s.output_metas[0].requires_grad:
+                plain.add(site.index)
+            else:
+                fed.add(site.index)
+        elif site.kind != "parameter" and not random and all(k in plain for k in sources):
+            plain.add(site.index)
+        elif site.kind != "parameter" and (random or any(k in plain or k in fed for k in sources)):
+            fed.add(site.index)
+    kinds = ("op", "hub")
+    main = tuple(s.index for s in space.sites if s.kind in kinds and s.index in fed and s.index in needed)
+    return Flow(space, main, frozenset(s.index for s in space.sites if s.index in needed) - set(main))
+
+
+def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
+    needed: set[int] = set()
+    stack = list(ends)
+    while stack:
+        index = stack.pop()
+        if index not in needed:
+            needed.add(index)
+            stack.extend(k.source for k in space.links_into.get(index, ()))
+    return needed
+
+
+def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, labels: Sequence[Label] | None = None
+               ) -> tuple[str, ...]:
+    """Names of the sites at which stages 1 .. begin, so that the slowest rank of the pipeline has least to compute and
+    to send: of a plan with ``labels``, or else at the ops' best."""
+    space = prices.space
+    if labels is None:
+        seconds = np.array([prices.op(s).total_s.min() if site.kind == "op" else 0.0
+                            for site, s in zip(space.sites, space.strategies, strict=True)])
+    else:
+        seconds = _alike(space, site_seconds(prices, hybrid, labels))
+    link = prices.cluster.group((hybrid.pipeline_ranks, *space.mesh_shape), 0)
+
+    def send_s(num_bytes: np.ndarray) -> np.ndarray:
+        return np.where(num_bytes > 0, collectives.send_recv_s(num_bytes, link), 0.0)
+
+    flow = flow_of(space, _loss(loss))
+    cuts = cut_evenly(flow, seconds, hybrid.stages, hybrid.groups, lambda k: _local_bytes(space, k, labels), send_s)
+    return tuple(space.sites[index].name for index in cuts)
+
+
+def _alike(space: StrategySpace, seconds: np.ndarray) -> np.ndarray:
+    """With the mean over equal blocks at each of their sites: which of them memory makes slower is decided after the
+    cuts."""
+    site_of = {(site.kind, site.node if site.ref is None else site.ref.node): site.index for site in space.sites}
+    found = seconds.copy()
+    for blocks, kind in itertools.product(equal_blocks(space.graph), ("op", "hub")):
+        for nodes in zip(*(block.nodes for block in blocks), strict=True):
+            sites = [site_of[kind, node] for node in nodes if (kind, node) in site_of]
+            if sites:
+                found[sites] = seconds[sites].mean()
+    return found
+
+
+def _local_bytes(space: StrategySpace, link: Link, labels: Sequence[Label] | None) -> float:
+    """Of the value that a link reads, on a rank; of an even piece where no labels say how it lies."""
+    if labels is None:
+        return link.meta.num_bytes / math.prod(space.mesh_shape)
+    s = space.strategies[link.source]
+    layout = s.outputs[link.output][s.position[labels[link.source]]]
+    return float(space.spaces(link.meta).local_elements[layout]) * link.meta.dtype.itemsize
+
+
+def stages_of(space: StrategySpace, loss: int | None, hybrid: Hybrid) -> Stages:
+    """The stages of a plan; a program without a pipeline is one stage of all sites.
+
+    Raises PlanError when a cut is not at an op on the way to the loss.
+    """
+    if hybrid.stages == 1:
+        return Stages((Part(frozenset(range(len(space)))),))
+    flow = flow_of(space, _loss(loss))
+    places = {space.sites[index].name: index for index in flow.main if space.sites[index].kind == "op"}
+    unknown = [name for name in hybrid.cuts if name not in places]
+    cuts = sorted(places[name] for name in hybrid.cuts if name in places)
+    if unknown or len(set(cuts)) != hybrid.stages - 1:
+        raise PlanError(f"cuts {list(hybrid.cuts)} do not make {hybrid.stages} stages: "
+                        + (f"{unknown} are no ops on the way to the loss" if unknown else "each must be another op"))
+    return cut(flow, cuts, _loss(loss))
+
+
+def _loss(loss: int | None) -> int:
+    if loss is None:
+        raise InputError("a pipeline needs a scalar loss: return the loss from the model, alone, first in a tuple, or "
+                         "as `loss` of a structure")
+    return loss
+
+
+def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, groups: Sequence[int], num_bytes: Callable[[Link], float],
+               send_s: Callable[[np.ndarray], np.ndarray]) -> tuple[int, ...]:
+    """Sites at which stages 1 .. count - 1 begin: of all places that send at most so much those that make the slowest
+    stage fastest, for that so much with which the slowest rank is; then moved while that is better still. Stages are
+    dealt out to ``groups`` of so many ranks, which share the seconds of theirs. ``seconds`` by site; ``send_s`` of
+    bytes, for which both stages beside a cut wait.
+
+    Raises InfeasibleError when there are fewer ops than stages.
+    """
+    ops = [i for i in flow.main if flow.space.sites[i].kind == "op"]
+    if len(ops) < count:
+        raise InfeasibleError(f"{len(ops)} ops cannot be cut into {count} pipeline stages: take at most {len(ops)}")
+    before, sent = np.concatenate([[0.0], np.cumsum(seconds[ops])]), _sent_bytes(flow, ops, num_bytes)
+    loads = _Loads(before, np.concatenate([[0.0], send_s(sent[1:]), [0.0]]), np.array(groups))
+    limits = np.unique(sent[1:])
+    tried = [1 + np.flatnonzero(sent[1:] <= limit) for limit in (*limits[:MOST_LIMITS], limits[-1])]
+    best = min((loads.even(places, count) for places in tried if len(places) >= count - 1),
+               key=lambda cuts: float(loads.of_ranks(cuts).max()))
+    return tuple(ops[c] for c in loads.evened(best))
+
+
+@dataclass(frozen=True, eq=False)
+class _Loads:
+    """Seconds that ranks take: ``before[c]`` is computed before place c, a cut there takes both stages ``sends[c]``;
+    ranks of one of the ``groups`` share what its stages take."""
+
+    before: np.ndarray
+    sends: np.ndarray
+    groups: np.ndarray
+
+    def _ranks(self, stage: int) -> int:
+        return int(self.groups[stage % len(self.groups)])
+
+    def of_ranks(self, cuts: np.ndarray) -> np.ndarray:
+        places = np.concatenate([[0], cuts, [len(self.before) - 1]])
+        stages = np.diff(self.before[places]) + self.sends[places[:-1]] + self.sends[places[1:]]
+        of_group = np.array([stages[g :: len(self.groups)].sum() for g in range(len(self.groups))])
+        return of_group / self.groups
+
+    def even(self, places: np.ndarray, count: int) -> np.ndarray:
+        """The count - 1 places whose slowest stage takes least; of equally good ones those nearest to even parts."""
+        end = len(self.before) - 1
+        stops = np.append(places, end)
+        ranks = np.cumsum([self._ranks(stage) for stage in range(count)])
+        low, high = self.before[-1] / ranks[-1], float(self.before[-1] + 2 * self.sends.max())
+        while high - low > 1e-4 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._enough(stops, middle, count) else (middle, high)
+        furthest = self._furthest(stops, high)
+        reaching = self._reaching(furthest, count)
+        cuts: list[int] = []
+        for stage in range(1, count):
+            last = cuts[-1] if cuts else -1
+            furthest_stop = int(furthest[self._ranks(stage - 1)][last + 1])
+            most = min(max(furthest_stop, last + 1), len(places) - (count - stage))
+            least = min(max(last + 1, reaching[stage]), most)
+            near = np.abs(self.before[stops[least : most + 1]] - self.before[-1] * ranks[stage - 1] / ranks[-1])
+            cuts.append(least + int(near.argmin()))
+        return places[cuts]
+
+    def _furthest(self, stops: np.ndarray, most_s: float) -> dict[int, np.ndarray]:
+        """By number of ranks, from the beginning and from each stop on: the last stop that a stage reaches, each of its
+        ranks in at most so many seconds."""
+        reached = np.minimum.accumulate((self.before[stops] + self.sends[stops])[::-1])[::-1]
+        begins = np.append(0, stops)
+        starts = self.before[begins] - self.sends[begins]
+        return {ranks: np.searchsorted(reached, starts + ranks * most_s, side="right") - 1
+                for ranks in set(self.groups.tolist())}
+
+    def _enough(self, stops: np.ndarray, most_s: float, count: int) -> bool:
+        """Whether so many stages of at most so many seconds of each rank reach the end."""
+        furthest, begin = self._furthest(stops, most_s), 0
+        for stage in range(count):
+            last = int(furthest[self._ranks(stage)][begin])
+            if last < begin:
+                return False
+            begin = last + 1
+            if begin == len(stops):
+                return True
+        return False
+
+    def _reaching(self, furthest: Mapping[int, np.ndarray], count: int) -> list[int]:
+        """For each stage, the number of the first stop from which it and those after it reach the end."""
+        numbers = np.arange(len(furthest[self._ranks(0)]))  # of the beginning and of each stop
+        reaches, found = numbers == numbers[-1], [0] * count
+        for stage in range(count - 1, 0, -1):
+            last = furthest[self._ranks(stage)]
+            reaches = reaches | (np.append(reaches[1:], True)[last] & (last >= numbers))
+            found[stage] = int(reaches[1:].argmax())
+        return found
+
+    def evened(self, cuts: np.ndarray) -> np.ndarray:
+        """Move one cut of the slowest rank after the other, while that and its neighbour then take less."""
+        cuts = cuts.copy()
+        for _ in range(MOST_MOVES * len(cuts)):
+            loads = self.of_ranks(cuts)
+            slowest = int(loads.argmax())
+            found = [self._best_place(cuts, loads, number) for number in range(len(cuts))
+                     if slowest in (number % len(loads), (number + 1) % len(loads))]
+            most, number, place = min(found, default=(math.inf, 0, 0))
+            if most >= loads[slowest] * (1 - 1e-9):
+                break
+            cuts[number] = place
+        return cuts
+
+    def _best_place(self, cuts: np.ndarray, loads: np.ndarray, number: int) -> tuple[float, int, int]:
+        """(what the slower of the ranks beside a cut takes, the cut's number, its place), at the best place."""
+        around = np.concatenate([[0], cuts, [len(self.before) - 1]])
+        low, here, high = around[number : number + 3]
+        places = np.arange(low + 1, high)
+        later = self.before[places] - self.before[here]
+        sent = self.sends[places] - self.sends[here]
+        left = loads[number % len(loads)] + (sent + later) / self._ranks(number)
+        right = loads[(number + 1) % len(loads)] + (sent - later) / self._ranks(number + 1)
+        most = np.maximum(left, right)
+        return float(most.min()), number, int(places[most.argmin()])
+
+
+def _sent_bytes(flow: Flow, ops: Sequence[int], num_bytes: Callable[[Link], float]) -> np.ndarray:
+    """Bytes that a cut before each of the ops sends."""
+    space, main = flow.space, frozenset(flow.main)
+    last: dict[tuple[int, int], int] = {}
+    sizes: dict[tuple[int, int], float] = {}
+    for link in space.links:
+        if {link.source, link.target} <= main and space.sites[link.target].kind != "hub":  # a hub lies with its value
+            value = (link.source, link.output)
+            last[value] = max(last.get(value, 0), link.target)
+            sizes[value] = num_bytes(link)
+    change = np.zeros(len(ops) + 1)
+    for value, end in last.items():
+        change[bisect_right(ops, value[0])] += sizes[value]
+        change[bisect_right(ops, end)] -= sizes[value]
+    return np.cumsum(change[:-1])
+
+
+def cut(flow: Flow, cuts: Sequence[int], loss: int) -> Stages:
+    """The stages that begin at these sites (the first begins with the program)."""
+    space, count = flow.space, len(cuts) + 1
+    stage_of = {index: bisect_right(cuts, index) for index in flow.main}
+    for index in flow.main:  # a hub reads where its value is made
+        if space.sites[index].kind == "hub":
+            stage_of[index] = stage_of[space.links_into[index][0].source]
+    for site in space.sites:
+        if site.name == f"output:{loss}":
+            stage_of[site.index] = count - 1
+        elif site.kind == "update":
+            stage_of[site.index] = max(
+                (stage_of[k.source] for k in space.links_into[site.index] if k.source in stage_of), default=0
+            )
+    sites = [_with_repeated(flow, {i for i, s in stage_of.items() if s == stage}, stage_of) for stage in range(count)]
+    crossing = _crossing(space, sites, stage_of)
+    parts = []
+    for stage in range(count):
+        received = tuple(v for v, (made, used) in crossing.items() if made < stage <= used)
+        sent = tuple(v for v, (made, used) in crossing.items() if made <= stage < used)
+        parts.append(Part(frozenset(sites[stage]), received, sent))
+    return Stages(tuple(parts))
+
+
+def _with_repeated(flow: Flow, own: set[int], stage_of: dict[int, int]) -> set[int]:
+    """The stage's own sites and all repeated ones on which they depend."""
+    found, stack = set(own), list(own)
+    while stack:
+        for link in flow.space.links_into.get(stack.pop(), ()):
+            if link.source not in stage_of and link.source not in found:
+                found.add(link.source)
+                stack.append(link.source)
+    return found
+
+
+def _crossing(space: StrategySpace, sites: Sequence[set[int]], stage_of: dict[int, int]
+              ) -> dict[Value, tuple[int, int]]:
+    """For each value that a later stage reads: (the stage that makes it, the last that reads it), in order."""
+    last: dict[Value, int] = {}
+    for stage, members in enumerate(sites):
+        for index in members:
+            for link in space.links_into.get(index, ()):
+                if link.source in stage_of and stage_of[link.source] < stage:
+                    value = (link.source, link.output)
+                    last[value] = max(last.get(value, 0), stage)
+    return {value: (stage_of[value[0]], used) for value, used in sorted(last.items())}

@@ -1,0 +1,138 @@
+"""The classical plans, as restrictions of the same strategy space: ddp, fsdp, tensor_parallel, sequence_parallel.
+
+A baseline gives each mesh axis a role. A role says how parameters lie and which steps their links and the activations'
+links may take; whatever else a plan does is counted as a fault, and the search finds the plan with the fewest faults
+(none, where the model allows the classical plan) and among those the cheapest.
+
+    | role     | parameters                | their links           | activations' links                    |
+    |----------|---------------------------|-----------------------|---------------------------------------|
+    | data     | whole                     | I -> R (all-reduce of | none (P -> I for batch statistics)    |
+    |          |                           | the gradient)         |                                       |
+    | shard    | S(first dim that can; of  | S -> R                | the same                              |
+    |          | several axes: any)        |                       |                                       |
+    | tensor   | matrices S, the rest whole| none                  | I -> R, P -> I                        |
+    | sequence | the same                  | I -> R                | S(1) -> R, P -> S(1)                  |
+
+With several axes, tensor and sequence parallelism take the last (the fastest links) and data parallelism the others.
+A gather over all axes at once (FSDP's) sends a rank's own piece through the slow links, and so do two that go over the
+slow axis first: pieces along another dim than the fast axis has allow that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autoparallel.capture import TensorMeta
+from autoparallel.errors import PlanError
+from autoparallel.layout import Placement, RedistributionTable
+from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES
+from autoparallel.strategies.space import Link, StrategySpace
+
+LITTLE, IMPOSSIBLE = 1e-2, 1e6
+NAMES = ("ddp", "fsdp", "tensor_parallel", "sequence_parallel")
+_ROLES = {"ddp": ("data", "data"), "fsdp": ("shard", "shard"), "tensor_parallel": ("data", "tensor"),
+          "sequence_parallel": ("data", "sequence")}
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """Faults of choices and links under one role per mesh axis."""
+
+    name: str
+    space: StrategySpace
+    roles: tuple[str, ...]
+    _made: dict[tuple[bool, TensorMeta], np.ndarray] = field(default_factory=dict, repr=False)
+
+    def site_faults(self, index: int) -> np.ndarray:
+        """Faults by strategy of a site: a parameter or input that lies otherwise than its role says."""
+        site, s = self.space.sites[index], self.space.strategies[index]
+        faults = np.zeros(len(s.labels))
+        if site.kind not in ("parameter", "input"):
+            return faults
+        for axis, role in enumerate(self.roles):
+            good = self._good_rows(index, axis, role)
+            faults += ~np.array([r in good for r in s.array[:, axis]], dtype=bool)
+        return faults
+
+    def _good_rows(self, index: int, axis: int, role: str) -> set[int]:
+        site, s = self.space.sites[index], self.space.strategies[index]
+        rows = {row.outputs[0]: r for r, row in enumerate(s.rows)}
+        possible = {s.rows[r].outputs[0]: r for r in set(s.array[:, axis].tolist())}
+        shards = sorted(p for p in possible if p.is_shard)
+        whole = {rows[Placement("I")]}
+        if site.kind == "input":
+            return {possible[shards[0]]} if role in ("data", "shard") and shards and shards[0].dim == 0 else whole
+        if role == "shard" and shards:
+            return {possible[p] for p in (shards if len(self.roles) > 1 else shards[:1])}
+        if role in ("tensor", "sequence") and shards and index in self._matrices:
+            vector = len(s.output_metas[0].shape) < 2  # the bias of a matrix lies as the matrix makes it
+            return {possible[p] for p in shards} | (whole if vector else set())
+        return whole
+
+    @cached_property
+    def _matrices(self) -> frozenset[int]:
+        return _matrix_parameters(self.space)
+
+    def link_faults(self, link: Link, table: RedistributionTable) -> np.ndarray:
+        """Faults by (strategy of source, strategy of target): steps on the way that the roles do not allow."""
+        rows = self.space.strategies[link.source].outputs[link.output]
+        columns = self.space.strategies[link.target].inputs[link.position]
+        return np.minimum(self._faults(link, table)[np.ix_(rows, columns)], IMPOSSIBLE)
+
+    def _faults(self, link: Link, table: RedistributionTable) -> np.ndarray:
+        of_parameter = self.space.sites[link.source].kind == "parameter" or self._is_parameter_hub(link.source)
+        meta = link.meta
+        key = (of_parameter, meta)
+        if key not in self._made:
+
+            def fault(axis: int, source: Placement, target: Placement, before: np.ndarray, _: np.ndarray) -> np.ndarray:
+                return np.full(len(before), step_fault(self.roles[axis], of_parameter, meta, source, target))
+
+            self._made[key] = table.sum_along(fault)
+        return self._made[key]
+
+    def _is_parameter_hub(self, index: int) -> bool:
+        if self.space.sites[index].kind != "hub":
+            return False
+        return all(self.space.sites[k.source].kind == "parameter" for k in self.space.links_into[index])
+
+
+def step_fault(role: str, of_parameter: bool, meta: TensorMeta, source: Placement, target: Placement) -> float:
+    """0 for a local step and for what the role is made of, little for what it may need, 1 for anything else."""
+    actions = ACTIONS[source.kind, target.kind]
+    pair = source.kind + target.kind
+    if pair == "SP":  # the way round: zeros and a sum instead of a gather
+        return 1.0
+    if meta.num_elements <= 1 or not (set(actions) if meta.requires_grad else {actions[0]}) & COLLECTIVES:
+        return 0.0
+    if of_parameter:
+        return 0.0 if pair in {"data": ("IR",), "shard": ("SR",), "tensor": (), "sequence": ("IR",)}[role] else 1.0
+    if role == "tensor":
+        return 0.0 if pair in ("IR", "PI") else 1.0
+    if role == "sequence":
+        return 0.0 if (pair == "SR" and source.dim == 1) or (pair == "PS" and target.dim == 1) else 1.0
+    return LITTLE if pair in ("PI", "PR", "IR") else 1.0  # statistics over the batch
+
+
+def _matrix_parameters(space: StrategySpace) -> frozenset[int]:
+    """Parameters that a matrix product or convolution reads, also through views."""
+    found: set[int] = set()
+    for link in reversed(space.links):
+        rule = space.strategies[link.target].rule
+        passes_on = (rule is not None and rule.alias) or space.sites[link.target].kind == "hub"
+        heavy = rule is not None and rule.op_class in ("matmul", "conv")
+        if heavy or (passes_on and link.target in found):
+            found.add(link.source)
+    return frozenset(found)
+
+
+def baseline(name: str, space: StrategySpace) -> Baseline:
+    """The baseline of that name for a strategy space. Raises PlanError for an unknown name."""
+    if name not in _ROLES:
+        raise PlanError(f"unknown baseline {name!r}; there are {list(NAMES)}")
+    outer, last = _ROLES[name]
+    return Baseline(name, space, (outer,) * (len(space.mesh_shape) - 1) + (last,))
+

@@ -1,0 +1,52 @@
+"""Layouts block by block: equal blocks with equal strategies are told once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoparallel.capture import Node, find_blocks
+from autoparallel.layout import layout_str
+from autoparallel.plans import BlockLayouts
+from autoparallel.strategies.space import Label, StrategySpace
+
+#: Ops worth a line: those that cost something or join the others.
+_DULL = ("aten.reshape.", "aten.permute.", "aten.expand.", "aten.slice.", "aten.select.", "aten.detach.")
+
+
+def block_layouts(space: StrategySpace, labels: Sequence[Label]) -> tuple[BlockLayouts, ...]:
+    """One entry per distinct block and set of strategies, in execution order; everything outside blocks comes first."""
+    blocks, nodes = find_blocks(space.graph), space.graph.nodes
+    site_of = {site.node: site.index for site in space.sites if site.kind == "op"}
+    inside = {index for block in blocks for index in block.nodes}
+    outside = [index for index in site_of if index not in inside and _is_told(nodes[index])]
+    found: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
+    told: dict[int, list[int]] = {}  # which ops of the blocks of a template
+    known: dict[object, tuple[tuple[str, str, str], ...]] = {}
+
+    def lines(ops: Sequence[int], path: str) -> tuple[tuple[str, str, str], ...]:
+        both = [(space.strategies[site_of[index]], labels[site_of[index]]) for index in ops]
+        return tuple((_name(nodes[index], path), "·".join(s.names(label)), layout_str(s.output_layout(label)))
+                     for index, (s, label) in zip(ops, both, strict=True))
+
+    if outside:
+        found[lines(outside, "")] = ["outside blocks"]
+    for block in blocks:
+        if block.template not in told:
+            told[block.template] = [place for place, index in enumerate(block.nodes) if _is_told(nodes[index])]
+        ops = [block.nodes[place] for place in told[block.template]]
+        seen = (block.template, tuple([labels[site_of[index]] for index in ops]),
+                tuple([nodes[index].module_path[len(block.path):] for index in ops]))
+        if seen not in known:
+            known[seen] = lines(ops, block.path)
+        found.setdefault(known[seen], []).append(block.path)
+    return tuple(BlockLayouts(tuple(paths), lines) for lines, paths in found.items() if lines)
+
+
+def _is_told(node: Node) -> bool:
+    return any(m.requires_grad for m in node.outputs) and not node.op_name.startswith(_DULL)
+
+
+def _name(node: Node, path: str) -> str:
+    """Where in its block an op is, and what it is."""
+    where = node.module_path.removeprefix(path).lstrip(".")
+    return f"{where} {node.op_name.removeprefix('aten.').rsplit('.', 1)[0]}".strip()

@@ -1,0 +1,441 @@
+"""What combinations there are of pipeline, mesh, micro-batches, ZeRO and recompute, and the seconds of each.
+
+Every combination is priced on a sketch of the model, in a fraction of a second, those first that promise most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+
+import numpy as np
+
+from autoparallel.capture import OpGraph
+from autoparallel.errors import PlanError
+from autoparallel.partition.microbatch import MicroBatches, batch_size, split_batch
+from autoparallel.planning.reduced_model import Sketch, sketch
+from autoparallel.plans import Hybrid
+from autoparallel.pricing import Prices, SpacePricer, Turns, equal_stages_s
+from autoparallel.pricing.overlap_simulation import least_exposed
+from autoparallel.pricing.prediction import estimate
+from autoparallel.schedule.in_flight import in_flight
+from autoparallel.schedule.step_config import RECOMPUTE
+from autoparallel.search import plan_within
+from autoparallel.search.low_width.solve import Outcome
+from autoparallel.search.model.problem import Problem
+from autoparallel.strategies.space import Label, StrategySpace
+from cost_models import Cluster
+
+SOLVE_S, SOLVE_GAP = 3.0, 0.02
+SHARE_OF_FIRST = 0.7
+#: How much of the logarithm of estimate / bound another candidate need not share, for each step between the two.
+SPREAD, UNFIT = 0.25, 4.0
+#: Steps between gathering parameters for each use and not: what the one takes says little of the other.
+FAR = 3.0
+#: Above so many times the best estimate a bound is enough.
+WORTH = 1.35
+MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the user decides; None is searched."""
+
+    micro_batches: int | None = None
+    pipeline_stages: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+    zero_stage: int | None = None
+    mesh_shape: tuple[int, ...] | None = None
+    reduce_dtype: str | None = None
+    replicas: tuple[int, ...] = ()
+
+
+#: Labels for the sites of a space of the whole model.
+First = Callable[[StrategySpace], Sequence[Label]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination, with its estimated seconds (inf: does not fit) and the plan of a sketch that they are of, which
+    was given ``room``, a share of the memory limit."""
+
+    hybrid: Hybrid
+    mesh_shape: tuple[int, ...]
+    estimate_s: float = math.inf
+    first: First | None = field(default=None, compare=False, repr=False)
+    room: float = 1.0
+
+    @property
+    def key(self) -> tuple[Hybrid, tuple[int, ...]]:
+        """What it combines."""
+        return self.hybrid, self.mesh_shape
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the seconds are a bound, of no plan."""
+        return self.first is None and self.estimate_s < math.inf
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Candidates that were estimated, the best first; how many more cannot fit or have a bound above the best estimate,
+    for how many there was no time, below how many seconds no step of any that may fit can be, and bytes that each
+    needs at least."""
+
+    candidates: tuple[Candidate, ...]
+    pruned: int
+    left: int
+    bound_s: float
+    least_bytes: float = math.inf
+
+    @property
+    def without_plan(self) -> int:
+        """For how many no plan that fits was found (there is none, or it takes longer than an estimate may)."""
+        return sum(c.estimate_s == math.inf for c in self.candidates)
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+class JointSearch:
+    """Estimates combinations for one program on one cluster."""
+
+    def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float) -> None:
+        self.known: dict[tuple[Hybrid, tuple[int, ...]], Candidate] = {}
+        self.cluster, self.fixed, self.optimizer, self.limit = cluster, fixed, optimizer, limit_bytes
+        self.sketch: Sketch = sketch(graph)
+        self.batch = batch_size(graph)
+        self._split: dict[int, MicroBatches] = {}
+        self._prices: dict[object, Prices] = {}
+        self._live: dict[str, Mapping[tuple[str, bool], float]] = {}
+        self._least: dict[int, tuple[float, float]] = {}
+
+    # --- what there is ----------------------------------------------------------------------------------------------
+
+    def shapes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """(pipeline ranks, mesh of a stage): pipelines of all lengths, stages of one or two axes, the last within
+        hosts' reach."""
+        count, fixed = self.cluster.num_devices, self.fixed
+        if fixed.mesh_shape is not None:
+            whole = fixed.pipeline_stages in (None, 1)
+            yield (1, fixed.mesh_shape) if whole else (fixed.mesh_shape[0], fixed.mesh_shape[1:] or (1,))
+            return
+        for ranks in divisors(count):
+            if ranks > min(MOST_PIPELINE, max(1, self.sketch.num_blocks)) or not self._pipeline_allowed(ranks):
+                continue
+            rest = count // ranks
+            for inner in divisors(rest):
+                if inner == rest > 1:  # the same single axis as with 1
+                    continue
+                if inner <= MOST_INNER and (rest <= 8 or inner in (1, 2, 4, 8, 16, 32, 64)):
+                    yield ranks, (rest,) if inner == 1 else (rest // inner, inner)
+
+    def _pipeline_allowed(self, ranks: int) -> bool:
+        stages = self.fixed.pipeline_stages
+        if self.fixed.replicas:
+            return ranks == sum(self.fixed.replicas)
+        return stages is None or (stages % ranks == 0 and (ranks > 1) == (stages > 1))
+
+    def turns(self, ranks: int) -> list[int]:
+        """Counts of micro-batches: for a pipeline whole rounds over its ranks, if the batch has such divisors."""
+        if self.fixed.micro_batches is not None:
+            return [self.fixed.micro_batches]
+        found = [m for m in divisors(self.batch) if m <= max(MOST_TURNS, MOST_ROUNDS * ranks)]
+        if ranks == 1:
+            return [m for m in found if m & (m - 1) == 0]
+        if self.fixed.replicas:
+            return [m for m in found if m % math.lcm(*self.fixed.replicas) == 0]
+        return [m for m in found if m % ranks == 0] or [m for m in found if m >= ranks][:3] or found[-1:]
+
+    def hybrids(self, ranks: int, turns: int) -> Iterator[Hybrid]:
+        """The first round: 1F1B, and interleaved with several stages on a rank (what a long pipeline needs that has not
+        many times more micro-batches than ranks); parameters gathered per step or per use."""
+        fixed = self.fixed
+        for (schedule, stages), recompute, zero in itertools.product(
+            self._schedules(ranks),
+            [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
+            [fixed.zero_stage] if fixed.zero_stage is not None else [2 if turns == 1 else 1, 3],
+        ):
+            yield from self._valid(turns, stages, ranks, schedule, zero, recompute)
+
+    def _valid(self, turns: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str) -> Iterator[Hybrid]:
+        """The combination, if it is one."""
+        with suppress(PlanError):
+            yield Hybrid(turns, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
+                         reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas)
+
+    def _schedules(self, ranks: int) -> list[tuple[str, int]]:
+        """Schedules of the first round, with their stages."""
+        fixed = self.fixed
+        several = self._chunks(ranks)
+        even = [c for c in several if self.sketch.num_blocks % (c * ranks) == 0]
+        chunks = max(even or several, default=1)
+        counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
+        if ranks == 1 or fixed.replicas:
+            return [(fixed.schedule or "1f1b", fixed.pipeline_stages or 1)]
+        return [(fixed.schedule or ("1f1b" if n == ranks else "interleaved"), n) for n in counts]
+
+    def around(self, best: Candidate) -> Iterator[Candidate]:
+        """What the first round left out around one of its best: other schedules, ZeRO stages and recompute; half and
+        twice the micro-batches and inner axis, with as many stages on a rank as there may be."""
+        h, fixed, ranks = best.hybrid, self.fixed, best.hybrid.pipeline_ranks
+        recompute = [fixed.recompute] if fixed.recompute else ["none", "selective", "full"]
+        counts = [fixed.pipeline_stages] if fixed.pipeline_stages else [c * ranks for c in self._chunks(ranks)]
+        for schedule, again, zero, count in itertools.product(
+            [fixed.schedule] if fixed.schedule else ["1f1b", "zero_bubble", "interleaved"], recompute,
+            [fixed.zero_stage] if fixed.zero_stage is not None else [1, 2, 3], counts,
+        ):
+            if h.stages > 1 or schedule == h.schedule:
+                for hybrid in self._valid(h.micro_batches, count, ranks, schedule, zero, again):
+                    yield Candidate(hybrid, best.mesh_shape)
+        for turns, shape, again, count in itertools.product(
+            _beside(h.micro_batches, self.turns(ranks)),
+            [shape for count, shape in self.shapes() if count == ranks and _near(shape, best.mesh_shape)],
+            recompute, counts,
+        ):
+            schedule = fixed.schedule or ("interleaved" if count > ranks else "1f1b")
+            for hybrid in self._valid(turns, count, ranks, schedule, h.zero_stage, again):
+                yield Candidate(hybrid, shape)
+
+    def _chunks(self, ranks: int) -> list[int]:
+        """How many stages a rank of so many may have."""
+        most = MOST_CHUNKS if ranks > 1 else 1
+        return [c for c in range(1, most + 1) if c * ranks <= max(1, self.sketch.num_blocks)]
+
+    # --- what it costs ----------------------------------------------------------------------------------------------
+
+    def _micro(self, count: int) -> MicroBatches:
+        if count not in self._split:
+            self._split[count] = split_batch(self.sketch.graph, count)
+        return self._split[count]
+
+    def _prices_of(self, turns: int, ranks: int, shape: tuple[int, ...]) -> Prices:
+        key = (turns, ranks, shape)
+        if key not in self._prices:
+            space = StrategySpace(self._micro(turns).body, shape)
+            self._prices[key] = Prices(space, self.cluster, self.optimizer, stages=ranks)
+        return self._prices[key]
+
+    def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
+        """The candidate with its estimated seconds; with a bound only (and no `first`) above `WORTH` times the best."""
+        h, limit = candidate.hybrid, candidate.room * self.limit
+        prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
+        counts, held = self.sketch.counts(prices.space), self.sketch.held(prices.space, h)
+        pricer = SpacePricer(prices, limit, turns=Turns(prices.space, h, counts=counts, held=held))
+        problem = pricer.full()
+        if least_live_bytes(problem, len(prices.space)) > limit:
+            return replace(candidate, estimate_s=math.inf)
+        least = min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)  # seconds of a step for one of all its ranks
+        ways = [pricer]  # what may run beside compute counts as hidden as far as it may, then not at all
+        if (share := least_exposed(pricer)) != pricer.exposed:
+            ways.insert(0, pricer.exposing(share))
+        made = []
+        for way in ways:
+            found = plan_within(way.full_like(problem), SOLVE_GAP, SOLVE_S, way, WORTH * best_s / least)
+            if found is not None and found.choice is not None:
+                made.append(self._judged(candidate, pricer, found))
+            elif not made:
+                return replace(candidate, estimate_s=least * found.lower_bound if found is not None else math.inf)
+        return min(made, key=lambda c: c.estimate_s)
+
+    def _judged(self, candidate: Candidate, pricer: SpacePricer, found: Outcome) -> Candidate:
+        """The candidate with a plan of its sketch, and the seconds of a step of that."""
+        assert found.choice is not None
+        labels = pricer.labels_of(found.choice)
+        first = partial(self.sketch.labels, small=pricer.space, labels=labels)
+        # Many blocks that do not all do the same come near the bound, which the few of a sketch cannot.
+        share = found.lower_bound / found.objective if self.sketch.twins else 1.0
+        return replace(candidate, estimate_s=share * estimate(pricer, labels), first=first)
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """A bound below the peak: parameters, and what lives from forward to backward, cut evenly over all devices."""
+        h = candidate.hybrid
+        kept = self._kept(h.recompute)
+        chunks = range(0, h.stages, h.pipeline_ranks)
+        copies = sum(in_flight(h, stage) for stage in chunks) / len(chunks)
+        always = kept["state", True] / h.pipeline_ranks + kept["state", False]
+        copies = 0.0 if h.recompute == "offload" else copies  # which lie on the host
+        turns = (kept["turn", True] * copies / h.pipeline_ranks + kept["turn", False]) / h.micro_batches
+        return (always + turns) / math.prod(candidate.mesh_shape)
+
+    def _kept(self, recompute: str) -> Mapping[tuple[str, bool], float]:
+        """Bytes of the whole program that are there between forward and backward: of the state or of a turn, and inside
+        the blocks or not."""
+        if recompute not in self._live:
+            space = self._whole
+            inside = self.sketch.inside(space)
+            pricer = SpacePricer(self._whole_prices(1), turns=Turns(
+                space, Hybrid(recompute=recompute), counts=self.sketch.counts(space)))
+            found = dict.fromkeys(itertools.product(("state", "turn"), (True, False)), 0.0)
+            for site, node in zip(space.sites, pricer.full().nodes, strict=True):
+                if node.interval[0] <= len(space) < node.interval[1]:
+                    state = site.kind in ("parameter", "buffer")
+                    count = pricer.turns.counts[site.index]
+                    found["state" if state else "turn", inside[site.index]] += count * float(node.usages.min())
+            self._live[recompute] = found
+        return self._live[recompute]
+
+    @cached_property
+    def _whole(self) -> StrategySpace:
+        """The program of the whole batch on one device."""
+        return StrategySpace(self.sketch.graph, (1,))
+
+    def _whole_prices(self, spread: int) -> Prices:
+        return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)
+
+    def oddity(self, candidate: Candidate) -> float:
+        """Factors of two by which a candidate is not what people would try: its inner axis is not a host, a turn has
+        fewer samples than pieces to make of them, and (four times, for what does not fit is of no use) what its bound
+        leaves of memory is less than half. An order to begin with, and no more."""
+        shape, host = candidate.mesh_shape, self.cluster.links[0].num_devices
+        inner = shape[-1] if len(shape) > 1 or shape[0] <= host else 1
+        samples, pieces = self.batch / candidate.hybrid.micro_batches, math.prod(shape) / inner
+        factors = (2 * self.least_bytes(candidate) / self.limit, pieces / samples)
+        full, few = (math.log2(max(1.0, factor)) for factor in factors)
+        return abs(math.log2(inner / min(host, math.prod(shape)))) + few + 4 * full
+
+    def floor(self, candidate: Candidate) -> float:
+        """A bound below the estimate: each op of the whole batch cut evenly over all devices of its stage, and no
+        communication."""
+        h = candidate.hybrid
+        forward, backward = self._least_compute(h.micro_batches * math.prod(candidate.mesh_shape))
+        again = 2.0 if h.recompute == "full" else 1.0
+        return equal_stages_s(h, h.micro_batches * (again * forward + backward))
+
+    def _least_compute(self, pieces: int) -> tuple[float, float]:
+        """Seconds (forward, backward) of one of so many even pieces of the program's ops."""
+        if pieces not in self._least:
+            space, found, prices = self._whole, [0.0, 0.0], self._whole_prices(pieces)
+            for site, s in zip(space.sites, space.strategies, strict=True):
+                if site.kind == "op":
+                    count, price = self.sketch.stands_for.get(site.name, 1), prices.op(s)
+                    found[0] += count * float(price.forward_s.min())
+                    found[1] += count * float(price.backward_s.min())
+            self._least[pieces] = (found[0], found[1])
+        return self._least[pieces]
+
+    def run(self, deadline: float = math.inf) -> Survey:
+        """All candidates worth an estimate, best first; those known already are not estimated again. One of each length
+        of pipeline comes before all others."""
+        first = [
+            Candidate(hybrid, shape)
+            for ranks, shape in self.shapes() for turns in self.turns(ranks) for hybrid in self.hybrids(ranks, turns)
+        ]
+        tried = {c.key: c for c in first}
+        seen = {c.hybrid.pipeline_ranks for c in self.known.values()}
+        for ranks in sorted({c.hybrid.pipeline_ranks for c in first} - seen):
+            self._estimate_all([c for c in first if c.hybrid.pipeline_ranks == ranks], deadline, math.inf, most=1)
+        for patience in (1.0, math.inf):  # what promises to be better, then whatever may be
+            now = time.monotonic()
+            self._estimate_all(first, now + SHARE_OF_FIRST * (deadline - now), patience)
+            expanded: set[object] = set()
+            while (best := self._best_outside(expanded)) is not None:
+                expanded.add(best.key)
+                second = {c.key: c for c in self.around(best)}
+                self._estimate_all(list(second.values()), deadline, patience)
+                tried.update(second)
+        best_s = min((c.estimate_s for c in self.known.values()), default=math.inf)
+        tried |= self.known
+        may_fit = [c for c in tried.values() if self.least_bytes(c) <= self.limit]
+        left = sum(c.key not in self.known and self.floor(c) < best_s for c in may_fit)
+        estimated = [c for c in self.known.values() if not c.is_bound]
+        bound_s = min((self.floor(_keeping_all(c)) for c in may_fit), default=math.inf)
+        return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), len(tried) - left - len(estimated), left,
+                      bound_s, min(map(self.least_bytes, tried.values()), default=math.inf))
+
+    def _best_outside(self, seen: set[object]) -> Candidate | None:
+        """Of the three best that fit one that was not seen yet."""
+        fit = [c for c in self.known.values() if c.estimate_s < math.inf]
+        return next((c for c in sorted(fit, key=lambda c: c.estimate_s)[:3] if c.key not in seen), None)
+
+    def _estimate_all(self, candidates: Sequence[Candidate], deadline: float, patience: float, most: float = math.inf
+                      ) -> None:
+        """Estimate those whose bound is below the best estimate and that may fit, the most promising first, as long as
+        they promise less than ``patience`` times the best; at ``most`` so many."""
+        best = min((c.estimate_s for c in self.known.values()), default=math.inf)
+        new = [c for c in candidates if c.key not in self.known and self.least_bytes(c) <= self.limit]
+        order = _Promise(new, self.floor, self.oddity, self.least_bytes)
+        for estimated in self.known.values():
+            order.learn(estimated)
+        while most > 0 and time.monotonic() < deadline and (candidate := order.next(best, patience)) is not None:
+            most -= 1
+            made = self.known[candidate.key] = self.estimate(candidate, best)
+            order.learn(made)
+            best = min(best, made.estimate_s)
+
+
+class _Promise:
+    """Which candidate to estimate next: the one with the least expected seconds.
+
+    Estimates exceed bounds by what is sent and what does not divide, alike for candidates that are alike: each factor
+    of two in ranks, axes or micro-batches, and each other difference, is a step, and the excess (as a logarithm) is
+    expected to fall by at most `SPREAD` a step. What is odd (`JointSearch.oddity`) is expected to be dear at first.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], floor: Callable[[Candidate], float],
+                 oddity: Callable[[Candidate], float], least_bytes: Callable[[Candidate], float]) -> None:
+        self.candidates, self.floor, self.least_bytes = list(candidates), floor, least_bytes
+        self.bytes = np.array([least_bytes(c) for c in self.candidates])
+        self.floors = np.array([floor(c) for c in self.candidates])
+        self.places = np.array([_place(c) for c in self.candidates])
+        self.excess = SPREAD * np.array([oddity(c) for c in self.candidates])
+        self.open = np.ones(len(self.candidates), bool)
+
+    def next(self, best_s: float, patience: float) -> Candidate | None:
+        """None where all have a bound above the best estimate, or promise more than ``patience`` times it."""
+        expected = np.where(self.open & (self.floors < best_s), self.floors * np.exp(self.excess), math.inf)
+        if min(expected, default=math.inf) >= patience * best_s:
+            return None
+        number = int(expected.argmin())
+        self.open[number] = False
+        return self.candidates[number]
+
+    def learn(self, candidate: Candidate) -> None:
+        """Take an estimate into account; what does not fit counts as `UNFIT` times its bound, for what needs as much
+        memory or more."""
+        if not len(self.candidates):
+            return
+        steps = np.abs(self.places - np.array(_place(candidate))).sum(axis=1)
+        excess = math.log(min(candidate.estimate_s / self.floor(candidate), UNFIT)) - SPREAD * steps
+        alike = (candidate.estimate_s < math.inf) | (self.bytes >= self.least_bytes(candidate))
+        self.excess = np.where(alike, np.maximum(self.excess, excess), self.excess)
+
+
+def _keeping_all(candidate: Candidate) -> Candidate:
+    """Without recompute: a plan may do it for some blocks only."""
+    return replace(candidate, hybrid=replace(candidate.hybrid, recompute="none"))
+
+
+def _place(candidate: Candidate) -> tuple[float, ...]:
+    """Coordinates in which a step is one difference (gathering parameters for each use is `FAR` from not)."""
+    h, shape = candidate.hybrid, candidate.mesh_shape
+    inner = shape[-1] if len(shape) > 1 else 1
+    sizes = (h.pipeline_ranks, h.stages / h.pipeline_ranks, h.micro_batches, inner)
+    return (*(math.log2(n) for n in sizes), FAR * (h.zero_stage == 3), float(RECOMPUTE.index(h.recompute)),
+            float(h.schedule == "zero_bubble"))
+
+
+def _beside(count: int, counts: Sequence[int]) -> list[int]:
+    """The count, the one before it and the one after it."""
+    place = counts.index(count) if count in counts else 0
+    return list(counts[max(0, place - 1) : place + 2])
+
+
+def _near(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether the inner axis is the same, half or twice the other."""
+    inner, by = (s[-1] if len(s) > 1 else 1 for s in (shape, other))
+    return max(inner, by) <= 2 * min(inner, by)
+
+
+def least_live_bytes(problem: Problem, turn: int) -> float:
+    """A lower bound on the peak: what must live at the turn from forward to backward, at its smallest."""
+    count = len(problem.nodes)
+    begin, end = problem.intervals[:count].T
+    return float(problem.usages[:count].each(np.min)[(begin <= turn) & (turn < end)].sum())

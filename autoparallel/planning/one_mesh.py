@@ -1,0 +1,250 @@
+"""One plan, on one mesh: program -> strategy space -> prices -> problem -> solution -> plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.garbage import collected_later
+from autoparallel.layout import Layout
+from autoparallel.partition import (
+    MicroBatches,
+    Stages,
+    Ungathered,
+    blocks_by_stage,
+    fewest_recomputed,
+    place_cuts,
+    stages_of,
+    stored_in_pieces,
+)
+from autoparallel.planning.baselines import baseline
+from autoparallel.planning.joint_candidates import First
+from autoparallel.planning.options import Options
+from autoparallel.planning.study import TIME_LIMIT_S, Study
+from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
+from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
+from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed
+from autoparallel.report import block_layouts
+from autoparallel.search import plan_within, solve
+from autoparallel.search.alternatives import conflict
+from autoparallel.search.model.problem import Problem, Solution, evaluate
+from autoparallel.strategies.space import Label, StrategySpace
+from cost_models import Cluster
+
+#: Into how many searches recompute="auto" divides its time.
+RECOMPUTE_TRIES = 4
+#: The plan by which stages are cut: as good as that, or as good as can be found in so many seconds.
+ROUGH_GAP, ROUGH_S = 0.02, 3.0
+
+
+@collected_later()
+def plan_on(
+    micro: MicroBatches,
+    cluster: Cluster,
+    mesh_shape: tuple[int, ...],
+    axis_names: Sequence[str] | None,
+    options: Options,
+    hybrid: Hybrid,
+    first: First | None = None,
+) -> Plan:
+    """Space, prices, problem, solution, plan; with the CPU seconds of each."""
+    clock = _Clock()
+    space = StrategySpace(micro.body, mesh_shape, axis_names)
+    clock.lap("strategies")
+    return plan_in(space, micro, cluster, options, {}, hybrid, clock, first)
+
+
+@collected_later()
+def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
+             placed: Mapping[str, Layout], hybrid: Hybrid, clock: _Clock | None = None,
+             first: First | None = None) -> Plan:
+    """The plan that a search finds; ``first`` gives labels for it to begin with, where pins allow them."""
+    if options.recompute == "auto":
+        return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
+    clock = clock or _Clock()
+    prices = Prices(space, cluster, options.optimizer, direct=options.baseline is not None,
+                    stages=hybrid.pipeline_ranks)
+    allowed = apply_pins(space, options.pins or {})
+    if options.zero_stage:
+        allowed = {**stored_in_pieces(space), **allowed}
+    allowed.update(_placed_choices(space, placed))
+    faults = _faults(space, options)
+    limit, begin = options.limit_bytes(cluster), first(space) if first is not None else None
+
+    def priced(hybrid: Hybrid) -> tuple[Stages, SpacePricer]:
+        stages = stages_of(space, micro.loss, hybrid)
+        turns = Turns(space, hybrid, stages.of_sites(len(space)))
+        return stages, SpacePricer(prices, limit, allowed, faults, turns)
+
+    if hybrid.stages > 1 and not hybrid.cuts:
+        if begin is None:
+            begin = _rough_labels(priced(replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid)))[1])
+        hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid, begin))
+    stages, pricer = priced(hybrid)
+    problem = pricer.full()
+    clock.lap("pricing")
+    try:
+        solution = solve(problem, options.search, options.time_limit_s, pricer, options.progress,
+                         pricer.choice_near(begin) if begin is not None else None)
+    except InfeasibleError as error:
+        raise _naming_pins(error, pricer, options) from None
+    clock.lap("search")
+    if faults is not None:  # told apart from the price of the plan that they led to
+        labels, pricer = pricer.labels_of(solution.choice), SpacePricer(prices, limit, allowed, turns=pricer.turns)
+        return _plan_of(pricer, pricer.full(), solution, labels, options, clock, stages)
+    if first is None:
+        solution = _faster_hiding(pricer, problem, solution, options, clock)
+    make = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
+    elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
+    study = Study(pricer, problem, solution, lambda labels, found: make(found, labels), elsewhere)
+    return replace(make(solution, pricer.labels_of(solution.choice)), study=study)
+
+
+def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,
+               placed: Mapping[str, Layout], stages: Stages, cluster: Cluster, limit_bytes: float, held: bool) -> Plan:
+    """A solution (if held), or the best plan, for other machines or another memory limit. Raises as `plan` does."""
+    options = replace(options, memory_limit_bytes=limit_bytes, progress=None,
+                      time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
+    space, hybrid = pricer.space, pricer.turns.hybrid
+    if not held:
+        return plan_in(space, micro, cluster, options, placed, hybrid)
+    prices = Prices(space, cluster, options.optimizer, stages=hybrid.pipeline_ranks)
+    there = SpacePricer(prices, limit_bytes, pricer.allowed, turns=pricer.turns)
+    return _plan_of(there, there.full(), solution, pricer.labels_of(solution.choice), options, _Clock(), stages)
+
+
+def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock
+                   ) -> Solution:
+    """Of a solution, and the one where communication of parameters runs beside compute as far as it may, the faster
+    when run; the latter is judged by the problem where nothing does."""
+    share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
+    if share == (1.0, 1.0) or solution.stop_reason == "interrupted":
+        return solution
+    hiding = pricer.exposing(share)
+    try:
+        if left <= 0:
+            raise SearchError(f"the first search took the {options.time_limit_s:g} s that both have")
+        found = solve(hiding.full_like(problem), options.search, left, hiding, options.progress, solution.choice)
+    except (InfeasibleError, SearchError, KeyboardInterrupt) as error:
+        reason = f"{solution.stop_reason}; not searched for what runs beside compute: {str(error) or 'interrupted'}"
+        return replace(solution, stop_reason=reason)
+    finally:
+        clock.lap("search beside compute")
+    if found.choice == solution.choice:
+        return solution
+    judged = evaluate(problem, found.choice)
+    rival = replace(solution, choice=found.choice, objective=judged.objective, peak_bytes=judged.peak_bytes,
+                    stop_reason="faster beside compute")
+    return min(solution, rival, key=lambda one: one.objective - hidden_s(pricer, pricer.labels_of(one.choice)))
+
+
+def _rough_labels(pricer: SpacePricer) -> list[Label] | None:
+    """Labels of about the plan that will be found, by which to cut stages evenly."""
+    found = plan_within(pricer.full(), ROUGH_GAP, ROUGH_S, pricer)
+    return pricer.labels_of(found.choice) if found is not None and found.choice is not None else None
+
+
+def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
+                      placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
+    """The plan without recompute, if one fits; else the fastest that computes some blocks again."""
+    started = time.monotonic()
+    within = replace(options, recompute=None, time_limit_s=options.time_limit_s / RECOMPUTE_TRIES)
+    make = partial(plan_in, space, micro, cluster, within, placed)
+    try:
+        return make(hybrid)
+    except InfeasibleError:
+        whole = make(replace(hybrid, recompute="full"))
+    blocks = blocks_by_stage(space, stages_of(space, micro.loss, whole.hybrid))
+    return fewest_recomputed(whole, blocks, lambda again: make(replace(whole.hybrid, recompute_blocks=again)),
+                             started + options.time_limit_s)
+
+
+def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) -> InfeasibleError:
+    """The error; where pins leave no plan, it names a smallest set of them that does."""
+    free = SpacePricer(pricer.prices, pricer.limit_bytes, turns=pricer.turns)
+    pins = {
+        pattern: {site: np.searchsorted(free.choices(site), numbers).tolist()
+                  for site, numbers in apply_pins(free.space, {pattern: pin}).items()}
+        for pattern, pin in (options.pins or {}).items()
+    }
+    found = conflict(free.full(), pins, options.time_limit_s) if pins else None
+    if found is not None and found.pins:
+        error.args = (f"{error} {found.explanation(pricer.limit_bytes)}",)
+    return error
+
+
+def _faults(space: StrategySpace, options: Options) -> Faults | None:
+    if options.baseline:
+        return baseline(options.baseline, space)
+    return Ungathered(space) if options.zero_stage == 0 else None
+
+
+def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: Sequence[Label], options: Options,
+             clock: _Clock, stages: Stages) -> Plan:
+    space = pricer.space
+    judged = evaluate(problem, pricer.choice_of(labels))
+    named = f"baseline {options.baseline}" if options.baseline else "zero_stage=0" if options.zero_stage == 0 else ""
+    evidence = Evidence(
+        solution.solver, judged.objective, judged.objective if named else solution.lower_bound,
+        0.0 if named else solution.gap, named or solution.stop_reason,
+        {**clock.seconds, **{f"search: {k}": v for k, v in solution.seconds.items()}},
+    )
+    names, which = pricer.each("names", pricer.site_codes(labels), lambda at: space.strategies[at].names(labels[at]))
+    strategies = {site.name: names[kind] for site, kind in zip(space.sites, which.tolist(), strict=True)}
+    prediction = predict(pricer, problem, labels, judged.peak_bytes, stages.sent_bytes(space, labels))
+    _check_host(prediction, pricer.prices.cluster)
+    return Plan(
+        fingerprint=space.graph.fingerprint,
+        mesh_shape=space.mesh_shape,
+        axis_names=space.axis_names,
+        strategies=strategies,
+        cluster=pricer.prices.cluster.name,
+        evidence=evidence,
+        prediction=prediction,
+        blocks=block_layouts(space, labels),
+        pins=pin_strings(space, options.pins or {}),
+        direct=pricer.prices.direct,
+        hybrid=pricer.turns.hybrid,
+    )
+
+
+def _check_host(prediction: Prediction, cluster: Cluster) -> None:
+    """Raises InfeasibleError when a device's share of its host's memory cannot hold what is offloaded."""
+    share = cluster.host.memory_bytes / min(cluster.links[0].num_devices, cluster.num_devices)
+    if share and prediction.host_bytes > share:
+        raise InfeasibleError(f"recompute='offload' needs {prediction.host_bytes:.3g} bytes of the host's memory for "
+                              f"each device, and {cluster.name} has {share:.3g}: take more micro-batches or "
+                              "recompute='full'")
+
+
+def _placed_choices(space: StrategySpace, placed: Mapping[str, Layout]) -> dict[int, np.ndarray]:
+    """Parameters that lie on the mesh already stay where they are."""
+    found = {}
+    for site in space.sites:
+        if site.kind == "parameter" and site.path in placed:
+            s = space.strategies[site.index]
+            found[site.index] = np.array([
+                c for c, label in enumerate(s.labels) if s.output_layout(label) == placed[site.path]
+            ])
+    return found
+
+
+class _Clock:
+    """CPU seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.process_time()
+
+    def lap(self, phase: str) -> None:
+        now = time.process_time()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+
+__all__ = ["plan_in", "plan_on"]

@@ -1,0 +1,218 @@
+"""What users give `plan` and `compile` beside a cluster or mesh: options and calls, checked as they come."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autoparallel.errors import (
+    AutoparallelError,
+    CaptureError,
+    ClusterError,
+    InputError,
+    MeshError,
+    PinError,
+    PlanError,
+    SearchError,
+    shown,
+)
+from autoparallel.planning.baselines import NAMES
+from autoparallel.plans import Hybrid
+from autoparallel.schedule.step_config import RECOMPUTE, REDUCE_DTYPES, SCHEDULES
+from autoparallel.search import SEARCHES, Progress
+from cost_models import Cluster
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `plan` and `compile` share.
+
+    ``search``: auto, ilp, recursive or exact. ``pins``: placements by name pattern. ``baseline``: a classical plan
+    instead of the search's own. ``memory_limit_bytes`` per device (None: what the device has; inf: no limit).
+    ``optimizer``: whose state is counted. ``time_limit_s`` bounds the search, and Ctrl-C ends it
+    with the best plan so far. ``progress``: called as `search.solve` says.
+
+    A step in turns (see `plans.Hybrid`): ``micro_batches``, ``pipeline_stages`` (over the mesh's first axis, of which
+    they are a multiple, or ``stage_replicas`` says how many ranks of that axis take turns on each stage), ``schedule``,
+    ``recompute`` (none, selective, full, offload; or auto: whole blocks in full, as few as memory allows).
+    ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3 store each in as many pieces as it can be cut into;
+    None leaves that to the search. ``reduce_dtype``: the type in which gradients are summed ("float32", "bfloat16",
+    "float16"; None: each parameter's own).
+    """
+
+    search: str = "auto"
+    pins: Mapping[str, Any] | None = None
+    baseline: str | None = None
+    memory_limit_bytes: float | None = None
+    optimizer: str = "adamw"
+    time_limit_s: float = 60.0
+    micro_batches: int | None = None
+    pipeline_stages: int | None = None
+    stage_replicas: Sequence[int] | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+    zero_stage: int | None = None
+    reduce_dtype: str | None = None
+    progress: Progress | None = None
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline_stages or len(self.stage_replicas or ()) or 1
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """``stage_replicas`` as a plan has it: nothing where each stage has one rank."""
+        found = tuple(self.stage_replicas or ())
+        return found if any(ranks != 1 for ranks in found) or len(found) != self.stages else ()
+
+    def hybrid(self, pipeline_ranks: int) -> Hybrid:
+        """How a step runs, on so many ranks of the pipeline axis. Raises PlanError for what does not go together."""
+        turns = 1 if self.micro_batches is None else self.micro_batches
+        zero_stage = (2 if turns == 1 else 1) if self.zero_stage is None else self.zero_stage
+        return Hybrid(turns, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
+                      recompute="none" if self.recompute in (None, "auto") else self.recompute,
+                      reduce_dtype=self.reduce_dtype, replicas=self.replicas)
+
+    def limit_bytes(self, cluster: Cluster) -> float:
+        """Bytes that a plan may take on a device."""
+        return cluster.device.usable_bytes if self.memory_limit_bytes is None else self.memory_limit_bytes
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Options as users write them.
+
+    Raises PlanError (of ``search`` SearchError, of ``pins`` PinError) that names the option that cannot be.
+    """
+    known = [f.name for f in fields(Options)]
+    for name, value in given.items():
+        if name in _ELSEWHERE:
+            raise PlanError(f"{name} belongs to autoparallel.{_ELSEWHERE[name]}")
+        if name not in known:
+            raise PlanError(f"unknown option {name!r}; there are {difflib.get_close_matches(name, known) or known}")
+        if value is None and getattr(Options, name) is None:
+            continue
+        if isinstance(wanted := _WANTED[name], tuple):
+            if isinstance(value, bool) or not isinstance(value, (str, Integral)) or value not in wanted:
+                raise _ERRORS.get(name, PlanError)(f"unknown {name} {shown(value)}; there are {list(wanted)}")
+        elif not wanted.holds(value):
+            raise _ERRORS.get(name, PlanError)(f"{name} is {shown(value)}: give {wanted.text}")
+    return Options(**given)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What an option may be, in words and as a question."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and (0 <= value < 1e300 or value == math.inf)  # what a float can be
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0 and all(map(_is_count, value))
+
+
+_COUNT = _Wanted("a whole number, 1 or more", _is_count)
+_WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
+    "search": SEARCHES,
+    "pins": _Wanted("placements by name pattern: {'*.weight': (Replicate(), Shard(0)), 'ids': {'data': Shard(0)}}",
+                    lambda value: isinstance(value, Mapping) and all(isinstance(k, str) for k in value)),
+    "baseline": NAMES,
+    "memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more (70e9; inf: no limit)", _is_amount),
+    "optimizer": _Wanted("a name, for example 'adamw'", lambda value: isinstance(value, str)),
+    "time_limit_s": _Wanted("seconds as a number, 0 or more", _is_amount),
+    "micro_batches": _COUNT,
+    "pipeline_stages": _COUNT,
+    "stage_replicas": _Wanted("how many ranks take turns on each stage, for example (1, 3)", _are_counts),
+    "schedule": SCHEDULES,
+    "recompute": (*RECOMPUTE, "auto"),
+    "zero_stage": (0, 1, 2, 3),
+    "reduce_dtype": REDUCE_DTYPES,
+    "progress": _Wanted("a function", callable),
+}
+#: Keywords that only one of `plan` and `compile` has, given to the other: whose they are, and what to write.
+_ELSEWHERE = {
+    "joint": "plan: write plan = autoparallel.plan(model, cluster, example_inputs=..., joint=True), then "
+             "autoparallel.compile(model, mesh, plan=plan)",
+    "mesh_shape": "plan: a mesh has its axes, as init_device_mesh(device_type, (2, 4)) makes them; for a count of "
+                  "devices the search finds them",
+    "axis_names": "plan: a mesh names its own axes, init_device_mesh(..., mesh_dim_names=('data', 'model'))",
+    "mesh": "compile: give plan a cluster, and mesh_shape=(2, 4) to fix its axes",
+    "inputs": "compile: plan takes the examples of the whole batch",
+    "check_inputs": "compile, whose module compares what its ranks are called with",
+    "plan": "compile, which runs it: autoparallel.compile(model, mesh, plan=plan)",
+}
+_ERRORS: Mapping[str, type[AutoparallelError]] = {"search": SearchError, "pins": PinError}
+
+
+#: Modules that run on several ranks by themselves.
+PARALLEL = frozenset({"autoparallel.runtime.module.ParallelModule",
+                      "torch.nn.parallel.distributed.DistributedDataParallel",
+                      "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"})
+
+
+def check_call(model: Any, inputs: Any, keywords: Any) -> None:
+    """Raises CaptureError for what is no module of one process, InputError for examples that are no arguments."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"the model is {shown(model)}: give an instance of torch.nn.Module; of a function, write a "
+                           "module whose forward calls it")
+    for kind in {type(part): None for part in model.modules()}:
+        if issubclass(kind, torch.jit.ScriptModule):
+            raise CaptureError(f"the model has a {kind.__name__} of torch.jit: give the module that it was made of")
+        if not PARALLEL.isdisjoint(f"{base.__module__}.{base.__name__}" for base in kind.__mro__):
+            raise CaptureError(f"the model has a {kind.__name__}, which is on several ranks already: give the module "
+                               "that it was made of")
+    if cut := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
+        raise CaptureError(f"parameters of the model are DTensors already ({', '.join(cut[:3])}): give the model "
+                           "before fully_shard or parallelize_module, with whole parameters")
+    if isinstance(inputs, Mapping):
+        raise InputError("example_inputs is a mapping: give keyword arguments as example_kwargs")
+    if inputs is not None and (isinstance(inputs, (Tensor, str)) or not isinstance(inputs, Sequence)):
+        raise InputError(f"example_inputs is of type {type(inputs).__name__}: give a tuple of the call's arguments, "
+                         "(x,) for one argument x")
+    if keywords is not None and not (isinstance(keywords, Mapping) and all(isinstance(k, str) for k in keywords)):
+        raise InputError(f"example_kwargs is of type {type(keywords).__name__}: give a dict of the call's keyword "
+                         "arguments by name, positional ones as example_inputs")
+
+
+def check_cluster(cluster: Any) -> Cluster:
+    """A cluster of a name, a file or itself. Raises ClusterError."""
+    return cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+
+
+def check_axes(shape: Any, names: Any, num_devices: int) -> None:
+    """Raises MeshError for what is no mesh, ClusterError for one that is larger than the cluster."""
+    if shape is not None:
+        if not _are_counts(shape):
+            raise MeshError(f"mesh_shape is {shown(shape)}: give the sizes of the axes, each 1 or more, for example "
+                            "(2, 4) or (8,)")
+        if math.prod(shape) > num_devices:
+            raise ClusterError(f"a mesh of {tuple(shape)} needs {math.prod(shape)} devices, the cluster has "
+                               f"{num_devices}: load it with num_devices={math.prod(shape)}")
+    if names is not None:
+        if not isinstance(names, Collection) or isinstance(names, str) or not all(isinstance(n, str) for n in names):
+            raise MeshError(f"axis_names is {shown(names)}: give one name for each axis, for example ('data', 'model')")
+        if len(set(names)) < len(names):
+            raise MeshError(f"axis_names {tuple(names)} has a name twice: pins and reports need another for each axis")
+        if shape is not None and len(names) != len(shape):
+            raise MeshError(f"{len(names)} axis names {tuple(names)} for a mesh of {tuple(shape)}: give one for each "
+                            "axis")

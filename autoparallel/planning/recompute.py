@@ -1,0 +1,50 @@
+"""As little recompute as memory allows: which blocks backward computes again, and which keep what they made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from autoparallel.capture.blocks import block_path
+from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.partition.stages import Stages
+from autoparallel.plans import Plan
+from autoparallel.schedule.in_flight import in_flight
+from autoparallel.strategies.space import StrategySpace
+
+
+def blocks_by_stage(space: StrategySpace, stages: Stages) -> list[list[str]]:
+    """Paths of the blocks of each stage, in order; a block on several stages is the first one's."""
+    found: list[list[str]] = [[] for _ in range(len(stages))]
+    seen: set[str] = set()
+    for site, on in zip(space.sites, stages.of_sites(len(space)), strict=True):
+        path = block_path(space.graph.nodes[site.node].module_path) if site.kind == "op" else None
+        if path is not None and path not in seen:
+            seen.add(path)
+            found[on[0]].append(path)
+    return found
+
+
+def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable[[tuple[str, ...]], Plan],
+                      deadline: float = float("inf")) -> Plan:
+    """The fastest of the plans that recompute some of the blocks, beginning with ``whole``, which recomputes all.
+
+    A stage that holds h micro-batches keeps what b/h of its blocks made, for one number b of all stages: the largest
+    for which ``make(blocks recomputed)`` finds a plan (there must be some), by bisection until `time.monotonic` is at
+    ``deadline``. The first blocks of a stage are those recomputed.
+    """
+    held = [in_flight(whole.hybrid, stage) for stage in range(len(blocks))]
+    budgets = sorted({k * h for of_stage, h in zip(blocks, held, strict=True) for k in range(len(of_stage) + 1)})[:-1]
+    best, low, high = whole, 0, len(budgets) - 1
+    while low < high and time.monotonic() < deadline:
+        middle = (low + high + 1) // 2
+        again = tuple(path for of_stage, h in zip(blocks, held, strict=True)
+                      for path in of_stage[: max(0, len(of_stage) - budgets[middle] // h)])
+        try:
+            made = make(again)
+        except (InfeasibleError, SearchError):  # does not fit, or nothing that does was found in time
+            high = middle - 1
+            continue
+        low = middle
+        best = min(best, made, key=lambda plan: plan.prediction.step_s)
+    return best

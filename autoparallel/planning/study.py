@@ -1,0 +1,103 @@
+"""Questions to a plan whose search is still at hand: what else was there, and why this."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autoparallel.errors import InfeasibleError, PlanError, SearchError
+from autoparallel.plans import Plan
+from autoparallel.plans.answers import Choice, Sensitivity
+from autoparallel.pricing import SpacePricer
+from autoparallel.search import alternatives as others
+from autoparallel.search.model.problem import Problem, Solution
+from autoparallel.strategies.space import Label
+from cost_models import Cluster
+
+MEANINGFUL = 0.02  # of all ops must run otherwise for a plan to count as another one
+TIME_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """The problem behind a plan; ``plan_of`` makes a plan of a solution, ``elsewhere`` this plan (if held) or the best
+    one for another cluster and memory limit, with pipeline, mesh and micro-batches as they are."""
+
+    pricer: SpacePricer
+    problem: Problem
+    solution: Solution
+    plan_of: Callable[[Sequence[Label], Solution], Plan]
+    elsewhere: Callable[[Cluster, float, bool], Plan]
+
+    def alternatives(self, k: int) -> list[Plan]:
+        """The k best plans found in which at least `MEANINGFUL` of the ops run otherwise, cheapest first.
+
+        Raises PlanError for less than one.
+        """
+        if not isinstance(k, int) or k < 1:
+            raise PlanError(f"alternatives({k!r}): say how many, 1 or more")
+        ops = [site.index for site in self.pricer.space.sites if site.kind == "op"]
+        least = max(1, int(MEANINGFUL * len(ops)))
+        found = others.alternatives(self.problem, self.solution, k, least, ops, time_limit_s=TIME_LIMIT_S)
+        return [self.plan_of(self.pricer.labels_of(s.choice), s) for s in found]
+
+    def explain(self, name: str) -> list[Choice]:
+        """What every strategy of a site (an op, a parameter, an input) would cost, the chosen one first.
+
+        The three cheapest others are searched for again with them fixed. Raises PlanError for an unknown name.
+        """
+        space = self.pricer.space
+        if not isinstance(name, str) or name not in space.site_named:
+            every, last = list(space.site_named), str(name).split(".")[-1]
+            close = [s for s in every if last in s][:5] or difflib.get_close_matches(str(name), every, n=5) or every[:5]
+            raise PlanError(f"the plan has no op, parameter or input {name!r}; is it one of {close}? plan.strategies "
+                            f"has all {len(every)} names")
+        node = space.site_named[name]
+        first = others.explain(self.problem, self.solution, node)
+        near = [o.pick for o in first if o.pick != self.solution.choice[node]][:3]
+        options = others.explain(self.problem, self.solution, node, near, time_limit_s=TIME_LIMIT_S)
+        options.sort(key=lambda o: (o.pick != self.solution.choice[node], o.resolved is None, o.resolved or o.least))
+        s, choices = space.strategies[node], self.pricer.choices(node)
+        return [Choice(s.names(s.labels[int(choices[o.pick])]), o.alone, o.least, o.resolved) for o in options]
+
+    def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
+        """What so much more or less bandwidth of each link that ranks use, and memory, would change.
+
+        Raises PlanError for factors that are none.
+        """
+        numbers = isinstance(factors, Sequence) and all(isinstance(f, (int, float)) for f in factors)
+        if not numbers or not all(0 < f < math.inf for f in factors):
+            raise PlanError(f"sensitivity({factors!r}): give factors above 0, for example (0.5, 2.0)")
+        found = []
+        for what, factor, cluster, limit in self._changes(factors):
+            held, best, none_found = self.elsewhere(cluster, limit, True), None, False
+            held_s = held.prediction.step_s if held.prediction.peak_bytes <= limit else float("inf")
+            try:
+                best = self.elsewhere(cluster, limit, False)
+            except (InfeasibleError, SearchError) as error:
+                none_found = isinstance(error, SearchError)
+            if best is None or best.prediction.step_s >= held_s:
+                found.append(Sensitivity(what, factor, held_s, held_s, 0, none_found))
+            else:
+                others = sum(best.strategies[site.name] != held.strategies[site.name]
+                             for site in self.pricer.space.sites if site.kind == "op")
+                found.append(Sensitivity(what, factor, held_s, best.prediction.step_s, others))
+        return found
+
+    def _changes(self, factors: Sequence[float]) -> Iterator[tuple[str, float, Cluster, float]]:
+        """What is changed, by how much, and the cluster and memory limit then."""
+        cluster, limit = self.pricer.prices.cluster, self.pricer.limit_bytes
+        crossed = {link.name for group in self.pricer.prices.groups for _, link, _ in group.crossed}
+        for link in cluster.links:
+            if link.name in crossed or self.pricer.turns.hybrid.stages > 1:
+                for factor in factors:
+                    other = replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)
+                    links = tuple(other if k is link else k for k in cluster.links)
+                    yield f"bandwidth of {link.name}", factor, replace(cluster, links=links), limit
+        if limit < float("inf"):
+            for factor in factors:
+                yield "memory limit", factor, cluster, factor * limit
+
+

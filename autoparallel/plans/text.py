@@ -1,0 +1,143 @@
+"""The text report of a plan."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from autoparallel.plans import Hybrid, Plan
+from autoparallel.plans.answers import Choice, Sensitivity
+
+MOST_LINES = 40
+
+
+def text_report(plan: Plan, width: int = 100) -> str:
+    """Step time and its parts, memory, collectives, layouts per block, bound and gap."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    print_report(plan, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def print_report(plan: Plan, console: Console) -> None:
+    """The report on a console (in colour on a terminal)."""
+    mesh = " x ".join(f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh_shape, strict=True))
+    evidence, p = plan.evidence, plan.prediction
+    console.print(f"[bold]plan[/bold] for {mesh} on {plan.cluster}, program {plan.fingerprint}")
+    if plan.hybrid != Hybrid():
+        console.print(_hybrid(plan.hybrid), markup=False)
+    if plan.pins:
+        console.print("pins: " + ", ".join(f"{k} = {v}" for k, v in plan.pins.items()), markup=False)
+    table = Table(title="predicted step", title_justify="left")
+    table.add_column("part")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    for part, seconds in (
+        ("forward compute", p.forward_s), ("backward compute", p.backward_s), ("optimizer", p.optimizer_s),
+        ("forward communication", p.forward_communication_s), ("backward communication", p.backward_communication_s),
+        *([("waiting in the pipeline", p.waiting_s)] if p.waiting_s else []),
+        *([("hidden beside compute", -p.hidden_s)] if p.hidden_s else []),
+        ("whole step", p.step_s),
+    ):
+        table.add_row(part, seconds_str(seconds), f"{seconds / p.step_s:.1%}" if p.step_s else "-")
+    console.print(table)
+    console.print(f"memory per rank: {bytes_str(p.state_bytes)} parameters, gradients and optimizer state + "
+                  f"{bytes_str(p.activation_bytes)} activations; peak {bytes_str(p.peak_bytes)}"
+                  + (f"; {bytes_str(p.host_bytes)} in the host's memory" if p.host_bytes else ""))
+    console.print(_collectives(plan))
+    console.print("strategies and layouts have a part for each mesh axis: S(d) a piece of dim d, R and I the whole "
+                  "(I: nobody changes it), P a summand", highlight=False, markup=False)
+    for block in plan.blocks:
+        console.print(_block(block.paths, block.lines))
+    if p.repeated_ops:
+        console.print(f"no rule, so repeated on every rank: {', '.join(p.repeated_ops)}", markup=False)
+    console.print(f"search {evidence.solver}: objective {seconds_str(evidence.objective_s)}, lower bound "
+                  f"{seconds_str(evidence.lower_bound_s)}, gap {evidence.gap:.2%} ({evidence.stop_reason})")
+    if evidence.step_bound_s is not None:
+        console.print(f"no combination's step is below {seconds_str(evidence.step_bound_s)} (ops cut evenly, nothing "
+                      f"sent): at most {1 - evidence.step_bound_s / p.step_s:.0%} less than this plan's", markup=False)
+    phases = {k: v for k, v in evidence.seconds.items() if not k.startswith("search:")}
+    console.print("planning: " + ", ".join(f"{k} {v:.2f} s" for k, v in phases.items()))
+
+
+def _hybrid(h: Hybrid) -> str:
+    turns = f"{' + '.join(map(str, h.replicas))} ranks taking turns, " if h.replicas else ""
+    pipeline = (f"{h.stages} stages on a pipeline of {h.pipeline_ranks} ({turns}schedule {h.schedule}, cut at "
+                f"{', '.join(h.cuts)}), " if h.stages > 1 else "")
+    blocks = h.recompute_blocks
+    some = "" if blocks is None else f" of {len(blocks)} blocks ({', '.join(blocks)})"
+    summed = f", gradients summed in {h.reduce_dtype}" if h.reduce_dtype else ""
+    return (f"{pipeline}{h.micro_batches} micro-batches, ZeRO stage {h.zero_stage}, recompute {h.recompute}{some}"
+            f"{summed}")
+
+
+def _collectives(plan: Plan) -> Table:
+    table = Table(title="collectives in one step (gradients of whole parameters go in buckets)", title_justify="left")
+    for column in ("collective", "axis", "direction"):
+        table.add_column(column)
+    for column in ("count", "bytes per rank", "time"):
+        table.add_column(column, justify="right")
+    for use in plan.prediction.collectives:
+        table.add_row(use.kind, use.axis, use.direction, str(use.count), bytes_str(use.num_bytes),
+                      seconds_str(use.seconds))
+    return table
+
+
+def _block(paths: tuple[str, ...], lines: tuple[tuple[str, str, str], ...]) -> Table:
+    title = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} blocks alike)"
+    table = Table(title=title, title_justify="left")
+    for column in ("op", "strategy", "result"):
+        table.add_column(column)
+    for line in lines[:MOST_LINES]:
+        table.add_row(*line)
+    if len(lines) > MOST_LINES:
+        table.add_row(f"... {len(lines) - MOST_LINES} more", "", "")
+    return table
+
+
+def seconds_str(seconds: float) -> str:
+    """Three digits and a unit: 12.3 ms."""
+    if seconds < 0:
+        return f"-{seconds_str(-seconds)}"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def bytes_str(count: float) -> str:
+    """Three digits and a binary unit: 1.25 GiB."""
+    for scale, unit in ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
+    """The answer of `Study.sensitivity` for a terminal."""
+    from autoparallel.plans.text import seconds_str
+
+    table = Table(title=f"what would change the step of {seconds_str(step_s)}", title_justify="left")
+    for column in ("what", "times", "this plan", "best plan", "other ops"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for s in found:
+        held = "does not fit" if s.held_s == float("inf") else seconds_str(s.held_s)
+        best = "none found" if s.none_found else "none fits" if s.best_s == float("inf") else seconds_str(s.best_s)
+        table.add_row(s.what, f"{s.factor:g}", held, best, str(s.num_others))
+    return table
+
+
+def explanation(name: str, choices: Sequence[Choice]) -> Table:
+    """The answer of `Study.explain` for a terminal."""
+    from autoparallel.plans.text import seconds_str
+
+    table = Table(title=f"{name}: what each strategy would cost in one step", title_justify="left")
+    for column in ("strategy", "nothing else changed", "best plan with it", "none is below"):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for c in choices:
+        alone = "not possible" if c.alone_s == float("inf") else seconds_str(c.alone_s)
+        resolved = "" if c.resolved_s is None else "none" if c.resolved_s == float("inf") else seconds_str(c.resolved_s)
+        table.add_row("·".join(c.strategy), alone, resolved, seconds_str(c.least_s))
+    return table

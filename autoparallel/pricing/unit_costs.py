@@ -1,0 +1,415 @@
+"""Seconds and bytes of strategies and redistributions on one cluster: `cost_models` applied to the strategy space.
+
+Everything is an array over the strategies (or layouts) of one kind of site, made once per kind; sites of the same kind
+share the arrays, so the price of a model hardly grows with its depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autoparallel.capture import TensorMeta
+from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
+from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.pricing.counts import ALONE, Summing
+from autoparallel.rules.rule import Dims, Exchange, Rule
+from autoparallel.schedule.async_windows import BUCKET_BYTES
+from autoparallel.strategies.space import Link, StrategySet, StrategySpace
+from cost_models import Cluster, Group, collectives, compute, memory
+
+#: Tables of the last spaces priced: the next call form, the emission after the search and the next candidate of a joint
+#: search ask for the same ones. On three axes a table takes a few MB.
+_TABLES: dict[tuple[Any, ...], RedistributionTable] = {}
+MOST_TABLES = 256
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What a variant exchanges along an axis, per strategy: bytes, and seconds each time (0 where it is not taken)."""
+
+    variant: str
+    axis: int
+    exchange: Exchange
+    num_bytes: np.ndarray
+    seconds: np.ndarray
+
+
+@dataclass(frozen=True)
+class OpPrice:
+    """Per strategy of one kind of op: seconds forward and backward; what it exchanges ``inside`` is part of them."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    inside: tuple[Inside, ...] = ()
+
+    @property
+    def total_s(self) -> np.ndarray:
+        return self.forward_s + self.backward_s
+
+
+class PricedStep(NamedTuple):
+    """One step of a redistribution: its seconds forward and backward, and the elements of the larger of its pieces."""
+
+    step: Step
+    seconds: tuple[float, float]
+    elements: int
+
+
+class Prices:
+    """Prices of one strategy space on one cluster; ``optimizer`` names the recipe for state bytes and step time.
+
+    ``direct``: redistribution takes the fewest steps, not the cheapest (what a classical plan means by its name).
+    ``stages``: the mesh is one of so many on the cluster, one for each rank of a pipeline. ``spread``: ops are priced
+    as if each were cut into so many more even pieces, which is a bound for all meshes of so many devices.
+    """
+
+    def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True,
+                 direct: bool = False, stages: int = 1, spread: int = 1) -> None:
+        self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
+        self.direct, self.spread = direct, spread
+        mesh_shape = (stages, *space.mesh_shape)
+        self.groups = [cluster.group(mesh_shape, axis) for axis in range(1, len(mesh_shape))]
+        self._machine = (repr((self.groups, cluster.device)), mesh_shape, direct, training)
+        self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
+        self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
+        self._steps: dict[tuple[Any, ...], list[PricedStep]] = {}
+        self._ops: dict[int, OpPrice] = {}
+
+    # --- redistribution -----------------------------------------------------------------------------------------
+
+    def table(self, meta: TensorMeta) -> RedistributionTable:
+        """Cheapest paths between all layouts of a tensor like this, forward and backward together."""
+        grad = meta.requires_grad and self.training
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad)
+        if key not in self._tables and (known := _TABLES.get((*self._machine, *key))) is not None:
+            self._tables[key] = known
+        if key not in self._tables:
+
+            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                forward, backward = ACTIONS[source.kind, target.kind]
+                seconds = self.action_s(forward, axis, source, target, before, after)
+                return seconds + self.action_s(backward, axis, target, source, after, before) if grad else seconds
+
+            self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct)
+            while len(_TABLES) >= MOST_TABLES:
+                _TABLES.pop(next(iter(_TABLES)))
+            _TABLES[*self._machine, *key] = self._tables[key]
+        return self._tables[key]
+
+    def path(self, meta: TensorMeta, source: Layout, target: Layout) -> Sequence[Step]:
+        """The steps that a link takes; lowering emits exactly these."""
+        return self.table(meta).path(source, target)
+
+    def action_s(
+        self, action: str, axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of one action from ``before`` to ``after`` local bytes (arrays), on one axis."""
+        group, device = self.groups[axis], self.cluster.device
+        match action:
+            case "none":
+                return np.zeros_like(before)
+            case "mask" | "slice" | "pad":
+                return collectives.copy_s(np.maximum(before, after), device)
+            case "all_reduce":
+                return collectives.all_reduce_s(before, group)
+            case "all_gather":
+                copy = collectives.copy_s(after, device) if source.dim > 0 else 0.0
+                return collectives.all_gather_s(after, group) + copy
+            case "reduce_scatter":
+                copy = collectives.copy_s(before, device) if target.dim > 0 else 0.0
+                return collectives.reduce_scatter_s(before, group) + copy
+            case "all_to_all":
+                return collectives.all_to_all_s(before, group) + collectives.copy_s(before, device)
+        raise ValueError(f"unknown action {action!r}")
+
+    def bucket_s(self, group: Group, num_bytes: np.ndarray) -> np.ndarray:
+        """Seconds of a gradient's part in an all-reduce of many (`lower.overlap`), and of its copy into the bucket."""
+        whole = collectives.all_reduce_s(BUCKET_BYTES, group)
+        whole = whole + collectives.copy_s(BUCKET_BYTES, self.cluster.device)
+        alone = collectives.all_reduce_s(num_bytes, group)
+        return np.where(num_bytes < BUCKET_BYTES, np.minimum(alone, num_bytes / BUCKET_BYTES * whole), alone)
+
+    def summed_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
+                 after: np.ndarray) -> np.ndarray:
+        """Seconds of backward of a step from ``source`` to ``target`` whose gradients are summed so: whole
+        parameters' in buckets, or in another type, to which and from which they are cast."""
+        backward = ACTIONS[source.kind, target.kind][1]
+        scale = summing.scale if backward in SUMS else 1.0
+        if summing.in_buckets and (source.kind, target.kind) == ("I", "R"):
+            seconds = self.bucket_s(self.groups[axis], scale * after)
+        else:
+            seconds = self.action_s(backward, axis, target, source, scale * after, scale * before)
+        if scale == 1.0:
+            return seconds
+        return seconds + collectives.copy_s((1 + scale) / 2 * (after + before), self.cluster.device)
+
+    def steps(self, meta: TensorMeta, source: Layout, target: Layout, summing: Summing = ALONE) -> list[PricedStep]:
+        """The steps that a link takes, priced: once for all links that are alike."""
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, source, target, summing)
+        if key not in self._steps:
+            self._steps[key] = [PricedStep(step, self._step_s(meta, step, summing), self._elements(meta, step))
+                                for step in self.path(meta, source, target)]
+        return self._steps[key]
+
+    def _elements(self, meta: TensorMeta, step: Step) -> int:
+        space = self.space.spaces(meta)
+        return max(int(space.local_elements[space.index(layout)]) for layout in (step.before, step.after))
+
+    def _step_s(self, meta: TensorMeta, step: Step, summing: Summing) -> tuple[float, float]:
+        """(forward, backward) seconds of one step."""
+        space = self.space.spaces(meta)
+        before, after = (
+            np.array([space.local_elements[space.index(x)] * meta.dtype.itemsize]) for x in (step.before, step.after)
+        )
+        forward = self.action_s(step.forward, step.axis, step.source, step.target, before, after)
+        if not (meta.requires_grad and self.training):
+            return float(forward[0]), 0.0
+        backward = self.summed_s(summing, step.axis, step.source, step.target, before, after)
+        return float(forward[0]), float(backward[0])
+
+    def link_s(self, link: Link, times: tuple[float, float] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
+        """Seconds of a link that runs so often (forward, backward), by (strategy of its source, of its target)."""
+        rows = self.space.strategies[link.source].outputs[link.output]
+        columns = self.space.strategies[link.target].inputs[link.position]
+        seconds = self._seconds(link.meta, times)
+        if summing != ALONE:
+            seconds = seconds + times[1] * self._more_by(link.meta, summing)
+        return seconds[np.ix_(rows, columns)]
+
+    def _more_by(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
+        """Seconds more (or less) for a backward that sums gradients so, between all layouts."""
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, summing)
+        if key not in self._weighted:
+
+            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                return (self.summed_s(summing, axis, source, target, before, after)
+                        - self.summed_s(ALONE, axis, source, target, before, after))
+
+            more = self.table(meta).sum_along(cost)
+            self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
+        return self._weighted[key]
+
+    def _seconds(self, meta: TensorMeta, times: tuple[float, float]) -> np.ndarray:
+        """Between all layouts, along the paths that are cheapest for one forward and one backward."""
+        table, grad = self.table(meta), meta.requires_grad and self.training
+        if times[0] == times[1] or not grad:
+            return times[0] * table.seconds
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward")
+        if key not in self._weighted:
+
+            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                return self.action_s(ACTIONS[source.kind, target.kind][0], axis, source, target, before, after)
+
+            self._weighted[key] = table.sum_along(cost)
+        more = times[0] - times[1]  # then the whole as often as the other, and the rest one way
+        forward = np.minimum(self._weighted[key], table.seconds)
+        one_way = forward if more > 0 else table.seconds - np.where(forward < np.inf, forward, 0.0)
+        return min(times) * table.seconds + abs(more) * one_way
+
+    def link_copies(self, link: Link) -> np.ndarray:
+        """Bytes that the redistributed copy takes, by (strategy of source, strategy of target)."""
+        rows = self.space.strategies[link.source].outputs[link.output]
+        columns = self.space.strategies[link.target].inputs[link.position]
+        elements = self.space.spaces(link.meta).local_elements[columns] * link.meta.dtype.itemsize
+        moved = self.table(link.meta).moves[np.ix_(rows, columns)]
+        return np.where(moved, elements[None, :], 0.0)
+
+    def link_pieces(self, link: Link) -> np.ndarray:
+        """Bytes of what is gathered on the way to the copy, as `link_copies`."""
+        meta, table = link.meta, self.table(link.meta)
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "gathered")
+        if key not in self._weighted:
+
+            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                return np.where(ACTIONS[source.kind, target.kind][0] == "all_gather", after, 0.0)
+
+            gathered = table.sum_along(cost)
+            self._weighted[key] = np.where(np.isfinite(gathered), gathered, 0.0)
+        rows = self.space.strategies[link.source].outputs[link.output]
+        columns = self.space.strategies[link.target].inputs[link.position]
+        return np.maximum(self._weighted[key][np.ix_(rows, columns)] - self.link_copies(link), 0.0)
+
+    # --- ops ----------------------------------------------------------------------------------------------------
+
+    def op(self, strategies: StrategySet) -> OpPrice:
+        """Prices of an op's strategies."""
+        key = id(strategies)
+        if key not in self._ops:
+            self._ops[key] = self._price_op(strategies)
+        return self._ops[key]
+
+    def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
+        """Bytes on the fullest rank, for layout numbers of a tensor."""
+        return self.space.spaces(meta).local_elements[numbers] * meta.dtype.itemsize
+
+    def _price_op(self, s: StrategySet) -> OpPrice:
+        rule, count = s.rule, len(s.labels)
+        zeros = np.zeros(count)
+        if rule is None or rule.fixed:
+            return OpPrice(zeros, zeros)
+        inside = tuple(self._inside(s))
+        forward, backward = zeros, zeros
+        if rule.alias:
+            backward = self._view_s(s)
+        else:
+            forward, backward = self._work_s(rule, s)
+        forward = sum((i.exchange.forward * i.seconds for i in inside), forward)
+        if self.training and any(m.requires_grad for m in s.output_metas):
+            backward = sum((i.exchange.backward * i.seconds for i in inside), backward)
+        return OpPrice(forward, backward, inside)
+
+    def _work_s(self, rule: Rule, s: StrategySet) -> tuple[np.ndarray, np.ndarray]:
+        """What the op itself takes, forward and backward."""
+        zeros = np.zeros(len(s.labels))
+        flops = rule.flops * self.share_of_work(s) / self.spread
+        inputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.input_metas, s.inputs, strict=True)]
+        outputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.output_metas, s.outputs, strict=True)]
+        device, dtype = self.cluster.device, dtype_name(_worked_in(s))
+        forward = compute.op_time_s(rule.op_class, flops, sum(inputs, zeros) + sum(outputs, zeros), dtype, device)
+        if not self.training or not any(m.requires_grad for m in s.output_metas):
+            return forward, zeros
+        wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
+        if rule.op_class == "elementwise" or not rule.gradient_ops:
+            return forward, sum((self._gradient_s(rule, s, i, inputs, outputs) for i in wanted), zeros)
+        operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
+        share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias takes no product
+        traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
+        traffic = traffic + sum((inputs[i] for i in wanted), zeros)
+        backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)
+        calls = sum(i in wanted for i in operands) if operands else 1
+        return forward, backward + max(0, calls - 1) * device.launch_s    # one for each gradient
+
+    def _view_s(self, s: StrategySet) -> np.ndarray:
+        """Seconds in which the gradients of a value's parts are put together; those of a whole are a view."""
+        metas = [*s.input_metas[:1], *s.output_metas]
+        parts = len(metas) > 2 or metas[-1].num_elements < metas[0].num_elements
+        if not (parts and self.training and metas[0].requires_grad):
+            return np.zeros(len(s.labels))
+        numbers = [*s.inputs[:1], *s.outputs]
+        nbytes = sum(self.local_bytes(m, n) / self.spread for m, n in zip(metas, numbers, strict=True))
+        return np.asarray(compute.op_time_s("elementwise", 0.0, nbytes, dtype_name(metas[0]), self.cluster.device))
+
+    def _gradient_s(self, rule: Rule, s: StrategySet, number: int, inputs: Sequence[np.ndarray],
+                    outputs: Sequence[np.ndarray]) -> np.ndarray:
+        """Seconds of an element-wise op's gradient of one input: the output's gradient and what backward needs are read
+        and as much as the output is written; each further op reads and writes as much; and where the input was
+        broadcast, a sum is left."""
+        device, dtype, whole = self.cluster.device, dtype_name(_worked_in(s)), outputs[0]
+        needs = [inputs[i] for i in rule.saves if i < len(inputs) and (i != number or len(inputs) == 1)]
+        read = sum(needs, whole) + (whole if rule.saves_output else 0.0)
+        moved = [read + whole, *(2 * whole for _ in range(rule.gradient_ops - 1))][: rule.gradient_ops]
+        if rule.op_class == "elementwise" and _factors(rule.inputs[number]) < _factors(rule.outputs[0]):
+            moved.append(whole + inputs[number])
+        seconds = (compute.op_time_s("elementwise", 0.0, nbytes, dtype, device) for nbytes in moved)
+        return sum(seconds, np.zeros(len(s.labels)))
+
+    def sum_s(self, strategies: StrategySet, readers: int) -> np.ndarray:
+        """Seconds in which the gradients from several readers of a value are added up, by strategy of the value."""
+        (meta,), (numbers,) = strategies.output_metas, strategies.outputs
+        if readers < 2 or not (meta.requires_grad and self.training):
+            return np.zeros(len(numbers))
+        nbytes = 3 * self.local_bytes(meta, numbers) / self.spread
+        return (readers - 1) * compute.op_time_s("elementwise", 0.0, nbytes, dtype_name(meta), self.cluster.device)
+
+    def share_of_work(self, s: StrategySet) -> np.ndarray:
+        """Largest rank's part of the op's work, by strategy: ceil(size / pieces) / size over the cut factors."""
+        known = s.rule.sizes if s.rule is not None else {}
+        sizes = {row.factor: known.get(row.factor) or _factor_size(s, number)
+                 for number, row in enumerate(s.rows) if row.factor}
+        share = np.ones(len(s.labels))
+        for factor, size in sizes.items():
+            uses = np.array([row.factor == factor for row in s.rows])[s.array]
+            length = np.full(len(s.labels), float(size))
+            for axis, n in enumerate(s.mesh_shape):
+                length = np.where(uses[:, axis], np.ceil(length / n), length)
+            share *= length / size if size else 1.0
+        uneven = np.array([row.triangular for row in s.rows])[s.array]
+        pieces = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
+        return np.where(pieces > 1, 2 - 1 / pieces, 1.0) * share
+
+    def _inside(self, s: StrategySet) -> Iterator[Inside]:
+        for number, row in enumerate(s.rows):
+            for exchange in row.inside:
+                elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
+                for axis, group in enumerate(self.groups):
+                    pieces = group.size if exchange.whole else 1
+                    num_bytes = elements * pieces * exchange.bytes_per_element
+                    uses = s.array[:, axis] == number
+                    if uses.any():
+                        seconds = np.where(uses, _exchange_s(exchange.action, num_bytes, group), 0.0)
+                        yield Inside(row.variant, axis, exchange, num_bytes, seconds)
+
+    def exchanged_bytes(self, s: StrategySet) -> np.ndarray:
+        """Bytes of the exchanged copies of its inputs that an op holds, by strategy."""
+        total = np.zeros(len(s.labels))
+        for number, row in enumerate(s.rows):
+            for exchange in (e for e in row.inside if e.kept):
+                copies = self.local_bytes(s.input_metas[exchange.input], s.inputs[exchange.input])
+                total = total + np.where((s.array == number).any(axis=1), copies, 0.0)
+        return total
+
+    # --- parameters ---------------------------------------------------------------------------------------------
+
+    def parameter_bytes(self, strategies: StrategySet) -> np.ndarray:
+        """Parameter, gradient and optimizer state on the fullest rank, by strategy."""
+        (meta,), (numbers,) = strategies.output_metas, strategies.outputs
+        elements = self.space.spaces(meta).local_elements[numbers]
+        if not (meta.requires_grad and self.training):
+            return elements * meta.dtype.itemsize
+        return memory.training_bytes(elements, dtype_name(meta), self.optimizer)
+
+    def parameter_s(self, strategies: StrategySet) -> np.ndarray:
+        """Seconds of the optimizer's step on the fullest rank, by strategy."""
+        (meta,), (numbers,) = strategies.output_metas, strategies.outputs
+        if not (meta.requires_grad and self.training):
+            return np.zeros(len(numbers))
+        elements = self.space.spaces(meta).local_elements[numbers]
+        return memory.optimizer_step_s(elements, dtype_name(meta), self.optimizer, self.cluster.device)
+
+
+def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
+    match action:
+        case "all_reduce":
+            return np.asarray(collectives.all_reduce_s(num_bytes, group))
+        case "all_to_all":
+            return np.asarray(collectives.all_to_all_s(num_bytes, group))
+        case "all_gather":
+            return np.asarray(collectives.all_gather_s(num_bytes * group.size, group))
+        case "ring":
+            return (group.size - 1) * np.asarray(collectives.send_recv_s(num_bytes, group))
+        case "neighbours":
+            return np.asarray(collectives.send_recv_s(num_bytes, group))
+    raise ValueError(f"unknown exchange {action!r}")
+
+
+def _factors(dims: Dims) -> frozenset[str | None]:
+    return frozenset(dims) - {None}
+
+
+def _worked_in(s: StrategySet) -> TensorMeta:
+    """The value in whose dtype the op works: a product's first operand (a mixture's results are in that of its
+    weights by token), else what is made."""
+    product = s.rule is not None and s.rule.op_class in ("matmul", "attention", "conv")
+    return s.input_metas[0] if product or not s.output_metas else s.output_metas[0]
+
+
+def _factor_size(s: StrategySet, row_number: int) -> int:
+    row = s.rows[row_number]
+    metas = zip((*row.inputs, *row.outputs), (*s.input_metas, *s.output_metas), strict=True)
+    return min(meta.shape[p.dim] for p, meta in metas if p.is_shard)
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return name if dtype.is_floating_point else "float32"
+
+
+def dtype_name(meta: TensorMeta) -> str:
+    """The dtype by which a device's speed is known; integers count as float32."""
+    return _name_of(meta.dtype)

@@ -1,0 +1,170 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+
+from autoparallel.kernels import groups, rng
+from autoparallel.kernels.async_communication import post_gradients
+from autoparallel.kernels.groups import Axis
+from autoparallel.kernels.regather import regathering
+from autoparallel.lower.emit import Program
+from autoparallel.lower.overlap_pass import ended_together, overlap
+from autoparallel.lower.parameter_reads import Turn, gathers_parameter, split_reads
+from autoparallel.lower.recompute_pass import gather_again, with_recompute
+from autoparallel.plans import Hybrid
+from autoparallel.runtime.scaler import scaled
+
+
+def in_turns(program: Program, hybrid: Hybrid) -> Turn:
+    """A program in two: reading parameters, and what takes turns, which recomputes and gathers, ahead and again, as
+    ``hybrid`` has it."""
+    split = split_reads(program, gathers_parameter if hybrid.zero_stage == 3 else lambda node: False)
+    turn = overlap(split.turn, _recomputed(hybrid)) if hybrid.gathers_ahead else split.turn
+    return replace(split, turn=_kept_less(turn, hybrid))
+
+
+def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
+    """The same program, which computes and gathers again for backward as ``hybrid`` has it."""
+    if hybrid.zero_stage == 3:
+        module = gather_again(module, gathers_parameter)
+    if hybrid.recompute == "none":
+        return module
+    in_parts = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
+    return with_recompute(module, hybrid.recompute, _recomputed(hybrid), in_parts)
+
+
+def _recomputed(hybrid: Hybrid) -> Callable[[FxNode], str | None]:
+    """The block of a node, if it runs again."""
+
+    def block_of(node: FxNode) -> str | None:
+        block: str | None = node.meta.get("block")
+        return block if hybrid.recomputed(block) else None
+
+    return block_of
+
+
+class TurnModule(nn.Module):
+    """One stage's program as it runs turn by turn.
+
+    Its parameters are the values that turns read, made once per step from the real ones; gradients add up in them.
+    """
+
+    def __init__(self, program: Program, loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis]) -> None:
+        super().__init__()
+        self.program, self.loss, self.axes = program, loss, axes
+        self.each_turn, self.regathers = hybrid.zero_stage >= 2, hybrid.zero_stage == 3
+        split = in_turns(program, hybrid)
+        self.reads = split.reads if self.each_turn else overlap(split.reads)
+        self.reduced_together = ended_together(self.reads)
+        self.turn = split.turn
+        self.received = program.received
+        outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
+        self.results = (outputs[loss],) if loss is not None else program.sent
+        self.sum_dtype = hybrid.sum_dtype
+        self.leaves = nn.ParameterList()
+        self.parameters_read: list[tuple[torch.Tensor, nn.Parameter]] = []
+        self.updates: tuple[torch.Tensor, ...] = ()
+
+    def begin(self, parameters: Sequence[torch.Tensor], inputs: Mapping[int, Sequence[torch.Tensor]], seed: int
+              ) -> None:
+        """Read the parameters (local tensors); ``inputs`` are the other placeholders' tensors by turn."""
+        if self.each_turn:  # what is reduced after each turn adds up beside them: their hooks see it once, and whole
+            self.parameters_read = [(p, self._leaf(p)) for p in parameters]
+            parameters = [leaf for _, leaf in self.parameters_read]
+        with groups.use(self.axes):
+            self.values = self.reads(*parameters)
+        self.inputs, self.seed = inputs, seed
+        self.leaves = nn.ParameterList(map(self._leaf, self.values))
+        if self.each_turn:
+            for leaf, value in zip(self.leaves, self.values, strict=True):
+                if value.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(_reduce_now(value))
+
+    def _leaf(self, value: torch.Tensor) -> nn.Parameter:
+        """The same memory, with a gradient of its own: of the type of sums, if that is more precise."""
+        leaf = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
+        if self.sum_dtype is not None and leaf.requires_grad:
+            leaf.grad_dtype = torch.promote_types(leaf.dtype, self.sum_dtype)
+        return leaf
+
+    def forward(self, *received: torch.Tensor, turn: int) -> tuple[torch.Tensor, ...]:
+        with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, turn)), \
+                regathering() if self.regathers else nullcontext():
+            outputs, self.updates, sent = self.turn(*self.leaves, *self.inputs[turn],
+                                                    *(_Received.apply(x) for x in received))
+        if self.loss is not None:
+            return (scaled(outputs[self.loss]),)
+        return tuple(_Sent.apply(x) for x in sent)
+
+    def reduce_beside(self) -> None:
+        """In the backward to come, the last, post what is reduced together as soon as the last gradient of it is there
+        (of those that turns before had)."""
+        for numbers in self.reduced_together:
+            left = {n for n in numbers if self.leaves[n].grad is not None}
+            for n in tuple(left):
+                self.leaves[n].register_post_accumulate_grad_hook(partial(self._there, numbers, left, n))
+
+    def _there(self, numbers: Sequence[int], left: set[int], number: int, _: torch.Tensor) -> None:
+        """The gradient of one value is there; if none of those reduced with it is ``left``, they are posted."""
+        left.discard(number)
+        if not left:
+            values = tuple(self.values[n] for n in numbers)
+            post_gradients(values, tuple(None if (made := self.leaves[n].grad) is None else made.to(value.dtype)
+                                         for n, value in zip(numbers, values, strict=True)))
+
+    def finish(self) -> None:
+        """Reduce what gradients are still to be reduced, into the parameters' own."""
+        _pass_on(zip(self.values, self.leaves, strict=True))
+        _pass_on(self.parameters_read)
+        self.values, self.inputs, self.leaves, self.parameters_read = (), {}, nn.ParameterList(), []
+
+
+def _pass_on(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Run backward of each first value from the gradient of the second."""
+    found = [(value, leaf.grad.to(value.dtype)) for value, leaf in pairs if leaf.grad is not None]
+    if found:
+        torch.autograd.backward([value for value, _ in found], [gradient for _, gradient in found])
+
+
+class _Received(torch.autograd.Function):
+    """A value of the stage before, whose gradient is sent there: contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()
+
+
+class _Sent(torch.autograd.Function):
+    """A value for the next stage: contiguous, and no view (torch's zero-bubble schedule detaches what a stage returns
+    in place)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _reduce_now(value: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def reduce(leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        torch.autograd.backward([value], [leaf.grad.to(value.dtype)], retain_graph=True)
+        leaf.grad = None
+
+    return reduce

@@ -1,0 +1,25 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from autoparallel.plans import Hybrid
+from cost_models.memory import in_flight_micro_batches
+from cost_models.pipeline import warm_up
+
+#: Names of `Hybrid.schedule` in `cost_models.memory`.
+SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved-1f1b", "zero_bubble": "zero-bubble"}
+
+
+def in_flight(hybrid: Hybrid, stage: int) -> int:
+    """Micro-batches whose activations a stage holds at its fullest moment."""
+    if hybrid.stages == 1:
+        return 1
+    if hybrid.replicas:
+        turns = hybrid.turns_on(stage)
+        return turns if hybrid.schedule == "gpipe" else min(warm_up(hybrid.replicas, stage), turns)
+    ranks, count = hybrid.pipeline_ranks, hybrid.stages // hybrid.pipeline_ranks
+    chunk, rank = divmod(stage, ranks)
+    held = in_flight_micro_batches(SCHEDULES[hybrid.schedule], rank, ranks, hybrid.micro_batches, count)
+    turns = min(ranks, hybrid.micro_batches)  # A rank's stages take turns, for so many micro-batches.
+    rounds, rest = divmod(held, count * turns)
+    return rounds * turns + min(max(rest - chunk * turns, 0), turns)

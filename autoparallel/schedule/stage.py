@@ -1,0 +1,17 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: A value: output number ``[1]`` of site ``[0]``.
+Value = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one program runs: its sites, the values that come from the part before and those that go to the next."""
+
+    sites: frozenset[int]
+    received: tuple[Value, ...] = ()
+    sent: tuple[Value, ...] = ()

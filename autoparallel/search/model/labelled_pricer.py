@@ -1,0 +1,49 @@
+"""A pricer made of a problem whose nodes carry labels: sub-problems by selection, nothing priced anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoparallel.errors import SearchError
+from autoparallel.search.model.dominance import select
+from autoparallel.search.model.problem import Label, Pricer, Problem
+
+
+class LabelledPricer:
+    """Implements `Pricer` on one problem; nodes without labels get one axis whose rows are their choices.
+
+    Which row repeats the work is asked of another pricer where there is one; else it is a node's first.
+    """
+
+    def __init__(self, problem: Problem, pricer: Pricer | None = None) -> None:
+        self._problem = problem
+        self._labels = [node.labels or tuple((i,) for i in range(len(node.costs))) for node in problem.nodes]
+        widths = sorted({len(label) for labels in self._labels for label in labels}) or [1]
+        if len(widths) > 1:
+            raise SearchError(f"{problem.name}: labels name {widths} axes; all nodes must name the same axes")
+        self._pricer = pricer if pricer is not None and len(pricer.axis_names) == widths[0] else None
+        self.axis_names = (self._pricer.axis_names if self._pricer is not None
+                           else tuple(f"axis{a}" for a in range(widths[0])))
+        self._rows = [[sorted({label[a] for label in labels}) for a in range(widths[0])] for labels in self._labels]
+        self._place = [{label: i for i, label in enumerate(labels)} for labels in self._labels]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._labels)
+
+    def rows(self, node: int, axis: int) -> Sequence[int]:
+        return self._rows[node][axis]
+
+    def labels(self, node: int) -> Sequence[Label]:
+        return self._labels[node]
+
+    def repeat_row(self, node: int, axis: int) -> int:
+        known = self._pricer is not None and node < self._pricer.num_nodes
+        return self._pricer.repeat_row(node, axis) if known and self._pricer else self._rows[node][axis][0]
+
+    def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
+        """The problem with exactly these labels of each node."""
+        return select(self._problem, [np.array([place[label] for label in labels], np.int64)
+                                      for place, labels in zip(self._place, allowed, strict=True)])
