@@ -52,8 +52,7 @@ def plan(
     from rich.console import Console
 
     import autoparallel
-    from autoparallel.plans.text import explanation, sensitivities
-    from autoparallel.report import print_report
+    from autoparallel.plans.text import explanation, print_report, sensitivities
 
     _check_output(output)
     shape = _mesh_shape(mesh)
@@ -115,7 +114,7 @@ def calibrate(
 
     Alone it measures local processes; on several machines start it by torchrun on each.
     """
-    from autoparallel.calibration.measure import job
+    from autoparallel.calibration import job
 
     _check_output(output)
     job.main(output, ranks, nics_per_host, repeats)

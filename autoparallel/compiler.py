@@ -20,19 +20,13 @@ from autoparallel.capture import OpGraph, capture
 from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError, SearchError, shown
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
-from autoparallel.partition import (
-    MicroBatches,
-    blocks_by_stage,
-    fewest_recomputed,
-    is_uneven,
-    on_several_ranks,
-    split_batch,
-    stages_of,
-)
+from autoparallel.partition import MicroBatches, split_batch, stages_of
 from autoparallel.planning.joint_candidates import Candidate, First, Fixed
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_in, plan_on
 from autoparallel.planning.options import Options, check_axes, check_call, check_cluster, options_of
+from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
+from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace

@@ -1,4 +1,4 @@
-"""TODO."""
+"""All architectures of the benchmarks by name: models and their inputs."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from autoparallel import Cluster
-from autoparallel.calibration.measure import measure
+from autoparallel.calibration import measure
 from autoparallel.cli import app
 from autoparallel.kernels.groups import Axis
 from cost_models.calibrate import (

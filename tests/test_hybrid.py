@@ -19,10 +19,11 @@ import autoparallel
 from autoparallel.capture import OpGraph, capture
 from autoparallel.cli import load_model
 from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchError
-from autoparallel.partition import fewest_recomputed, split_batch
+from autoparallel.partition import split_batch
 from autoparallel.partition.stages import cut_evenly, flow_of, stages_of
 from autoparallel.planning.joint_candidates import WORTH, Candidate, Fixed, JointSearch, _Promise
 from autoparallel.planning.joint_search import _Drafts
+from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.reduced_model import sketch
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, SpacePricer, Turns

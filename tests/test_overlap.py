@@ -24,7 +24,7 @@ from autoparallel.capture import capture
 from autoparallel.errors import SearchError
 from autoparallel.kernels import regather
 from autoparallel.partition import split_batch
-from autoparallel.planning.one_mesh import one_mesh
+from autoparallel.planning import one_mesh
 from autoparallel.pricing import Prices, SpacePricer, Turns
 from autoparallel.pricing.overlap_simulation import COMPUTE, _Again, _Plan, _Step
 from autoparallel.schedule import async_windows

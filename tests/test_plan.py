@@ -26,9 +26,8 @@ from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.lower import count_collectives, emit
 from autoparallel.plans import BlockLayouts, CollectiveUse, Evidence, Prediction
-from autoparallel.plans.text import sensitivities
+from autoparallel.plans.text import sensitivities, text_report
 from autoparallel.pricing import Prices, SpacePricer
-from autoparallel.report import text_report
 from autoparallel.search import evaluate
 from autoparallel.strategies.space import StrategySpace
 from tests.models import CASES

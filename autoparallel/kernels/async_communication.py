@@ -1,4 +1,10 @@
-"""TODO."""
+"""Collectives issued at one program point and awaited at another, forward and backward.
+
+A redistribution of a parameter is a pair of calls, `begin_...` and `end`, with compute between them:
+
+    forward     begin: the gather is issued           end: it is awaited
+    backward    end: the reduction is issued          begin: it is awaited
+"""
 
 from __future__ import annotations
 
@@ -22,8 +28,6 @@ from autoparallel.kernels.groups import Axis
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, dual
 
 Values = tuple[torch.Tensor, ...]
-
-
 Gradients = tuple[torch.Tensor | None, ...]
 
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Blocks whose activations backward computes again, or fetches from host memory."""
 
 from __future__ import annotations
 

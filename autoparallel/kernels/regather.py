@@ -2,7 +2,7 @@
 
 While a program runs under `regathering`, what autograd would save of a gathered parameter is replaced by the way to
 gather it (torch.autograd.graph.saved_tensors_hooks). What forward gathers ahead of its readers, backward gathers ahead
-of where it asks for it, too: the other way round, by the same rule (`lower.posting.starts`).
+of where it asks for it, too: the other way round, by the same rule (`schedule.async_windows.starts`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from autoparallel.kernels import groups
+from autoparallel.kernels import async_communication, groups
 from autoparallel.kernels.collectives import Finish, Sizes, begin_all_gather, redistribute
 from autoparallel.layout import Placement
-from autoparallel.lower import overlap_pass
 from autoparallel.schedule.async_windows import ToAsk
 
 _current_backward = torch._C._current_graph_task_id
@@ -177,10 +176,10 @@ def gather(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def begin_gather(value: torch.Tensor, axis: str, source: str, target: str, *, source_sizes: Sizes, place: int,
-                 num_bytes: float, **kwargs: Any) -> overlap_pass.Begun:
-    """`overlap.begin_gather`, whose result (`end`) is to be made again in backward."""
+                 num_bytes: float, **kwargs: Any) -> async_communication.Begun:
+    """`async_communication.begin_gather`, whose result (`end`) is to be made again in backward."""
     where, run, kept = groups.current(axis), _run.get(), _kept(value)
-    begun = overlap_pass.begin_gather(value, axis, source, target, source_sizes, **kwargs)
+    begun = async_communication.begin_gather(value, axis, source, target, source_sizes, **kwargs)
     if run is None:
         return begun
     dim = Placement.parse(source).dim
@@ -189,9 +188,9 @@ def begin_gather(value: torch.Tensor, axis: str, source: str, target: str, *, so
     return replace(begun, again=gathered)
 
 
-def end(begun: overlap_pass.Begun) -> tuple[torch.Tensor, ...]:
-    """`overlap.end`."""
-    made, run = overlap_pass.end(begun), _run.get()
+def end(begun: async_communication.Begun) -> tuple[torch.Tensor, ...]:
+    """`async_communication.end`."""
+    made, run = async_communication.end(begun), _run.get()
     if run is not None and begun.again is not None:
         run.add(made[0], begun.again)
     return made

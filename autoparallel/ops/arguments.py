@@ -1,4 +1,4 @@
-"""TODO."""
+"""Arguments of ops that give sizes or numbers of groups, and their values for a shard."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ aten = torch.ops.aten
 #: Position of the argument that gives the result's sizes.
 SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1, aten.full.default: 0, aten.zeros.default: 0,
                  aten.ones.default: 0}
-
-
 #: Ops whose channels, dim 1 of the result, are cut with their groups: position of the number of groups.
 GROUPS_ARGUMENT = {aten.conv1d.default: 6, aten.conv2d.default: 6, aten.conv3d.default: 6, aten.group_norm.default: 1,
                    aten.conv_transpose1d.default: 6, aten.conv_transpose2d.input: 6, aten.conv_transpose3d.input: 6}

@@ -1,16 +1,12 @@
-"""TODO."""
+"""Bags of embeddings as one op with one result: ``weight[v, d], ids -> y[b, d]``."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 
 SUM, MEAN, MAX = 0, 1, 2
-
-
 _library = torch.library.Library("autoparallel", "FRAGMENT")
-
-
 _library.define("embedding_bag(Tensor weight, Tensor ids, Tensor? weights, Tensor? offsets, int mode, bool last, "
                 "int? padding_idx) -> Tensor")
 
@@ -22,6 +18,4 @@ def _embedding_bag(weight: torch.Tensor, ids: torch.Tensor, weights: torch.Tenso
 
 
 _library.impl("embedding_bag", _embedding_bag, "CompositeImplicitAutograd")
-
-
 embedding_bag = torch.ops.autoparallel.embedding_bag.default

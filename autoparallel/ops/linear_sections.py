@@ -1,13 +1,11 @@
-"""TODO."""
+"""A linear layer whose result is split into sections, as one op: ``x, weight, sizes -> sections``."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 
 _library = torch.library.Library("autoparallel", "FRAGMENT")
-
-
 _library.define("linear_sections(Tensor x, Tensor weight, Tensor? bias, int[] sizes) -> Tensor[]")
 
 
@@ -17,6 +15,4 @@ def _linear_sections(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 _library.impl("linear_sections", _linear_sections, "CompositeImplicitAutograd")
-
-
 linear_sections = torch.ops.autoparallel.linear_sections.default

@@ -1,4 +1,4 @@
-"""TODO."""
+"""A mixture of experts as one op, whose body runs on rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ class Body:
 
 
 _BODIES: dict[str, Body] = {}
-
-
 _library = torch.library.Library("autoparallel", "DEF")
-
-
 _library.define("routed_experts(str body, Tensor tokens, Tensor ids, Tensor[] by_row, Tensor[] weights, int first=0) "
                 "-> Tensor")
 
@@ -56,6 +52,4 @@ def _routed_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_row: 
 
 
 _library.impl("routed_experts", _routed_experts, "CompositeImplicitAutograd")
-
-
 routed_experts = torch.ops.autoparallel.routed_experts.default

@@ -12,24 +12,16 @@ import numpy as np
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
-from autoparallel.partition import (
-    MicroBatches,
-    Stages,
-    Ungathered,
-    blocks_by_stage,
-    fewest_recomputed,
-    place_cuts,
-    stages_of,
-    stored_in_pieces,
-)
+from autoparallel.partition import MicroBatches, Stages, Ungathered, place_cuts, stages_of, stored_in_pieces
 from autoparallel.planning.baselines import baseline
+from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.joint_candidates import First
 from autoparallel.planning.options import Options
+from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
 from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed
-from autoparallel.report import block_layouts
 from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate

@@ -1,8 +1,13 @@
-"""TODO."""
+"""Answers of a plan whose search is still at hand, and who answers (`planning.study.Study`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from autoparallel.plans.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -29,3 +34,19 @@ class Sensitivity:
     best_s: float
     num_others: int
     none_found: bool = False
+
+
+class Study(Protocol):
+    """Answers questions to a plan by searching its problem again."""
+
+    def alternatives(self, k: int) -> list[Plan]:
+        """The k best plans found that run many ops otherwise, cheapest first."""
+        ...
+
+    def explain(self, name: str) -> list[Choice]:
+        """The cost of every strategy of an op, a parameter or an input; the chosen one first."""
+        ...
+
+    def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
+        """The step with each link's bandwidth, and the memory limit, multiplied by each factor."""
+        ...

@@ -14,8 +14,7 @@ from autoparallel.schedule.step_config import Hybrid
 from autoparallel.strategies.space import Label, StrategySpace
 
 if TYPE_CHECKING:
-    from autoparallel.planning.study import Study
-    from autoparallel.plans.answers import Choice, Sensitivity
+    from autoparallel.plans.answers import Choice, Sensitivity, Study
 
 VERSION = 2
 Strategies = Mapping[str, tuple[str, ...]]
@@ -146,7 +145,7 @@ class Plan:
 
     def report(self, width: int = 100) -> str:
         """The plan as text: step time and its parts, memory, collectives, layouts per block, bound and gap."""
-        from autoparallel.report import text_report
+        from autoparallel.plans.text import text_report
 
         return text_report(self, width)
 

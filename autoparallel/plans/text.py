@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.answers import Choice, Sensitivity
+from autoparallel.plans.plan import Plan
+from autoparallel.schedule.step_config import Hybrid
 
 MOST_LINES = 40
 
@@ -117,8 +118,6 @@ def bytes_str(count: float) -> str:
 
 def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
     """The answer of `Study.sensitivity` for a terminal."""
-    from autoparallel.plans.text import seconds_str
-
     table = Table(title=f"what would change the step of {seconds_str(step_s)}", title_justify="left")
     for column in ("what", "times", "this plan", "best plan", "other ops"):
         table.add_column(column, justify="left" if column == "what" else "right")
@@ -131,8 +130,6 @@ def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
 
 def explanation(name: str, choices: Sequence[Choice]) -> Table:
     """The answer of `Study.explain` for a terminal."""
-    from autoparallel.plans.text import seconds_str
-
     table = Table(title=f"{name}: what each strategy would cost in one step", title_justify="left")
     for column in ("strategy", "nothing else changed", "best plan with it", "none is below"):
         table.add_column(column, justify="left" if column == "strategy" else "right")

@@ -24,7 +24,7 @@ from autoparallel.capture.graph import Ref
 from autoparallel.errors import RuleError, shown
 from autoparallel.rules import registry
 from autoparallel.rules.notation import Notation
-from autoparallel.rules.proving import PIECES, TOLERANCE, Run, as_usual, call, prove
+from autoparallel.rules.proof import PIECES, TOLERANCE, Run, as_usual, call, prove
 from autoparallel.rules.registry import OpView
 from autoparallel.rules.rule import Rule, einsum_rule
 from autoparallel.rules.samples import Samples, hidden_by, tells

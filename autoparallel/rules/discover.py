@@ -1,7 +1,7 @@
 """Rules of ops that nobody describes, found by running them on pieces.
 
 Small random tensors stand for the op's own: equal sizes stay equal, so that what may be cut together is seen. Each way
-of cutting them is proven as a user's rule is (`proving.prove`): in 2 and 3 pieces, forward and gradients, at several
+of cutting them is proven as a user's rule is (`proof.prove`): in 2 and 3 pieces, forward and gradients, at several
 magnitudes, and with what is cut as long as it is (or not claimed, where that is too much to run). An op that runs on no
 such tensors (one of its arguments is a size) is tried at its own sizes, if they are small, and claimed for just the
 numbers of pieces that were tried. An op that draws numbers, or has a result that depends on them, stays whole.
@@ -22,7 +22,7 @@ from torch import Tensor
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta
 from autoparallel.errors import RuleError
 from autoparallel.layout import PARTIAL, REPLICATE, Placement, shard
-from autoparallel.rules.proving import PIECES, as_usual, call, prove
+from autoparallel.rules.proof import PIECES, as_usual, call, prove
 from autoparallel.rules.rule import Row, Rule
 
 #: Sizes that stand for the op's own. Odd ones first: pieces are then uneven; of others only even pieces are claimed.

@@ -86,7 +86,7 @@ def describe(target: Any, builder: Builder) -> None:
 @lru_cache(maxsize=1)
 def _load_families() -> None:
     for family in FAMILIES:
-        importlib.import_module(f"autoparallel.rules.{family}")
+        importlib.import_module(f"autoparallel.rules.families.{family}")
 
 
 def find_rule(graph: OpGraph, node: Node) -> tuple[Rule, bool]:

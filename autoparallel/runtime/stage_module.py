@@ -1,4 +1,4 @@
-"""TODO."""
+"""One pipeline stage's program as a module that runs micro-batch by micro-batch."""
 
 from __future__ import annotations
 

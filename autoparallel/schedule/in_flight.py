@@ -1,8 +1,8 @@
-"""TODO."""
+"""Micro-batches whose activations a pipeline stage holds at once."""
 
 from __future__ import annotations
 
-from autoparallel.plans import Hybrid
+from autoparallel.schedule.step_config import Hybrid
 from cost_models.memory import in_flight_micro_batches
 from cost_models.pipeline import warm_up
 

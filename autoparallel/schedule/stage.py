@@ -1,4 +1,4 @@
-"""TODO."""
+"""The part of a program that one pipeline stage runs."""
 
 from __future__ import annotations
 

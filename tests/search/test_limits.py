@@ -29,8 +29,10 @@ from autoparallel.search.low_width.bucket_elimination import Eliminator, TimeIsU
 from autoparallel.search.model.dominance import drop_dominated
 from tests.search.problems import all_plans, block_chain, grid, random_problem, seeds, two_axes
 
-CLOCKED = ("branch", "elimination", "exact", "highs", "lagrange", "least", "local", "merge", "messages", "parts",
-           "presolve", "recursive", "screen", "solver", "walk", "wide")
+CLOCKED = ("high_width.aggregation", "high_width.bound_filter", "high_width.branch_and_bound",
+           "high_width.large_neighbourhood", "high_width.local_search", "high_width.minimum_memory", "high_width.solve",
+           "high_width.trws", "ilp.highs", "low_width.bucket_elimination", "low_width.double_recursion",
+           "low_width.lagrangian", "low_width.local_search", "low_width.solve", "model.dominance", "solver")
 LATE_S = 1.0
 WAYS = {"as it is": {}, "dear": {"AT_ONCE_CELLS": 0.0}, "wide": {"WORK_CELLS": 0.0}, "whole": {"SCREEN_CELLS": 0.0,
         "AT_ONCE_CELLS": 0.0}}
@@ -130,7 +132,7 @@ def test_in_haste_there_is_a_plan_from_one_sweep(limit_s: float, sweeps: int, ha
     monkeypatch.setattr(Messenger, "sweep", lambda *args: done.append(1) or sweep(*args))
     set_clock(monkeypatch, lambda: float(len(done)))
     for name, value in (("SMALL_CELLS", -1), ("BRANCH_CELLS", -1), ("TURN_ROUNDS", 5)):
-        monkeypatch.setattr(wide, name, value)
+        monkeypatch.setattr(high_width, name, value)
     problem = grid(6, 6, 4, room=0.3)
     search = high_width.WideSearch(problem, limit_s, None, lambda outcome: None)
     search.run()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from autoparallel.errors import InfeasibleError
 from autoparallel.search import SEARCHES, MemoryLimitError, Node, NotRepairedError, Problem, evaluate, solve
 from autoparallel.search.high_width import branch_and_bound, minimum_memory
+from autoparallel.search.high_width import solve as high_width
 from autoparallel.search.high_width.aggregation import shrink
 from autoparallel.search.high_width.event_form import Compact, compact_of, part_of
 from autoparallel.search.high_width.local_search import Walk, finite_limit
@@ -49,7 +50,7 @@ def test_parts_and_prices_end_by_themselves(seed: int) -> None:
     best = best_of(problem)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("SMALL_CELLS", -1), ("BRANCH_CELLS", -1), ("TURN_ROUNDS", 5)):
-            patch.setattr(wide, name, value)
+            patch.setattr(high_width, name, value)
         try:
             search = WideSearch(problem, math.inf, None, lambda outcome: None)
             search.run()

@@ -104,7 +104,7 @@ class Program:
     def solve(self, deadline: float, cutoff: float = FORBIDDEN, branches: int | None = None
               ) -> tuple[tuple[int, ...] | None, Answer]:
         """A plan and HiGHS's answer, its bound with the problem's constant. To HiGHS a plan fits that exceeds the limit
-        by a little (`_highs.py`): what such a plan takes where it does is ruled out, a few times."""
+        by a little (`highs_worker.py`): what such a plan takes where it does is ruled out, a few times."""
         constant = self.compact.constant
         if not self.picks:
             return (), Answer(None, constant, "optimal")

@@ -1,4 +1,4 @@
-"""Linear and integer programs for HiGHS, in a process of its own (see `_highs.py`) that ends when time is up."""
+"""Linear and integer programs for HiGHS, in a process of its own (see `highs_worker.py`) that ends when time is up."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LinearModel:
         return np.concatenate([costs for costs, _, _ in self._variables])
 
     def message(self, scale: float) -> dict[str, Any]:
-        """The model for `_highs.py`, costs divided by ``scale``."""
+        """The model for `highs_worker.py`, costs divided by ``scale``."""
         _, integer, highest = (np.concatenate(parts) for parts in zip(*self._variables, strict=True))
         lows, highs = (np.concatenate(parts) for parts in zip(*self._rows, strict=True))
         rows, columns, coefficients = (np.concatenate(parts) for parts in zip(*self._terms, strict=True))
@@ -88,7 +88,7 @@ class _Process:
         """The answer, or None when the process was ended: by us at the deadline, or for memory."""
         if self._running is None or self._running.poll() is not None:
             self._running = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("_highs.py"))], start_new_session=True,
+                [sys.executable, str(Path(__file__).with_name("highs_worker.py"))], start_new_session=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         running = self._running
         assert running.stdin is not None and running.stdout is not None

@@ -1,0 +1,79 @@
+"""Imports run down only: each room of the package imports the rooms beneath it, and the leaves import no torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: Rooms from top to bottom; those of one line do not import one another.
+LEVELS = (
+    ("cli",),
+    ("demo", "calibration", "optim"),
+    ("compiler",),
+    ("planning",),
+    ("runtime",),
+    ("partition",),
+    ("pricing",),
+    ("lower",),
+    ("plans",),
+    ("kernels", "strategies"),
+    ("rules",),
+    ("capture",),
+    ("ops", "schedule"),
+    ("layout", "search"),
+    ("errors", "garbage"),
+)
+LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Modules of the package that a file imports, anywhere in it, with the line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module] if node.module != "autoparallel" else [f"autoparallel.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "autoparallel")
+
+
+def test_every_room_has_a_level() -> None:
+    found = {p.name if p.is_dir() else p.stem for p in (ROOT / "autoparallel").iterdir()
+             if (p.is_dir() and (p / "__init__.py").exists()) or (p.suffix == ".py" and p.stem != "__init__")}
+    assert found == set(LEVEL)
+
+
+@pytest.mark.parametrize("room", sorted(LEVEL))
+def test_imports_run_down(room: str) -> None:
+    home = ROOT / "autoparallel" / room
+    files = home.rglob("*.py") if home.is_dir() else [home.with_suffix(".py")]
+    up = [f"{path.relative_to(ROOT)}:{line} imports {module}" for path in files for line, module in _imports(path)
+          if _room(module) not in ("", room) and LEVEL[_room(module)] <= LEVEL[room]]
+    assert not up
+
+
+@pytest.mark.parametrize("leaf", ["autoparallel/search", "cost_models"])
+def test_leaves_import_no_torch(leaf: str) -> None:
+    outside = {"torch", "transformers"}
+    found = [f"{path.relative_to(ROOT)}:{node.lineno}" for path in (ROOT / leaf).rglob("*.py")
+             for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, (ast.Import, ast.ImportFrom))
+             for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+             if name.split(".")[0] in outside]
+    assert not found
+
+
+def test_nothing_installed_imports_tests() -> None:
+    found = [str(path.relative_to(ROOT)) for home in ("autoparallel", "cost_models", "benchmarks")
+             for path in (ROOT / home).rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests"]
+    assert not sorted(set(found))
