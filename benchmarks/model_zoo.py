@@ -35,9 +35,9 @@ from autoparallel.strategies.space import Label, Site, StrategySpace
 from benchmarks.architectures import ARCHITECTURES, Inputs
 from benchmarks.in_process import Coordinate, coordinates, on_every_rank
 from benchmarks.other_architectures import OTHERS
+from benchmarks.rounding import ZERO_IN_FLOAT32, ZERO_IN_FLOAT64, largest_entry
 from benchmarks.zoo import build, inputs_of
 from cost_models import Cluster
-from tests.reference import ZERO_IN_FLOAT32, ZERO_IN_FLOAT64, largest_entry
 
 NUM_RANKS, NUM_RANDOM, TOLERANCE = 4, 5, 1e-5
 SHARE_SHOWN = 0.01

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.rounding import ZERO_IN_FLOAT32, ZERO_IN_FLOAT64, largest_entry
 from tests.models import BATCH_SIZE, Inputs, ModelCase
 
 # As large as leaves the truth well-conditioned: with SGD at 0.1, ResNet's five steps turn a rounding of 1e-7 into 3e-2.
 LEARNING_RATE = {"sgd": 0.05, "adamw": 1e-3}
 ADAMW_EPS = 1e-4  # above the rounding of gradients, so that Adam does not blow up what is zero but for rounding
-ZERO_IN_FLOAT64, ZERO_IN_FLOAT32 = 1e-11, 1e-7  # of the model's largest gradient
 SEED = 29
 MAX_LISTED = 8
 
@@ -155,10 +155,6 @@ class Difference:
     def __str__(self) -> str:
         ratio = "" if self.ratio is None else f"   actual = {self.ratio:.6g} x expected"
         return f"{self.error:10.3e}  {self.name}{ratio}"
-
-
-def largest_entry(tensors: Tensors) -> float:
-    return max((tensor.abs().max().item() for tensor in tensors.values() if tensor.numel()), default=0.0)
 
 
 def constant_ratio(actual: Tensor, expected: Tensor) -> float | None:

@@ -19,10 +19,11 @@ from autoparallel.capture import capture
 from autoparallel.errors import CaptureError, InfeasibleError, RuleError
 from autoparallel.ops.user_function import user_function
 from autoparallel.strategies.space import StrategySpace
+from benchmarks.rounding import largest_entry
 from cost_models import Cluster
 from tests.models import CASES as MODELS
 from tests.ranks import mesh_of
-from tests.reference import differences, gathered, gradients_of, largest_entry
+from tests.reference import differences, gathered, gradients_of
 
 BATCH, WIDTH = 8, 16
 
