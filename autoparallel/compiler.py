@@ -35,7 +35,7 @@ from cost_models import Cluster
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from autoparallel.kernels.groups import MeshSite
+    from autoparallel.kernels.groups import MeshPosition
     from autoparallel.runtime.form import Compiled
     from autoparallel.runtime.module import ParallelModule
 
@@ -145,12 +145,14 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
         other = on_several_ranks(made, prices, micro.loss)
         with suppress(InfeasibleError, SearchError):
             if other is not None:
-                again = plan_as(other, made.labels, max(ROUGH_S, end - time.monotonic()))
+                again = plan_as(other, made.strategies_on, max(ROUGH_S, end - time.monotonic()))
                 made = min(made, again, key=lambda p: p.prediction.step_s)
         return made
 
     def with_blocks(whole: Plan, again: tuple[str, ...]) -> Plan:
-        candidate = Candidate(replace(whole.hybrid, recompute_blocks=again), whole.mesh_shape, first=whole.labels)
+        candidate = Candidate(
+            replace(whole.hybrid, recompute_blocks=again), whole.mesh_shape, first=whole.strategies_on
+        )
         return in_full(candidate, min(options.time_limit_s / RECOMPUTE_TRIES, deadline - time.monotonic()))
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
@@ -202,7 +204,7 @@ def compile(
     decide what the plan has decided.
     """
     from autoparallel.kernels import groups
-    from autoparallel.runtime.agree import made_alike
+    from autoparallel.runtime.agree import made_equally
     from autoparallel.runtime.inputs import Inputs
     from autoparallel.runtime.module import ParallelModule
 
@@ -223,18 +225,18 @@ def compile(
                         "another")
     several = (plan.hybrid.stages if plan else chosen.stages) > 1
     hybrid = plan.hybrid if plan else chosen.hybrid(mesh.size(0) if several else 1)
-    site = groups.site_of(mesh, hybrid.pipeline_ranks)
+    position = groups.position_on(mesh, hybrid.pipeline_ranks)
 
     def compile_call(
         model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool
     ) -> Compiled:
         given = None if placed or plain else plan
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype) if plain else hybrid
-        micro = made_alike("a program", lambda: split_batch(capture(model, args, kwargs), how.micro_batches),
+        micro = made_equally("a program", lambda: split_batch(capture(model, args, kwargs), how.micro_batches),
                            lambda made: f"{made.whole.fingerprint} {how}")
-        return _compile_call(micro, site, machine, chosen, how, given, placed)
+        return _compile_call(micro, position, machine, chosen, how, given, placed)
 
-    parallel = ParallelModule(model, site, hybrid, compile_call, taken)
+    parallel = ParallelModule(model, position, hybrid, compile_call, taken)
     if given:
         parallel.trace(*parallel.taken(example_inputs or (), example_kwargs or {}))
     return parallel
@@ -251,34 +253,34 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
 
 
 @collected_later()
-def _compile_call(micro: MicroBatches, site: MeshSite, cluster: Cluster, options: Options, hybrid: Hybrid,
+def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster, options: Options, hybrid: Hybrid,
                   given: Plan | None, placed: Mapping[str, Layout]) -> Compiled:
     """One call form: rank 0 plans it (or the plan is given), every rank emits its own programs and checks them."""
     from autoparallel.lower import check, emit, order_digest, sum_gradients_in
-    from autoparallel.runtime.agree import decide_once, made_alike
+    from autoparallel.runtime.agree import decide_once, made_equally
     from autoparallel.runtime.form import Compiled
 
-    space = StrategySpace(micro.body, tuple(site.mesh.shape), site.axis_names)
+    space = StrategySpace(micro.body, tuple(position.mesh.shape), position.axis_names)
     found = given or decide_once(lambda: plan_in(space, micro, cluster, options, placed, hybrid))
 
     def lowered() -> Compiled:
-        labels = found.labels(space)
+        strategies = found.strategies_on(space)
         stages = stages_of(space, micro.loss, found.hybrid)
         blocks = {name for names in blocks_by_stage(space, stages) for name in names}
         if unknown := sorted(set(found.hybrid.recompute_blocks or ()) - blocks):
             raise PlanError(f"the plan recomputes blocks {unknown}, which the model has not; it has {sorted(blocks)}")
-        path = Prices(space, cluster, options.optimizer, direct=found.direct, stages=site.pipeline_ranks).path
+        path = Prices(space, cluster, options.optimizer, direct=found.direct, stages=position.pipeline_ranks).path
         programs = {
-            number: emit(space, labels, path, site.coordinate, site.mesh.device_type, stages.parts[number])
-            for number in found.hybrid.stages_of(site.pipeline_rank)
+            number: emit(space, strategies, path, position.coordinate, position.mesh.device_type, stages.parts[number])
+            for number in found.hybrid.stages_of(position.pipeline_rank)
         }
         for program in programs.values():
-            check(program, space, site.coordinate)
+            check(program, space, position.coordinate)
             sum_gradients_in(program, found.hybrid.sum_dtype)
         return Compiled(found, space, micro, stages, programs)
 
-    return made_alike("an order of collectives", lowered,
-                      lambda made: "".join(order_digest(p) for p in made.programs.values()), site.pipeline_rank)
+    return made_equally("an order of collectives", lowered,
+                      lambda made: "".join(order_digest(p) for p in made.programs.values()), position.pipeline_rank)
 
 
 def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> list[tuple[int, ...]]:

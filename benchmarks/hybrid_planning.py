@@ -47,7 +47,7 @@ class Published:
         return self.pipeline * self.data * self.tensor
 
     @property
-    def turns(self) -> int:
+    def micro_batches(self) -> int:
         return self.batch // (self.data * self.micro_batch)
 
     @property
@@ -107,7 +107,7 @@ def run_case(case: Published, time_limit_s: float) -> dict[str, Any]:
     seconds = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
     by_hand = functools.partial(
         autoparallel.plan, model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=case.mesh_shape,
-        micro_batches=case.turns, pipeline_stages=case.pipeline * case.virtual, zero_stage=1,
+        micro_batches=case.micro_batches, pipeline_stages=case.pipeline * case.virtual, zero_stage=1,
         schedule="interleaved" if case.virtual > 1 else "1f1b", recompute=case.recompute, time_limit_s=time_limit_s,
     )
     fault = ""

@@ -80,8 +80,8 @@ class Collectives:
     def all_to_all_single(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> torch.Tensor:
         met = _groups[group]
         rank = _here.rank[id(met)]
-        mine = [piece.split(list(sizes))[rank] for piece, sizes in met.exchange("all_to_all", (x, sent))]
-        if [len(piece) for piece in mine] != list(received):
+        mine = [local_shard.split(list(sizes))[rank] for local_shard, sizes in met.exchange("all_to_all", (x, sent))]
+        if [len(local_shard) for local_shard in mine] != list(received):
             raise RuntimeError(f"rank {rank} expects pieces of {list(received)}, gets {[len(p) for p in mine]}")
         return torch.cat(mine)
 

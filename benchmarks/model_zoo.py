@@ -31,7 +31,7 @@ from autoparallel.layout import Layout, local_box
 from autoparallel.lower import Program, check, emit
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.search import solve
-from autoparallel.strategies.space import Label, Site, StrategySpace
+from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 from benchmarks.architectures import ARCHITECTURES, Inputs
 from benchmarks.in_process import Coordinate, coordinates, on_every_rank
 from benchmarks.other_architectures import OTHERS
@@ -58,10 +58,10 @@ class Truth:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan to run: a label per site of a strategy space, and the cluster that prices its redistributions."""
+    """A plan to run: a strategy per decision, and the cluster that prices its redistributions."""
 
     space: StrategySpace
-    labels: tuple[Label, ...]
+    strategies: tuple[Strategy, ...]
     direct: bool = False
 
 
@@ -168,7 +168,7 @@ class Piece:
         return error if error == error else float("inf")
 
 
-Pieces = dict[str, list[Piece]]
+Shards = dict[str, list[Piece]]
 
 
 class Ranks:
@@ -179,63 +179,64 @@ class Ranks:
         path = Prices(space, cluster, direct=candidate.direct).path
         self.programs: dict[Coordinate, Program] = {}
         for coordinate in coordinates(space.mesh_shape):
-            program = emit(space, candidate.labels, path, coordinate)
+            program = emit(space, candidate.strategies, path, coordinate)
             check(program, space, coordinate)
             self.programs[coordinate] = program
 
-    def step(self, model: nn.Module, inputs: Inputs) -> tuple[Pieces, Pieces, Pieces]:
+    def step(self, model: nn.Module, inputs: Inputs) -> tuple[Shards, Shards, Shards]:
         """Forward and backward; every rank's pieces of outputs, gradients and updated buffers."""
         state = {**dict(model.named_parameters(remove_duplicate=False)),
                  **dict(model.named_buffers(remove_duplicate=False)), **self.space.graph.constant_tensors}
         leaves = pytree.tree_leaves(((), dict(sorted(inputs.items()))))
         made = on_every_rank(self.space.mesh_shape, self.space.axis_names,
                              lambda coordinate: self._rank(coordinate, state, leaves))
-        gathered: tuple[Pieces, Pieces, Pieces] = ({}, {}, {})
+        gathered: tuple[Shards, Shards, Shards] = ({}, {}, {})
         for results in made.values():
-            for all_pieces, pieces in zip(gathered, results, strict=True):
-                for name, piece in pieces.items():
-                    all_pieces.setdefault(name, []).append(piece)
+            for all_shards, shards in zip(gathered, results, strict=True):
+                for name, local_shard in shards.items():
+                    all_shards.setdefault(name, []).append(local_shard)
         return gathered
 
     def _rank(self, coordinate: Coordinate, state: Mapping[str, Any], leaves: list[Any]
               ) -> tuple[dict[str, Piece], ...]:
         program, graph = self.programs[coordinate], self.space.graph
-        local = [self._local(site, layout, coordinate, leaves[int(site.path)] if site.kind == "input"
-                             else state[site.path])
-                 for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)]
+        local = [self._local(decision, layout, coordinate, leaves[int(decision.path)] if decision.kind == "input"
+                             else state[decision.path])
+                 for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)]
         outputs, updates = program.module(*local)[:2]
         pytree.tree_unflatten(list(outputs), graph.out_spec).loss.backward()
         results, gradients = {}, {}
         for number, (value, layout) in enumerate(zip(outputs, program.output_layouts, strict=True)):
             if layout is not None:
-                results[f"output {number}"] = self._piece(value, graph.meta(graph.outputs[number]).shape, layout,
+                results[f"output {number}"] = self._local_shard(value, graph.meta(graph.outputs[number]).shape, layout,
                                                           coordinate)
-        for site, layout, value in zip(program.placeholders, program.placeholder_layouts, local, strict=True):
-            if site.kind == "parameter" and value.grad is not None:
-                gradients[site.path] = self._piece(value.grad, state[site.path].shape, layout, coordinate)
+        for decision, layout, value in zip(program.placeholders, program.placeholder_layouts, local, strict=True):
+            if decision.kind == "parameter" and value.grad is not None:
+                gradients[decision.path] = self._local_shard(value.grad, state[decision.path].shape, layout, coordinate)
         buffers = {name: Piece((0,) * value.dim(), value) for name, value in zip(program.updates, updates, strict=True)}
         return results, gradients, buffers
 
-    def _local(self, site: Site, layout: Layout, coordinate: Coordinate, value: torch.Tensor) -> torch.Tensor:
+    def _local(self, decision: Decision, layout: Layout, coordinate: Coordinate, value: torch.Tensor) -> torch.Tensor:
         offsets, shape = local_box(tuple(value.shape), layout, self.space.mesh_shape, coordinate)
-        piece = value.detach()
+        local_shard = value.detach()
         for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
-            piece = piece.narrow(dim, start, length)
-        return piece.clone().requires_grad_(value.requires_grad)
+            local_shard = local_shard.narrow(dim, start, length)
+        return local_shard.clone().requires_grad_(value.requires_grad)
 
-    def _piece(self, value: torch.Tensor, shape: torch.Size | tuple[int, ...], layout: Layout, coordinate: Coordinate
-               ) -> Piece:
+    def _local_shard(
+        self, value: torch.Tensor, shape: torch.Size | tuple[int, ...], layout: Layout, coordinate: Coordinate
+    ) -> Piece:
         return Piece(local_box(tuple(shape), layout, self.space.mesh_shape, coordinate)[0], value.detach())
 
 
-def worst_error(expected: Truth, found: tuple[Pieces, Pieces, Pieces]) -> tuple[float, str]:
+def worst_error(expected: Truth, found: tuple[Shards, Shards, Shards]) -> tuple[float, str]:
     """(largest relative error of any rank's piece of any tensor, that tensor's name)."""
     errors = [(0.0, "nothing")]
-    for kind, whole, pieces in zip(("", "gradient of ", "buffer "), (expected.outputs, expected.gradients,
+    for kind, whole, shards in zip(("", "gradient of ", "buffer "), (expected.outputs, expected.gradients,
                                                                      expected.buffers), found, strict=True):
-        missing = whole.keys() - pieces.keys() if kind != "buffer " else ()
+        missing = whole.keys() - shards.keys() if kind != "buffer " else ()
         errors += [(float("inf"), f"{kind}{name} (missing)") for name in missing]
-        for name, parts in pieces.items():
+        for name, parts in shards.items():
             value = whole.get(name)
             if value is None:  # a parameter that the step does not use
                 errors += [(largest_entry({name: part.value}), f"{kind}{name} (unused)") for part in parts]
@@ -266,7 +267,7 @@ def candidates(graph: OpGraph, cluster: Cluster) -> dict[str, Callable[[], Candi
     def planned(shapes: Sequence[tuple[int, ...]], **options: Any) -> Candidate:
         plan = best_of(graph, cluster, shapes, None, Options(**options))
         space = StrategySpace(graph, plan.mesh_shape, plan.axis_names)
-        return Candidate(space, tuple(plan.labels(space)), plan.direct)
+        return Candidate(space, tuple(plan.strategies_on(space)), plan.direct)
 
     found: dict[str, Callable[[], Candidate]] = {
         "chosen": partial(planned, mesh_shapes(NUM_RANKS)),
@@ -283,41 +284,41 @@ def whole_batch_candidate(graph: OpGraph, cluster: Cluster) -> Candidate:
     space = StrategySpace(graph, (NUM_RANKS,))
     pricer = SpacePricer(Prices(space, cluster), allowed=without_batch(space))
     solution = solve(pricer.full(), pricer=pricer, time_limit_s=60.0)
-    return Candidate(space, tuple(pricer.labels_of(solution.choice)))
+    return Candidate(space, tuple(pricer.strategies_of(solution.choice)))
 
 
 def without_batch(space: StrategySpace) -> dict[int, np.ndarray]:
     """The strategies of each site that leave the batch whole, which the rules' factors carry from value to value."""
     lies: dict[tuple[int, int], set[int]] = {}  # (site, output) -> its dims along which the batch lies
     allowed = {}
-    for site, s in zip(space.sites, space.strategies, strict=True):
-        links = space.links_into.get(site.index, ())
-        batch = [(link.position, d) for link in links for d in lies.get((link.source, link.output), ())]
-        if site.kind == "op" and s.rule is not None:
+    for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
+        uses = space.uses_by.get(decision.index, ())
+        batch = [(use.position, d) for use in uses for d in lies.get((use.source, use.output), ())]
+        if decision.kind == "op" and s.rule is not None:
             factors = {s.rule.inputs[position][d] for position, d in batch} - {None}
-            good = [r for r, row in enumerate(s.rows) if row.factor not in factors]
+            good = [r for r, row in enumerate(s.axis_strategies) if row.factor not in factors]
             found = [{d for d, factor in enumerate(dims) if factor in factors} for dims in s.rule.outputs]
         else:
-            found = [{0} if site.kind == "input" else {d for _, d in batch}] if s.output_metas else []
-            good = [r for r, row in enumerate(s.rows)
+            found = [{0} if decision.kind == "input" else {d for _, d in batch}] if s.output_metas else []
+            good = [r for r, row in enumerate(s.axis_strategies)
                     if not any(p.is_shard and p.dim in dims for p, dims in zip(row.outputs, found, strict=True))]
-        lies.update({(site.index, output): dims for output, dims in enumerate(found)})
-        allowed[site.index] = np.flatnonzero(np.isin(s.array, good).all(axis=1))
+        lies.update({(decision.index, output): dims for output, dims in enumerate(found)})
+        allowed[decision.index] = np.flatnonzero(np.isin(s.array, good).all(axis=1))
     return allowed
 
 
 def random_candidate(graph: OpGraph, mesh_shape: tuple[int, ...], seed: int) -> Candidate:
     """Every site takes any of its strategies."""
     space, draw = StrategySpace(graph, mesh_shape), random.Random(seed)
-    return Candidate(space, tuple(draw.choice(s.labels) for s in space.strategies))
+    return Candidate(space, tuple(draw.choice(s.strategies) for s in space.strategy_sets))
 
 
 # ----------------------------------------------------------------------------------------------------- shares of FLOP
 
 
-def step_flops(space: StrategySpace, site: Site) -> float:
+def step_flops(space: StrategySpace, decision: Decision) -> float:
     """FLOP of an op forward and, where there is a gradient, backward."""
-    s = space.strategies[site.index]
+    s = space.strategy_sets[decision.index]
     assert s.rule is not None
     grad = any(m.requires_grad for m in s.output_metas)
     return s.rule.flops * (1 + s.rule.backward_flops * grad)
@@ -327,16 +328,16 @@ def shares(candidate: Candidate) -> tuple[dict[str, float], dict[str, float]]:
     """Shares of the step's FLOP by op: of ops without a rule, and of work that all ranks of some axis repeat."""
     space = candidate.space
     flops, undescribed, repeated = 0.0, defaultdict[str, float](float), defaultdict[str, float](float)
-    for site, s, label in zip(space.sites, space.strategies, candidate.labels, strict=True):
-        if site.kind != "op" or s.rule is None or s.rule.fixed or s.rule.alias:
+    for decision, s, label in zip(space.decisions, space.strategy_sets, candidate.strategies, strict=True):
+        if decision.kind != "op" or s.rule is None or s.rule.fixed or s.rule.alias:
             continue
-        name, mine = space.graph.nodes[site.node].op_name, step_flops(space, site)
+        name, mine = space.graph.nodes[decision.node].op_name, step_flops(space, decision)
         flops += mine
         if not s.known:
             undescribed[name] += mine
         times = 1
         for row, size in zip(label, space.mesh_shape, strict=True):
-            times *= 1 if s.rows[row].factor or s.rows[row].variant else size
+            times *= 1 if s.axis_strategies[row].factor or s.axis_strategies[row].variant else size
         repeated[name] += mine * (times - 1) / (NUM_RANKS - 1)
     return ({op: n / flops for op, n in undescribed.items()},
             {op: n / flops for op, n in repeated.items() if n / flops > SHARE_SHOWN})

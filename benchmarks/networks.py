@@ -542,8 +542,8 @@ class Contrast(nn.Module):
             self.queue[:, (self.place + torch.arange(n)) % 32] = k.t()
             self.place[0] = (self.place[0] + n) % 32
         both = torch.cat([q, other])
-        alike = (both @ both.t() / 0.5).fill_diagonal_(float("-inf"))
-        pairs = F.cross_entropy(alike, (torch.arange(2 * n) + n) % (2 * n))
+        equivalent = (both @ both.t() / 0.5).fill_diagonal_(float("-inf"))
+        pairs = F.cross_entropy(equivalent, (torch.arange(2 * n) + n) % (2 * n))
         a, b = ((x - x.mean(0)) / x.std(0) for x in (q, other))
         shared = a.t() @ b / n
         twins = torch.diagonal(shared).add_(-1).pow_(2).sum() + shared.flatten()[:-1].view(15, 17)[:, 1:].pow(2).sum()

@@ -100,9 +100,9 @@ def _lower(case: Case, plan: Any, model: Any, args: Any, kwargs: Any) -> dict[st
     times = [time.process_time()]
     space = StrategySpace(graph, case.mesh)
     path = Prices(space, Cluster.load("h100-sxm", num_devices=math.prod(case.mesh))).path
-    labels = plan.labels(space)
+    strategies = plan.strategies_on(space)
     times.append(time.process_time())
-    program = emit(space, labels, path, coordinate)
+    program = emit(space, strategies, path, coordinate)
     times.append(time.process_time())
     check(program, space, coordinate)
     times.append(time.process_time())

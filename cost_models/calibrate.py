@@ -58,7 +58,7 @@ class MeasuredOp:
 
 
 @dataclass(frozen=True)
-class MeasuredBeside:
+class MeasuredOverlap:
     """One measurement of a device that computes beside a collective: seconds of each alone, what share of the compute
     was done when the collective was posted, and seconds of both."""
 
@@ -259,7 +259,7 @@ def predicted_op_s(device: Device, measured: MeasuredOp) -> float:
     return float(op_time_s(measured.op_class, flops, nbytes, "float32", device))
 
 
-def fit_overlap_slowdown(measured: Sequence[MeasuredBeside]) -> float:
+def fit_overlap_slowdown(measured: Sequence[MeasuredOverlap]) -> float:
     """`Device.overlap_slowdown` by which simulated steps are nearest to what was measured, to a hundredth.
 
     >>> fit_overlap_slowdown([MeasuredBeside("all_reduce", 2.0, 1.0, 0.0, 2.25),
@@ -269,10 +269,10 @@ def fit_overlap_slowdown(measured: Sequence[MeasuredBeside]) -> float:
     if not measured:
         raise ClusterError("how much compute and communication slow each other takes a measurement of both")
     tried = [1 + step / 100 for step in range(101)]
-    return min(tried, key=lambda slowdown: sum(abs(predicted_beside_s(slowdown, m) / m.seconds - 1) for m in measured))
+    return min(tried, key=lambda slowdown: sum(abs(predicted_overlap_s(slowdown, m) / m.seconds - 1) for m in measured))
 
 
-def predicted_beside_s(slowdown: float, measured: MeasuredBeside) -> float:
+def predicted_overlap_s(slowdown: float, measured: MeasuredOverlap) -> float:
     """Seconds that are predicted for a measurement, as for a step."""
     first, rest = measured.ahead * measured.compute_s, (1 - measured.ahead) * measured.compute_s
     tasks = [Task(first), Task(measured.collective_s, "network", after=(0,)), Task(rest)]

@@ -27,20 +27,21 @@ def random_plan(case: ModelCase, mesh_shape: Sequence[int], axis_names: Sequence
     space = _space(case, tuple(mesh_shape), tuple(axis_names), batch_size)
     draw = random.Random(seed)
     strategies = {
-        site.name: s.names(draw.choice(s.labels)) for site, s in zip(space.sites, space.strategies, strict=True)
+        decision.name: s.names(draw.choice(s.strategies))
+        for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
     }
     nothing = Prediction(0, 0, 0, 0, 0, 0, 0, 0)
     return Plan(space.graph.fingerprint, space.mesh_shape, space.axis_names, strategies, "none",
                 Evidence("drawn", 0, 0, 0, f"seed {seed}"), nothing)
 
 
-def half_recomputed(case: ModelCase, mesh_shape: tuple[int, ...], turns: int = 1, stages: int = 1) -> Plan:
+def half_recomputed(case: ModelCase, mesh_shape: tuple[int, ...], micro_batches: int = 1, stages: int = 1) -> Plan:
     """The best plan that recomputes the first of the model's two blocks; of several stages the mesh's first axis is
     the pipeline's."""
     args, kwargs = case.inputs(8)
-    micro = split_batch(capture(case.build(), args, kwargs), turns)
-    hybrid = Hybrid(turns, stages, stages, recompute="full", recompute_blocks=("model.layers.0",),
-                    zero_stage=2 if turns == 1 else 1)
+    micro = split_batch(capture(case.build(), args, kwargs), micro_batches)
+    hybrid = Hybrid(micro_batches, stages, stages, recompute="full", recompute_blocks=("model.layers.0",),
+                    zero_stage=2 if micro_batches == 1 else 1)
     inner, names = (mesh_shape, ("x", "y", "z")) if stages == 1 else (mesh_shape[1:], ("y", "z"))
     return plan_on(micro, Cluster.load("local-cpu", num_devices=4), inner, names[: len(inner)],
                     Options(memory_limit_bytes=float("inf")), hybrid)

@@ -51,8 +51,8 @@ def an_edited_plan_on_one_rank(rank: int) -> list[str]:
 
     x, mesh, said = torch.ones(4, 8), mesh_of(2), []
     right = autoparallel.compile(nn.Linear(8, 8), mesh, example_inputs=(x,)).plan
-    turns = dataclasses.replace(right.hybrid, micro_batches=2)
-    for wrong in (dataclasses.replace(right, strategies={}), dataclasses.replace(right, hybrid=turns), right):
+    micro_batches = dataclasses.replace(right.hybrid, micro_batches=2)
+    for wrong in (dataclasses.replace(right, strategies={}), dataclasses.replace(right, hybrid=micro_batches), right):
         try:
             autoparallel.compile(nn.Linear(8, 8), mesh, example_inputs=(x,),
                                  plan=wrong if dist.get_rank() == rank else right)
@@ -64,9 +64,9 @@ def an_edited_plan_on_one_rank(rank: int) -> list[str]:
 
 def test_a_plan_that_one_rank_cannot_run_is_an_error_on_every_rank(ranks: Any) -> None:
     """The others waited for it until their groups' timeout."""
-    (first, turns, after), (other, too, well) = ranks(2).run(an_edited_plan_on_one_rank, 1, timeout_s=60)
+    (first, micro_batches, after), (other, too, well) = ranks(2).run(an_edited_plan_on_one_rank, 1, timeout_s=60)
     assert other == "the plan says nothing about 'weight'" and first == f"on rank 1: {other}"
-    assert turns == too and turns.startswith("ranks [1] have a program other than the first rank's")
+    assert micro_batches == too and micro_batches.startswith("ranks [1] have a program other than the first rank's")
     assert after == well == ""
 
 

@@ -13,7 +13,7 @@ from autoparallel.capture import capture
 from autoparallel.errors import SearchError
 from autoparallel.partition import place_cuts, split_batch, stages_of
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import Prices, SpacePricer, Turns, predict
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, predict
 from autoparallel.pricing.overlap_simulation import hidden_s
 from autoparallel.schedule import async_windows
 from autoparallel.search import Edge, Node, Problem, evaluate
@@ -29,8 +29,8 @@ class OneByOne(SpacePricer):
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
-        self.site_kinds = np.arange(len(self.space))
-        self.link_kinds = np.arange(len(self.space.links))
+        self.decision_kinds = np.arange(len(self.space))
+        self.use_kinds = np.arange(len(self.space.uses))
 
 
 @pytest.mark.parametrize("hybrid", [
@@ -52,25 +52,25 @@ def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybr
     if hybrid.stages > 1:
         hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid))
     stages = stages_of(space, micro.loss, hybrid)
-    turns = Turns(space, hybrid, stages.of_sites(len(space)))
-    pricer, other = SpacePricer(prices, turns=turns), OneByOne(prices, turns=turns)
-    assert len(set(pricer.site_kinds.tolist())) < len(space)
+    counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)))
+    pricer, other = SpacePricer(prices, counts=counts), OneByOne(prices, counts=counts)
+    assert len(set(pricer.decision_kinds.tolist())) < len(space)
     made, whole = pricer.full(), other.full()
     for node, alone in zip((*made.nodes, *made.edges), (*whole.nodes, *whole.edges), strict=True):
         assert np.array_equal(node.costs, alone.costs)
         assert (node.usages is None) == (alone.usages is None)
         assert node.usages is None or np.array_equal(node.usages, alone.usages)
-    assert [node.name for node in made.nodes] == [site.name for site in space.sites]
+    assert [node.name for node in made.nodes] == [decision.name for decision in space.decisions]
     assert np.array_equal(made.intervals, whole.intervals) and np.array_equal(made.ends, whole.ends)
     hiding, alone = (p.exposing((0.5, 0.25)) for p in (pricer, other))
     for edge, one in zip(hiding.full_like(made).edges, alone.full().edges, strict=True):
         assert np.array_equal(edge.costs, one.costs)
     for seed in range(3):
         draw = random.Random(seed)
-        labels = [draw.choice(pricer.labels(site)) for site in range(len(space))]
-        judged = evaluate(made, pricer.choice_of(labels))
-        sends = stages.sent_bytes(space, labels)
-        told, by_one = (asdict(predict(p, problem, labels, judged.peak_bytes, sends))
+        strategies = [draw.choice(pricer.strategies(decision)) for decision in range(len(space))]
+        judged = evaluate(made, pricer.choice_of(strategies))
+        sends = stages.sent_bytes(space, strategies)
+        told, by_one = (asdict(predict(p, problem, strategies, judged.peak_bytes, sends))
                         for p, problem in ((pricer, made), (other, whole)))
         uses, used = told.pop("collectives"), by_one.pop("collectives")
         assert told.pop("repeated_ops") == by_one.pop("repeated_ops")
@@ -79,26 +79,26 @@ def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybr
             (*tuple(use.values())[:4], pytest.approx(use["num_bytes"]), pytest.approx(use["seconds"])) for use in used]
         for rank in range(hybrid.pipeline_ranks):
             own = hybrid.stages_of(rank)
-            alone_s = hidden_s(other, labels, own)
-            assert hidden_s(pricer, labels, own) == pytest.approx(alone_s, abs=1e-9 * judged.objective)
-        assert pricer.labels_of(pricer.choice_of(labels)) == labels
+            alone_s = hidden_s(other, strategies, own)
+            assert hidden_s(pricer, strategies, own) == pytest.approx(alone_s, abs=1e-9 * judged.objective)
+        assert pricer.strategies_of(pricer.choice_of(strategies)) == strategies
 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_sites_that_count_for_several_are_alike_where_they_count_for_as_many(held: bool) -> None:
     case = CASES["llama"]
     space = StrategySpace(capture(case.build(), *case.inputs(8)), (2, 2))
-    turns = Turns(space, Hybrid(2), counts=[1 + site.index % 3 for site in space.sites],
-                  held=[site.index % 2 / 2 for site in space.sites] if held else None)
+    counts = ExecutionCounts(space, Hybrid(2), multiplicities=[1 + decision.index % 3 for decision in space.decisions],
+                  held=[decision.index % 2 / 2 for decision in space.decisions] if held else None)
     prices = Prices(space, Cluster.load("h100-sxm", num_devices=4))
-    made, whole = SpacePricer(prices, turns=turns).full(), OneByOne(prices, turns=turns).full()
+    made, whole = SpacePricer(prices, counts=counts).full(), OneByOne(prices, counts=counts).full()
     for one, alone in zip((*made.nodes, *made.edges), (*whole.nodes, *whole.edges), strict=True):
         assert np.array_equal(one.costs, alone.costs)
         assert one.usages is alone.usages or np.array_equal(one.usages, alone.usages)
 
 
 def test_repeated_nodes_and_edges_are_as_if_each_were_made() -> None:
-    two, three = (Node("", np.arange(float(n)), np.ones(n), labels=tuple((i,) for i in range(n))) for n in (2, 3))
+    two, three = (Node("", np.arange(float(n)), np.ones(n), strategies=tuple((i,) for i in range(n))) for n in (2, 3))
     light, heavy = Edge(0, 1, np.ones((2, 3))), Edge(0, 1, np.zeros((2, 3)), np.full((2, 3), 8.0))
     nodes = Repeats([two, three], np.array([0, 1, 0, 1]), name=list("abcd"), interval=[(0, 5), (1, 3), (3, 3), (4, 9)])
     edges = Repeats([light, heavy], np.array([0, 1, 1]), source=[0, 0, 2], target=[1, 3, 3],

@@ -52,7 +52,7 @@ def test_of_equal_values_the_first_is_the_best(op: Any) -> None:
     for rest in arguments:
         case = replace(case_of(op, (3, 5), *rest), draws=((few,), (infinite,)))
         for num_ranks in (2, 3, 5):
-            found = [claim for claim in claims(case, num_ranks)[0] if claim.row.startswith("along")]
+            found = [claim for claim in claims(case, num_ranks)[0] if claim.axis_strategy.startswith("along")]
             assert not [claim for claim in found if claim.wrong]
             assert found or (rest == (0,) and num_ranks == 5)
 
@@ -76,10 +76,10 @@ def test_along_a_dim_that_several_axes_cut(mesh: tuple[int, ...]) -> None:
     model, inputs = OneOfEach(), {"x": torch.randn(6, 13, generator=torch.Generator().manual_seed(0))}
     space = StrategySpace(capture(model, (), inputs), mesh)
     labels, cut = [], 0
-    for s in space.strategies:
-        along = next((r for r, row in enumerate(s.rows) if row.name.startswith("along")), 0)
-        labels.append((along,) * len(mesh) if (along,) * len(mesh) in s.labels else s.labels[0])
-        cut += labels[-1] == (along,) * len(mesh) != s.labels[0]
+    for s in space.strategy_sets:
+        along = next((r for r, row in enumerate(s.axis_strategies) if row.name.startswith("along")), 0)
+        labels.append((along,) * len(mesh) if (along,) * len(mesh) in s.strategies else s.strategies[0])
+        cut += labels[-1] == (along,) * len(mesh) != s.strategies[0]
     assert cut == 5
     cluster = toy_cluster()
     found = worst_error(truth(model, inputs), Ranks(Candidate(space, tuple(labels)), cluster).step(model, inputs))

@@ -17,12 +17,12 @@ from autoparallel.calibration import measure
 from autoparallel.cli import app
 from autoparallel.kernels.groups import Axis
 from cost_models.calibrate import (
-    MeasuredBeside,
     MeasuredOp,
+    MeasuredOverlap,
     fit_device,
     fit_overlap_slowdown,
-    predicted_beside_s,
     predicted_op_s,
+    predicted_overlap_s,
 )
 
 
@@ -32,7 +32,7 @@ def calibrate_two() -> tuple[Cluster, int, int]:
     found = measure.calibrate("two ranks", ranks_per_host=2, repeats=2)
     orders = [(m.collective, m.ahead) for m in found.beside]
     assert set(orders) == {(kind, ahead) for kind in measure.BESIDE_KINDS for ahead in (0.0, 0.5)}
-    assert len(orders) == len(found.beside_residuals) == 2 * 3 * 3
+    assert len(orders) == len(found.overlap_residuals) == 2 * 3 * 3
     assert found.cluster.device.overlap_slowdown == fit_overlap_slowdown(found.beside)
     assert len(found.residuals) == len(found.measured) and len(found.op_residuals) == len(found.ops)
     return found.cluster, len(found.measured), len(found.ops)
@@ -64,15 +64,15 @@ def test_a_device_is_recovered_from_its_own_prices() -> None:
 def test_how_much_compute_and_communication_slow_each_other_is_recovered(
         slowdown: int, cases: list[tuple[float, float, float]]) -> None:
     true = 1 + slowdown / 100
-    made = [MeasuredBeside("all_reduce", compute_s, sent_s, ahead, 0.0) for compute_s, sent_s, ahead in cases]
-    measured = [replace(m, seconds=predicted_beside_s(true, m)) for m in made]
+    made = [MeasuredOverlap("all_reduce", compute_s, sent_s, ahead, 0.0) for compute_s, sent_s, ahead in cases]
+    measured = [replace(m, seconds=predicted_overlap_s(true, m)) for m in made]
     assert fit_overlap_slowdown(measured) == pytest.approx(true)
 
 
 @pytest.mark.parametrize(("ahead", "both"), [(0.0, 2.0 + 0.3 * 1.0), (0.5, 1.0 + 1.3), (1.0, 2.0 + 1.0)])
 def test_what_runs_beside_takes_that_much_longer_and_the_rest_does_not(ahead: float, both: float) -> None:
     """Two seconds of compute and one of communication, posted before, in the middle and behind."""
-    assert predicted_beside_s(1.3, MeasuredBeside("all_reduce", 2.0, 1.0, ahead, 0.0)) == pytest.approx(both)
+    assert predicted_overlap_s(1.3, MeasuredOverlap("all_reduce", 2.0, 1.0, ahead, 0.0)) == pytest.approx(both)
 
 
 def test_messages_are_measured_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

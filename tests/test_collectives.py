@@ -28,7 +28,7 @@ from autoparallel.layout import (
     layout_str,
     local_box,
     parse_layout,
-    pieces,
+    shards,
 )
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower.emit import step_sizes
@@ -167,7 +167,7 @@ def inner_products(num_ranks: int) -> list[tuple[float, float]]:
         a, b = Placement.parse(source), Placement.parse(target)
         x = valid_value(shape, a, axis.rank, num_ranks, number).requires_grad_()
         g = valid_value(shape, dual((b,))[0], axis.rank, num_ranks, number + 1000)
-        sizes = [pieces(shape[p.dim], num_ranks) if p.is_shard else () for p in (a, b)]
+        sizes = [shards(shape[p.dim], num_ranks) if p.is_shard else () for p in (a, b)]
         with groups.use(axes):
             y = STEP_FUNCTIONS[a.kind, b.kind](x, axis.name, source, target, *sizes)
         (back,) = torch.autograd.grad(y, x, g)
@@ -232,7 +232,7 @@ def judged(num_ranks: int) -> list[str]:
         a, b = Placement.parse(source), Placement.parse(target)
         x = valid_value(shape, a, axis.rank, num_ranks, number)
         g = valid_value(shape, dual((b,))[0], axis.rank, num_ranks, number + 1000)
-        sizes = [pieces(shape[p.dim], num_ranks) if p.is_shard else () for p in (a, b)]
+        sizes = [shards(shape[p.dim], num_ranks) if p.is_shard else () for p in (a, b)]
         mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
         with groups.use(axes):
             y = STEP_FUNCTIONS[a.kind, b.kind](mine, axis.name, source, target, *sizes)

@@ -248,7 +248,7 @@ def rows_of(call: Any, *tensors: Tensor) -> set[str]:
 
     graph = capture(Model(), tensors)
     (node,) = graph.of_kind("op")
-    return {row.name for row in find_rule(graph, node)[0].rows()} - {"repeat", "part"}
+    return {row.name for row in find_rule(graph, node)[0].axis_strategies()} - {"repeat", "part"}
 
 
 def test_a_rule_of_a_known_op_replaces_ours() -> None:
@@ -295,8 +295,8 @@ def test_a_right_rule_is_used(ranks: Any, dim: int) -> None:
     expected = model(x)
     expected.backward()
     assert model.weight.grad is not None
-    for loss, gradient, pieces in ranks(4).run(loss_and_gradient, {"weight": (Shard(dim),)}):
-        assert loss == pytest.approx(expected.item(), rel=1e-5) and pieces == 32
+    for loss, gradient, shards in ranks(4).run(loss_and_gradient, {"weight": (Shard(dim),)}):
+        assert loss == pytest.approx(expected.item(), rel=1e-5) and shards == 32
         torch.testing.assert_close(gradient, model.weight.grad)
 
 

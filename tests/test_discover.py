@@ -42,7 +42,7 @@ def rows_of(op: Any, *shapes: tuple[int, ...]) -> dict[str, str]:
     graph = capture(Model(), tuple(torch.zeros(s, requires_grad=not torch.is_inference_mode_enabled()) for s in shapes))
     (node,) = (n for n in graph.of_kind("op") if "Made" in n.op_name)
     rule, known = find_rule(graph, node)
-    rows = {" ".join(map(str, row.inputs)): " ".join(map(str, row.outputs)) for row in rule.rows()[2:]}
+    rows = {" ".join(map(str, row.inputs)): " ".join(map(str, row.outputs)) for row in rule.axis_strategies()[2:]}
     assert known == bool(rows)
     return rows
 

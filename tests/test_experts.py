@@ -131,13 +131,15 @@ def test_bytes_of_a_part_of_the_experts() -> None:
     graph = capture(case.build(), args, kwargs)
     node = next(n for n in graph.of_kind("op") if n.target is routed_experts)
     space = StrategySpace(graph, (2,))
-    site = space.site_named[node.name]
-    strategies = space.strategies[site]
-    assert strategies.rule is not None
-    usages = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=2))).full().nodes[site].usages
-    whole, half = (usages[[strategies.rows[label[0]].name for label in strategies.labels].index(name)]
-                   for name in ("repeat", "e"))
-    assert whole - half == strategies.rule.work_bytes / 2
+    decision = space.decision_named[node.name]
+    strategy_set = space.strategy_sets[decision]
+    assert strategy_set.rule is not None
+    usages = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=2))).full().nodes[decision].usages
+    whole, half = (
+        usages[[strategy_set.axis_strategies[label[0]].name for label in strategy_set.strategies].index(name)]
+        for name in ("repeat", "e")
+    )
+    assert whole - half == strategy_set.rule.work_bytes / 2
     assert kept_bytes(graph, node, range(2)) == pytest.approx(kept_bytes(graph, node, range(4)) / 2)
 
 

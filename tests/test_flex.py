@@ -102,8 +102,12 @@ def test_flexible_attention_is_what_its_functions_say(options: Options, call: Ca
     expected, graph = truth(mine, inputs), capture(model, (), inputs)
     for mesh in ((3,), (2, 2)):
         space = StrategySpace(graph, mesh)
-        products = [s for site, s in zip(space.sites, space.strategies, strict=True) if site.name.startswith("matmul")]
-        assert len(products) == 2 and all(len(s.labels) > 1 for s in products)
+        products = [
+            s
+            for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
+            if decision.name.startswith("matmul")
+        ]
+        assert len(products) == 2 and all(len(s.strategies) > 1 for s in products)
         for plan in range(4):
             error, name = error_under(model, inputs, expected, space, plan)
             assert error <= TOLERANCE, f"{name} on {mesh}, plan {plan}"

@@ -167,8 +167,8 @@ def layer(size: int) -> StrategySpace:
 def test_borders_of_one_axis() -> None:
     """A dim is cut by one axis only; two axes cut two dims."""
     space = layer(64)
-    s = space.strategies[space.site_named["conv2d"]]
-    pairs = {s.names(label) for label in s.labels}
+    s = space.strategy_sets[space.decision_named["conv2d"]]
+    pairs = {s.names(strategy) for strategy in s.strategies}
     assert {("halo s0", "halo s1"), ("halo s1", "halo s0"), ("halo s0", "o")} <= pairs
     assert not pairs & {("halo s0", "halo s0"), ("halo s1", "halo s1")}
 
@@ -179,8 +179,8 @@ def test_prices_of_borders() -> None:
 
     def exchange(size: int) -> tuple[float, float]:
         space = layer(size)
-        s = space.strategies[space.site_named["conv2d"]]
-        at = s.position[s.row_named("halo s0"), s.row_named("repeat")]
+        s = space.strategy_sets[space.decision_named["conv2d"]]
+        at = s.position[s.axis_strategy_named("halo s0"), s.axis_strategy_named("repeat")]
         exchanged = [(i.exchange, float(i.seconds[at])) for i in Prices(space, machine).op(s).inside]
         return sum(e.forward * t for e, t in exchanged), sum(e.backward * t for e, t in exchanged)
 

@@ -24,9 +24,9 @@ from autoparallel.partition.stages import cut_evenly, flow_of, stages_of
 from autoparallel.planning.joint_candidates import WORTH, Candidate, Fixed, JointSearch, _Promise
 from autoparallel.planning.joint_search import _Drafts
 from autoparallel.planning.recompute import fewest_recomputed
-from autoparallel.planning.reduced_model import sketch
+from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import Prices, SpacePricer, Turns
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.runtime.pipeline import with_messages
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.search import NotRepairedError, evaluate, solve
@@ -247,8 +247,8 @@ def test_ranks_that_take_turns_drop_the_same(ranks: Any) -> None:
 @pytest.mark.parametrize("replicas", [(1, 2), (2, 1), (3, 1), (2, 3), (2, 1, 3, 1), (3, 2, 2), (1, 4, 1)])
 def test_messages_between_stages_on_several_ranks(replicas: tuple[int, ...], schedule: str) -> None:
     """Every rank runs its micro-batches there and back, and two ranks see their messages in one order."""
-    turns = 2 * math.lcm(*replicas)
-    hybrid = Hybrid(turns, len(replicas), sum(replicas), schedule, replicas=replicas)
+    micro_batches = 2 * math.lcm(*replicas)
+    hybrid = Hybrid(micro_batches, len(replicas), sum(replicas), schedule, replicas=replicas)
     made = {rank: [(action.computation_type.value, action.microbatch_index) for action in actions]
             for rank, actions in with_messages(hybrid).items()}
     assert set(made) == set(range(hybrid.pipeline_ranks))
@@ -256,14 +256,16 @@ def test_messages_between_stages_on_several_ranks(replicas: tuple[int, ...], sch
     for rank, actions in made.items():
         (stage,) = hybrid.stages_of(rank)
         for kind in "FB":
-            assert [turn for action, turn in actions if action == kind] == list(hybrid.turns_of(rank))
-        for action, turn in actions:
+            assert [micro_batch for action, micro_batch in actions if action == kind] == list(
+                hybrid.micro_batches_of(rank)
+            )
+        for action, micro_batch in actions:
             way, _, what = action.partition("_")
             if what:
-                other = hybrid.rank_of(stage + (1 if (way == "SEND") == (what == "F") else -1), turn)
-                passed.setdefault((rank, other), []).append((rank if way == "SEND" else other, what, turn))
+                other = hybrid.rank_of(stage + (1 if (way == "SEND") == (what == "F") else -1), micro_batch)
+                passed.setdefault((rank, other), []).append((rank if way == "SEND" else other, what, micro_batch))
     assert all(messages == passed[other, rank] for (rank, other), messages in passed.items())
-    assert sum(map(len, passed.values())) == 4 * turns * (hybrid.stages - 1)
+    assert sum(map(len, passed.values())) == 4 * micro_batches * (hybrid.stages - 1)
 
 
 @pytest.mark.parametrize(("case_name", "options"), [
@@ -318,9 +320,9 @@ def test_stages_that_hold_more_recompute_more() -> None:
     assert fewest_recomputed(whole, [list("abcd"), list("efgh")], make, deadline=0.0) is whole
 
 
-@pytest.mark.parametrize(("turns", "stages"), [(2, 1), (4, 2)])
-def test_recompute_of_some_blocks(ranks: Any, turns: int, stages: int) -> None:
-    made = half_recomputed(CASES["llama"], (2, 2), turns, stages)
+@pytest.mark.parametrize(("micro_batches", "stages"), [(2, 1), (4, 2)])
+def test_recompute_of_some_blocks(ranks: Any, micro_batches: int, stages: int) -> None:
+    made = half_recomputed(CASES["llama"], (2, 2), micro_batches, stages)
     assert_one_process(ranks, "llama", (2, 2), {"plan": made})
 
 
@@ -375,7 +377,7 @@ def test_more_stages_than_ops() -> None:
     micro = split_batch(graph_of("mlp"), 1)
     space = StrategySpace(micro.body, (2,))
     with pytest.raises(InfeasibleError, match="cannot be cut into 50 pipeline stages: take at most"):
-        cut_evenly(flow_of(space, 0), np.ones(len(space)), 50, [1] * 50, lambda link: 1.0, np.zeros_like)
+        cut_evenly(flow_of(space, 0), np.ones(len(space)), 50, [1] * 50, lambda use: 1.0, np.zeros_like)
 
 
 @pytest.mark.parametrize(("bytes_per_s", "width"), [(512, 8), (2048, 64)])
@@ -384,21 +386,21 @@ def test_cuts_send_little_where_that_is_faster(bytes_per_s: float, width: int) -
     layers = [part for _ in range(3) for part in (torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))]
     graph = capture(torch.nn.Sequential(*layers), (torch.zeros(4, 8),))
     flow = flow_of(space := StrategySpace(graph, (1,)), 0)
-    seconds = np.array([float(site.kind == "op") for site in space.sites])
-    (cut,) = cut_evenly(flow, seconds, 2, [1, 1], lambda link: link.meta.num_bytes, lambda sent: sent / bytes_per_s)
-    assert space.links_into[cut][0].meta.shape == (4, width)
+    seconds = np.array([float(decision.kind == "op") for decision in space.decisions])
+    (cut,) = cut_evenly(flow, seconds, 2, [1, 1], lambda use: use.meta.num_bytes, lambda sent: sent / bytes_per_s)
+    assert space.uses_by[cut][0].meta.shape == (4, width)
 
 
 def test_both_stages_beside_a_cut_wait_for_what_it_sends() -> None:
     """Cuts as even as the ops, however dear messages are: these are the same wherever it is cut."""
     layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(12)]
     flow = flow_of(space := StrategySpace(capture(torch.nn.Sequential(*layers), (torch.zeros(4, 8),)), (1,)), 0)
-    seconds = np.array([float(site.kind == "op") for site in space.sites])
-    ops = [site.index for site in space.sites if site.kind == "op"]
-    (half,) = cut_evenly(flow, seconds, 2, [1, 1], lambda link: 1.0, lambda sent: 5 * sent)
+    seconds = np.array([float(decision.kind == "op") for decision in space.decisions])
+    ops = [decision.index for decision in space.decisions if decision.kind == "op"]
+    (half,) = cut_evenly(flow, seconds, 2, [1, 1], lambda use: 1.0, lambda sent: 5 * sent)
     assert ops.index(half) == 6
     # The stage in the middle waits at both of its ends: 12 ops and 8 for messages, in three.
-    cuts = cut_evenly(flow, seconds, 3, [1, 1, 1], lambda link: 1.0, lambda sent: 2 * sent)
+    cuts = cut_evenly(flow, seconds, 3, [1, 1, 1], lambda use: 1.0, lambda sent: 2 * sent)
     loads = np.diff([0, *(ops.index(cut) for cut in cuts), 12]) + np.array([2, 4, 2])
     assert loads.max() == 7
 
@@ -408,9 +410,9 @@ def test_stages_on_several_ranks_get_more(groups: list[int], begins: list[int]) 
     """As many times the work as they have ranks."""
     layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(12)]
     flow = flow_of(space := StrategySpace(capture(torch.nn.Sequential(*layers), (torch.zeros(4, 8),)), (1,)), 0)
-    seconds = np.array([float(site.kind == "op") for site in space.sites])
-    cuts = cut_evenly(flow, seconds, len(groups), groups, lambda link: link.meta.num_bytes, np.zeros_like)
-    ops = [site.index for site in space.sites if site.kind == "op"]
+    seconds = np.array([float(decision.kind == "op") for decision in space.decisions])
+    cuts = cut_evenly(flow, seconds, len(groups), groups, lambda use: use.meta.num_bytes, np.zeros_like)
+    ops = [decision.index for decision in space.decisions if decision.kind == "op"]
     assert [ops.index(cut) for cut in cuts] == begins
 
 
@@ -423,8 +425,10 @@ def test_a_mixture_of_experts_in_turns() -> None:
     micro = split_batch(capture(model, args, kwargs), 2)
     assert not [node for node in micro.body.of_kind("input") if "full" in node.name]
     space, cluster = StrategySpace(micro.body, (1,)), Cluster.load("h100-sxm", num_devices=1)
-    (site,) = [site for site in space.sites if site.kind == "op" and "routed_experts" in site.name]
-    experts = space.strategies[site.index]
+    (decision,) = [
+        decision for decision in space.decisions if decision.kind == "op" and "routed_experts" in decision.name
+    ]
+    experts = space.strategy_sets[decision.index]
     assert [experts.input_metas[0].dtype, experts.output_metas[0].dtype] == [torch.bfloat16, torch.float32]
     seconds = float(Prices(space, cluster).op(experts).forward_s[0])
     assert experts.rule is not None and experts.rule.flops / seconds > cluster.device.peak_flops_per_s["float32"]
@@ -468,13 +472,13 @@ def test_a_sketch_counts_for_the_model() -> None:
                          num_attention_heads=4, num_key_value_heads=2, use_cache=False)
     args, kwargs = CASES["llama"].inputs(8)
     graph = capture(LlamaForCausalLM(config), args, kwargs)
-    small = sketch(graph)
+    small = reduced_model(graph)
     assert len(small.graph) < 0.7 * len(graph) and set(small.stands_for.values()) == {1, 4}
     cluster = Cluster.load("h100-sxm", num_devices=4)
     for shape in ((4,), (2, 2)):
         whole = SpacePricer(Prices(StrategySpace(graph, shape), cluster))
         space = StrategySpace(small.graph, shape)
-        part = SpacePricer(Prices(space, cluster), turns=Turns(space, counts=small.counts(space)))
+        part = SpacePricer(Prices(space, cluster), counts=ExecutionCounts(space, multiplicities=small.counts(space)))
         assert solve(part.full(), "exact").objective == pytest.approx(solve(whole.full(), "exact").objective, rel=0.02)
 
 
@@ -491,11 +495,11 @@ def test_a_sketch_takes_the_bytes_of_a_rank(stages: int, ranks: int, schedule: s
     model, cluster = LlamaForCausalLM(config), Cluster.load("h100-sxm", num_devices=ranks)
     whole = autoparallel.plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(ranks,),
                               pipeline_stages=stages, schedule=schedule, micro_batches=8, recompute=recompute)
-    small = sketch(capture(model, args, kwargs))
+    small = reduced_model(capture(model, args, kwargs))
     space = StrategySpace(split_batch(small.graph, 8).body, (1,))
     hybrid = dataclasses.replace(whole.hybrid, cuts=())
-    turns = Turns(space, hybrid, counts=small.counts(space), held=small.held(space, hybrid))
-    problem = SpacePricer(Prices(space, cluster, stages=ranks), turns=turns).full()
+    counts = ExecutionCounts(space, hybrid, multiplicities=small.counts(space), held=small.held(space, hybrid))
+    problem = SpacePricer(Prices(space, cluster, stages=ranks), counts=counts).full()
     assert evaluate(problem, solve(problem, "exact").choice).peak_bytes == pytest.approx(whole.prediction.peak_bytes,
                                                                                          rel=0.2)
     assert whole.prediction.peak_bytes > 0.99 * (whole.prediction.state_bytes + whole.prediction.activation_bytes)
@@ -530,8 +534,8 @@ def test_a_plan_with_a_stage_on_three_ranks() -> None:
     assert autoparallel.Plan.from_json(made.to_json()).hybrid == made.hybrid
     space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 6).body, made.mesh_shape)
     last = stages_of(space, 0, made.hybrid).parts[-1]
-    learnt = [s.output_metas[0] for site, s in zip(space.sites, space.strategies, strict=True)
-              if site.kind == "parameter" and site.index in last.sites]
+    learnt = [s.output_metas[0] for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
+              if decision.kind == "parameter" and decision.index in last.decisions]
     (shared,) = [use for use in made.prediction.collectives if use.axis == "pipeline"]
     assert (shared.kind, shared.direction, shared.count) == ("all_reduce", "backward", 3 * len(learnt))
     assert shared.num_bytes == 3 * sum(meta.num_bytes for meta in learnt) and shared.seconds > 0
@@ -592,7 +596,7 @@ def test_stages_on_several_ranks_where_that_pays() -> None:
     again, again_s = seconds(mesh_shape=(3,), stage_replicas=(2, 1), micro_batches=hybrid.micro_batches)
     assert again.replicas == (2, 1) and again_s == pytest.approx(best_s, rel=0.05)
     equal = [seconds(mesh_shape=(3,)), seconds(mesh_shape=(3,), baseline="fsdp")]
-    equal += [seconds(mesh_shape=(3,), pipeline_stages=3, micro_batches=turns) for turns in (6, 12, 24)]
+    equal += [seconds(mesh_shape=(3,), pipeline_stages=3, micro_batches=micro_batches) for micro_batches in (6, 12, 24)]
     equal += [seconds(mesh_shape=(3,), pipeline_stages=12, micro_batches=6, schedule="zero_bubble")]
     assert min(other_s for _, other_s in equal) > 1.2 * best_s, (best_s, equal)
 
@@ -609,9 +613,11 @@ def test_bounds_lie_below_estimates() -> None:
     for candidate in estimated[::7]:
         h = candidate.hybrid
         prices = search._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
-        small = search.sketch
-        turns = Turns(prices.space, h, counts=small.counts(prices.space), held=small.held(prices.space, h))
-        problem = SpacePricer(prices, turns=turns).full()
+        small = search.reduced_model
+        counts = ExecutionCounts(
+            prices.space, h, multiplicities=small.counts(prices.space), held=small.held(prices.space, h)
+        )
+        problem = SpacePricer(prices, counts=counts).full()
         peak = evaluate(problem, solve(problem, "exact").choice).peak_bytes
         assert 0 < search.least_bytes(candidate) <= peak
 
@@ -648,8 +654,8 @@ def test_drafts_go_by_what_their_kind_took() -> None:
         more = took[candidate] - some.prediction.step_s
         return dataclasses.replace(some, prediction=dataclasses.replace(some.prediction, waiting_s=more))
 
-    def candidate(stages: int, turns: int, estimate_s: float) -> Candidate:
-        hybrid = Hybrid(turns, stages, stages, "1f1b", (), 1, "none")
+    def candidate(stages: int, micro_batches: int, estimate_s: float) -> Candidate:
+        hybrid = Hybrid(micro_batches, stages, stages, "1f1b", (), 1, "none")
         return Candidate(hybrid, (2,), estimate_s, lambda space: [])
 
     alone, two, four, six = candidate(1, 1, 1.1), candidate(2, 8, 1.0), candidate(4, 8, 1.2), candidate(2, 16, 0.9)
@@ -680,9 +686,9 @@ def test_what_takes_more_memory_than_its_sketch_is_estimated_with_less_room() ->
         rooms.append(candidate.room)
         return dataclasses.replace(candidate, estimate_s=2.0 if candidate.hybrid.micro_batches == 8 else math.inf)
 
-    def drafts_of(turns: int) -> _Drafts:
+    def drafts_of(micro_batches: int) -> _Drafts:
         drafts = _Drafts(in_full, estimate)
-        drafts.add([Candidate(Hybrid(turns, 2, 2), (2,), 1.0, lambda space: [])])
+        drafts.add([Candidate(Hybrid(micro_batches, 2, 2), (2,), 1.0, lambda space: [])])
         drafts.run(math.inf)
         return drafts
 
@@ -733,8 +739,8 @@ def test_turns_of_a_batch_that_is_no_power_of_two() -> None:
     """Whole rounds over the pipeline's ranks where there are any."""
     search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=8), Fixed(), "adamw", float("inf"))
     search.batch = 280
-    assert search.turns(35) == [35, 70, 140, 280] and search.turns(1) == [1, 2, 4, 8]
-    assert search.turns(3) == [4, 5, 7] and search.turns(16)[0] >= 16
+    assert search.micro_batches(35) == [35, 70, 140, 280] and search.micro_batches(1) == [1, 2, 4, 8]
+    assert search.micro_batches(3) == [4, 5, 7] and search.micro_batches(16)[0] >= 16
 
 
 @pytest.mark.parametrize("limit_share", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.6, 0.35))])

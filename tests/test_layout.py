@@ -33,12 +33,12 @@ from autoparallel.layout import (
     local_box,
     local_shape,
     parse_layout,
-    pieces,
     shard,
+    shards,
     to_torch,
 )
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.layout.shapes import piece_of
+from autoparallel.layout.shapes import shard_of
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple)
 SHAPES = st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple)
@@ -63,10 +63,10 @@ def laid_out(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, tuple[int, ...]]
 def test_pieces_are_those_of_torch_chunk(size: int, num_ranks: int) -> None:
     """Of equal lengths but for the last ones; where torch.chunk gives fewer pieces, the rest are empty."""
     chunks = [len(c) for c in torch.arange(size).chunk(num_ranks)] if size else []
-    assert pieces(size, num_ranks) == (*chunks, *[0] * (num_ranks - len(chunks)))
-    ends = [0, *itertools.accumulate(pieces(size, num_ranks))]
-    assert [piece_of(size, num_ranks, r) for r in range(num_ranks)] == list(
-        zip(ends, pieces(size, num_ranks), strict=False)
+    assert shards(size, num_ranks) == (*chunks, *[0] * (num_ranks - len(chunks)))
+    ends = [0, *itertools.accumulate(shards(size, num_ranks))]
+    assert [shard_of(size, num_ranks, r) for r in range(num_ranks)] == list(
+        zip(ends, shards(size, num_ranks), strict=False)
     )
 
 

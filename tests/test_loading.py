@@ -36,13 +36,13 @@ class Turning(Net):
 
     def __init__(self, can_reset: bool = True) -> None:
         super().__init__()
-        self.turn = nn.Module()
-        self.turn.register_buffer("angle", torch.ones(8), persistent=False)
+        self.micro_batch = nn.Module()
+        self.micro_batch.register_buffer("angle", torch.ones(8), persistent=False)
         if can_reset:
-            self.turn.reset_parameters = lambda: self.turn.angle.fill_(1)  # type: ignore[assignment]
+            self.micro_batch.reset_parameters = lambda: self.micro_batch.angle.fill_(1)  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.turn.angle.sum()
+        return super().forward(x) * self.micro_batch.angle.sum()
 
 
 def compiled(model: nn.Module | None = None, shape: tuple[int, ...] = (2, 2), baseline: str | None = "fsdp",

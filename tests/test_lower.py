@@ -29,7 +29,7 @@ from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower import Program, check, count_collectives, emit, order_digest
 from autoparallel.planning.baselines import NAMES as BASELINES
 from autoparallel.pricing import Prices
-from autoparallel.strategies.space import Label, StrategySpace
+from autoparallel.strategies.space import Strategy, StrategySpace
 from tests.models import CASES
 from tests.ranks import mesh_of
 
@@ -45,18 +45,18 @@ def space_of(case_name: str, mesh_shape: tuple[int, ...] = (2, 2)) -> tuple[Stra
     return space, Prices(space, Cluster.load("h100-sxm", num_devices=torch.Size(mesh_shape).numel()))
 
 
-def baseline_labels(case_name: str, baseline: str, mesh_shape: tuple[int, ...] = (2, 2)) -> list[Label]:
+def baseline_strategies(case_name: str, baseline: str, mesh_shape: tuple[int, ...] = (2, 2)) -> list[Strategy]:
     case = CASES[case_name]
     args, kwargs = case.inputs(8)
     space, prices = space_of(case_name, mesh_shape)
     made = plan(case.build(), prices.cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape,
                 axis_names=space.axis_names, baseline=baseline)
-    return made.labels(space)
+    return made.strategies_on(space)
 
 
-def random_labels(space: StrategySpace, seed: int) -> list[Label]:
+def random_strategies(space: StrategySpace, seed: int) -> list[Strategy]:
     draw = random.Random(seed)
-    return [draw.choice(s.labels) for s in space.strategies]
+    return [draw.choice(s.strategies) for s in space.strategy_sets]
 
 
 def emit_mlp(baseline: str = "tensor_parallel", coordinate: Sequence[int] = (0, 0)) -> tuple[Program, StrategySpace]:
@@ -66,8 +66,8 @@ def emit_mlp(baseline: str = "tensor_parallel", coordinate: Sequence[int] = (0, 
 
 
 @functools.cache
-def mlp_labels(baseline: str) -> tuple[Label, ...]:
-    return tuple(baseline_labels("mlp", baseline))
+def mlp_labels(baseline: str) -> tuple[Strategy, ...]:
+    return tuple(baseline_strategies("mlp", baseline))
 
 
 def steps_of(program: Program) -> list[FxNode]:
@@ -105,8 +105,8 @@ def test_every_rank_issues_the_same_collectives(case_name: str) -> None:
     space, prices = space_of(case_name, (2, 3))
     digests = set()
     for seed in range(3):
-        labels = random_labels(space, seed)
-        programs = [emit(space, labels, prices.path, c) for c in itertools.product(range(2), range(3))]
+        strategies = random_strategies(space, seed)
+        programs = [emit(space, strategies, prices.path, c) for c in itertools.product(range(2), range(3))]
         assert len({order_digest(p) for p in programs}) == 1
         digests.add(order_digest(programs[0]))
     assert len(digests) == 3
@@ -132,7 +132,7 @@ def test_the_digest_sees_what_would_hang() -> None:
 def test_sizes_of_an_uneven_mesh_add_up(seed: int) -> None:
     """The pieces along a cut dim, as each step has them, are this rank's and add up to what the step gathers."""
     space, prices = space_of("mlp", (2, 3))
-    program = emit(space, random_labels(space, seed), prices.path, (1, 2))
+    program = emit(space, random_strategies(space, seed), prices.path, (1, 2))
     for node in steps_of(program):
         step, shape = node.meta["step"], node.meta["global_meta"].shape
         for key, mine, p in (("source_sizes", step.before, step.source), ("target_sizes", step.after, step.target)):
@@ -152,9 +152,9 @@ def test_emitted_programs_pass(case_name: str) -> None:
     """Random plans on an even and an uneven mesh, on every rank."""
     for mesh_shape, seed in (((2, 2), 0), ((2, 2), 1), ((2, 3), 2)):
         space, prices = space_of(case_name, mesh_shape)
-        labels = random_labels(space, seed)
+        strategies = random_strategies(space, seed)
         for coordinate in ((0, 0), tuple(n - 1 for n in mesh_shape)):
-            check(emit(space, labels, prices.path, coordinate), space, coordinate)
+            check(emit(space, strategies, prices.path, coordinate), space, coordinate)
 
 
 @pytest.mark.slow
@@ -162,11 +162,11 @@ def test_emitted_programs_pass(case_name: str) -> None:
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 3), (2, 2, 2)])
 def test_all_emitted_programs_pass(case_name: str, mesh_shape: tuple[int, ...]) -> None:
     space, prices = space_of(case_name, mesh_shape)
-    plans = [baseline_labels(case_name, name, mesh_shape) for name in BASELINES]
-    plans += [random_labels(space, seed) for seed in range(5)]
-    for labels in plans:
+    plans = [baseline_strategies(case_name, name, mesh_shape) for name in BASELINES]
+    plans += [random_strategies(space, seed) for seed in range(5)]
+    for strategies in plans:
         for coordinate in itertools.product(*(range(n) for n in mesh_shape)):
-            check(emit(space, labels, prices.path, coordinate), space, coordinate)
+            check(emit(space, strategies, prices.path, coordinate), space, coordinate)
 
 
 def damage(position: int, value: str) -> Callable[[Program], FxNode]:
@@ -277,11 +277,11 @@ def test_corrupted_programs_are_refused(corrupt: Callable[[Program], FxNode]) ->
 def test_a_vocabulary_variant_is_not_the_plain_embedding() -> None:
     """On a piece of the table, plain look-up would read other rows (or none)."""
     space, prices = space_of("llama", (2,))
-    site = space.site_named["embedding"]
-    label = (space.strategies[site].row_named("vocabulary"),)
-    labels = random_labels(space, 0)
-    labels[site] = label
-    program = emit(space, labels, prices.path, (0,))
+    decision = space.decision_named["embedding"]
+    strategy = (space.strategy_sets[decision].axis_strategy_named("vocabulary"),)
+    strategies = random_strategies(space, 0)
+    strategies[decision] = strategy
+    program = emit(space, strategies, prices.path, (0,))
     check(program, space, (0,))
     node = call_of(program, "vocabulary_embedding")
     node.target, node.kwargs = torch.ops.aten.embedding.default, {}
@@ -339,7 +339,7 @@ class Filled(nn.Module):
 FILLED_INPUT = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
 
-def filled_in_pieces(rows: tuple[str, ...]) -> float:
+def filled_sharded(rows: tuple[str, ...]) -> float:
     """The loss, in two turns, with all such tensors cut alike."""
     best = plan(Filled(), Cluster.load("local-cpu", num_devices=4), example_inputs=(FILLED_INPUT,),
                 mesh_shape=(2, 2), axis_names=("x", "y"), micro_batches=2)
@@ -353,4 +353,4 @@ def filled_in_pieces(rows: tuple[str, ...]) -> float:
 def test_tensors_of_one_number_are_made_in_pieces(ranks: Any) -> None:
     expected = Filled()(FILLED_INPUT).item()
     for rows in (("d0", "d0"), ("d0", "repeat"), ("repeat", "d0")):
-        assert ranks(4).run(filled_in_pieces, rows) == pytest.approx([expected] * 4, rel=1e-5)
+        assert ranks(4).run(filled_sharded, rows) == pytest.approx([expected] * 4, rel=1e-5)

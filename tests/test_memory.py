@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.errors import InfeasibleError
-from autoparallel.lower import recompute_pass
-from autoparallel.runtime.stage_module import TurnModule
+from autoparallel.kernels import recomputed
+from autoparallel.runtime.stage_module import StageModule
 from cost_models import Cluster
 from tests.models import CASES
 from tests.plans import half_recomputed
@@ -59,19 +59,19 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
     states = [local(p) for p in parallel.parameters()]
     stored = {storage(x) for x in states}
     live, most, on_host = LiveBytes(), 0, list[torch.Tensor]()
-    copy = recompute_pass.host_copy
+    copy = recomputed.host_copy
 
     def recorded(value: torch.Tensor) -> torch.Tensor:
         on_host.append(copy(value))
         return on_host[-1]
 
-    recompute_pass.host_copy = recorded
-    modules: set[TurnModule] = set()
-    forward = TurnModule.forward
+    recomputed.host_copy = recorded
+    modules: set[StageModule] = set()
+    forward = StageModule.forward
 
-    def counted(module: TurnModule, *received: torch.Tensor, turn: int) -> tuple[torch.Tensor, ...]:
+    def counted(module: StageModule, *received: torch.Tensor, micro_batch: int) -> tuple[torch.Tensor, ...]:
         nonlocal most
-        result = forward(module, *received, turn=turn)
+        result = forward(module, *received, micro_batch=micro_batch)
         modules.add(module)
         own = [leaf.grad for m in modules for leaf, v in zip(m.leaves, m.values, strict=True) if storage(v) in stored]
         own += [leaf.grad for m in modules for _, leaf in m.parameters_read]
@@ -80,16 +80,16 @@ def measure(case_name: str, mesh_shape: tuple[int, ...], options: Options) -> tu
 
     with live:
         if not parallel.plan.hybrid.is_plain:
-            TurnModule.forward = counted  # type: ignore[method-assign, assignment]
+            StageModule.forward = counted  # type: ignore[method-assign, assignment]
             try:
                 parallel.step(*args, **kwargs)
             finally:
-                TurnModule.forward = forward  # type: ignore[method-assign]
+                StageModule.forward = forward  # type: ignore[method-assign]
         else:
             loss = case.loss(parallel(*args, **kwargs))  # and not the other outputs, which the caller may keep
             most = live.total(without=[*states, *on_host])
             del loss
-    recompute_pass.host_copy = copy
+    recomputed.host_copy = copy
     state = sum(ADAMW_TENSORS * local(p).numel() * p.element_size() for p in parallel.parameters())
     predicted = parallel.plan.prediction
     return predicted.state_bytes, predicted.activation_bytes, float(state), float(most)
@@ -141,9 +141,9 @@ SLOW_PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
 ]
 
 
-@pytest.mark.parametrize("turns", [1, 2])
-def test_bytes_with_some_blocks_recomputed(ranks: Any, turns: int) -> None:
-    made = half_recomputed(CASES["llama"], (2, 2), turns)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_bytes_with_some_blocks_recomputed(ranks: Any, micro_batches: int) -> None:
+    made = half_recomputed(CASES["llama"], (2, 2), micro_batches)
     test_bytes_are_as_predicted(ranks, "llama", (2, 2), {"plan": made}, 0.05)
 
 

@@ -66,8 +66,11 @@ def test_each_rank_convolves_its_own_groups() -> None:
     torch.manual_seed(0)
     model, inputs = Depthwise(), {"x": torch.randn(4, 8, 9)}
     space = StrategySpace(capture(model, (), inputs), (4,))
-    convolution = space.site_named["conv1d"]
-    labels = [(s.row_named("g"),) if i == convolution else s.labels[0] for i, s in enumerate(space.strategies)]
+    convolution = space.decision_named["conv1d"]
+    labels = [
+        (s.axis_strategy_named("g"),) if i == convolution else s.strategies[0]
+        for i, s in enumerate(space.strategy_sets)
+    ]
     ranks = Ranks(Candidate(space, tuple(labels)), toy_cluster())
     assert worst_error(truth(model, inputs), ranks.step(model, inputs))[0] < 1e-5
     calls = [node for node in ranks.programs[(3,)].module.graph.nodes if node.name == "conv1d"]
@@ -93,8 +96,10 @@ def test_cut_classes_may_be_excluded() -> None:
     torch.manual_seed(0)
     model, inputs = Excluded().double(), {"x": torch.randn(4, 8, dtype=torch.float64)}
     space = StrategySpace(capture(model, (), inputs), (4,))
-    loss = next(site.index for site in space.sites if site.name.startswith("cross_entropy"))
-    labels = [(s.row_named("classes"),) if i == loss else s.labels[0] for i, s in enumerate(space.strategies)]
+    loss = next(decision.index for decision in space.decisions if decision.name.startswith("cross_entropy"))
+    labels = [
+        (s.axis_strategy_named("classes"),) if i == loss else s.strategies[0] for i, s in enumerate(space.strategy_sets)
+    ]
     ranks = Ranks(Candidate(space, tuple(labels)), toy_cluster())
     assert worst_error(truth(model, inputs), ranks.step(model, inputs))[0] < 1e-12
 
@@ -104,8 +109,10 @@ def test_a_plan_that_cuts_the_batch_nowhere() -> None:
     graph = capture(build("bert"), (), inputs_of("bert"))
     candidate = model_zoo.whole_batch_candidate(graph, toy_cluster())
     cut = set()
-    for site, s, label in zip(candidate.space.sites, candidate.space.strategies, candidate.labels, strict=True):
-        if site.kind in ("input", "op", "hub") and s.output_metas[0].shape[:1] == (8,):
+    for decision, s, label in zip(
+        candidate.space.decisions, candidate.space.strategy_sets, candidate.strategies, strict=True
+    ):
+        if decision.kind in ("input", "op", "shared_read") and s.output_metas[0].shape[:1] == (8,):
             cut |= {p for p in s.output_layout(label) if p.is_shard}
     assert cut and shard(0) not in cut
 
@@ -134,8 +141,11 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def cut_sums() -> Ranks:
         space = StrategySpace(graph, (4,))
-        at = [site.kind == "op" and graph.nodes[site.node].target is linear for site in space.sites]
-        labels = [(s.row_named("k"),) if cut else s.labels[0] for cut, s in zip(at, space.strategies, strict=True)]
+        at = [decision.kind == "op" and graph.nodes[decision.node].target is linear for decision in space.decisions]
+        labels = [
+            (s.axis_strategy_named("k"),) if cut else s.strategies[0]
+            for cut, s in zip(at, space.strategy_sets, strict=True)
+        ]
         return Ranks(Candidate(space, tuple(labels)), toy_cluster())
 
     assert worst_error(expected, cut_sums().step(model, inputs))[0] < 1e-5

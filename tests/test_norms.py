@@ -42,7 +42,7 @@ def test_what_is_added_up_is_priced() -> None:
     for num_ranks in (2, 4):
         space = StrategySpace(case.graph, (num_ranks,))
         prices = Prices(space, Cluster.load("h100-sxm", num_devices=num_ranks))
-        site = next(site.index for site in space.sites if site.kind == "op")
-        inside = prices.op(space.strategies[site]).inside
+        decision = next(decision.index for decision in space.decisions if decision.kind == "op")
+        inside = prices.op(space.strategy_sets[decision]).inside
         sent = {(i.exchange.forward, i.exchange.backward): float(i.num_bytes[i.seconds > 0].max()) for i in inside}
         assert sent == {(2, 0): 2 * 3 * 4.0, (0, 1): 2 * 2 * 3 * 4.0}

@@ -25,7 +25,7 @@ from autoparallel.errors import SearchError
 from autoparallel.kernels import regather
 from autoparallel.partition import split_batch
 from autoparallel.planning import one_mesh
-from autoparallel.pricing import Prices, SpacePricer, Turns
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import COMPUTE, _Again, _Plan, _Step
 from autoparallel.schedule import async_windows
 from autoparallel.schedule.async_windows import TOP
@@ -48,17 +48,17 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def backward_twice(mesh_shape: tuple[int, ...], bucket_bytes: int, turns: int) -> tuple[int, int]:
+def backward_twice(mesh_shape: tuple[int, ...], bucket_bytes: int, micro_batches: int) -> tuple[int, int]:
     """On each rank: all-reduces of one backward, one by one and in buckets; the gradients are the same."""
     case = CASES["bert"]
     args, kwargs = case.inputs(8)
     model, found, counts = case.build(), [], []
     for size in (0, bucket_bytes):
         async_windows.BUCKET_BYTES = size
-        options: dict[str, Any] = {"micro_batches": turns} if turns else {}
+        options: dict[str, Any] = {"micro_batches": micro_batches} if micro_batches else {}
         parallel = autoparallel.compile(copy.deepcopy(model), mesh_of(*mesh_shape), example_inputs=args,
                                         example_kwargs=kwargs, baseline="ddp", **options)
-        if turns:
+        if micro_batches:
             with Calls() as calls:
                 parallel.step(*args, **kwargs)
         else:
@@ -92,17 +92,17 @@ class Beside(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.on_the_way = self.beside = self.alone = 0
+        self.pending = self.beside = self.alone = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.on_the_way += (func.__name__ in POSTED) - (func.__name__ == "wait_tensor.default")
+        self.pending += (func.__name__ in POSTED) - (func.__name__ == "wait_tensor.default")
         if func.__name__ in ("mm.default", "addmm.default", "bmm.default"):
-            self.beside += self.on_the_way > 0
-            self.alone += self.on_the_way == 0
+            self.beside += self.pending > 0
+            self.alone += self.pending == 0
         return func(*args, **(kwargs or {}))
 
 
-def products_beside(mesh_shape: tuple[int, ...], bucket_bytes: int, options: dict[str, Any]
+def products_overlapped(mesh_shape: tuple[int, ...], bucket_bytes: int, options: dict[str, Any]
                     ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of forward and backward: products beside a collective, and alone."""
     case = CASES["llama"]
@@ -114,7 +114,7 @@ def products_beside(mesh_shape: tuple[int, ...], bucket_bytes: int, options: dic
         loss = case.loss(parallel(*args, **kwargs))
     with Beside() as backward:
         loss.backward()
-    assert forward.on_the_way == backward.on_the_way == 0
+    assert forward.pending == backward.pending == 0
     return (forward.beside, forward.alone), (backward.beside, backward.alone)
 
 
@@ -126,7 +126,7 @@ def products_beside(mesh_shape: tuple[int, ...], bucket_bytes: int, options: dic
 def test_parameters_are_gathered_before_they_are_read(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
                                                       ) -> None:
     """All products but the first group's of forward and the last's of backward run beside a gather or a reduction."""
-    for (beside, alone), (back, back_alone) in ranks(4).run(products_beside, mesh_shape, 0, options, timeout_s=100):
+    for (beside, alone), (back, back_alone) in ranks(4).run(products_overlapped, mesh_shape, 0, options, timeout_s=100):
         assert beside > 4 * alone and back > 3 * back_alone
 
 
@@ -162,11 +162,11 @@ def most_gathered(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple
                                     **options)
     space = StrategySpace(capture(case.build(), args, kwargs), mesh_shape)
     prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True)
-    pricer = SpacePricer(prices, turns=Turns(space, parallel.plan.hybrid))
-    problem, choice = pricer.full(), pricer.choice_of(parallel.plan.labels(space))
+    pricer = SpacePricer(prices, counts=ExecutionCounts(space, parallel.plan.hybrid))
+    problem, choice = pricer.full(), pricer.choice_of(parallel.plan.strategies_on(space))
     there = np.zeros(2 * len(space) + 2)
     for edge in problem.edges:
-        if pricer.turns.of_parameter[edge.source] and edge.usages is not None:
+        if pricer.counts.of_parameter[edge.source] and edge.usages is not None:
             there[slice(*edge.interval)] += edge.usages[choice[edge.source], choice[edge.target]]
     with GatheredBytes() as gathered:
         case.loss(parallel(*args, **kwargs)).backward()
@@ -190,17 +190,17 @@ class Gathers(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[str, float]] = []
-        self.under_way: dict[int, float] = {}
+        self.pending: dict[int, float] = {}
         self.last, self.at_once = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if func.__name__ == "all_gather_into_tensor_out.default":
             self.last, num_bytes = made.untyped_storage()._cdata, float(made.untyped_storage().nbytes())
-            self.under_way[self.last] = num_bytes
-            self.events.append(("posted", num_bytes))
-        elif func.__name__ == "wait_tensor.default" and (key := args[0].untyped_storage()._cdata) in self.under_way:
-            self.events.append(("waited", self.under_way.pop(key)))
+            self.pending[self.last] = num_bytes
+            self.events.append(("issued", num_bytes))
+        elif func.__name__ == "wait_tensor.default" and (key := args[0].untyped_storage()._cdata) in self.pending:
+            self.events.append(("waited", self.pending.pop(key)))
             self.at_once += key == self.last
         elif func.__name__ in ("mm.default", "addmm.default", "bmm.default", "mul.Tensor"):
             self.last = 0
@@ -213,27 +213,29 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
     case, async_windows.BUCKET_BYTES = CASES["llama"], bucket_bytes
     args, kwargs = case.inputs(8)
     parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs, **options)
-    turns = options.get("micro_batches", 1)
-    space = StrategySpace(split_batch(capture(case.build(), args, kwargs), turns).body, (2, 2))
+    micro_batches = options.get("micro_batches", 1)
+    space = StrategySpace(split_batch(capture(case.build(), args, kwargs), micro_batches).body, (2, 2))
     prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True)
-    plan = _Plan(SpacePricer(prices, turns=Turns(space, parallel.plan.hybrid)), parallel.plan.labels(space))
+    plan = _Plan(
+        SpacePricer(prices, counts=ExecutionCounts(space, parallel.plan.hybrid)), parallel.plan.strategies_on(space)
+    )
     plan.ways = [way._replace(again_s=(way.again_s > 0) * read.num_bytes)
                  for way, read in zip(plan.ways, plan.reads, strict=True)]
     again = _Again(step := _Step(), plan)
-    told = [("posted" if begins else "waited", sum(plan.reads[n].num_bytes for n in pair.steps))
-            for place in (TOP, *range(len(space))) for begins, pair in plan.posting.events.get(place, ())
-            if pair in plan.posting.gathered]
+    told = [("issued" if begins else "waited", sum(plan.reads[n].num_bytes for n in pair.steps))
+            for place in (TOP, *range(len(space))) for begins, pair in plan.windows.events.get(place, ())
+            if pair in plan.windows.gathered]
     waits = list[float]()
-    step.post = lambda seconds, stream: told.append(("posted", seconds)) or waits.append(seconds) or len(waits) - 1
+    step.issue = lambda seconds, stream: told.append(("issued", seconds)) or waits.append(seconds) or len(waits) - 1
     step.wait = lambda tasks: told.extend(("waited", waits[task]) for task in tasks)
     for index in reversed(range(len(space))):
         again.read(index)
     with Gathers() as gathers:
-        if turns > 1:
+        if micro_batches > 1:
             parallel.step(*args, **kwargs)
         else:
             case.loss(parallel(*args, **kwargs)).backward()
-    return turns * told, gathers.events, gathers.at_once, gradients_of(parallel)
+    return micro_batches * told, gathers.events, gathers.at_once, gradients_of(parallel)
 
 
 @pytest.mark.parametrize(("options", "bucket_bytes"), [
@@ -275,7 +277,7 @@ def gathered_for_nothing() -> tuple[int, int, dict[str, torch.Tensor]]:
     loss, _ = parallel(x)
     with Beside() as beside, Calls() as calls:
         loss.backward()
-    return calls.counts["all_gather_into_tensor_out.default"], beside.on_the_way, gradients_of(parallel)
+    return calls.counts["all_gather_into_tensor_out.default"], beside.pending, gradients_of(parallel)
 
 
 def test_what_backward_gathered_for_nothing_is_waited_for(ranks: Any) -> None:
@@ -289,7 +291,9 @@ def test_what_backward_gathered_for_nothing_is_waited_for(ranks: Any) -> None:
 
 
 def test_gradients_are_reduced_while_backward_goes_on(ranks: Any) -> None:
-    for (beside, _), (back, alone) in ranks(4).run(products_beside, (4,), 20_000, {"baseline": "ddp"}, timeout_s=100):
+    for (beside, _), (back, alone) in ranks(4).run(
+        products_overlapped, (4,), 20_000, {"baseline": "ddp"}, timeout_s=100
+    ):
         assert beside == 0 and back > 3 * alone
 
 
@@ -338,8 +342,8 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
                              **options)
     graph = capture(case.build(), args, kwargs)
     space = StrategySpace(split_batch(graph, made.hybrid.micro_batches).body, mesh_shape)
-    pricer = SpacePricer(Prices(space, cluster, direct=made.direct), turns=Turns(space, made.hybrid))
-    step, parts = _Plan(pricer, made.labels(space)).step(), made.prediction
+    pricer = SpacePricer(Prices(space, cluster, direct=made.direct), counts=ExecutionCounts(space, made.hybrid))
+    step, parts = _Plan(pricer, made.strategies_on(space)).step(), made.prediction
     assert sum(task.duration_s for task in step.tasks) == pytest.approx(parts.added_s)
     assert parts.added_s == pytest.approx(made.evidence.objective_s)
     assert parts.hidden_s == step.hidden_s(cluster.device.overlap_slowdown)
@@ -384,7 +388,7 @@ def test_links_of_parameters_alone_cost_otherwise_beside_compute() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(made.usages, anew.usages, strict=True))
     assert all(edge.costs is cost for edge, cost in zip(made.edges, made.costs[len(made.nodes):], strict=True))
     changed = [not np.array_equal(a.costs, b.costs) for a, b in zip(problem.edges, made.edges, strict=True)]
-    of_parameter = [space.sites[link.source].kind == "parameter" for link in space.links]
+    of_parameter = [space.decisions[use.source].kind == "parameter" for use in space.uses]
     assert any(changed) and not any(c and not p for c, p in zip(changed, of_parameter, strict=False))
 
 
@@ -513,7 +517,7 @@ def steps_on_ranks(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tupl
     ids = torch.arange(8 * 6).view(8, 6) % 19
     parallel = autoparallel.compile(Tied(), mesh_of(*mesh_shape), example_inputs=(ids, ids + 1), **options)
     made = two_steps(parallel, calls := Beside())
-    assert calls.on_the_way == 0
+    assert calls.pending == 0
     return made, calls.beside, calls.alone
 
 
@@ -549,7 +553,7 @@ class _WhereMeant(torch.autograd.Function):
         return gradient * scale * mask, of_scale, None
 
 
-class _LearnsLate(torch.nn.Module):
+class _TrainableLate(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -559,11 +563,11 @@ class _LearnsLate(torch.nn.Module):
         return self.layer(_WhereMeant.apply(x, self.scale, mask)).square().sum()
 
 
-def learnt_late(in_turns: bool) -> dict[str, torch.Tensor]:
+def learnt_late(split_step: bool) -> dict[str, torch.Tensor]:
     """Gradients of a step whose second half alone has one of the scale."""
-    model, x = _LearnsLate(), torch.arange(48.0).view(8, 6) / 48
+    model, x = _TrainableLate(), torch.arange(48.0).view(8, 6) / 48
     inputs = x, torch.cat([torch.zeros(4, 1), torch.ones(4, 1)])
-    if not in_turns:
+    if not split_step:
         model(*inputs).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     parallel = autoparallel.compile(model, mesh_of(2), example_inputs=inputs, baseline="ddp", micro_batches=2)
@@ -573,7 +577,7 @@ def learnt_late(in_turns: bool) -> dict[str, torch.Tensor]:
 
 def test_what_only_the_last_turn_has_a_gradient_of_is_reduced_too(ranks: Any) -> None:
     """Backward comes to it after those that are reduced with it have been posted."""
-    expected = learnt_late(in_turns=False)
+    expected = learnt_late(split_step=False)
     for found in ranks(2).run(learnt_late, True):
         assert found.keys() == expected.keys()
         for name, gradient in found.items():
@@ -582,7 +586,7 @@ def test_what_only_the_last_turn_has_a_gradient_of_is_reduced_too(ranks: Any) ->
 
 def learnt_by_one_rank(shared: bool) -> list[dict[str, torch.Tensor]]:
     """Gradients of two steps: nothing learns the scale in the first, one of the ranks that share it in the second."""
-    model, found = _LearnsLate(), []
+    model, found = _TrainableLate(), []
     x = torch.arange(48.0).view(8, 6) / 48
     masks = torch.zeros(8, 1), torch.tensor([0.0, 0, 1, 1, 0, 0, 1, 1])[:, None]
     parallel: Any = autoparallel.compile(
@@ -636,22 +640,22 @@ def test_pipelines_reduce_beside_their_last_backward(ranks: Any, mesh_shape: tup
 #: a second.
 PROGRAMS = st.lists(st.one_of(
     st.tuples(st.just("work"), st.integers(0, 9), st.sampled_from([COMPUTE, "inner", "outer"])),
-    st.tuples(st.just("post"), st.integers(0, 9), st.sampled_from(["inner", "outer"])),
+    st.tuples(st.just("issue"), st.integers(0, 9), st.sampled_from(["inner", "outer"])),
     st.tuples(st.just("wait"), st.integers(0, 9), st.just(""))), max_size=12)
 
 
 def simulated(program: list[tuple[str, int, str]], slower: float = 1.0) -> _Step:
     """The step of such a program, its inner link ``slower``; it waits for all at the end."""
-    step, posted = _Step(), []
+    step, issued = _Step(), []
     for what, number, stream in program:
         duration_s = number / 4 * (slower if stream == "inner" else 1.0)
         if what == "work":
             step.work(duration_s, stream)
-        elif what == "post":
-            posted.append(step.post(duration_s, stream))
-        elif posted:
-            step.wait([posted[number % len(posted)]])
-    step.wait(posted)
+        elif what == "issue":
+            issued.append(step.issue(duration_s, stream))
+        elif issued:
+            step.wait([issued[number % len(issued)]])
+    step.wait(issued)
     step.flush()
     return step
 
@@ -682,13 +686,13 @@ def test_a_forward_whose_gathers_are_gathered_further_is_let_go_with_its_last_re
     with regather.regathering():
         run = regather._run.get()
         assert run is not None
-        piece = torch.ones(2)
-        first = regather._Gathered(lambda source: lambda: source, piece, place=0)
-        run.add(piece, first)
-        second = regather._Gathered(lambda source: lambda: source, regather._kept(piece), place=1)
+        local_shard = torch.ones(2)
+        first = regather._Gathered(lambda source: lambda: source, local_shard, place=0)
+        run.add(local_shard, first)
+        second = regather._Gathered(lambda source: lambda: source, regather._kept(local_shard), place=1)
         for gathered in (first, second):
-            run.add_ahead(gathered)
-        assert second.hops() == [second, first]
+            run.add_prefetched(gathered)
+        assert second.gather_stages() == [second, first]
     seen = weakref.ref(run)
     gc.disable()
     try:

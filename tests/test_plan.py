@@ -98,7 +98,7 @@ def test_a_saved_plan_loads_equal_and_reads_well(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == made
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["version"] == 2 and data["axis_names"] == ["dp", "tp"]
-    assert set(data["strategies"]) == {site.name for site in space_of("llama").sites}
+    assert set(data["strategies"]) == {decision.name for decision in space_of("llama").decisions}
 
 
 def test_diff_names_what_differs() -> None:
@@ -139,7 +139,7 @@ def test_the_objective_is_the_price_of_the_plan(case_name: str, options: dict[st
     """Objective = `evaluate` on the whole problem = sum of the prediction's parts, and not below the bound."""
     made = planned(case_name, **options)
     pricer = SpacePricer(prices_of(case_name, (2, 2), direct=made.direct))
-    judged = evaluate(pricer.full(), pricer.choice_of(made.labels(pricer.space)))
+    judged = evaluate(pricer.full(), pricer.choice_of(made.strategies_on(pricer.space)))
     assert made.evidence.objective_s == judged.objective
     assert made.prediction.added_s == pytest.approx(judged.objective, rel=1e-9)
     assert made.prediction.peak_bytes == judged.peak_bytes
@@ -162,7 +162,7 @@ def test_predicted_collectives_are_those_of_the_program(baseline: str | None) ->
     """The report's counts, kind by kind (it counts scalars too, which the program's count leaves out)."""
     made = planned("llama", baseline=baseline)
     prices = prices_of("llama", (2, 2), direct=made.direct)
-    program = emit(prices.space, made.labels(prices.space), prices.path, (0, 0))
+    program = emit(prices.space, made.strategies_on(prices.space), prices.path, (0, 0))
     predicted: dict[tuple[str, str], int] = {}
     for use in made.prediction.collectives:
         predicted[use.direction, use.kind] = predicted.get((use.direction, use.kind), 0) + use.count
@@ -252,14 +252,14 @@ def test_that_no_plan_was_found_is_not_that_none_fits(error: Exception, said: st
 def counted(case_name: str, num_ranks: int, baseline: str, cluster: str = "h100-sxm") -> dict[tuple[str, str], int]:
     made = planned(case_name, (num_ranks,), cluster, baseline=baseline)
     prices = prices_of(case_name, (num_ranks,), cluster, made.direct)
-    return count_collectives(emit(prices.space, made.labels(prices.space), prices.path, (0,)))
+    return count_collectives(emit(prices.space, made.strategies_on(prices.space), prices.path, (0,)))
 
 
 def num_parameters(case_name: str) -> int:
     """Those that the program reads and that learn; tied ones once."""
     space = space_of(case_name, (4,))
-    read = {link.source for link in space.links if link.meta.requires_grad}
-    return sum(site.kind == "parameter" and site.index in read for site in space.sites)
+    read = {use.source for use in space.uses if use.meta.requires_grad}
+    return sum(decision.kind == "parameter" and decision.index in read for decision in space.decisions)
 
 
 @pytest.mark.parametrize("case_name", ["gpt2", "llama", "mlp", "bert"])
@@ -354,11 +354,11 @@ PINS = {
 def test_pins_are_honoured_by_the_search() -> None:
     """A parameter's storage, an input, a module's output; on one axis or on all."""
     made, space = planned_with_pins(), space_of("llama")
-    labels = made.labels(space)
+    strategies = made.strategies_on(space)
 
     def layout(name: str) -> Any:
-        index = space.site_named[name]
-        return space.strategies[index].output_layout(labels[index])
+        index = space.decision_named[name]
+        return space.strategy_sets[index].output_layout(strategies[index])
 
     for layer in range(LAYERS):
         assert layout(f"model.layers.{layer}.self_attn.q_proj.weight") == (INVARIANT, shard(0))
@@ -384,8 +384,8 @@ def test_a_pinned_replica_may_be_read_for_different_work() -> None:
     args, _ = case.inputs(8)
     made = plan(case.build(), machine, example_inputs=args, mesh_shape=(2,), pins={"up": Replicate()})
     space = StrategySpace(capture(case.build(), args), (2,))
-    index = space.site_named["linear"]
-    assert space.strategies[index].output_layout(made.labels(space)[index])[0] in (INVARIANT, REPLICATE)
+    index = space.decision_named["linear"]
+    assert space.strategy_sets[index].output_layout(made.strategies_on(space)[index])[0] in (INVARIANT, REPLICATE)
 
 
 def test_a_pinned_model_computes_the_same(ranks: Any) -> None:

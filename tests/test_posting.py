@@ -20,12 +20,12 @@ from autoparallel.lower.overlap_pass import ended_together, overlap, reads_of
 from autoparallel.lower.parameter_reads import gathers_parameter, split_reads
 from autoparallel.partition import split_batch
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import Prices, SpacePricer, Turns
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import _Plan, _Step
-from autoparallel.runtime.stage_module import _recomputed, in_turns
+from autoparallel.runtime.stage_module import _recomputed, split_step
 from autoparallel.schedule import async_windows
-from autoparallel.schedule.async_windows import TOP, Posting, Read, ToAsk
-from autoparallel.strategies.space import Label, StrategySpace
+from autoparallel.schedule.async_windows import TOP, AsyncWindows, Read, ToAsk
+from autoparallel.strategies.space import Strategy, StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from cost_models import Cluster
 from tests.models import CASES
@@ -41,16 +41,16 @@ def space_of(case_name: str, mesh_shape: tuple[int, ...]) -> StrategySpace:
     return StrategySpace(capture(case.build(), args, kwargs), mesh_shape)
 
 
-def labels_of(case_name: str, space: StrategySpace, options: dict[str, Any]) -> tuple[Label, ...]:
+def strategies_of(case_name: str, space: StrategySpace, options: dict[str, Any]) -> tuple[Strategy, ...]:
     if "seed" in options:
         draw = random.Random(options["seed"])
-        return tuple(draw.choice(strategies.labels) for strategies in space.strategies)
+        return tuple(draw.choice(strategy_set.strategies) for strategy_set in space.strategy_sets)
     case = CASES[case_name]
     args, kwargs = case.inputs(8)
     four = Cluster.load("h100-sxm", num_devices=4)
     made = autoparallel.plan(case.build(), four, example_inputs=args, example_kwargs=kwargs,
                              mesh_shape=space.mesh_shape, **options)
-    return tuple(made.labels(space))
+    return tuple(made.strategies_on(space))
 
 
 def lines_of(module: torch.fx.GraphModule, ops: set[int]) -> list[object]:
@@ -64,9 +64,9 @@ def lines_of(module: torch.fx.GraphModule, ops: set[int]) -> list[object]:
         if node.target in (begin_gather, begin_reductions, end):
             begun = node.args[0] if node.target is end else node
             found.append((node is begun, begun.target is begin_gather, sizes[begun]))
-        elif node.op == "call_function" and "step" not in node.meta and node.meta["site"] in ops:
-            found.append(node.meta["site"])
-            ops = ops - {node.meta["site"]}
+        elif node.op == "call_function" and "step" not in node.meta and node.meta["decision"] in ops:
+            found.append(node.meta["decision"])
+            ops = ops - {node.meta["decision"]}
     return found
 
 
@@ -74,10 +74,10 @@ def lines_priced(plan: _Plan) -> list[object]:
     """The same of a simulated step, and what it posts."""
     found: list[object] = []
     for place in (TOP, *range(len(plan.space))):
-        for begins, pair in plan.posting.events.get(place, ()):
+        for begins, pair in plan.windows.events.get(place, ()):
             reads = [plan.reads[n] for n in pair.steps]
             found.append((begins, reads[0].kind == "gather", sum(read.num_bytes for read in reads)))
-        if place >= 0 and plan.space.sites[place].kind == "op":
+        if place >= 0 and plan.space.decisions[place].kind == "op":
             found.append(place)
     return found
 
@@ -99,21 +99,24 @@ def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...]
     """Begins and ends, their kinds and bytes, between the same ops; and no other task of the simulation is posted."""
     monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
     space = space_of(case_name, mesh_shape)
-    labels, ops = labels_of(case_name, space, options), {site.index for site in space.sites if site.kind == "op"}
+    strategies, ops = (
+        strategies_of(case_name, space, options),
+        {decision.index for decision in space.decisions if decision.kind == "op"},
+    )
     prices = Prices(space, CLUSTER, direct="baseline" in options)
-    plan = _Plan(SpacePricer(prices, turns=Turns(space, hybrid)), labels)
-    program = emit(space, labels, prices.path, (0,) * len(mesh_shape))
+    plan = _Plan(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)
+    program = emit(space, strategies, prices.path, (0,) * len(mesh_shape))
     block_of = _recomputed(hybrid)
     assert reads_of(program.module, block_of)[1] == plan.reads
     written = lines_of(overlap(program.module, block_of), ops)
     assert written == lines_priced(plan)
-    posted: list[float] = []
+    issued: list[float] = []
     monkeypatch.setattr(_Step, "work", lambda step, *rest: None)
-    monkeypatch.setattr(_Step, "post", lambda step, seconds, stream: posted.append(seconds) or len(posted) - 1)
+    monkeypatch.setattr(_Step, "issue", lambda step, seconds, stream: issued.append(seconds) or len(issued) - 1)
     plan.step()
     pairs = [event for event in written if isinstance(event, tuple)]
-    again = sum(plan.ways[pair.steps[0]].again_s > 0 for pair in plan.posting.gathered)
-    assert len(posted) == sum(gather or not begins for begins, gather, _ in pairs) + again
+    again = sum(plan.ways[pair.steps[0]].again_s > 0 for pair in plan.windows.gathered)
+    assert len(issued) == sum(gather or not begins for begins, gather, _ in pairs) + again
     assert (again > 0) == (hybrid.zero_stage == 3)
     assert pairs
 
@@ -125,12 +128,15 @@ def test_what_is_priced_is_what_runs_in_each_turn_of_zero_3(case_name: str, reco
     monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
     case, hybrid = CASES[case_name], Hybrid(2, zero_stage=3, recompute=recompute)
     space = StrategySpace(split_batch(capture(case.build(), *case.inputs(8)), 2).body, (2, 2))
-    labels, ops = labels_of(case_name, space, {"seed": 0}), {site.index for site in space.sites if site.kind == "op"}
+    strategies, ops = (
+        strategies_of(case_name, space, {"seed": 0}),
+        {decision.index for decision in space.decisions if decision.kind == "op"},
+    )
     prices = Prices(space, CLUSTER)
-    plan = _Plan(SpacePricer(prices, turns=Turns(space, hybrid)), labels)
-    turn = split_reads(emit(space, labels, prices.path, (0, 0)), gathers_parameter).turn
-    assert reads_of(turn, _recomputed(hybrid))[1] == plan.reads
-    written = lines_of(overlap(turn, _recomputed(hybrid)), ops)
+    plan = _Plan(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)
+    micro_batch = split_reads(emit(space, strategies, prices.path, (0, 0)), gathers_parameter).micro_batch
+    assert reads_of(micro_batch, _recomputed(hybrid))[1] == plan.reads
+    written = lines_of(overlap(micro_batch, _recomputed(hybrid)), ops)
     assert written == lines_priced(plan) and any(isinstance(event, tuple) for event in written)
 
 
@@ -139,16 +145,16 @@ def test_what_is_priced_is_what_runs_in_turns(baseline: str, mesh_shape: tuple[i
     case, hybrid = CASES["gpt2"], Hybrid(2, zero_stage=1)
     args, kwargs = case.inputs(8)
     space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 2).body, mesh_shape)
-    labels = labels_of("gpt2", space, {"baseline": baseline, "micro_batches": 2})
+    strategies = strategies_of("gpt2", space, {"baseline": baseline, "micro_batches": 2})
     prices = Prices(space, CLUSTER, direct=True)
-    plan = _Plan(SpacePricer(prices, turns=Turns(space, hybrid)), labels)
-    reads = in_turns(emit(space, labels, prices.path, (0,) * len(mesh_shape)), hybrid).reads
+    plan = _Plan(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)
+    reads = split_step(emit(space, strategies, prices.path, (0,) * len(mesh_shape)), hybrid).reads
     assert reads_of(reads, lambda node: None)[1] == plan.reads
-    pairs = (*plan.posting.reduced, *plan.posting.gathered)
-    early = [pair for pair in pairs if all(map(plan.posting.is_last, pair.steps))]
+    pairs = (*plan.windows.reduced, *plan.windows.gathered)
+    early = [pair for pair in pairs if all(map(plan.windows.is_last, pair.steps))]
     assert len(early) == len(ended_together(overlap(reads))) > 0
-    hubs = [way.target for way in plan.ways if space.sites[way.target].kind == "hub"]
-    assert hubs and all(space.sites[plan._first_reader(hub)].kind == "op" for hub in hubs)
+    hubs = [way.target for way in plan.ways if space.decisions[way.target].kind == "shared_read"]
+    assert hubs and all(space.decisions[plan._first_reader(shared_read)].kind == "op" for shared_read in hubs)
 
 
 SHAPES = {"p0": (4, 6), "p1": (6,), "p2": (6, 4), "p3": (4,), "p4": (4, 6)}
@@ -167,11 +173,11 @@ def test_plans_that_overlap(mesh_shape: tuple[int, ...], monkeypatch: pytest.Mon
     inputs["x"].requires_grad_(False)
     expected, space = truth(model, inputs), StrategySpace(capture(model, (), inputs), mesh_shape)
     made = autoparallel.plan(model, CLUSTER, example_kwargs=inputs, mesh_shape=mesh_shape, baseline="ddp")
-    plans = [made.labels(space), *(labels_of("", space, {"seed": seed}) for seed in range(3))]
-    for number, labels in enumerate(plans):
+    plans = [made.strategies_on(space), *(strategies_of("", space, {"seed": seed}) for seed in range(3))]
+    for number, strategies in enumerate(plans):
         for size in (0, 300, 1e9) if not number else (300,):
             monkeypatch.setattr(async_windows, "BUCKET_BYTES", size)
-            ranks = Ranks(Candidate(space, labels, direct=not number), CLUSTER)
+            ranks = Ranks(Candidate(space, strategies, direct=not number), CLUSTER)
             ranks.programs = {at: replace(p, module=overlap(p.module)) for at, p in ranks.programs.items()}
             model.zero_grad()
             error, name = worst_error(expected, ranks.step(model, inputs))
@@ -185,13 +191,13 @@ def test_a_second_reduction_does_not_wait_for_the_end(monkeypatch: pytest.Monkey
     ways = [[(None, "reduction", "y"), (0, "reduction", "x")] for _ in range(3)]
     reads = [Read(2 * n if after is not None else None, kind, axis, "f", 4, 10 * n + 1)
              for n, way in enumerate(ways) for after, kind, axis in way]
-    told = {pair.steps: (pair.begin, pair.end) for pair in Posting(reads).reduced}
+    told = {pair.steps: (pair.begin, pair.end) for pair in AsyncWindows(reads).reduced}
     assert told == {(0,): (TOP, TOP), (1,): (TOP, 1), (2,): (TOP, 1), (3,): (1, 11), (4,): (TOP, 11), (5,): (11, 21)}
-    backward = [(event.begins, event.pair.steps) for event in reversed(Posting(reads).events[11])]
+    backward = [(event.begins, event.pair.steps) for event in reversed(AsyncWindows(reads).events[11])]
     assert backward == [(False, (3,)), (True, (5,)), (False, (4,))]
     reads = [Read(2 * n if number else None, ("reduction", "gather")[number], "yx"[number], "f", 4, 10 * n + 1)
              for n in range(3) for number in range(2)]
-    gathering = Posting(reads)
+    gathering = AsyncWindows(reads)
     told = {pair.steps: (pair.begin, pair.end) for pair in gathering.reduced}
     assert told == {(0,): (TOP, TOP), (2,): (TOP, 1), (4,): (TOP, 11)}
     assert [(pair.begin, pair.end) for pair in gathering.gathered] == [(TOP, 1), (1, 11), (11, 21)]
@@ -202,11 +208,11 @@ def test_gathers_of_one_way_are_all_posted_ahead(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(async_windows, "BUCKET_BYTES", 4)
     reads = [Read(after, "gather", axis, "f", size, 10 * n) for n in range(4)
              for after, axis, size in ((None, "x", 4), (2 * n, "y", 8))] + [Read(0, "reduction", "y", "f", 8, 5)]
-    told = Posting(reads)
+    told = AsyncWindows(reads)
     assert {pair.steps: (pair.begin, pair.end) for pair in told.gathered} == {
         (1,): (TOP, 0), (3,): (0, 10), (5,): (10, 20), (7,): (20, 30),
         (0,): (TOP, TOP), (2,): (TOP, 0), (4,): (0, 10), (6,): (10, 20)}
-    assert not told.reduced and dict(told.waited()) == {8: None} and told.hops(7) == [7, 6]
+    assert not told.reduced and dict(told.waited()) == {8: None} and told.gather_stages(7) == [7, 6]
     events = {place: [(event.begins, *event.pair.steps) for event in found] for place, found in told.events.items()}
     assert events[TOP] == [(True, 0), (False, 0), (True, 1), (True, 2)]
     assert events[0] == [(False, 2), (False, 1), (True, 3), (True, 4)]
@@ -219,9 +225,9 @@ def test_backward_posts_what_it_asks_for_next_and_what_that_is_gathered_of() -> 
     for number, place in enumerate((0, 10, 20, 20, 30)):
         small.add(number, place, 8.0)
         large.add(number, place, 1e9)
-    assert [small.at(30, hop) for hop in range(5)] == [[4, 2, 3, 1, 0], [2, 3, 1, 0], [1, 0], [0], []]
-    assert [large.at(30, hop) for hop in range(5)] == [[4, 2, 3], [2, 3, 1], [1, 0], [0], []]
-    assert [large.at(25, hop) for hop in range(3)] == [[2, 3], [2, 3, 1], [1, 0]]
+    assert [small.at(30, gather_stage) for gather_stage in range(5)] == [[4, 2, 3, 1, 0], [2, 3, 1, 0], [1, 0], [0], []]
+    assert [large.at(30, gather_stage) for gather_stage in range(5)] == [[4, 2, 3], [2, 3, 1], [1, 0], [0], []]
+    assert [large.at(25, gather_stage) for gather_stage in range(3)] == [[2, 3], [2, 3, 1], [1, 0]]
     left -= {1, 4}
-    assert [large.at(30, hop) for hop in range(3)] == [[2, 3], [2, 3, 0], [0]]
-    assert [small.at(5, hop) for hop in range(2)] == [[0], [0]] and not small.at(-1)
+    assert [large.at(30, gather_stage) for gather_stage in range(3)] == [[2, 3], [2, 3, 0], [0]]
+    assert [small.at(5, gather_stage) for gather_stage in range(2)] == [[0], [0]] and not small.at(-1)

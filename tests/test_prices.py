@@ -20,7 +20,7 @@ from autoparallel.compiler import plan
 from autoparallel.layout import Layout, shard
 from autoparallel.partition import split_batch
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import Prices, SpacePricer, Turns, predict
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, predict
 from autoparallel.schedule.async_windows import BUCKET_BYTES
 from autoparallel.search import evaluate, solve
 from autoparallel.strategies.space import StrategySpace
@@ -40,7 +40,7 @@ def test_the_price_is_the_sum_over_what_runs(case_name: str, search: str) -> Non
     made = plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 2), search=search)
     space = StrategySpace(capture(model, args, kwargs), (2, 2))
     pricer = SpacePricer(Prices(space, cluster))
-    judged = evaluate(pricer.full(), pricer.choice_of(made.labels(space)))
+    judged = evaluate(pricer.full(), pricer.choice_of(made.strategies_on(space)))
     assert made.evidence.objective_s == judged.objective
     assert made.prediction.added_s == pytest.approx(judged.objective, rel=1e-9)
     assert made.evidence.lower_bound_s <= judged.objective
@@ -72,8 +72,8 @@ def test_a_bias_does_not_stand_in_for_the_gradient_of_an_input() -> None:
     def backward_flops_s(bias: bool) -> float:
         layer = torch.nn.Linear(4096, 4096, bias=bias)
         space = StrategySpace(capture(layer, (x,), {}), (1,))
-        (site,) = [s for s in space.sites if s.kind == "op"]
-        return float(Prices(space, cluster).op(space.strategies[site.index]).backward_s[0])
+        (decision,) = [s for s in space.decisions if s.kind == "op"]
+        return float(Prices(space, cluster).op(space.strategy_sets[decision.index]).backward_s[0])
 
     assert backward_flops_s(bias=True) == pytest.approx(backward_flops_s(bias=False), rel=0.01)
 
@@ -84,20 +84,22 @@ def test_adding_up_gradients_of_turns_takes_time() -> None:
     args, kwargs = case.inputs(8)
     space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 4).body, (2,))
     prices = Prices(space, cluster)
-    link = next(k for k in space.links if space.sites[k.source].kind == "parameter" and k.meta.requires_grad)
-    whole, piece = (float(compute.op_time_s("elementwise", 0.0, 3 * link.meta.num_bytes / n, "float32", cluster.device))
-                    for n in (1, 2))
+    use = next(k for k in space.uses if space.decisions[k.source].kind == "parameter" and k.meta.requires_grad)
+    whole, local_shard = (
+        float(compute.op_time_s("elementwise", 0.0, 3 * use.meta.num_bytes / n, "float32", cluster.device))
+        for n in (1, 2)
+    )
 
     def seconds(**options: Any) -> np.ndarray:
-        return SpacePricer(prices, turns=Turns(space, Hybrid(**options))).sums_s(link)
+        return SpacePricer(prices, counts=ExecutionCounts(space, Hybrid(**options))).sums_s(use)
 
     assert seconds(micro_batches=4, zero_stage=1).max() == pytest.approx(3 * whole)
-    assert seconds(micro_batches=4, zero_stage=3).min() == pytest.approx(3 * piece)
+    assert seconds(micro_batches=4, zero_stage=3).min() == pytest.approx(3 * local_shard)
     assert not seconds(micro_batches=1).any()
-    once, four = (SpacePricer(prices, turns=Turns(space, Hybrid(micro_batches=n))) for n in (1, 4))
-    labels = once.labels_of(solve(once.full(), "exact").choice)
-    costs = [evaluate(p.full(), p.choice_of(labels)).objective for p in (once, four)]
-    parts = predict(four, four.full(), labels, 0.0)
+    once, four = (SpacePricer(prices, counts=ExecutionCounts(space, Hybrid(micro_batches=n))) for n in (1, 4))
+    strategies = once.strategies_of(solve(once.full(), "exact").choice)
+    costs = [evaluate(p.full(), p.choice_of(strategies)).objective for p in (once, four)]
+    parts = predict(four, four.full(), strategies, 0.0)
     assert parts.step_s == pytest.approx(costs[1]) and costs[1] > costs[0]
 
 
@@ -106,12 +108,12 @@ def test_a_block_runs_again_as_far_as_backward_needs() -> None:
     case = CASES["llama"]
     args, kwargs = case.inputs(8)
     space = StrategySpace(capture(case.build(), args, kwargs), (2,))
-    turns = Turns(space, Hybrid(recompute="full"))
+    counts = ExecutionCounts(space, Hybrid(recompute="full"))
     last, rest = set(), set()
-    for site in (s for s in space.sites if s.kind == "op" and turns.block_of[s.index] is not None):
-        if "linear" in str(space.graph.nodes[site.node].target):
-            down = "down_proj" in space.graph.nodes[site.node].module_path
-            (last if down else rest).add(turns.op_times(site.index))
+    for decision in (s for s in space.decisions if s.kind == "op" and counts.block_of[s.index] is not None):
+        if "linear" in str(space.graph.nodes[decision.node].target):
+            down = "down_proj" in space.graph.nodes[decision.node].module_path
+            (last if down else rest).add(counts.op_times(decision.index))
     assert (last, rest) == ({(1, 1)}, {(2, 1)})
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU(), torch.nn.Linear(4, 4))
     with FlopCounterMode(display=False) as counted:
@@ -131,15 +133,15 @@ def test_backward_launches_what_it_runs() -> None:
     values = tuple(torch.zeros(8, 8, requires_grad=True) for _ in range(2))
     space = StrategySpace(capture(Twice(), values, {}), (1,))
     prices = Prices(space, cluster)
-    launches = {space.graph.nodes[s.node].target: round(float(prices.op(space.strategies[s.index]).backward_s[0]))
-                for s in space.sites if s.kind == "op"}
+    launches = {space.graph.nodes[s.node].target: round(float(prices.op(space.strategy_sets[s.index]).backward_s[0]))
+                for s in space.decisions if s.kind == "op"}
     assert sorted(launches.values()) == [0, 2]
     pricer = SpacePricer(prices)
-    assert [round(float(pricer.hub_s(s.index)[0])) for s in space.sites if s.kind == "hub"] == [1]
+    assert [round(float(pricer.shared_read_s(s.index)[0])) for s in space.decisions if s.kind == "shared_read"] == [1]
     problem = pricer.full()
-    labels = pricer.labels_of(solve(problem, "exact").choice)
-    assert predict(pricer, problem, labels, 0.0).added_s == pytest.approx(
-        evaluate(problem, pricer.choice_of(labels)).objective)
+    strategies = pricer.strategies_of(solve(problem, "exact").choice)
+    assert predict(pricer, problem, strategies, 0.0).added_s == pytest.approx(
+        evaluate(problem, pricer.choice_of(strategies)).objective)
 
 
 class Scaled(torch.nn.Module):
@@ -156,9 +158,11 @@ def test_gradients_are_made_by_as_many_ops_as_torch_runs() -> None:
     space = StrategySpace(capture(Scaled(), values, {}), (1,))
     prices = Prices(space, cluster)
     launches: dict[str, int] = {}
-    for site in (s for s in space.sites if s.kind == "op"):
-        name = str(space.graph.nodes[site.node].target).split(".")[1]
-        launches[name] = launches.get(name, 0) + round(float(prices.op(space.strategies[site.index]).backward_s[0]))
+    for decision in (s for s in space.decisions if s.kind == "op"):
+        name = str(space.graph.nodes[decision.node].target).split(".")[1]
+        launches[name] = launches.get(name, 0) + round(
+            float(prices.op(space.strategy_sets[decision.index]).backward_s[0])
+        )
     assert launches == {"slice": 3, "cat": 0, "pow": 3, "mul": 3}
     result = Scaled()(*values)
     with torch.profiler.profile() as profile:
@@ -186,8 +190,8 @@ def _deep(mesh_shape: tuple[int, ...]) -> StrategySpace:
 
 def _wires(bandwidth: float, alpha_s: float = 0.0) -> Cluster:
     device = Device("toy", {"float32": 3e10}, 1e11, 1.0, 1e12, 0.0)
-    links = (Link("inside", 4, alpha_s, bandwidth), Link("between", UNLIMITED, alpha_s, bandwidth))
-    return Cluster("toy", device, links, 8, ("ring",))
+    uses = (Link("inside", 4, alpha_s, bandwidth), Link("between", UNLIMITED, alpha_s, bandwidth))
+    return Cluster("toy", device, uses, 8, ("ring",))
 
 
 def _best(mesh_shape: tuple[int, ...], cluster: Cluster) -> tuple[float, set[Layout]]:
@@ -195,10 +199,10 @@ def _best(mesh_shape: tuple[int, ...], cluster: Cluster) -> tuple[float, set[Lay
     space = _deep(mesh_shape)
     pricer = SpacePricer(Prices(space, cluster))
     solution = solve(pricer.full(), "exact")
-    labels = pricer.labels_of(solution.choice)
-    return solution.objective, {s.output_layout(label, 0) for site, s, label
-                                in zip(space.sites, space.strategies, labels, strict=True)
-                                if site.kind == "op" and len(s.input_metas) == 2}
+    strategies = pricer.strategies_of(solution.choice)
+    return solution.objective, {s.output_layout(strategy, 0) for decision, s, strategy
+                                in zip(space.decisions, space.strategy_sets, strategies, strict=True)
+                                if decision.kind == "op" and len(s.input_metas) == 2}
 
 
 def test_defect_axes_searched_one_by_one_collapse_to_data_parallelism() -> None:

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from autoparallel.capture import capture
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.search import evaluate
-from autoparallel.strategies.space import Label, StrategySpace
+from autoparallel.strategies.space import Strategy, StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from tests.test_random_plans import TOLERANCE, cluster
 
@@ -47,14 +47,14 @@ def test_products_on_several_axes(name: str) -> None:
     expected, graph = truth(model, inputs), capture(model, (), inputs)
     space, machine = StrategySpace(graph, mesh), cluster(math.prod(mesh))
     named = dict(zip(("x", "w", "matmul"), wanted, strict=True))
-    assert named.keys() <= {site.name for site in space.sites}
+    assert named.keys() <= {decision.name for decision in space.decisions}
     pricer = SpacePricer(Prices(space, machine))
     for plan in range(3):
-        draw, labels = random.Random(plan), list[Label]()
-        for site, s in zip(space.sites, space.strategies, strict=True):
-            own = [label for label in s.labels if s.names(label) == named.get(site.name)]
-            assert own or site.name not in named, f"{site.name} has no label {named[site.name]}"
-            labels.append(draw.choice(own or s.labels))
+        draw, labels = random.Random(plan), list[Strategy]()
+        for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
+            own = [label for label in s.strategies if s.names(label) == named.get(decision.name)]
+            assert own or decision.name not in named, f"{decision.name} has no label {named[decision.name]}"
+            labels.append(draw.choice(own or s.strategies))
         assert math.isfinite(evaluate(pricer.full(), pricer.choice_of(labels)).objective)
         model.zero_grad()
         error, worst = worst_error(expected, Ranks(Candidate(space, tuple(labels)), machine).step(model, inputs))

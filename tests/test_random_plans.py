@@ -45,9 +45,9 @@ def error_of(program: Program, mesh: tuple[int, ...], plan: int) -> tuple[float,
 def error_under(model: torch.nn.Module, inputs: dict[str, torch.Tensor], expected: Any, space: StrategySpace, plan: int
                 ) -> tuple[float, str]:
     draw, mesh = random.Random(plan), space.mesh_shape
-    labels = tuple(draw.choice(strategies.labels) for strategies in space.strategies)
+    strategies = tuple(draw.choice(strategy_set.strategies) for strategy_set in space.strategy_sets)
     model.zero_grad()
-    return worst_error(expected, Ranks(Candidate(space, labels), cluster(math.prod(mesh))).step(model, inputs))
+    return worst_error(expected, Ranks(Candidate(space, strategies), cluster(math.prod(mesh))).step(model, inputs))
 
 
 def run_cases(number: int, count: int) -> None:

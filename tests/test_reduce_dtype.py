@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.errors import PlanError
-from autoparallel.runtime.stage_module import TurnModule
+from autoparallel.runtime.stage_module import StageModule
 from cost_models import Cluster
 from tests.models import CASES
 from tests.ranks import mesh_of
@@ -107,19 +107,19 @@ def summed_bytes(mesh_shape: tuple[int, ...], options: Options) -> tuple[int, fl
     args, kwargs = case.inputs(8)
     parallel = autoparallel.compile(case.build().bfloat16(), mesh_of(*mesh_shape), example_inputs=args,
                                     example_kwargs=kwargs, reduce_dtype="float32", **options)
-    most, forward = 0, TurnModule.forward
+    most, forward = 0, StageModule.forward
 
-    def counted(module: TurnModule, *received: torch.Tensor, turn: int) -> tuple[torch.Tensor, ...]:
+    def counted(module: StageModule, *received: torch.Tensor, micro_batch: int) -> tuple[torch.Tensor, ...]:
         nonlocal most
         leaves = [*module.leaves, *(leaf for _, leaf in module.parameters_read)]
         most = max(most, sum(x.grad.numel() * x.grad.element_size() for x in leaves if x.grad is not None))
-        return forward(module, *received, turn=turn)
+        return forward(module, *received, micro_batch=micro_batch)
 
-    TurnModule.forward = counted  # type: ignore[method-assign, assignment]
+    StageModule.forward = counted  # type: ignore[method-assign, assignment]
     try:
         parallel.step(*args, **kwargs)
     finally:
-        TurnModule.forward = forward  # type: ignore[method-assign]
+        StageModule.forward = forward  # type: ignore[method-assign]
     predicted = parallel.plan.prediction
     return most, predicted.peak_bytes
 

@@ -61,7 +61,7 @@ def rows_that_hold(*arguments: Any) -> set[str]:
     for num_ranks in (2, 3, 4):
         found, known = claims(case, num_ranks)
         assert known and not [claim for claim in found if claim.wrong]
-        rows |= {claim.row for claim in found}
+        rows |= {claim.axis_strategy for claim in found}
     return rows
 
 
@@ -84,7 +84,7 @@ def test_a_wrong_claim_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return whole_dims(op, set())
 
     monkeypatch.setitem(registry._BUILDERS, aten.softmax.int, wrong)
-    assert [claim.row for claim in claims(case, 2)[0] if claim.wrong] == ["d1"]
+    assert [claim.axis_strategy for claim in claims(case, 2)[0] if claim.wrong] == ["d1"]
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_what_dtensor_describes_is_found_by_running(op: Any, study: Study) -> No
 def test_a_difference_of_equal_values_is_told_by_what_is_added_up() -> None:
     """Summands of both leave zero but for their own rounding; what is off by more is not."""
     x = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    pieces = [one - other for one, other in zip(held(x, PARTIAL, 3, seed=0), held(x, PARTIAL, 3, seed=1), strict=True)]
-    assert any(float(total) != 0 for total in sum(pieces))
-    assert lies(pieces, PARTIAL, torch.zeros(5, dtype=torch.float64))
-    assert not lies([pieces[0] * (1 + 1e-4), *pieces[1:]], PARTIAL, torch.zeros(5, dtype=torch.float64))
+    shards = [one - other for one, other in zip(held(x, PARTIAL, 3, seed=0), held(x, PARTIAL, 3, seed=1), strict=True)]
+    assert any(float(total) != 0 for total in sum(shards))
+    assert lies(shards, PARTIAL, torch.zeros(5, dtype=torch.float64))
+    assert not lies([shards[0] * (1 + 1e-4), *shards[1:]], PARTIAL, torch.zeros(5, dtype=torch.float64))

@@ -22,9 +22,9 @@ from autoparallel.capture import OpGraph, Ref, TensorMeta, capture
 from autoparallel.capture.graph import Node
 from autoparallel.errors import RuleError
 from autoparallel.kernels import collectives, groups, variants
-from autoparallel.layout import INVARIANT, PARTIAL, Placement, layout_fits, local_shape, pieces
+from autoparallel.layout import INVARIANT, PARTIAL, Placement, layout_fits, local_shape, shards
 from autoparallel.ops.arguments import fitted
-from autoparallel.rules import Row, Rule, einsum_rule, find_rule
+from autoparallel.rules import AxisStrategy, Rule, einsum_rule, find_rule
 from autoparallel.rules.families.views import reshape_groups
 from autoparallel.strategies.space import StrategySpace
 from tests.ranks import mesh_of
@@ -79,7 +79,9 @@ def table(made: OpCall) -> list[str]:
     """The rows of an op's rule, as in rules/README.md."""
     rule, known = made.rule()
     assert known, f"{made.op} has no rule"
-    return [f"{r.name}: {' '.join(map(str, r.inputs))} -> {' '.join(map(str, r.outputs))}" for r in rule.rows()]
+    return [
+        f"{r.name}: {' '.join(map(str, r.inputs))} -> {' '.join(map(str, r.outputs))}" for r in rule.axis_strategies()
+    ]
 
 
 def f(*shape: int) -> Tensor:
@@ -113,7 +115,7 @@ def test_linear() -> None:
 
 def test_attention_of_three_dims_is_cut_by_the_first() -> None:
     attention = call(aten.scaled_dot_product_attention.default, f(4, 6, 2), f(4, 7, 2), f(4, 7, 3))
-    assert {row.factor for row in attention.rule()[0].rows()} == {"", "h", "s"}
+    assert {row.factor for row in attention.rule()[0].axis_strategies()} == {"", "h", "s"}
 
 
 def test_attention_with_grouped_queries() -> None:
@@ -129,7 +131,7 @@ def test_attention_with_grouped_queries() -> None:
         "s: S(2) R R -> S(2)",
         "ring: S(2) S(2) S(2) -> S(2)",
     ]
-    assert {row.name: row.even for row in attention.rule()[0].rows()}["h"] == (8, 4)
+    assert {row.name: row.even for row in attention.rule()[0].axis_strategies()}["h"] == (8, 4)
 
 
 def test_reshape_cuts_the_leading_dim_of_each_group() -> None:
@@ -139,7 +141,7 @@ def test_reshape_cuts_the_leading_dim_of_each_group() -> None:
         "repeat: I -> I", "part: R -> R", "linear(0): P -> P",
         "d0: S(0) -> S(0)", "d1: S(1) -> S(1)", "d2: S(2) -> S(2)",
     ]
-    assert {row.name: row.even for row in split.rule()[0].rows()}["d2"] == (32, 8)
+    assert {row.name: row.even for row in split.rule()[0].axis_strategies()}["d2"] == (32, 8)
 
 
 def test_embedding_with_a_cut_vocabulary_is_a_summand() -> None:
@@ -189,14 +191,14 @@ def test_pointwise_broadcasts() -> None:
 ], ids=lambda c: str(c.op))
 def test_summands_pass_through_linear_ops_only(made: OpCall) -> None:
     """x + 1 on each of n summands would add n; x / 2 is linear."""
-    linear = any(PARTIAL in row.inputs for row in made.rule()[0].rows())
+    linear = any(PARTIAL in row.inputs for row in made.rule()[0].axis_strategies())
     assert linear == (made.op is aten.div.Tensor)
 
 
 def test_unknown_ops_are_repeated() -> None:
     """The last resort says so, and may still work for a part (R)."""
     rule, known = call(aten.pdist.default, f(4, 6)).rule()
-    assert not known and [row.name for row in rule.rows()] == ["repeat", "part"]
+    assert not known and [row.name for row in rule.axis_strategies()] == ["repeat", "part"]
 
 
 @pytest.mark.parametrize(("source", "target", "expected"), [
@@ -518,7 +520,7 @@ SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
 def split(whole: Tensor, p: Placement, num_ranks: int) -> list[Tensor]:
     """What each rank holds; summands differ in every element."""
     if p.is_shard:
-        return list(whole.split(list(pieces(whole.shape[p.dim], num_ranks)), p.dim))
+        return list(whole.split(list(shards(whole.shape[p.dim], num_ranks)), p.dim))
     if p == PARTIAL and not whole.is_floating_point():
         return [whole, *(torch.zeros_like(whole) for _ in range(num_ranks - 1))]
     if p == PARTIAL:
@@ -543,14 +545,16 @@ def dual(p: Placement) -> Placement:
     return p if p.is_shard else {"R": PARTIAL, "I": INVARIANT, "P": INVARIANT}[p.kind]
 
 
-def fits(row: Row, made: OpCall, outputs: Sequence[Tensor], num_ranks: int) -> bool:
+def fits(row: AxisStrategy, made: OpCall, outputs: Sequence[Tensor], num_ranks: int) -> bool:
     placed = zip((*made.inputs, *outputs), (*row.inputs, *row.outputs), strict=True)
     return all(layout_fits(tuple(t.shape), (p,), (num_ranks,)) for t, p in placed) and not any(
         size % num_ranks for size in row.even
     )
 
 
-def run_rank(made: OpCall, row: Row, inputs: Sequence[Tensor], sizes: Sequence[int], start: int) -> list[Tensor]:
+def run_rank(
+    made: OpCall, row: AxisStrategy, inputs: Sequence[Tensor], sizes: Sequence[int], start: int
+) -> list[Tensor]:
     if row.variant == "vocabulary":
         return [variants.vocabulary_embedding(*inputs, *made.args[2:3], start=start)]
     if row.variant == "queries":
@@ -558,7 +562,7 @@ def run_rank(made: OpCall, row: Row, inputs: Sequence[Tensor], sizes: Sequence[i
     return made.run(inputs, sizes)
 
 
-def check_row(made: OpCall, row: Row, num_ranks: int) -> bool:
+def check_row(made: OpCall, row: AxisStrategy, num_ranks: int) -> bool:
     """Whether the row applies; if it does it must be true, forward and backward."""
     whole = [t.clone().requires_grad_(t.is_floating_point()) for t in made.inputs]
     expected = made.run(whole)
@@ -596,7 +600,7 @@ def test_rows_on_pieces_give_the_whole(family: str, num_ranks: int) -> None:
     for made in SAMPLES[family]():
         rule, known = made.rule()
         assert known, f"{made.op} has no rule"
-        for row in rule.rows():
+        for row in rule.axis_strategies():
             if row.inside:
                 continue
             try:
@@ -610,7 +614,7 @@ def test_rows_on_pieces_give_the_whole(family: str, num_ranks: int) -> None:
 def test_every_row_is_run(family: str) -> None:
     """Each row of each sample applies on some number of ranks: nothing above passes by being skipped."""
     for made in SAMPLES[family]():
-        for row in made.rule()[0].rows():
+        for row in made.rule()[0].axis_strategies():
             cuts = [*row.inputs, *row.outputs]
             if not row.inside and not any(p.is_shard for p in cuts):
                 assert check_row(made, row, 2)
@@ -621,10 +625,10 @@ def test_every_row_is_run(family: str) -> None:
 def test_a_wrong_row_is_found() -> None:
     """The property can fail: a bias on every rank of a cut sum, a softmax cut where it must be whole."""
     linear = call(aten.linear.default, f(4, 8), f(6, 8), f(6))
-    k = next(row for row in linear.rule()[0].rows() if row.name == "k")
-    wrong = Row("k", (*k.inputs[:2], Placement("R")), k.outputs, "k")
+    k = next(row for row in linear.rule()[0].axis_strategies() if row.name == "k")
+    wrong = AxisStrategy("k", (*k.inputs[:2], Placement("R")), k.outputs, "k")
     softmax = call(aten.softmax.int, f(4, 8), 1)
-    for made, row in ((linear, wrong), (softmax, Row("d1", (Placement("S", 1),), (Placement("S", 1),), "d1"))):
+    for made, row in ((linear, wrong), (softmax, AxisStrategy("d1", (Placement("S", 1),), (Placement("S", 1),), "d1"))):
         with pytest.raises(AssertionError):
             check_row(made, row, 2)
 
@@ -636,9 +640,9 @@ def test_tensors_without_elements_have_strategies() -> None:
             return x[:, 6:] + 1
 
     space = StrategySpace(capture(Ends(), (f(8, 6),)), (4,))
-    assert all(s.labels for s in space.strategies)
-    end = next(s for site, s in zip(space.sites, space.strategies, strict=True) if "slice" in site.name)
-    assert {str(end.output_layout(label)[0]) for label in end.labels} == {"I", "P", "S(0)"}
+    assert all(s.strategies for s in space.strategy_sets)
+    end = next(s for decision, s in zip(space.decisions, space.strategy_sets, strict=True) if "slice" in decision.name)
+    assert {str(end.output_layout(strategy)[0]) for strategy in end.strategies} == {"I", "P", "S(0)"}
 
 
 def complex_pieces() -> Tensor:
@@ -662,7 +666,7 @@ def classes_on_ranks() -> list[tuple[Tensor, Tensor]]:
     target[2] = -100
     axes = groups.bind(mesh_of(torch.distributed.get_world_size()))
     (axis,) = axes.values()
-    sizes = pieces(11, axis.size)
+    sizes = shards(11, axis.size)
     start = sum(sizes[: axis.rank])
     found = []
     for shift in (0.0, 1000.0):  # exponentials must not overflow

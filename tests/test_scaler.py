@@ -42,11 +42,11 @@ def scaler_of(kind: Any) -> Any:
     return kind("cpu", init_scale=2.0**120, growth_interval=2)
 
 
-def trained_alone(turns: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def trained_alone(micro_batches: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
     model, losses, scales = Net(), [], []
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), scaler_of(torch.amp.GradScaler)
     for number in range(STEPS):
-        loss = torch.stack([model(part) / turns for part in batch(number).chunk(turns)]).sum()
+        loss = torch.stack([model(part) / micro_batches for part in batch(number).chunk(micro_batches)]).sum()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
@@ -94,8 +94,8 @@ MIXED = {"pins": {"first.weight": (Replicate(), Replicate()), "second.weight": (
 ])
 def test_all_ranks_skip_what_one_cannot_take(ranks: Any, kind: str, shape: tuple[int, ...], options: dict[str, Any],
                                              by_step: bool) -> None:
-    turns = options.get("micro_batches", 1)
-    losses, scales, parameters = trained_alone(turns)
+    micro_batches = options.get("micro_batches", 1)
+    losses, scales, parameters = trained_alone(micro_batches)
     assert len({a > b for a, b in pairwise(scales)}) == 2, "some steps are skipped, some not"
     names = set[str]()
     for found, its_scales, state, placements in ranks(math.prod(shape)).run(trained, kind, shape, options, by_step,

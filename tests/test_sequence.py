@@ -87,9 +87,9 @@ def test_rows_that_stand_apart() -> None:
 
     def pairs(causal: bool) -> set[tuple[str, ...]]:
         space = StrategySpace(capture(Attention(causal), (q, k, k)), (2, 2))
-        s = next(s for site, s in zip(space.sites, space.strategies, strict=True)
-                 if site.name == "scaled_dot_product_attention")
-        return {s.names(label) for label in s.labels}
+        s = next(s for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
+                 if decision.name == "scaled_dot_product_attention")
+        return {s.names(strategy) for strategy in s.strategies}
 
     causal, free = pairs(True), pairs(False)
     assert ("queries", "queries") in causal and ("ring", "h") in causal
@@ -105,9 +105,9 @@ def test_prices_of_variants() -> None:
     x = torch.empty(1, 16, 4096, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
     space = StrategySpace(capture(Attention(True), (x, x, x)), (8,))
     prices = Prices(space, Cluster.load("h100-sxm", num_devices=8))
-    s = next(s for s in space.strategies if any(row.variant == "ring" for row in s.rows))
+    s = next(s for s in space.strategy_sets if any(row.variant == "ring" for row in s.axis_strategies))
     price = prices.op(s)
-    at = {name: s.position[(s.row_named(name),)] for name in ("repeat", "h", "queries", "ring")}
+    at = {name: s.position[(s.axis_strategy_named(name),)] for name in ("repeat", "h", "queries", "ring")}
     exchanged = [price.forward_s[at["ring"]] - price.forward_s[at["queries"]],
                  price.backward_s[at["ring"]] - price.backward_s[at["queries"]]]
     assert price.forward_s[at["h"]] < price.forward_s[at["queries"]] < 2 * price.forward_s[at["h"]]

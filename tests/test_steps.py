@@ -23,7 +23,7 @@ from autoparallel.kernels.collectives import (
     begin_all_reduce_own,
     begin_reduce_scatter,
 )
-from autoparallel.layout import Placement, pieces, shard
+from autoparallel.layout import Placement, shard, shards
 from autoparallel.layout.redistribution import ACTIONS
 from tests.ranks import mesh_of
 
@@ -45,7 +45,7 @@ def all_steps(num_dims: int) -> list[tuple[Placement, Placement]]:
 def local_value(whole: torch.Tensor, p: Placement, rank: int, num_ranks: int) -> torch.Tensor:
     """What a rank holds of a global value; summands are unequal multiples that add up to it."""
     if p.is_shard:
-        return whole.split(list(pieces(whole.shape[p.dim], num_ranks)), p.dim)[rank].clone()
+        return whole.split(list(shards(whole.shape[p.dim], num_ranks)), p.dim)[rank].clone()
     if p.kind == "P":
         weights = torch.arange(1, num_ranks + 1, dtype=whole.dtype)
         return whole * (weights[rank] / weights.sum())
@@ -77,7 +77,7 @@ def run_steps(num_dims: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     found = {}
     for a, b in all_steps(num_dims):
         x = local_value(whole, a, axis.rank, axis.size).requires_grad_()
-        keywords = {name: pieces(SHAPE[p.dim], axis.size)
+        keywords = {name: shards(SHAPE[p.dim], axis.size)
                     for name, p in (("source_sizes", a), ("target_sizes", b)) if p.is_shard}
         with groups.use(axes):
             y = STEP_FUNCTIONS[a.kind, b.kind](x, axis.name, str(a), str(b), **keywords)
@@ -104,7 +104,7 @@ def conjugated() -> list[torch.Tensor]:
     axes = groups.bind(mesh_of(torch.distributed.get_world_size()))
     (axis,) = axes.values()
     whole = torch.complex(*torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(1)))
-    sizes = [pieces(SHAPE[dim], axis.size) for dim in (0, 1)]
+    sizes = [shards(SHAPE[dim], axis.size) for dim in (0, 1)]
     with groups.use(axes):
         made = STEP_FUNCTIONS["S", "S"](whole.split(list(sizes[0]))[axis.rank].conj(), axis.name, "S(0)", "S(1)",
                                         source_sizes=sizes[0], target_sizes=sizes[1])
@@ -199,5 +199,5 @@ def test_gathers_take_every_dtype(ranks: Any, dtype: torch.dtype) -> None:
 def gathered(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     axis = next(iter(groups.bind(mesh_of(2)).values()))
     whole = (torch.arange(15.0) - 7).to(dtype).view(5, 3)
-    pieces = whole.split([3, 2])
-    return begin_all_gather(pieces[axis.rank], axis, 0, (3, 2))(), whole
+    shards = whole.split([3, 2])
+    return begin_all_gather(shards[axis.rank], axis, 0, (3, 2))(), whole

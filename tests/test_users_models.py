@@ -232,8 +232,8 @@ def two_precisions() -> Case:
 @case
 def complex_rotary_embedding() -> Case:
     def forward(m: Any, x: Tensor) -> Tensor:
-        turn = torch.polar(torch.ones_like(m.angles), m.angles)
-        q = torch.view_as_complex(m.q(x).reshape(BATCH, 6, 4, 4, 2)) * turn[:, None]
+        micro_batch = torch.polar(torch.ones_like(m.angles), m.angles)
+        q = torch.view_as_complex(m.q(x).reshape(BATCH, 6, 4, 4, 2)) * micro_batch[:, None]
         q = torch.view_as_real(q).flatten(3).transpose(1, 2)
         made = F.scaled_dot_product_attention(q, q, q, is_causal=True)
         return m.o(made.transpose(1, 2).reshape(BATCH, 6, 32)).square().mean()
@@ -471,16 +471,20 @@ class Scaled(torch.autograd.Function):
 def test_a_function_may_have_a_rule() -> None:
     model, given = Model(lambda m, x: Scaled.apply(m.a(x), 2.0).sum(), a=nn.Linear(WIDTH, WIDTH)), (x(),)
 
-    def site() -> tuple[str, set[str]]:
+    def decision() -> tuple[str, set[str]]:
         space = StrategySpace(capture(model, given), (2,))
-        number = next(s.index for s in space.sites if s.kind == "op" and "Scaled" in space.graph.nodes[s.node].op_name)
-        return space.graph.nodes[space.sites[number].node].op_name, {row.name for row in space.strategies[number].rows}
+        number = next(
+            s.index for s in space.decisions if s.kind == "op" and "Scaled" in space.graph.nodes[s.node].op_name
+        )
+        return space.graph.nodes[space.decisions[number].node].op_name, {
+            row.name for row in space.strategy_sets[number].axis_strategies
+        }
 
-    assert site() == ("tests.test_users_models.Scaled", {"repeat", "part", "S(0)", "linear(0)"})  # as discovered
+    assert decision() == ("tests.test_users_models.Scaled", {"repeat", "part", "S(0)", "linear(0)"})  # as discovered
     with pytest.raises(RuleError, match="is wrong"):
         autoparallel.register_rule(Scaled, "x[b, k] -> y[b, k]", arguments={"scale": 2.0}, example=(x(),))
     autoparallel.register_rule(Scaled, "x[b, .] -> y[b, .]", linear=("x",), arguments={"scale": 2.0}, example=(x(),))
-    assert site()[1] == {"repeat", "part", "linear(0)", "b"}
+    assert decision()[1] == {"repeat", "part", "linear(0)", "b"}
 
 
 def with_caches(name: str) -> tuple[list[str], list[str]]:

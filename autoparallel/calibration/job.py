@@ -87,7 +87,7 @@ def _residuals(found: Calibration) -> Any:
         groups.setdefault(f"{m.collective}, axis {m.axis} of {mesh}", []).append(residual)
     for op, residual in zip(found.ops, found.op_residuals, strict=True):
         groups.setdefault(op.op_class, []).append(residual)
-    for both, residual in zip(found.beside, found.beside_residuals, strict=True):
+    for both, residual in zip(found.beside, found.overlap_residuals, strict=True):
         order = "behind half of it" if both.ahead else "posted first"
         groups.setdefault(f"compute beside {both.collective}, {order}", []).append(residual)
     table = Table(title="predicted against measured", title_justify="left")

@@ -24,13 +24,13 @@ from autoparallel.kernels.groups import Axis
 from cost_models import Cluster, Link
 from cost_models.calibrate import (
     Measured,
-    MeasuredBeside,
     MeasuredOp,
+    MeasuredOverlap,
     fit_device,
     fit_links,
     fit_overlap_slowdown,
-    predicted_beside_s,
     predicted_op_s,
+    predicted_overlap_s,
 )
 from cost_models.cluster import UNLIMITED
 
@@ -65,13 +65,13 @@ class Calibration:
     residuals: tuple[float, ...]
     ops: tuple[MeasuredOp, ...] = ()
     op_residuals: tuple[float, ...] = ()
-    beside: tuple[MeasuredBeside, ...] = ()
+    beside: tuple[MeasuredOverlap, ...] = ()
 
     @property
-    def beside_residuals(self) -> tuple[float, ...]:
+    def overlap_residuals(self) -> tuple[float, ...]:
         """Of what ran beside compute."""
         slowdown = self.cluster.device.overlap_slowdown
-        return tuple(predicted_beside_s(slowdown, m) / m.seconds - 1 for m in self.beside)
+        return tuple(predicted_overlap_s(slowdown, m) / m.seconds - 1 for m in self.beside)
 
     @property
     def mean_error(self) -> float:
@@ -95,7 +95,7 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
     links = [Link("inside a host", ranks_per_host, 0.0, ANY_RATE)] * (ranks_per_host > 1)
     links += [Link("between hosts", UNLIMITED, 0.0, ANY_RATE, nics_per_host=nics_per_host)] * (world > ranks_per_host)
     device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
-    beside = time_beside(init_device_mesh(kind, (world,)), BESIDE_SIDES[kind], BESIDE_BYTES, repeats)
+    beside = time_overlapped(init_device_mesh(kind, (world,)), BESIDE_SIDES[kind], BESIDE_BYTES, repeats)
     device = replace(device, overlap_slowdown=fit_overlap_slowdown(beside))
     cluster, residuals = fit_links(Cluster(name, device, tuple(links), world, ("ring",)), measured)
     op_residuals = tuple(predicted_op_s(device, op) / op.seconds - 1 for op in ops)
@@ -169,9 +169,9 @@ def _in_a_row(call: Call, times: int, started: float) -> None:
         call()
 
 
-def time_beside(mesh: DeviceMesh, side: int, nbytes: int, repeats: int = 5, start: Start = after_barrier,
+def time_overlapped(mesh: DeviceMesh, side: int, nbytes: int, repeats: int = 5, start: Start = after_barrier,
                 under: Callable[[float], AbstractContextManager[None]] = lambda started: nullcontext(),
-                quantile: float = QUIET) -> list[MeasuredBeside]:
+                quantile: float = QUIET) -> list[MeasuredOverlap]:
     """Collectives of parameters beside compute along the mesh's one axis, in both orders: posted ahead of all compute
     that they do not depend on, as gathers are, and behind its first half, as sums of gradients are.
 
@@ -200,7 +200,7 @@ def time_beside(mesh: DeviceMesh, side: int, nbytes: int, repeats: int = 5, star
         for times in BESIDE_TIMES:
             half = max(1, round(times * alone_s / layer_s / 2))
             compute_s = seconds(2 * half)
-            found += [MeasuredBeside(kind, compute_s, alone_s, share, seconds(ahead, kind, 2 * half - ahead))
+            found += [MeasuredOverlap(kind, compute_s, alone_s, share, seconds(ahead, kind, 2 * half - ahead))
                       for share, ahead in ((0.0, 0), (0.5, half))]
     return found
 
@@ -213,9 +213,9 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 def _begun(axis: Axis, nbytes: int, device: torch.device) -> dict[str, Callable[[], Callable[[], object]]]:
     """What programs post ahead, on float32 tensors."""
-    piece = max(1, nbytes // 4 // axis.size)
-    whole, part = torch.zeros(axis.size * piece, device=device), torch.zeros(piece, device=device)
-    equal = (piece,) * axis.size
+    local_shard = max(1, nbytes // 4 // axis.size)
+    whole, part = torch.zeros(axis.size * local_shard, device=device), torch.zeros(local_shard, device=device)
+    equal = (local_shard,) * axis.size
     return {
         "all_reduce": lambda: collectives.begin_all_reduce(whole, axis),
         "all_gather": lambda: collectives.begin_all_gather(part, axis, 0, equal),

@@ -108,10 +108,10 @@ class Gather:
 
 
 @dataclass
-class _OnTheWay:
+class _Pending:
     """What `begin` and `end` share beside autograd's edges, along which only stand-ins of the values' shapes go.
 
-    ``early``: which gradients are on their way before backward comes to `end` (`post_gradients`), and the way to
+    ``early``: which gradients are on their way before backward comes to `end` (`issue_gradients`), and the way to
     them."""
 
     sending: Sending
@@ -133,7 +133,7 @@ class _OnTheWay:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _OnTheWay, *values: torch.Tensor) -> Values:
+    def forward(ctx: Any, way: _Pending, *values: torch.Tensor) -> Values:
         ctx.way = way
         ctx.set_materialize_grads(False)
         way.values = way.sending.forward(values)
@@ -147,7 +147,7 @@ class _Begin(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _OnTheWay, *values: torch.Tensor) -> Values:
+    def forward(ctx: Any, way: _Pending, *values: torch.Tensor) -> Values:
         ctx.way, ctx.shapes = way, [x.shape for x in values]
         ctx.set_materialize_grads(False)  # what is read under no_grad only has no gradient, rather than zeros
         assert way.values is not None
@@ -167,13 +167,13 @@ class _End(torch.autograd.Function):
 class Begun:
     """Values on their way; ``again``: what is known of making them again in backward."""
 
-    way: _OnTheWay
+    way: _Pending
     values: Values
     again: Any = None
 
 
 def _begin(sending: Sending, *values: torch.Tensor) -> Begun:
-    way = _OnTheWay(sending)
+    way = _Pending(sending)
     return Begun(way, _Begin.apply(way, *values))
 
 
@@ -194,7 +194,7 @@ def end(begun: Begun) -> Values:
     return _End.apply(begun.way, *begun.values)
 
 
-def post_gradients(values: Values, gradients: Gradients) -> None:
+def issue_gradients(values: Values, gradients: Gradients) -> None:
     """Send the gradients of what one `end` returned now; backward must come to it with the same ones later, and may
     with some that are None here."""
     way = values[0].grad_fn.way  # type: ignore[union-attr]

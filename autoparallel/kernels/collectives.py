@@ -25,8 +25,8 @@ _c10d = torch.ops._c10d_functional
 
 
 def _begin(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Finish:
-    under_way = op(sent, *args, **kwargs)
-    return lambda: _c10d.wait_tensor(under_way)
+    pending = op(sent, *args, **kwargs)
+    return lambda: _c10d.wait_tensor(pending)
 
 
 def _leading(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -104,11 +104,11 @@ def all_to_all_tensor(
     if x.is_complex():  # gloo exchanges real numbers only
         real = torch.view_as_real(x.resolve_conj())
         return torch.view_as_complex(all_to_all_tensor(real, axis, source, source_sizes, target, target_sizes))
-    pieces = [p.contiguous() for p in x.split(list(target_sizes), dim=target)]
-    shape = list(pieces[axis.rank].shape)
+    shards = [p.contiguous() for p in x.split(list(target_sizes), dim=target)]
+    shape = list(shards[axis.rank].shape)
     shapes = [[*shape[:source], size, *shape[source + 1 :]] for size in source_sizes]
     counts = [int(torch.Size(s).numel()) for s in shapes]
-    received = _all_to_all(torch.cat([p.reshape(-1) for p in pieces]), axis, counts, [p.numel() for p in pieces])
+    received = _all_to_all(torch.cat([p.reshape(-1) for p in shards]), axis, counts, [p.numel() for p in shards])
     return torch.cat([r.reshape(s) for r, s in zip(received.split(counts), shapes, strict=True)], dim=source)
 
 
@@ -222,8 +222,8 @@ all_gather = _named("all_gather", "S -> R or I: the whole tensor on every rank o
 all_reduce = _named("all_reduce", "P -> I or R: the sum on every rank of the axis.")
 reduce_scatter = _named("reduce_scatter", "P -> S: each rank a piece of the sum.")
 all_to_all = _named("all_to_all", "S -> S': cut along another dim.")
-take_piece = _named("take_piece", "I or R -> S: each rank its piece; local forward.")
-place_piece = _named("place_piece", "S -> P: the piece among zeros; local.")
+take_shard = _named("take_shard", "I or R -> S: each rank its piece; local forward.")
+place_shard = _named("place_shard", "S -> P: the piece among zeros; local.")
 only_first = _named("only_first", "I or R -> P: the value on the first rank, zeros elsewhere; local.")
 reduce_gradient = _named("reduce_gradient", "I -> R: nothing forward; backward all_reduce.")
 share_gradient = _named("share_gradient", "R -> I: nothing forward; backward keeps the first rank's.")
@@ -232,15 +232,15 @@ STEP_FUNCTIONS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
     ("S", "R"): all_gather,
     ("S", "I"): all_gather,
     ("S", "S"): all_to_all,
-    ("S", "P"): place_piece,
+    ("S", "P"): place_shard,
     ("P", "I"): all_reduce,
     ("P", "R"): all_reduce,
     ("P", "S"): reduce_scatter,
     ("I", "R"): reduce_gradient,
-    ("I", "S"): take_piece,
+    ("I", "S"): take_shard,
     ("I", "P"): only_first,
     ("R", "I"): share_gradient,
-    ("R", "S"): take_piece,
+    ("R", "S"): take_shard,
     ("R", "P"): only_first,
 }
 

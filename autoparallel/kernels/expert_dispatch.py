@@ -11,7 +11,7 @@ import torch
 
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import exchanged_rows
-from autoparallel.layout import pieces
+from autoparallel.layout import shards
 from autoparallel.ops.routed_experts import body_of, routed_experts
 
 
@@ -20,7 +20,7 @@ def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_ro
     """`capture.experts.routed_experts` of this rank's tokens by all experts, of which each rank has its piece."""
     (name,) = axes
     axis = groups.current(name)
-    lengths = pieces(body_of(body).num_experts, axis.size)
+    lengths = shards(body_of(body).num_experts, axis.size)
     ends = torch.tensor(list(itertools.accumulate(lengths)), device=ids.device)
     owner, order = torch.sort(torch.searchsorted(ends, ids, right=True), stable=True)
     counts = torch.bincount(owner, minlength=axis.size)

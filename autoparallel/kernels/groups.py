@@ -56,7 +56,7 @@ def bind(mesh: DeviceMesh) -> dict[str, Axis]:
 
 
 @dataclass(frozen=True)
-class MeshSite:
+class MeshPosition:
     """Where this rank stands: its place on the pipeline axis, and the mesh that its stage is sharded over.
 
     ``whole`` is the mesh as given; ``mesh`` is the same without its first axis when that is a pipeline.
@@ -80,7 +80,7 @@ class MeshSite:
         return self.whole.get_group(0) if self.pipeline_ranks > 1 else None
 
 
-def site_of(mesh: DeviceMesh, pipeline_ranks: int) -> MeshSite:
+def position_on(mesh: DeviceMesh, pipeline_ranks: int) -> MeshPosition:
     """This rank's place; the first axis is the pipeline's when that has several ranks.
 
     Raises MeshError when the first axis has another size than the pipeline.
@@ -88,7 +88,7 @@ def site_of(mesh: DeviceMesh, pipeline_ranks: int) -> MeshSite:
     from torch.distributed.device_mesh import DeviceMesh
 
     if pipeline_ranks == 1:
-        return MeshSite(mesh, mesh, 0, 1)
+        return MeshPosition(mesh, mesh, 0, 1)
     if mesh.size(0) != pipeline_ranks:
         raise MeshError(f"the plan has a pipeline of {pipeline_ranks} ranks and the mesh's first axis "
                         f"{mesh.size(0)}: the first axis is the pipeline's")
@@ -100,7 +100,7 @@ def site_of(mesh: DeviceMesh, pipeline_ranks: int) -> MeshSite:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise MeshError(f"rank {dist.get_rank()} is not on the mesh {mesh}")
-    return MeshSite(mesh, mesh[axis_names(mesh)[1:]], coordinate[0], pipeline_ranks)
+    return MeshPosition(mesh, mesh[axis_names(mesh)[1:]], coordinate[0], pipeline_ranks)
 
 
 @contextmanager

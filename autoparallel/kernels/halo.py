@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import exchanged_rows
 from autoparallel.kernels.groups import Axis
-from autoparallel.layout.shapes import piece_of
+from autoparallel.layout.shapes import shard_of
 from autoparallel.rules.families.windows import Window, arguments, of_each, window_of_rows, windows_of
 
 Tensor = torch.Tensor
@@ -123,7 +123,7 @@ def _spread(op: Any, given: dict[str, Any], read: Tensor, axes: Sequence[str], d
     made = op(*(given | {"input": read, "padding": padding, "output_padding": more}).values())
     for name, dim, (_, size) in zip(axes, dims, sizes, strict=True):
         axis, window = groups.current(name), windows[dim - first]
-        start, length = piece_of(size, axis.size, axis.rank)
+        start, length = shard_of(size, axis.size, axis.rank)
         begin = window.reads(start, start + length)[0] * window.stride - window.before
         made = made.narrow(dim, start - begin, length)
     return made
@@ -146,9 +146,9 @@ def _read(x: Tensor, axes: Sequence[str], dims: Sequence[int], sizes: Sequence[S
     outside: dict[int, Span] = {}
     for name, dim, (size, made), window in zip(axes, dims, sizes, windows, strict=True):
         axis = groups.current(name)
-        read = [window.reads(start, start + length) for start, length in _pieces(made, axis)]
+        read = [window.reads(start, start + length) for start, length in _shards(made, axis)]
         needed = [(min(max(a, 0), size), min(max(b, 0), size)) for a, b in read]
-        held = [(start, start + length) for start, length in _pieces(size, axis)]
+        held = [(start, start + length) for start, length in _shards(size, axis)]
         x = exchanged_borders(x, axis, dim, held, needed)
         (begin, end), (a, b) = read[axis.rank], needed[axis.rank]
         before = min(max(a - begin, 0), end - begin)
@@ -161,5 +161,5 @@ def _filled(x: Tensor, outside: Mapping[int, Span], value: float) -> Tensor:
     return F.pad(x, ends, value=value) if any(ends) else x
 
 
-def _pieces(size: int, axis: Axis) -> list[Span]:
-    return [piece_of(size, axis.size, rank) for rank in range(axis.size)]
+def _shards(size: int, axis: Axis) -> list[Span]:
+    return [shard_of(size, axis.size, rank) for rank in range(axis.size)]

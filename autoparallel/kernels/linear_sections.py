@@ -15,7 +15,7 @@ import torch
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import exchanged_rows
 from autoparallel.kernels.groups import Axis
-from autoparallel.layout.shapes import piece_of
+from autoparallel.layout.shapes import shard_of
 from autoparallel.ops.linear_sections import linear_sections
 
 Sizes = tuple[int, ...]
@@ -24,10 +24,10 @@ Sizes = tuple[int, ...]
 @functools.cache
 def _stretches(sizes: Sizes, num_ranks: int, owner: int, user: int) -> tuple[tuple[int, int], ...]:
     """(start, end), within the owner's piece of all rows, of those that are in the user's piece of some section."""
-    first, length = piece_of(sum(sizes), num_ranks, owner)
+    first, length = shard_of(sum(sizes), num_ranks, owner)
     found = []
     for offset, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
-        start, count = piece_of(size, num_ranks, user)
+        start, count = shard_of(size, num_ranks, user)
         begin, end = max(first, offset + start), min(first + length, offset + start + count)
         if begin < end:
             found.append((begin - first, end - first))
@@ -52,6 +52,6 @@ def cut_sections(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     """`capture.sections.linear_sections` for a piece of each section: ``weight`` [piece of n, k], cut over one axis."""
     (name,) = axes
     axis = groups.current(name)
-    own = [piece_of(size, axis.size, axis.rank)[1] for size in sizes]
+    own = [shard_of(size, axis.size, axis.rank)[1] for size in sizes]
     own_bias = _used(bias, axis, tuple(sizes)) if bias is not None else None
     return linear_sections(x, _used(weight, axis, tuple(sizes)), own_bias, own)

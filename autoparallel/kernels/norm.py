@@ -51,7 +51,7 @@ def _total(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     return x
 
 
-def norm_of_pieces(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
+def norm_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
                    sizes: tuple[tuple[int, int], ...], **kwargs: Any) -> Tensor:
     """The op, a layer, RMS, group or instance norm, on pieces of the dims ``dims`` that it norms along, which have the
     lengths ``sizes`` in the whole input and result. Weight and bias of a layer norm are pieces too."""

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from autoparallel.kernels import groups, rng
 
-#: What "selective" keeps (`pricing.turns.KEPT_CLASSES` prices it).
+#: What "selective" keeps (`pricing.micro_batches.KEPT_CLASSES` prices it).
 _KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::convolution",
          "aten::_flash_attention", "aten::_efficient_attention", "_c10d_functional::",
          "aten::_grouped_mm", "transformers::grouped_mm_fallback")

@@ -29,29 +29,29 @@ class _Gathered:
     """A gathered parameter, and how to gather it anew, of ``source`` (which may be gathered, too).
 
     ``place``: where forward reads it, if it is gathered ahead of that (else -1), of so many bytes on the fullest rank;
-    ``uses``: how often backward is still to ask for it; ``under_way``: its value, if it is."""
+    ``uses``: how often backward is still to ask for it; ``pending``: its value, if it is."""
 
     begin: Callable[[torch.Tensor], Finish]
     source: torch.Tensor | _View
     place: int = -1
     num_bytes: float = 0.0
     uses: int = 0
-    under_way: Finish | None = None
+    pending: Finish | None = None
 
-    def hops(self) -> list[_Gathered]:
+    def gather_stages(self) -> list[_Gathered]:
         """What is gathered ahead on its way, the last first."""
-        before = self.source.gathered.hops() if isinstance(self.source, _View) else []
+        before = self.source.gathered.gather_stages() if isinstance(self.source, _View) else []
         return [self, *before] if self.place >= 0 else before
 
-    def post(self) -> None:
-        if self.under_way is None:
+    def issue(self) -> None:
+        if self.pending is None:
             source = self.source
-            self.under_way = self.begin(source.of(source.gathered.made()) if isinstance(source, _View) else source)
+            self.pending = self.begin(source.of(source.gathered.made()) if isinstance(source, _View) else source)
 
     def made(self) -> torch.Tensor:
         """The value; `_Run.made` also posts what comes next."""
-        self.post()
-        finish, self.under_way = self.under_way, None
+        self.issue()
+        finish, self.pending = self.pending, None
         assert finish is not None
         return finish()
 
@@ -64,13 +64,13 @@ class _Run:
     found: dict[int, tuple[weakref.ref[torch.Tensor], _Gathered]] = field(default_factory=dict)
     ahead: list[_Gathered] = field(default_factory=list)
     to_ask: ToAsk[_Gathered] = field(default_factory=lambda: ToAsk(lambda gathered: gathered.uses > 0))
-    most_hops: int = 0
+    most_gather_stages: int = 0
     backward: int = -1
 
-    def add_ahead(self, gathered: _Gathered) -> None:
+    def add_prefetched(self, gathered: _Gathered) -> None:
         self.ahead.append(gathered)
         self.to_ask.add(gathered, gathered.place, gathered.num_bytes)
-        self.most_hops = max(self.most_hops, len(gathered.hops()))
+        self.most_gather_stages = max(self.most_gather_stages, len(gathered.gather_stages()))
 
     def add(self, made: torch.Tensor, gathered: _Gathered) -> None:
         self.found[made.untyped_storage().data_ptr()] = weakref.ref(made), gathered
@@ -86,18 +86,18 @@ class _Run:
         if self.backward != _current_backward():
             self.backward = _current_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
-        for hop in range(self.most_hops):
-            for gathered in self.to_ask.at(asked.place, hop):
-                way = gathered.hops()
-                if len(way) > hop and not any(nearer.under_way for nearer in way[:hop]):
-                    way[hop].post()
+        for gather_stage in range(self.most_gather_stages):
+            for gathered in self.to_ask.at(asked.place, gather_stage):
+                way = gathered.gather_stages()
+                if len(way) > gather_stage and not any(nearer.pending for nearer in way[:gather_stage]):
+                    way[gather_stage].issue()
         asked.uses -= 1
         return asked.made()
 
     def settle(self) -> None:
         """Wait for what was posted, and no backward asked for."""
         for gathered in self.ahead:
-            finish, gathered.under_way = gathered.under_way, None
+            finish, gathered.pending = gathered.pending, None
             if finish is not None:
                 finish()
 
@@ -184,7 +184,7 @@ def begin_gather(value: torch.Tensor, axis: str, source: str, target: str, *, so
         return begun
     dim = Placement.parse(source).dim
     gathered = _Gathered(lambda again: begin_all_gather(again, where, dim, source_sizes), kept, place, num_bytes)
-    run.add_ahead(gathered)
+    run.add_prefetched(gathered)
     return replace(begun, again=gathered)
 
 

@@ -21,9 +21,9 @@ Tensor = torch.Tensor
 
 def _around(axis: Axis, causal: bool) -> Iterator[tuple[int, bool, bool]]:
     """(turn, whether this rank sees the piece that it then holds, whether that is its own) of one time around."""
-    for turn in range(axis.size):
-        source = (axis.rank - turn) % axis.size
-        yield turn, not causal or source <= axis.rank, source == axis.rank
+    for step in range(axis.size):
+        source = (axis.rank - step) % axis.size
+        yield step, not causal or source <= axis.rank, source == axis.rank
 
 
 class _Ring(torch.autograd.Function):
@@ -33,8 +33,8 @@ class _Ring(torch.autograd.Function):
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=torch.promote_types(q.dtype, torch.float32))
         logs = out.new_full(out.shape[:-1], -torch.inf)
         key, value, state = k, v, ()
-        for turn, seen, own in _around(axis, causal):
-            if turn:
+        for step, seen, own in _around(axis, causal):
+            if step:
                 key, value = shifted((key, value), axis)
             if seen:
                 part, part_logs, state = flash.attend(q, key, value, causal and own, scale)
@@ -53,8 +53,8 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, logs = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(x, dtype=logs.dtype) for x in (q, k, v))
         key, value = k, v
-        for turn, seen, own in _around(axis, causal):
-            if turn:
+        for step, seen, own in _around(axis, causal):
+            if step:
                 key, value, dk, dv = *shifted((key, value), axis), *shifted((dk, dv), axis)
             if seen:
                 parts = flash.attend_backward(gradient, q, key, value, out, logs, causal and own, scale,

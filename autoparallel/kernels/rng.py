@@ -38,10 +38,10 @@ def mix(*parts: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def random_op(op: Any, site: int, piece: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op with the seed of (call, site, piece)."""
+def random_op(op: Any, decision: int, local_shard: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a random op with the seed of (call, decision, piece)."""
     device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
     devices = [] if device.type in ("cpu", "meta") else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(mix(_call_seed.get(), site, piece))
+        torch.manual_seed(mix(_call_seed.get(), decision, local_shard))
         return op(*args, **kwargs)

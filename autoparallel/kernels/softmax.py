@@ -17,7 +17,7 @@ LOGARITHMS = (aten.log_softmax.int, aten.logsumexp.default)
 LEAST = (aten.argmin.default, aten.min.dim)
 
 
-def softmax_of_pieces(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
+def softmax_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
                       sizes: tuple[tuple[int, int], ...], **kwargs: Any) -> Tensor:
     """The op (softmax, log_softmax, logsumexp) on a piece of the dims ``dims``, which it goes along; of logsumexp the
     result is whole."""
@@ -43,7 +43,7 @@ def softmax_of_pieces(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[in
     return made.to(dtype)
 
 
-def places_of_pieces(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
+def places_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
                      sizes: tuple[tuple[int, int], ...], start: int, **kwargs: Any) -> Any:
     """The op (argmax, argmin; max and min, which have values too) where dim ``dims[0]``, of which the rank's piece
     begins at ``start``, is one that it goes along (argmax without a dim: all). Of equal values the first is the one, as
@@ -62,8 +62,8 @@ def places_of_pieces(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int
             counts = (1,) * axis.size
             values, places = (all_gather_tensor(t.unsqueeze(0), axis, 0, counts) for t in (value, place))
             value = values.gather(0, _place(values, 0, least))
-            alike = (values == value) | (values.isnan() & value.isnan())
-            place = torch.where(alike, places, torch.iinfo(places.dtype).max).amin(0)
+            equivalent = (values == value) | (values.isnan() & value.isnan())
+            place = torch.where(equivalent, places, torch.iinfo(places.dtype).max).amin(0)
             value = value.squeeze(0)
     if given["dim"] is None:
         return place.reshape((1,) * x.dim() if given["keepdim"] else ())
@@ -90,4 +90,4 @@ def _in_order(x: Tensor, dim: int, length: int, start: int, least: bool) -> tupl
     return flat.gather(0, best), (outer * length + own + start) * inner + rest
 
 
-__all__ = ["places_of_pieces", "softmax_of_pieces"]
+__all__ = ["places_of_shards", "softmax_of_shards"]

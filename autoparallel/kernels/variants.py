@@ -19,9 +19,9 @@ from autoparallel.kernels.collectives import all_reduce_tensor, redistribute
 from autoparallel.kernels.expert_dispatch import dispatched_experts
 from autoparallel.kernels.halo import on_rows, on_windows
 from autoparallel.kernels.linear_sections import cut_sections
-from autoparallel.kernels.norm import norm_of_pieces
+from autoparallel.kernels.norm import norm_of_shards
 from autoparallel.kernels.ring import ring_attention
-from autoparallel.kernels.softmax import places_of_pieces, softmax_of_pieces
+from autoparallel.kernels.softmax import places_of_shards, softmax_of_shards
 from autoparallel.ops.embedding_bag import embedding_bag
 
 
@@ -109,7 +109,7 @@ VARIANTS = {
     "windows": Variant(on_windows, cuts=True),
     "sections": Variant(cut_sections),
     "rows": Variant(on_rows, cuts=True),
-    "norms": Variant(norm_of_pieces, cuts=True),
-    "softmax": Variant(softmax_of_pieces, cuts=True),
-    "places": Variant(places_of_pieces, (0, None), cuts=True),
+    "norms": Variant(norm_of_shards, cuts=True),
+    "softmax": Variant(softmax_of_shards, cuts=True),
+    "places": Variant(places_of_shards, (0, None), cuts=True),
 }

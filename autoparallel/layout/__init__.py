@@ -15,7 +15,7 @@ from autoparallel.layout.placement import (
     without_gradient,
 )
 from autoparallel.layout.redistribution import COLLECTIVES, SUMS, LayoutSpace, RedistributionTable, Step, is_local
-from autoparallel.layout.shapes import can_cut, largest_local_shape, layout_fits, local_box, local_shape, pieces
+from autoparallel.layout.shapes import can_cut, largest_local_shape, layout_fits, local_box, local_shape, shards
 
 __all__ = [
     "COLLECTIVES",
@@ -38,8 +38,8 @@ __all__ = [
     "local_box",
     "local_shape",
     "parse_layout",
-    "pieces",
     "shard",
+    "shards",
     "to_torch",
     "without_gradient",
 ]

@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 @cache
-def pieces(size: int, num_ranks: int) -> tuple[int, ...]:
+def shards(size: int, num_ranks: int) -> tuple[int, ...]:
     """Sizes of the pieces of a dim, rank by rank.
 
     >>> pieces(10, 4)
@@ -26,7 +26,7 @@ def pieces(size: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, size - rank * step)) for rank in range(num_ranks))
 
 
-def piece_of(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+def shard_of(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     """(start, length) of one rank's piece."""
     step = -(-size // num_ranks)
     start = min(size, rank * step)
@@ -42,7 +42,7 @@ def can_cut(size: int, cuts: tuple[int, ...]) -> bool:
     """
     if not cuts:
         return size > 0
-    return all(can_cut(piece, cuts[1:]) for piece in set(pieces(size, cuts[0])))
+    return all(can_cut(local_shard, cuts[1:]) for local_shard in set(shards(size, cuts[0])))
 
 
 def cuts_of_dim(layout: Layout, mesh_shape: Sequence[int], dim: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ def local_box(
     offsets, local = [0] * len(shape), list(shape)
     for p, n, rank in zip(layout, mesh_shape, coordinate, strict=True):
         if p.is_shard:
-            start, local[p.dim] = piece_of(local[p.dim], n, rank)
+            start, local[p.dim] = shard_of(local[p.dim], n, rank)
             offsets[p.dim] += start
     return tuple(offsets), tuple(local)
 

@@ -65,7 +65,7 @@ def _expect(node: FxNode, condition: bool, message: str) -> None:
 
 
 def _graph_node(space: StrategySpace, node: FxNode) -> Node:
-    return space.graph.nodes[space.sites[node.meta["site"]].node]
+    return space.graph.nodes[space.decisions[node.meta["decision"]].node]
 
 
 def _check_shape(space: StrategySpace, node: FxNode, layout: Layout, coordinate: Sequence[int]) -> None:
@@ -93,12 +93,12 @@ def _check_step(space: StrategySpace, node: Any, layout: Layout) -> None:
 
 
 def _check_op(space: StrategySpace, node: FxNode) -> None:
-    site = space.sites[node.meta["site"]]
-    strategies = space.strategies[site.index]
+    decision = space.decisions[node.meta["decision"]]
+    strategy_set = space.strategy_sets[decision.index]
     leaves: list[FxNode] = []
     torch.fx.node.map_arg((node.args, node.kwargs), leaves.append)
     given = [leaf.meta["layout"] for leaf in leaves]
-    _expect(node, len(leaves) == len(strategies.input_metas), "wrong number of tensors")
+    _expect(node, len(leaves) == len(strategy_set.input_metas), "wrong number of tensors")
     variant = _VARIANTS.get(node.target, "")
     if not variant:
         op = node.args[0] if node.target is random_op else node.target
@@ -107,7 +107,8 @@ def _check_op(space: StrategySpace, node: FxNode) -> None:
         ins = tuple(layout[axis] for layout in given)
         out = node.meta["layout"][axis]
         found = any(
-            row.inputs == ins and row.outputs[0] == out and row.variant in ("", variant) for row in strategies.rows
+            axis_strategy.inputs == ins and axis_strategy.outputs[0] == out and axis_strategy.variant in ("", variant)
+            for axis_strategy in strategy_set.axis_strategies
         )
         _expect(node, found, f"no rule takes {[str(p) for p in ins]} to {out} on axis {space.axis_names[axis]}")
 

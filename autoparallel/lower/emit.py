@@ -1,7 +1,7 @@
 """Emission: strategy space and a label per site -> one rank's program, a readable torch.fx.GraphModule.
 
 Every op runs on local pieces with local sizes; every link whose layouts differ becomes a chain of redistribution
-steps, each one line that names its axis and its placements. Node metadata: ``layout``, ``global_meta``, ``site``,
+steps, each one line that names its axis and its placements. Node metadata: ``layout``, ``global_meta``, ``decision``,
 ``val`` (a meta tensor of the local shape), and ``reads`` (of a parameter and the steps that take it to its readers).
 Steps also have ``step`` and ``num_bytes`` (of the fullest rank's result: the same on all ranks).
 """
@@ -25,13 +25,13 @@ from autoparallel.capture.graph import Node, on_device
 from autoparallel.kernels.collectives import STEP_FUNCTIONS, item
 from autoparallel.kernels.rng import random_op
 from autoparallel.kernels.variants import VARIANTS
-from autoparallel.layout import Layout, Step, local_box, local_shape, pieces
-from autoparallel.layout.shapes import largest_local_shape, piece_of
+from autoparallel.layout import Layout, Step, local_box, local_shape, shards
+from autoparallel.layout.shapes import largest_local_shape, shard_of
 from autoparallel.ops.arguments import aten, fitted
 from autoparallel.ops.routed_experts import routed_experts
-from autoparallel.rules.rule import Row
+from autoparallel.rules.rule import AxisStrategy
 from autoparallel.schedule.stage import Part, Value
-from autoparallel.strategies.space import Label, Link, Site, StrategySpace
+from autoparallel.strategies.space import Decision, Strategy, StrategySpace, TensorUse
 
 #: The cheapest steps between two layouts of a tensor.
 PathFinder = Callable[[TensorMeta, Layout, Layout], Sequence[Step]]
@@ -46,7 +46,7 @@ class Program:
     """
 
     module: GraphModule
-    placeholders: tuple[Site, ...]
+    placeholders: tuple[Decision, ...]
     placeholder_layouts: tuple[Layout, ...]
     output_layouts: tuple[Layout | None, ...]
     updates: tuple[str, ...]
@@ -56,7 +56,7 @@ class Program:
 
 def emit(
     space: StrategySpace,
-    labels: Sequence[Label],
+    strategies: Sequence[Strategy],
     path: PathFinder,
     coordinate: Sequence[int],
     device: torch.device | str = "cpu",
@@ -64,7 +64,7 @@ def emit(
 ) -> Program:
     """Write the program of the rank at ``coordinate`` for one label per site; of one part of the sites if given."""
     part = part or Part(frozenset(range(len(space))))
-    return _Emitter(space, labels, path, tuple(coordinate), torch.device(device)).run(part)
+    return _Emitter(space, strategies, path, tuple(coordinate), torch.device(device)).run(part)
 
 
 def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[
@@ -79,32 +79,38 @@ def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], co
         size = shape[placement.dim]
         for other in range(step.axis):
             if layout[other].is_shard and layout[other].dim == placement.dim:
-                size = piece_of(size, mesh_shape[other], coordinate[other])[1]
-        found.append(pieces(size, mesh_shape[step.axis]))
+                size = shard_of(size, mesh_shape[other], coordinate[other])[1]
+        found.append(shards(size, mesh_shape[step.axis]))
     return found[0], found[1]
 
 
 class _Emitter:
-    def __init__(self, space: StrategySpace, labels: Sequence[Label], path: PathFinder, coordinate: tuple[int, ...],
-                 device: torch.device) -> None:
-        self.space, self.labels, self.path = space, labels, path
+    def __init__(
+        self,
+        space: StrategySpace,
+        strategies: Sequence[Strategy],
+        path: PathFinder,
+        coordinate: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        self.space, self.strategies, self.path = space, strategies, path
         self.coordinate, self.device = coordinate, device
         self.graph = Graph()
         self.values: dict[tuple[int, int], FxNode] = {}
 
     def run(self, part: Part) -> Program:
-        sites = [self.space.sites[index] for index in sorted(part.sites)]
-        placeholders = [site for site in sites if site.kind in ("parameter", "buffer", "input")]
-        layouts = [self._placeholder(site) for site in placeholders]
+        decisions = [self.space.decisions[index] for index in sorted(part.decisions)]
+        placeholders = [decision for decision in decisions if decision.kind in ("parameter", "buffer", "input")]
+        layouts = [self._placeholder(decision) for decision in placeholders]
         received = tuple(self._received(value) for value in part.received)
         results: dict[str, FxNode] = {}
-        for site in sites:
-            if site.kind == "op":
-                self._op(site)
-            elif site.kind == "hub":
-                self.values[site.index, 0] = self._read(self.space.links_into[site.index][0])
-            elif site.kind in ("output", "update"):
-                results[site.name] = self._read(self.space.links_into[site.index][0])
+        for decision in decisions:
+            if decision.kind == "op":
+                self._op(decision)
+            elif decision.kind == "shared_read":
+                self.values[decision.index, 0] = self._read(self.space.uses_by[decision.index][0])
+            elif decision.kind in ("output", "update"):
+                results[decision.name] = self._read(self.space.uses_by[decision.index][0])
         outputs = [
             results.get(f"output:{i}") if isinstance(value, Ref) else value
             for i, value in enumerate(self.space.graph.outputs)
@@ -118,102 +124,116 @@ class _Emitter:
         return Program(module, tuple(placeholders), tuple(layouts), output_layouts, updates, received, sent)
 
     def _received(self, value: Value) -> FxNode:
-        site, s = self.space.sites[value[0]], self.space.strategies[value[0]]
-        layout = s.output_layout(self.labels[site.index], value[1])
-        name = "_".join(["received", *re.findall(r"\w+", site.name), str(value[1])])
-        node = self._describe(self.graph.placeholder(name), site, s.output_metas[value[1]], layout)
+        decision, s = self.space.decisions[value[0]], self.space.strategy_sets[value[0]]
+        layout = s.output_layout(self.strategies[decision.index], value[1])
+        name = "_".join(["received", *re.findall(r"\w+", decision.name), str(value[1])])
+        node = self._describe(self.graph.placeholder(name), decision, s.output_metas[value[1]], layout)
         self.values[value] = node
         return node
 
-    def _describe(self, node: FxNode, site: Site, meta: TensorMeta, layout: Layout) -> FxNode:
+    def _describe(self, node: FxNode, decision: Decision, meta: TensorMeta, layout: Layout) -> FxNode:
         local = local_shape(meta.shape, layout, self.space.mesh_shape, self.coordinate)
-        origin = site.node if site.ref is None else site.ref.node
-        path = self.space.graph.nodes[origin].module_path if site.kind in ("op", "hub") else ""
-        node.meta.update(layout=layout, global_meta=meta, site=site.index, block=block_path(path),
-                         val=torch.empty(local, dtype=meta.dtype, device="meta"), reads=site.kind == "parameter")
+        origin = decision.node if decision.ref is None else decision.ref.node
+        path = self.space.graph.nodes[origin].module_path if decision.kind in ("op", "shared_read") else ""
+        node.meta.update(layout=layout, global_meta=meta, decision=decision.index, block=block_path(path),
+                         val=torch.empty(local, dtype=meta.dtype, device="meta"), reads=decision.kind == "parameter")
         return node
 
-    def _placeholder(self, site: Site) -> Layout:
-        meta = self.space.graph.nodes[site.node].outputs[0]
-        layout = self.space.strategies[site.index].output_layout(self.labels[site.index])
-        name = "_".join(["param" if site.kind == "parameter" else site.kind, *re.findall(r"\w+", site.name)])
-        self.values[site.index, 0] = self._describe(self.graph.placeholder(name), site, meta, layout)
+    def _placeholder(self, decision: Decision) -> Layout:
+        meta = self.space.graph.nodes[decision.node].outputs[0]
+        layout = self.space.strategy_sets[decision.index].output_layout(self.strategies[decision.index])
+        name = "_".join(
+            ["param" if decision.kind == "parameter" else decision.kind, *re.findall(r"\w+", decision.name)]
+        )
+        self.values[decision.index, 0] = self._describe(self.graph.placeholder(name), decision, meta, layout)
         return layout
 
-    def _read(self, link: Link) -> FxNode:
+    def _read(self, use: TensorUse) -> FxNode:
         """The link's tensor in the layout that its target asks for."""
-        value = self.values[link.source, link.output]
-        wanted = self.space.strategies[link.target].input_layout(self.labels[link.target], link.position)
-        for step in self.path(link.meta, value.meta["layout"], wanted):
-            source_sizes, target_sizes = step_sizes(link.meta.shape, step, self.space.mesh_shape, self.coordinate)
+        value = self.values[use.source, use.output]
+        wanted = self.space.strategy_sets[use.target].input_layout(self.strategies[use.target], use.position)
+        for step in self.path(use.meta, value.meta["layout"], wanted):
+            source_sizes, target_sizes = step_sizes(use.meta.shape, step, self.space.mesh_shape, self.coordinate)
             keywords: dict[str, Any] = {"source_sizes": source_sizes} if source_sizes else {}
             keywords |= {"target_sizes": target_sizes} if target_sizes else {}
             node = self.graph.call_function(
                 STEP_FUNCTIONS[step.source.kind, step.target.kind],
                 (value, self.space.axis_names[step.axis], str(step.source), str(step.target)), keywords,
             )
-            self._describe(node, self.space.sites[link.target], link.meta, step.after)
-            largest = math.prod(largest_local_shape(link.meta.shape, step.after, self.space.mesh_shape))
-            node.meta.update(step=step, reads=value.meta["reads"], num_bytes=largest * link.meta.dtype.itemsize)
+            self._describe(node, self.space.decisions[use.target], use.meta, step.after)
+            largest = math.prod(largest_local_shape(use.meta.shape, step.after, self.space.mesh_shape))
+            node.meta.update(step=step, reads=value.meta["reads"], num_bytes=largest * use.meta.dtype.itemsize)
             value = node
         return value
 
-    def _op(self, site: Site) -> None:
-        node = self.space.graph.nodes[site.node]
-        strategies, label = self.space.strategies[site.index], self.labels[site.index]
-        operands = iter([self._read(link) for link in self.space.links_into.get(site.index, ())])
+    def _op(self, decision: Decision) -> None:
+        node = self.space.graph.nodes[decision.node]
+        strategy_set, strategy = self.space.strategy_sets[decision.index], self.strategies[decision.index]
+        operands = iter([self._read(use) for use in self.space.uses_by.get(decision.index, ())])
         args, kwargs = pytree.tree_map(
             lambda leaf: next(operands) if isinstance(leaf, Ref) else leaf, (node.args, dict(node.kwargs))
         )
-        layouts = [strategies.output_layout(label, o) for o in range(len(node.outputs))]
-        made = self._call(site, node, list(args), on_device(kwargs, self.device), layouts)
+        layouts = [strategy_set.output_layout(strategy, o) for o in range(len(node.outputs))]
+        made = self._call(decision, node, list(args), on_device(kwargs, self.device), layouts)
         if len(node.outputs) == 1 and not _returns_tuple(node):
             results = [made]
         else:
-            made.meta.update(site=site.index, block=block_path(node.module_path))
+            made.meta.update(decision=decision.index, block=block_path(node.module_path))
             results = [self.graph.call_function(item, (made, o)) for o in range(len(node.outputs))]
         for output, (result, meta, layout) in enumerate(zip(results, node.outputs, layouts, strict=True)):
-            self._describe(result, site, meta, layout)
+            self._describe(result, decision, meta, layout)
             if node.no_grad and node.target is not aten.detach.default:
-                result = self._describe(self.graph.call_function(aten.detach.default, (result,)), site, meta, layout)
-            self.values[site.index, output] = result
+                result = self._describe(
+                    self.graph.call_function(aten.detach.default, (result,)), decision, meta, layout
+                )
+            self.values[decision.index, output] = result
 
-    def _call(self, site: Site, node: Node, args: list[Any], kwargs: dict[str, Any], layouts: list[Layout]) -> FxNode:
+    def _call(
+        self, decision: Decision, node: Node, args: list[Any], kwargs: dict[str, Any], layouts: list[Layout]
+    ) -> FxNode:
         shape = local_shape(node.outputs[0].shape, layouts[0], self.space.mesh_shape, self.coordinate)
         args = fitted(node.target, args, shape, node.outputs[0].shape)
         if node.target is routed_experts:
             args = [*args[:5], self._offsets(args[4][0])[0]]
-        rows = [self.space.strategies[site.index].rows[r] for r in self.labels[site.index]]
-        if any(row.variant for row in rows):
-            return self._variant(node, rows, args, kwargs)
-        rule = self.space.strategies[site.index].rule
+        axis_strategies = [
+            self.space.strategy_sets[decision.index].axis_strategies[r] for r in self.strategies[decision.index]
+        ]
+        if any(axis_strategy.variant for axis_strategy in axis_strategies):
+            return self._variant(node, axis_strategies, args, kwargs)
+        rule = self.space.strategy_sets[decision.index].rule
         if rule is not None and rule.random:
             return self.graph.call_function(
-                random_op, (node.target, site.index, self._piece_number(rows), *args), kwargs
+                random_op, (node.target, decision.index, self._shard_number(axis_strategies), *args), kwargs
             )
         node_name = node.name if node.name.isidentifier() else None
         return self.graph.create_node("call_function", node.target, tuple(args), kwargs, name=node_name)
 
-    def _variant(self, node: Node, rows: Sequence[Row], args: list[Any], kwargs: dict[str, Any]) -> FxNode:
-        taken = [(name, row) for name, row in zip(self.space.axis_names, rows, strict=True) if row.variant]
-        (kind,) = {row.variant for _, row in taken}
+    def _variant(
+        self, node: Node, axis_strategies: Sequence[AxisStrategy], args: list[Any], kwargs: dict[str, Any]
+    ) -> FxNode:
+        taken = [
+            (name, axis_strategy)
+            for name, axis_strategy in zip(self.space.axis_names, axis_strategies, strict=True)
+            if axis_strategy.variant
+        ]
+        (kind,) = {axis_strategy.variant for _, axis_strategy in taken}
         variant, keywords = VARIANTS[kind], {**kwargs, "axes": tuple(name for name, _ in taken)}
         if variant.start is not None:
             position, dim = variant.start
             keywords["start"] = self._offsets(args[position])[taken[0][1].inputs[position].dim if dim is None else dim]
         if variant.cuts:
             whole, made = args[0].meta["global_meta"].shape, node.outputs[0].shape
-            dims = tuple(row.inputs[0].dim for _, row in taken)
-            lengths = tuple((whole[d], made[d] if row.outputs[0].is_shard else 1)
-                            for d, (_, row) in zip(dims, taken, strict=True))
+            dims = tuple(axis_strategy.inputs[0].dim for _, axis_strategy in taken)
+            lengths = tuple((whole[d], made[d] if axis_strategy.outputs[0].is_shard else 1)
+                            for d, (_, axis_strategy) in zip(dims, taken, strict=True))
             keywords |= {"op": node.target, "dims": dims, "sizes": lengths}
         return self.graph.call_function(variant.function, tuple(args), keywords)
 
-    def _piece_number(self, rows: Sequence[Row]) -> int:
+    def _shard_number(self, axis_strategies: Sequence[AxisStrategy]) -> int:
         """Numbers the pieces of a random op: equal where ranks repeat the same work."""
         number = 0
-        for row, n, rank in zip(rows, self.space.mesh_shape, self.coordinate, strict=True):
-            number = number * n + (rank if row.factor else 0)
+        for axis_strategy, n, rank in zip(axis_strategies, self.space.mesh_shape, self.coordinate, strict=True):
+            number = number * n + (rank if axis_strategy.factor else 0)
         return number
 
     def _offsets(self, operand: FxNode) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ A step that takes a parameter to its readers becomes two lines, `begin_...` and 
 
 Autograd runs backward of what was made last first, so the place of `begin` in the program says both how early a gather
 is posted and how late a reduction is waited for. Gradients of whole parameters (nothing is sent forward) begin at the
-top, many in one bucket; of the others, the next to be read are on their way (`posting.py` says which).
+top, many in one bucket; of the others, the next to be read are on their way (`windows.py` says which).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoparallel.kernels.collectives import (
     item,
     reduce_gradient,
 )
-from autoparallel.schedule.async_windows import TOP, Event, Pair, Posting, Read, kind_of, places
+from autoparallel.schedule.async_windows import TOP, AsyncWindows, Event, Pair, Read, kind_of, places
 
 #: The block that a node belongs to, if any.
 BlockOf = Callable[[FxNode], str | None]
@@ -43,28 +43,28 @@ def overlap(module: GraphModule, block_of: BlockOf | None = None) -> GraphModule
     ``block_of``: blocks of which each must stay one run of nodes, so that what they read is there when they begin.
     """
     steps, reads = reads_of(module, block_of or (lambda node: None))
-    events, writer = Posting(reads).events, _Writer(module, steps, reads)
+    events, writer = AsyncWindows(reads).events, _Writer(module, steps, reads)
     writer.run(events.get(TOP, ()))
     seen = set[int]()
     for node in module.graph.nodes:
-        if node.op == "call_function" and (site := node.meta["site"]) not in seen:
-            seen.add(site)
-            writer.run(events.get(site, ()))
+        if node.op == "call_function" and (decision := node.meta["decision"]) not in seen:
+            seen.add(decision)
+            writer.run(events.get(decision, ()))
         writer.copy(node)
     return GraphModule(module, writer.graph, class_name=type(module).__name__)
 
 
 def reads_of(module: GraphModule, block_of: BlockOf) -> tuple[list[FxNode], list[Read]]:
-    """The steps from parameters to their readers, in order, and what `Posting` asks of them."""
+    """The steps from parameters to their readers, in order, and what `AsyncWindows` asks of them."""
     made = [node for node in module.graph.nodes if node.op == "call_function"]
-    place = places((node.meta["site"], block_of(node)) for node in made)
+    place = places((node.meta["decision"], block_of(node)) for node in made)
     steps = [node for node in made if "step" in node.meta and node.meta["reads"]]
     number, reads = {node: n for n, node in enumerate(steps)}, []
     for node in steps:
         step, meta = node.meta["step"], node.meta["global_meta"]
         kind = kind_of(step.forward, step.backward, meta.requires_grad)
         reads.append(Read(number.get(node.all_input_nodes[0]), kind, str(node.args[1]), str(meta.dtype),
-                          float(node.meta["num_bytes"]) if kind else 0.0, place[node.meta["site"]]))
+                          float(node.meta["num_bytes"]) if kind else 0.0, place[node.meta["decision"]]))
     return steps, reads
 
 

@@ -20,12 +20,12 @@ from autoparallel.lower.emit import Program
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A program in two: ``reads(*parameters)`` and ``turn(*values, *rest)``, where ``rest`` are the program's other
+class SplitProgram:
+    """A program in two: ``reads(*parameters)`` and ``micro_batch(*values, *rest)``, where ``rest`` are the program's other
     placeholders in order."""
 
     reads: GraphModule
-    turn: GraphModule
+    micro_batch: GraphModule
 
 
 def is_read(node: FxNode) -> bool:
@@ -41,13 +41,13 @@ def gathers_parameter(node: FxNode) -> bool:
 def sum_gradients_in(program: Program, dtype: torch.dtype | None) -> None:
     """Let the steps by which parameters are read sum their gradients in this type (None: in the gradients' own)."""
     for node in program.module.graph.nodes:
-        learns = is_read(node) and node.meta["global_meta"].requires_grad
-        if dtype is not None and learns and node.meta["step"].backward in SUMS:
+        trainable = is_read(node) and node.meta["global_meta"].requires_grad
+        if dtype is not None and trainable and node.meta["step"].backward in SUMS:
             node.update_kwarg("sum_dtype", dtype)
     program.module.recompile()
 
 
-def split_reads(program: Program, stays: Callable[[FxNode], bool] = lambda node: False) -> Turn:
+def split_reads(program: Program, stays: Callable[[FxNode], bool] = lambda node: False) -> SplitProgram:
     """Take the redistribution of parameters apart from the rest; steps for which ``stays`` is true stay (and all after
     them)."""
     nodes = list(program.module.graph.nodes)
@@ -57,7 +57,7 @@ def split_reads(program: Program, stays: Callable[[FxNode], bool] = lambda node:
         if is_read(node) and node.args[0] in early and not stays(node):
             early[node] = None
     frontier = [n for n in early if any(user not in early for user in n.users)]
-    return Turn(_reads(parameters, list(early), frontier), _turn(nodes, set(early), frontier))
+    return SplitProgram(_reads(parameters, list(early), frontier), _per_micro_batch(nodes, set(early), frontier))
 
 
 def _reads(parameters: list[FxNode], early: list[FxNode], frontier: list[FxNode]) -> GraphModule:
@@ -69,7 +69,7 @@ def _reads(parameters: list[FxNode], early: list[FxNode], frontier: list[FxNode]
     return GraphModule({}, graph, class_name="ParameterReads")
 
 
-def _turn(nodes: list[FxNode], early: set[FxNode], frontier: list[FxNode]) -> GraphModule:
+def _per_micro_batch(nodes: list[FxNode], early: set[FxNode], frontier: list[FxNode]) -> GraphModule:
     graph = Graph()
     made: dict[FxNode, FxNode] = {}
     for node in frontier:
@@ -78,4 +78,4 @@ def _turn(nodes: list[FxNode], early: set[FxNode], frontier: list[FxNode]) -> Gr
     for node in nodes:
         if node not in early:
             made[node] = graph.node_copy(node, made.__getitem__)
-    return GraphModule({}, graph, class_name="Turn")
+    return GraphModule({}, graph, class_name="SplitProgram")

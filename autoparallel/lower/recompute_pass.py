@@ -45,7 +45,7 @@ def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode],
         for number, node in enumerate(outputs):
             made[node] = graph.call_function(item, (result, number))
             made[node].meta = dict(node.meta)
-    return GraphModule(blocks, graph, class_name="Turn")
+    return GraphModule(blocks, graph, class_name="SplitProgram")
 
 
 def _block(members: Sequence[FxNode], inputs: Sequence[FxNode], outputs: Sequence[FxNode]) -> GraphModule:

@@ -2,6 +2,6 @@
 
 from autoparallel.partition.microbatch import MicroBatches, split_batch
 from autoparallel.partition.stages import Stages, place_cuts, stages_of
-from autoparallel.partition.zero import Ungathered, stored_in_pieces
+from autoparallel.partition.zero import Ungathered, stored_sharded
 
-__all__ = ["MicroBatches", "Stages", "Ungathered", "place_cuts", "split_batch", "stages_of", "stored_in_pieces"]
+__all__ = ["MicroBatches", "Stages", "Ungathered", "place_cuts", "split_batch", "stages_of", "stored_sharded"]

@@ -27,7 +27,7 @@ from autoparallel.layout import Layout, Placement, RedistributionTable, local_sh
 from autoparallel.ops.arguments import SIZE_ARGUMENT
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.search import solve
-from autoparallel.strategies.space import Label, Link, StrategySpace
+from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import Cluster
 
 LITTLE, FAULT = 1e-2, 1.0
@@ -104,12 +104,12 @@ def split_batch(graph: OpGraph, count: int) -> MicroBatches:
     if count < 1 or batch % count:
         counts = [n for n in range(1, batch + 1) if batch % n == 0]
         raise InputError(f"{count} micro-batches do not divide the batch of {batch}: take one of {counts}")
-    space = StrategySpace(graph, (count,), ("turn",))
-    turns = _Turns(space, batch)
-    pricer = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=count)), faults=turns)
-    labels = pricer.labels_of(solve(pricer.full(), "auto", pricer=pricer).choice)
-    turns.check(labels)
-    return _Splitter(space, turns, labels, count).run()
+    space = StrategySpace(graph, (count,), ("micro_batch",))
+    micro_batches = _BatchAxis(space, batch)
+    pricer = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=count)), penalties=micro_batches)
+    strategies = pricer.strategies_of(solve(pricer.full(), "auto", pricer=pricer).choice)
+    micro_batches.check(strategies)
+    return _Splitter(space, micro_batches, strategies, count).run()
 
 
 def _unsplit(graph: OpGraph) -> MicroBatches:
@@ -119,87 +119,91 @@ def _unsplit(graph: OpGraph) -> MicroBatches:
     return MicroBatches(graph, 1, graph, feeds, results, loss_output(graph))
 
 
-class _Turns:
-    """Faults of layouts along the axis of turns (see `pricing.Faults`)."""
+class _BatchAxis:
+    """Faults of layouts along the axis of turns (see `pricing.Penalties`)."""
 
     def __init__(self, space: StrategySpace, batch: int) -> None:
         self.space, self.batch = space, batch
         self.loss = loss_output(space.graph)
         self.free = _free_of_parameters(space)
-        self.most = max((k.meta.num_elements for k in space.links if k.source in self.free), default=1)
+        self.most = max((k.meta.num_elements for k in space.uses if k.source in self.free), default=1)
 
-    def site_faults(self, index: int) -> np.ndarray:
-        site, s = self.space.sites[index], self.space.strategies[index]
-        if site.kind not in ("parameter", "input"):
-            return np.zeros(len(s.labels))
+    def decision_penalties(self, index: int) -> np.ndarray:
+        decision, s = self.space.decisions[index], self.space.strategy_sets[index]
+        if decision.kind not in ("parameter", "input"):
+            return np.zeros(len(s.strategies))
         shape = s.output_metas[0].shape
-        cut = site.kind == "input" and bool(shape) and shape[0] == self.batch
+        cut = decision.kind == "input" and bool(shape) and shape[0] == self.batch
         return np.array([s.output_layout(x)[0] != Placement("S", 0) if cut else s.output_layout(x)[0].is_shard
-                         for x in s.labels], dtype=float)
+                         for x in s.strategies], dtype=float)
 
-    def link_faults(self, link: Link, table: RedistributionTable) -> np.ndarray:
-        s, t = self.space.strategies[link.source], self.space.strategies[link.target]
-        sources = [s.output_layout(x, link.output)[0] for x in s.labels]
-        targets = [t.input_layout(x, link.position)[0] for x in t.labels]
-        return np.array([[self.fault(link, p, q) for q in targets] for p in sources])
+    def use_penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
+        s, t = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
+        sources = [s.output_layout(x, use.output)[0] for x in s.strategies]
+        targets = [t.input_layout(x, use.position)[0] for x in t.strategies]
+        return np.array([[self.fault(use, p, q) for q in targets] for p in sources])
 
-    def fault(self, link: Link, source: Placement, target: Placement) -> float:
-        site = self.space.sites[link.target]
-        if site.kind == "output" and int(site.path) == self.loss:
-            return FAULT if source.kind != "P" and link.meta.requires_grad else 0.0
-        if source == target or (source.kind, target.kind) == ("I", "R") or site.kind == "output":
+    def fault(self, use: TensorUse, source: Placement, target: Placement) -> float:
+        decision = self.space.decisions[use.target]
+        if decision.kind == "output" and int(decision.path) == self.loss:
+            return FAULT if source.kind != "P" and use.meta.requires_grad else 0.0
+        if source == target or (source.kind, target.kind) == ("I", "R") or decision.kind == "output":
             return 0.0
-        if link.source not in self.free or target.kind == "P":
+        if use.source not in self.free or target.kind == "P":
             return FAULT
-        return LITTLE * link.meta.num_elements / self.most  # a prologue's value lies whole on every rank
+        return LITTLE * use.meta.num_elements / self.most  # a prologue's value lies whole on every rank
 
-    def check(self, labels: Sequence[Label]) -> None:
+    def check(self, strategies: Sequence[Strategy]) -> None:
         """Raises InfeasibleError naming what the chosen layouts still do across turns."""
         found = []
-        for link in self.space.links:
-            source = self.space.strategies[link.source].output_layout(labels[link.source], link.output)[0]
-            target = self.space.strategies[link.target].input_layout(labels[link.target], link.position)[0]
-            if self.fault(link, source, target) >= FAULT:
-                found.append(self._describe(link))
-        for index, label in enumerate(labels):
-            if self.site_faults(index)[self.space.strategies[index].position[label]]:
-                found.append(self.space.sites[index].name)
+        for use in self.space.uses:
+            source = self.space.strategy_sets[use.source].output_layout(strategies[use.source], use.output)[0]
+            target = self.space.strategy_sets[use.target].input_layout(strategies[use.target], use.position)[0]
+            if self.fault(use, source, target) >= FAULT:
+                found.append(self._describe(use))
+        for index, strategy in enumerate(strategies):
+            if self.decision_penalties(index)[self.space.strategy_sets[index].position[strategy]]:
+                found.append(self.space.decisions[index].name)
         if found:
             raise InfeasibleError(
                 "the batch cannot be split into micro-batches, because the model computes across its samples: "
                 + "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
                 + ". Use micro_batches=1, or a model that treats samples apart (batch norm in eval mode does)")
 
-    def _describe(self, link: Link) -> str:
-        site = self.space.sites[link.source]
-        node = self.space.graph.nodes[site.node if site.ref is None else site.ref.node]
+    def _describe(self, use: TensorUse) -> str:
+        decision = self.space.decisions[use.source]
+        node = self.space.graph.nodes[decision.node if decision.ref is None else decision.ref.node]
         return f"{node}{', ' + node.source if node.source else ''}"
 
 
 def _free_of_parameters(space: StrategySpace) -> frozenset[int]:
     """Sites whose values need neither parameters, nor gradients, nor random numbers."""
     found: set[int] = set()
-    for site, s in zip(space.sites, space.strategies, strict=True):
-        links = space.links_into.get(site.index, ())
-        own = site.kind in ("input", "buffer") or (site.kind == "op" and not (s.rule is not None and s.rule.random))
-        if own and not any(m.requires_grad for m in s.output_metas) and all(k.source in found for k in links):
-            found.add(site.index)
+    for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
+        uses = space.uses_by.get(decision.index, ())
+        own = decision.kind in ("input", "buffer") or (
+            decision.kind == "op" and not (s.rule is not None and s.rule.random)
+        )
+        if own and not any(m.requires_grad for m in s.output_metas) and all(k.source in found for k in uses):
+            found.add(decision.index)
     return frozenset(found)
 
 
 class _Splitter:
     """Writes one turn's program."""
 
-    def __init__(self, space: StrategySpace, turns: _Turns, labels: Sequence[Label], count: int) -> None:
-        self.space, self.turns, self.labels, self.count = space, turns, labels, count
+    def __init__(
+        self, space: StrategySpace, micro_batches: _BatchAxis, strategies: Sequence[Strategy], count: int
+    ) -> None:
+        self.space, self.micro_batches, self.strategies, self.count = space, micro_batches, strategies, count
         self.graph = space.graph
         self.layouts: dict[Ref, Layout] = {}
-        self.site_of: dict[int, int] = {}
-        for site, s, label in zip(space.sites, space.strategies, labels, strict=True):
-            if site.ref is None:
-                self.site_of[site.node] = site.index
+        self.decision_of: dict[int, int] = {}
+        for decision, s, strategy in zip(space.decisions, space.strategy_sets, strategies, strict=True):
+            if decision.ref is None:
+                self.decision_of[decision.node] = decision.index
                 for output in range(len(s.output_metas)):
-                    self.layouts[Ref(site.node, output)] = s.output_layout(label, output)
+                    self.layouts[Ref(decision.node, output)] = s.output_layout(strategy, output)
         self.feeds: dict[Feed, int] = {}
         self.nodes: list[Node] = []
         self.refs: dict[Ref | Feed, Ref] = {}
@@ -227,16 +231,16 @@ class _Splitter:
         mutations = {name: self.refs[ref] for name, ref in self.graph.mutations.items()}
         body = replace(self.graph, nodes=tuple(self.nodes), outputs=outputs, mutations=mutations)
         results = tuple(self.layouts[v][0] if isinstance(v, Ref) else None for v in self.graph.outputs)
-        return MicroBatches(self.graph, self.count, body, tuple(self.feeds), results, self.turns.loss)
+        return MicroBatches(self.graph, self.count, body, tuple(self.feeds), results, self.micro_batches.loss)
 
     def _reads(self, node: Node) -> list[Ref | Feed]:
         """What the node's turn reads, in argument order: the value itself, or a feed in its place."""
         found: list[Ref | Feed] = []
-        site = self.site_of[node.index]
-        strategies = self.space.strategies[site]
-        for link, ref in zip(self.space.links_into.get(site, ()), node.inputs, strict=True):
-            source = self.space.strategies[link.source].output_layout(self.labels[link.source], link.output)[0]
-            target = strategies.input_layout(self.labels[site], link.position)[0]
+        decision = self.decision_of[node.index]
+        strategy_set = self.space.strategy_sets[decision]
+        for use, ref in zip(self.space.uses_by.get(decision, ()), node.inputs, strict=True):
+            source = self.space.strategy_sets[use.source].output_layout(self.strategies[use.source], use.output)[0]
+            target = strategy_set.input_layout(self.strategies[decision], use.position)[0]
             same = source == target or (source.kind, target.kind) == ("I", "R")
             found.append(ref if same else Feed(ref, target.dim if target.is_shard else -1))
         return found

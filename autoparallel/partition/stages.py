@@ -19,9 +19,9 @@ import numpy as np
 from autoparallel.capture.blocks import equal_blocks
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import Prices, site_seconds
+from autoparallel.pricing import Prices, decision_seconds
 from autoparallel.schedule.stage import Part, Value
-from autoparallel.strategies.space import Label, Link, StrategySpace
+from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import collectives
 
 #: After so many moves of each cut on average the stages are as even as they will be.
@@ -38,21 +38,21 @@ class Stages:
     def __len__(self) -> int:
         return len(self.parts)
 
-    def of_sites(self, num_sites: int) -> list[tuple[int, ...]]:
+    def of_decisions(self, num_decisions: int) -> list[tuple[int, ...]]:
         """The stages that have each site, in order; what no stage needs counts on the first."""
         if len(self) == 1:
-            return [(0,)] * num_sites
-        return [tuple(s for s, part in enumerate(self.parts) if index in part.sites) or (0,)
-                for index in range(num_sites)]
+            return [(0,)] * num_decisions
+        return [tuple(s for s, part in enumerate(self.parts) if index in part.decisions) or (0,)
+                for index in range(num_decisions)]
 
-    def sent_bytes(self, space: StrategySpace, labels: Sequence[Label]) -> list[float]:
+    def sent_bytes(self, space: StrategySpace, strategies: Sequence[Strategy]) -> list[float]:
         """Bytes that one rank sends over each cut for one micro-batch, one way."""
         found = []
         for part in self.parts[:-1]:
-            metas = [(space.strategies[site], labels[site], output) for site, output in part.sent]
+            metas = [(space.strategy_sets[decision], strategies[decision], output) for decision, output in part.sent]
             found.append(sum(
-                float(space.spaces(s.output_metas[o]).local_elements[s.outputs[o][s.position[label]]])
-                * s.output_metas[o].dtype.itemsize for s, label, o in metas
+                float(space.spaces(s.output_metas[o]).local_elements[s.outputs[o][s.position[strategy]]])
+                * s.output_metas[o].dtype.itemsize for s, strategy, o in metas
             ))
         return found
 
@@ -69,25 +69,25 @@ class Flow:
 
 def flow_of(space: StrategySpace, loss: int) -> Flow:
     """The sites on which the loss and the buffers' new values depend."""
-    needed = _needed(space, [s.index for s in space.sites if s.kind == "update" or s.name == f"output:{loss}"])
+    needed = _needed(space, [s.index for s in space.decisions if s.kind == "update" or s.name == f"output:{loss}"])
     fed: set[int] = set()  # from an input, through something with a gradient or a parameter
     plain: set[int] = set()  # neither parameters nor gradients
-    for site in space.sites:
-        sources = [k.source for k in space.links_into.get(site.index, ())]
-        s = space.strategies[site.index]
+    for decision in space.decisions:
+        sources = [k.source for k in space.uses_by.get(decision.index, ())]
+        s = space.strategy_sets[decision.index]
         random = s.rule is not None and s.rule.random
-        if site.kind in ("input", "buffer"):
+        if decision.kind in ("input", "buffer"):
             if not s.output_metas[0].requires_grad:
-                plain.add(site.index)
+                plain.add(decision.index)
             else:
-                fed.add(site.index)
-        elif site.kind != "parameter" and not random and all(k in plain for k in sources):
-            plain.add(site.index)
-        elif site.kind != "parameter" and (random or any(k in plain or k in fed for k in sources)):
-            fed.add(site.index)
-    kinds = ("op", "hub")
-    main = tuple(s.index for s in space.sites if s.kind in kinds and s.index in fed and s.index in needed)
-    return Flow(space, main, frozenset(s.index for s in space.sites if s.index in needed) - set(main))
+                fed.add(decision.index)
+        elif decision.kind != "parameter" and not random and all(k in plain for k in sources):
+            plain.add(decision.index)
+        elif decision.kind != "parameter" and (random or any(k in plain or k in fed for k in sources)):
+            fed.add(decision.index)
+    kinds = ("op", "shared_read")
+    main = tuple(s.index for s in space.decisions if s.kind in kinds and s.index in fed and s.index in needed)
+    return Flow(space, main, frozenset(s.index for s in space.decisions if s.index in needed) - set(main))
 
 
 def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
@@ -97,50 +97,53 @@ def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
         index = stack.pop()
         if index not in needed:
             needed.add(index)
-            stack.extend(k.source for k in space.links_into.get(index, ()))
+            stack.extend(k.source for k in space.uses_by.get(index, ()))
     return needed
 
 
-def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, labels: Sequence[Label] | None = None
+def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Sequence[Strategy] | None = None
                ) -> tuple[str, ...]:
     """Names of the sites at which stages 1 .. begin, so that the slowest rank of the pipeline has least to compute and
-    to send: of a plan with ``labels``, or else at the ops' best."""
+    to send: of a plan with ``strategies``, or else at the ops' best."""
     space = prices.space
-    if labels is None:
-        seconds = np.array([prices.op(s).total_s.min() if site.kind == "op" else 0.0
-                            for site, s in zip(space.sites, space.strategies, strict=True)])
+    if strategies is None:
+        seconds = np.array([prices.op(s).total_s.min() if decision.kind == "op" else 0.0
+                            for decision, s in zip(space.decisions, space.strategy_sets, strict=True)])
     else:
-        seconds = _alike(space, site_seconds(prices, hybrid, labels))
-    link = prices.cluster.group((hybrid.pipeline_ranks, *space.mesh_shape), 0)
+        seconds = _equivalent(space, decision_seconds(prices, hybrid, strategies))
+    network = prices.cluster.group((hybrid.pipeline_ranks, *space.mesh_shape), 0)
 
     def send_s(num_bytes: np.ndarray) -> np.ndarray:
-        return np.where(num_bytes > 0, collectives.send_recv_s(num_bytes, link), 0.0)
+        return np.where(num_bytes > 0, collectives.send_recv_s(num_bytes, network), 0.0)
 
     flow = flow_of(space, _loss(loss))
-    cuts = cut_evenly(flow, seconds, hybrid.stages, hybrid.groups, lambda k: _local_bytes(space, k, labels), send_s)
-    return tuple(space.sites[index].name for index in cuts)
+    cuts = cut_evenly(flow, seconds, hybrid.stages, hybrid.groups, lambda k: _local_bytes(space, k, strategies), send_s)
+    return tuple(space.decisions[index].name for index in cuts)
 
 
-def _alike(space: StrategySpace, seconds: np.ndarray) -> np.ndarray:
+def _equivalent(space: StrategySpace, seconds: np.ndarray) -> np.ndarray:
     """With the mean over equal blocks at each of their sites: which of them memory makes slower is decided after the
     cuts."""
-    site_of = {(site.kind, site.node if site.ref is None else site.ref.node): site.index for site in space.sites}
+    decision_of = {
+        (decision.kind, decision.node if decision.ref is None else decision.ref.node): decision.index
+        for decision in space.decisions
+    }
     found = seconds.copy()
-    for blocks, kind in itertools.product(equal_blocks(space.graph), ("op", "hub")):
+    for blocks, kind in itertools.product(equal_blocks(space.graph), ("op", "shared_read")):
         for nodes in zip(*(block.nodes for block in blocks), strict=True):
-            sites = [site_of[kind, node] for node in nodes if (kind, node) in site_of]
-            if sites:
-                found[sites] = seconds[sites].mean()
+            decisions = [decision_of[kind, node] for node in nodes if (kind, node) in decision_of]
+            if decisions:
+                found[decisions] = seconds[decisions].mean()
     return found
 
 
-def _local_bytes(space: StrategySpace, link: Link, labels: Sequence[Label] | None) -> float:
+def _local_bytes(space: StrategySpace, use: TensorUse, strategies: Sequence[Strategy] | None) -> float:
     """Of the value that a link reads, on a rank; of an even piece where no labels say how it lies."""
-    if labels is None:
-        return link.meta.num_bytes / math.prod(space.mesh_shape)
-    s = space.strategies[link.source]
-    layout = s.outputs[link.output][s.position[labels[link.source]]]
-    return float(space.spaces(link.meta).local_elements[layout]) * link.meta.dtype.itemsize
+    if strategies is None:
+        return use.meta.num_bytes / math.prod(space.mesh_shape)
+    s = space.strategy_sets[use.source]
+    layout = s.outputs[use.output][s.position[strategies[use.source]]]
+    return float(space.spaces(use.meta).local_elements[layout]) * use.meta.dtype.itemsize
 
 
 def stages_of(space: StrategySpace, loss: int | None, hybrid: Hybrid) -> Stages:
@@ -151,7 +154,7 @@ def stages_of(space: StrategySpace, loss: int | None, hybrid: Hybrid) -> Stages:
     if hybrid.stages == 1:
         return Stages((Part(frozenset(range(len(space)))),))
     flow = flow_of(space, _loss(loss))
-    places = {space.sites[index].name: index for index in flow.main if space.sites[index].kind == "op"}
+    places = {space.decisions[index].name: index for index in flow.main if space.decisions[index].kind == "op"}
     unknown = [name for name in hybrid.cuts if name not in places]
     cuts = sorted(places[name] for name in hybrid.cuts if name in places)
     if unknown or len(set(cuts)) != hybrid.stages - 1:
@@ -167,8 +170,14 @@ def _loss(loss: int | None) -> int:
     return loss
 
 
-def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, groups: Sequence[int], num_bytes: Callable[[Link], float],
-               send_s: Callable[[np.ndarray], np.ndarray]) -> tuple[int, ...]:
+def cut_evenly(
+    flow: Flow,
+    seconds: np.ndarray,
+    count: int,
+    groups: Sequence[int],
+    num_bytes: Callable[[TensorUse], float],
+    send_s: Callable[[np.ndarray], np.ndarray],
+) -> tuple[int, ...]:
     """Sites at which stages 1 .. count - 1 begin: of all places that send at most so much those that make the slowest
     stage fastest, for that so much with which the slowest rank is; then moved while that is better still. Stages are
     dealt out to ``groups`` of so many ranks, which share the seconds of theirs. ``seconds`` by site; ``send_s`` of
@@ -176,7 +185,7 @@ def cut_evenly(flow: Flow, seconds: np.ndarray, count: int, groups: Sequence[int
 
     Raises InfeasibleError when there are fewer ops than stages.
     """
-    ops = [i for i in flow.main if flow.space.sites[i].kind == "op"]
+    ops = [i for i in flow.main if flow.space.decisions[i].kind == "op"]
     if len(ops) < count:
         raise InfeasibleError(f"{len(ops)} ops cannot be cut into {count} pipeline stages: take at most {len(ops)}")
     before, sent = np.concatenate([[0.0], np.cumsum(seconds[ops])]), _sent_bytes(flow, ops, num_bytes)
@@ -285,16 +294,18 @@ class _Loads:
         return float(most.min()), number, int(places[most.argmin()])
 
 
-def _sent_bytes(flow: Flow, ops: Sequence[int], num_bytes: Callable[[Link], float]) -> np.ndarray:
+def _sent_bytes(flow: Flow, ops: Sequence[int], num_bytes: Callable[[TensorUse], float]) -> np.ndarray:
     """Bytes that a cut before each of the ops sends."""
     space, main = flow.space, frozenset(flow.main)
     last: dict[tuple[int, int], int] = {}
     sizes: dict[tuple[int, int], float] = {}
-    for link in space.links:
-        if {link.source, link.target} <= main and space.sites[link.target].kind != "hub":  # a hub lies with its value
-            value = (link.source, link.output)
-            last[value] = max(last.get(value, 0), link.target)
-            sizes[value] = num_bytes(link)
+    for use in space.uses:
+        if {use.source, use.target} <= main and space.decisions[
+            use.target
+        ].kind != "shared_read":  # a hub lies with its value
+            value = (use.source, use.output)
+            last[value] = max(last.get(value, 0), use.target)
+            sizes[value] = num_bytes(use)
     change = np.zeros(len(ops) + 1)
     for value, end in last.items():
         change[bisect_right(ops, value[0])] += sizes[value]
@@ -307,22 +318,24 @@ def cut(flow: Flow, cuts: Sequence[int], loss: int) -> Stages:
     space, count = flow.space, len(cuts) + 1
     stage_of = {index: bisect_right(cuts, index) for index in flow.main}
     for index in flow.main:  # a hub reads where its value is made
-        if space.sites[index].kind == "hub":
-            stage_of[index] = stage_of[space.links_into[index][0].source]
-    for site in space.sites:
-        if site.name == f"output:{loss}":
-            stage_of[site.index] = count - 1
-        elif site.kind == "update":
-            stage_of[site.index] = max(
-                (stage_of[k.source] for k in space.links_into[site.index] if k.source in stage_of), default=0
+        if space.decisions[index].kind == "shared_read":
+            stage_of[index] = stage_of[space.uses_by[index][0].source]
+    for decision in space.decisions:
+        if decision.name == f"output:{loss}":
+            stage_of[decision.index] = count - 1
+        elif decision.kind == "update":
+            stage_of[decision.index] = max(
+                (stage_of[k.source] for k in space.uses_by[decision.index] if k.source in stage_of), default=0
             )
-    sites = [_with_repeated(flow, {i for i, s in stage_of.items() if s == stage}, stage_of) for stage in range(count)]
-    crossing = _crossing(space, sites, stage_of)
+    decisions = [
+        _with_repeated(flow, {i for i, s in stage_of.items() if s == stage}, stage_of) for stage in range(count)
+    ]
+    crossing = _crossing(space, decisions, stage_of)
     parts = []
     for stage in range(count):
         received = tuple(v for v, (made, used) in crossing.items() if made < stage <= used)
         sent = tuple(v for v, (made, used) in crossing.items() if made <= stage < used)
-        parts.append(Part(frozenset(sites[stage]), received, sent))
+        parts.append(Part(frozenset(decisions[stage]), received, sent))
     return Stages(tuple(parts))
 
 
@@ -330,21 +343,21 @@ def _with_repeated(flow: Flow, own: set[int], stage_of: dict[int, int]) -> set[i
     """The stage's own sites and all repeated ones on which they depend."""
     found, stack = set(own), list(own)
     while stack:
-        for link in flow.space.links_into.get(stack.pop(), ()):
-            if link.source not in stage_of and link.source not in found:
-                found.add(link.source)
-                stack.append(link.source)
+        for use in flow.space.uses_by.get(stack.pop(), ()):
+            if use.source not in stage_of and use.source not in found:
+                found.add(use.source)
+                stack.append(use.source)
     return found
 
 
-def _crossing(space: StrategySpace, sites: Sequence[set[int]], stage_of: dict[int, int]
+def _crossing(space: StrategySpace, decisions: Sequence[set[int]], stage_of: dict[int, int]
               ) -> dict[Value, tuple[int, int]]:
     """For each value that a later stage reads: (the stage that makes it, the last that reads it), in order."""
     last: dict[Value, int] = {}
-    for stage, members in enumerate(sites):
+    for stage, members in enumerate(decisions):
         for index in members:
-            for link in space.links_into.get(index, ()):
-                if link.source in stage_of and stage_of[link.source] < stage:
-                    value = (link.source, link.output)
+            for use in space.uses_by.get(index, ()):
+                if use.source in stage_of and stage_of[use.source] < stage:
+                    value = (use.source, use.output)
                     last[value] = max(last.get(value, 0), stage)
     return {value: (stage_of[value[0]], used) for value, used in sorted(last.items())}

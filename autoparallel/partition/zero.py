@@ -8,35 +8,35 @@ import numpy as np
 
 from autoparallel.layout import RedistributionTable
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.strategies.space import Link, StrategySpace
+from autoparallel.strategies.space import StrategySpace, TensorUse
 
 
-def stored_in_pieces(space: StrategySpace) -> dict[int, np.ndarray]:
+def stored_sharded(space: StrategySpace) -> dict[int, np.ndarray]:
     """For each parameter that learns, its choices with the most axes sharded."""
     found = {}
-    for site in space.sites:
-        s = space.strategies[site.index]
-        if site.kind == "parameter" and s.output_metas[0].requires_grad:
-            sharded = np.array([sum(p.is_shard for p in s.output_layout(label)) for label in s.labels])
-            found[site.index] = np.flatnonzero(sharded == sharded.max())
+    for decision in space.decisions:
+        s = space.strategy_sets[decision.index]
+        if decision.kind == "parameter" and s.output_metas[0].requires_grad:
+            sharded = np.array([sum(p.is_shard for p in s.output_layout(strategy)) for strategy in s.strategies])
+            found[decision.index] = np.flatnonzero(sharded == sharded.max())
     return found
 
 
 @dataclass(frozen=True, eq=False)
 class Ungathered:
-    """Faults of gathering a parameter (see `pricing.Faults`): it is stored as the ops read it."""
+    """Faults of gathering a parameter (see `pricing.Penalties`): it is stored as the ops read it."""
 
     space: StrategySpace
 
-    def site_faults(self, index: int) -> np.ndarray:
-        return np.zeros(len(self.space.strategies[index].labels))
+    def decision_penalties(self, index: int) -> np.ndarray:
+        return np.zeros(len(self.space.strategy_sets[index].strategies))
 
-    def link_faults(self, link: Link, table: RedistributionTable) -> np.ndarray:
-        s, t = self.space.strategies[link.source], self.space.strategies[link.target]
-        if self.space.sites[link.source].kind != "parameter":
-            return np.zeros((len(s.labels), len(t.labels)))
+    def use_penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
+        s, t = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
+        if self.space.decisions[use.source].kind != "parameter":
+            return np.zeros((len(s.strategies), len(t.strategies)))
         gathers = table.sum_along(
             lambda axis, source, target, before, after:
             np.full(len(before), float(ACTIONS[source.kind, target.kind][0] == "all_gather"))
         )
-        return np.minimum(gathers[np.ix_(s.outputs[link.output], t.inputs[link.position])], len(self.space.mesh_shape))
+        return np.minimum(gathers[np.ix_(s.outputs[use.output], t.inputs[use.position])], len(self.space.mesh_shape))

@@ -29,7 +29,7 @@ from autoparallel.capture import TensorMeta
 from autoparallel.errors import PlanError
 from autoparallel.layout import Placement, RedistributionTable
 from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES
-from autoparallel.strategies.space import Link, StrategySpace
+from autoparallel.strategies.space import StrategySpace, TensorUse
 
 LITTLE, IMPOSSIBLE = 1e-2, 1e6
 NAMES = ("ddp", "fsdp", "tensor_parallel", "sequence_parallel")
@@ -46,24 +46,24 @@ class Baseline:
     roles: tuple[str, ...]
     _made: dict[tuple[bool, TensorMeta], np.ndarray] = field(default_factory=dict, repr=False)
 
-    def site_faults(self, index: int) -> np.ndarray:
+    def decision_penalties(self, index: int) -> np.ndarray:
         """Faults by strategy of a site: a parameter or input that lies otherwise than its role says."""
-        site, s = self.space.sites[index], self.space.strategies[index]
-        faults = np.zeros(len(s.labels))
-        if site.kind not in ("parameter", "input"):
-            return faults
+        decision, s = self.space.decisions[index], self.space.strategy_sets[index]
+        penalties = np.zeros(len(s.strategies))
+        if decision.kind not in ("parameter", "input"):
+            return penalties
         for axis, role in enumerate(self.roles):
             good = self._good_rows(index, axis, role)
-            faults += ~np.array([r in good for r in s.array[:, axis]], dtype=bool)
-        return faults
+            penalties += ~np.array([r in good for r in s.array[:, axis]], dtype=bool)
+        return penalties
 
     def _good_rows(self, index: int, axis: int, role: str) -> set[int]:
-        site, s = self.space.sites[index], self.space.strategies[index]
-        rows = {row.outputs[0]: r for r, row in enumerate(s.rows)}
-        possible = {s.rows[r].outputs[0]: r for r in set(s.array[:, axis].tolist())}
+        decision, s = self.space.decisions[index], self.space.strategy_sets[index]
+        rows = {row.outputs[0]: r for r, row in enumerate(s.axis_strategies)}
+        possible = {s.axis_strategies[r].outputs[0]: r for r in set(s.array[:, axis].tolist())}
         shards = sorted(p for p in possible if p.is_shard)
         whole = {rows[Placement("I")]}
-        if site.kind == "input":
+        if decision.kind == "input":
             return {possible[shards[0]]} if role in ("data", "shard") and shards and shards[0].dim == 0 else whole
         if role == "shard" and shards:
             return {possible[p] for p in (shards if len(self.roles) > 1 else shards[:1])}
@@ -76,31 +76,31 @@ class Baseline:
     def _matrices(self) -> frozenset[int]:
         return _matrix_parameters(self.space)
 
-    def link_faults(self, link: Link, table: RedistributionTable) -> np.ndarray:
+    def use_penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
         """Faults by (strategy of source, strategy of target): steps on the way that the roles do not allow."""
-        rows = self.space.strategies[link.source].outputs[link.output]
-        columns = self.space.strategies[link.target].inputs[link.position]
-        return np.minimum(self._faults(link, table)[np.ix_(rows, columns)], IMPOSSIBLE)
+        rows = self.space.strategy_sets[use.source].outputs[use.output]
+        columns = self.space.strategy_sets[use.target].inputs[use.position]
+        return np.minimum(self._penalties(use, table)[np.ix_(rows, columns)], IMPOSSIBLE)
 
-    def _faults(self, link: Link, table: RedistributionTable) -> np.ndarray:
-        of_parameter = self.space.sites[link.source].kind == "parameter" or self._is_parameter_hub(link.source)
-        meta = link.meta
+    def _penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
+        of_parameter = self.space.decisions[use.source].kind == "parameter" or self._is_parameter_read(use.source)
+        meta = use.meta
         key = (of_parameter, meta)
         if key not in self._made:
 
             def fault(axis: int, source: Placement, target: Placement, before: np.ndarray, _: np.ndarray) -> np.ndarray:
-                return np.full(len(before), step_fault(self.roles[axis], of_parameter, meta, source, target))
+                return np.full(len(before), step_penalty(self.roles[axis], of_parameter, meta, source, target))
 
             self._made[key] = table.sum_along(fault)
         return self._made[key]
 
-    def _is_parameter_hub(self, index: int) -> bool:
-        if self.space.sites[index].kind != "hub":
+    def _is_parameter_read(self, index: int) -> bool:
+        if self.space.decisions[index].kind != "shared_read":
             return False
-        return all(self.space.sites[k.source].kind == "parameter" for k in self.space.links_into[index])
+        return all(self.space.decisions[k.source].kind == "parameter" for k in self.space.uses_by[index])
 
 
-def step_fault(role: str, of_parameter: bool, meta: TensorMeta, source: Placement, target: Placement) -> float:
+def step_penalty(role: str, of_parameter: bool, meta: TensorMeta, source: Placement, target: Placement) -> float:
     """0 for a local step and for what the role is made of, little for what it may need, 1 for anything else."""
     actions = ACTIONS[source.kind, target.kind]
     pair = source.kind + target.kind
@@ -120,12 +120,12 @@ def step_fault(role: str, of_parameter: bool, meta: TensorMeta, source: Placemen
 def _matrix_parameters(space: StrategySpace) -> frozenset[int]:
     """Parameters that a matrix product or convolution reads, also through views."""
     found: set[int] = set()
-    for link in reversed(space.links):
-        rule = space.strategies[link.target].rule
-        passes_on = (rule is not None and rule.alias) or space.sites[link.target].kind == "hub"
+    for use in reversed(space.uses):
+        rule = space.strategy_sets[use.target].rule
+        passes_on = (rule is not None and rule.alias) or space.decisions[use.target].kind == "shared_read"
         heavy = rule is not None and rule.op_class in ("matmul", "conv")
-        if heavy or (passes_on and link.target in found):
-            found.add(link.source)
+        if heavy or (passes_on and use.target in found):
+            found.add(use.source)
     return frozenset(found)
 
 

@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from autoparallel.capture import Node, find_blocks
 from autoparallel.layout import layout_str
 from autoparallel.plans import BlockLayouts
-from autoparallel.strategies.space import Label, StrategySpace
+from autoparallel.strategies.space import Strategy, StrategySpace
 
 #: Ops worth a line: those that cost something or join the others.
 _DULL = ("aten.reshape.", "aten.permute.", "aten.expand.", "aten.slice.", "aten.select.", "aten.detach.")
 
 
-def block_layouts(space: StrategySpace, labels: Sequence[Label]) -> tuple[BlockLayouts, ...]:
+def block_layouts(space: StrategySpace, strategies: Sequence[Strategy]) -> tuple[BlockLayouts, ...]:
     """One entry per distinct block and set of strategies, in execution order; everything outside blocks comes first."""
     blocks, nodes = find_blocks(space.graph), space.graph.nodes
-    site_of = {site.node: site.index for site in space.sites if site.kind == "op"}
+    decision_of = {decision.node: decision.index for decision in space.decisions if decision.kind == "op"}
     inside = {index for block in blocks for index in block.nodes}
-    outside = [index for index in site_of if index not in inside and _is_told(nodes[index])]
+    outside = [index for index in decision_of if index not in inside and _is_told(nodes[index])]
     found: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
     told: dict[int, list[int]] = {}  # which ops of the blocks of a template
     known: dict[object, tuple[tuple[str, str, str], ...]] = {}
 
     def lines(ops: Sequence[int], path: str) -> tuple[tuple[str, str, str], ...]:
-        both = [(space.strategies[site_of[index]], labels[site_of[index]]) for index in ops]
-        return tuple((_name(nodes[index], path), "·".join(s.names(label)), layout_str(s.output_layout(label)))
-                     for index, (s, label) in zip(ops, both, strict=True))
+        both = [(space.strategy_sets[decision_of[index]], strategies[decision_of[index]]) for index in ops]
+        return tuple((_name(nodes[index], path), "·".join(s.names(strategy)), layout_str(s.output_layout(strategy)))
+                     for index, (s, strategy) in zip(ops, both, strict=True))
 
     if outside:
         found[lines(outside, "")] = ["outside blocks"]
@@ -34,7 +34,7 @@ def block_layouts(space: StrategySpace, labels: Sequence[Label]) -> tuple[BlockL
         if block.template not in told:
             told[block.template] = [place for place, index in enumerate(block.nodes) if _is_told(nodes[index])]
         ops = [block.nodes[place] for place in told[block.template]]
-        seen = (block.template, tuple([labels[site_of[index]] for index in ops]),
+        seen = (block.template, tuple([strategies[decision_of[index]] for index in ops]),
                 tuple([nodes[index].module_path[len(block.path):] for index in ops]))
         if seen not in known:
             known[seen] = lines(ops, block.path)

@@ -18,9 +18,9 @@ import numpy as np
 from autoparallel.capture import OpGraph
 from autoparallel.errors import PlanError
 from autoparallel.partition.microbatch import MicroBatches, batch_size, split_batch
-from autoparallel.planning.reduced_model import Sketch, sketch
+from autoparallel.planning.reduced_model import ReducedModel, reduced_model
 from autoparallel.plans import Hybrid
-from autoparallel.pricing import Prices, SpacePricer, Turns, equal_stages_s
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.overlap_simulation import least_exposed
 from autoparallel.pricing.prediction import estimate
 from autoparallel.schedule.in_flight import in_flight
@@ -28,7 +28,7 @@ from autoparallel.schedule.step_config import RECOMPUTE
 from autoparallel.search import plan_within
 from autoparallel.search.low_width.solve import Outcome
 from autoparallel.search.model.problem import Problem
-from autoparallel.strategies.space import Label, StrategySpace
+from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 
 SOLVE_S, SOLVE_GAP = 3.0, 0.02
@@ -57,7 +57,7 @@ class Fixed:
 
 
 #: Labels for the sites of a space of the whole model.
-First = Callable[[StrategySpace], Sequence[Label]]
+First = Callable[[StrategySpace], Sequence[Strategy]]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class JointSearch:
     def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float) -> None:
         self.known: dict[tuple[Hybrid, tuple[int, ...]], Candidate] = {}
         self.cluster, self.fixed, self.optimizer, self.limit = cluster, fixed, optimizer, limit_bytes
-        self.sketch: Sketch = sketch(graph)
+        self.reduced_model: ReducedModel = reduced_model(graph)
         self.batch = batch_size(graph)
         self._split: dict[int, MicroBatches] = {}
         self._prices: dict[object, Prices] = {}
@@ -128,7 +128,7 @@ class JointSearch:
             yield (1, fixed.mesh_shape) if whole else (fixed.mesh_shape[0], fixed.mesh_shape[1:] or (1,))
             return
         for ranks in divisors(count):
-            if ranks > min(MOST_PIPELINE, max(1, self.sketch.num_blocks)) or not self._pipeline_allowed(ranks):
+            if ranks > min(MOST_PIPELINE, max(1, self.reduced_model.num_blocks)) or not self._pipeline_allowed(ranks):
                 continue
             rest = count // ranks
             for inner in divisors(rest):
@@ -143,7 +143,7 @@ class JointSearch:
             return ranks == sum(self.fixed.replicas)
         return stages is None or (stages % ranks == 0 and (ranks > 1) == (stages > 1))
 
-    def turns(self, ranks: int) -> list[int]:
+    def micro_batches(self, ranks: int) -> list[int]:
         """Counts of micro-batches: for a pipeline whole rounds over its ranks, if the batch has such divisors."""
         if self.fixed.micro_batches is not None:
             return [self.fixed.micro_batches]
@@ -154,28 +154,30 @@ class JointSearch:
             return [m for m in found if m % math.lcm(*self.fixed.replicas) == 0]
         return [m for m in found if m % ranks == 0] or [m for m in found if m >= ranks][:3] or found[-1:]
 
-    def hybrids(self, ranks: int, turns: int) -> Iterator[Hybrid]:
+    def hybrids(self, ranks: int, micro_batches: int) -> Iterator[Hybrid]:
         """The first round: 1F1B, and interleaved with several stages on a rank (what a long pipeline needs that has not
         many times more micro-batches than ranks); parameters gathered per step or per use."""
         fixed = self.fixed
         for (schedule, stages), recompute, zero in itertools.product(
             self._schedules(ranks),
             [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
-            [fixed.zero_stage] if fixed.zero_stage is not None else [2 if turns == 1 else 1, 3],
+            [fixed.zero_stage] if fixed.zero_stage is not None else [2 if micro_batches == 1 else 1, 3],
         ):
-            yield from self._valid(turns, stages, ranks, schedule, zero, recompute)
+            yield from self._valid(micro_batches, stages, ranks, schedule, zero, recompute)
 
-    def _valid(self, turns: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str) -> Iterator[Hybrid]:
+    def _valid(
+        self, micro_batches: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str
+    ) -> Iterator[Hybrid]:
         """The combination, if it is one."""
         with suppress(PlanError):
-            yield Hybrid(turns, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
+            yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """Schedules of the first round, with their stages."""
         fixed = self.fixed
         several = self._chunks(ranks)
-        even = [c for c in several if self.sketch.num_blocks % (c * ranks) == 0]
+        even = [c for c in several if self.reduced_model.num_blocks % (c * ranks) == 0]
         chunks = max(even or several, default=1)
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
         if ranks == 1 or fixed.replicas:
@@ -195,31 +197,31 @@ class JointSearch:
             if h.stages > 1 or schedule == h.schedule:
                 for hybrid in self._valid(h.micro_batches, count, ranks, schedule, zero, again):
                     yield Candidate(hybrid, best.mesh_shape)
-        for turns, shape, again, count in itertools.product(
-            _beside(h.micro_batches, self.turns(ranks)),
+        for micro_batches, shape, again, count in itertools.product(
+            _beside(h.micro_batches, self.micro_batches(ranks)),
             [shape for count, shape in self.shapes() if count == ranks and _near(shape, best.mesh_shape)],
             recompute, counts,
         ):
             schedule = fixed.schedule or ("interleaved" if count > ranks else "1f1b")
-            for hybrid in self._valid(turns, count, ranks, schedule, h.zero_stage, again):
+            for hybrid in self._valid(micro_batches, count, ranks, schedule, h.zero_stage, again):
                 yield Candidate(hybrid, shape)
 
     def _chunks(self, ranks: int) -> list[int]:
         """How many stages a rank of so many may have."""
         most = MOST_CHUNKS if ranks > 1 else 1
-        return [c for c in range(1, most + 1) if c * ranks <= max(1, self.sketch.num_blocks)]
+        return [c for c in range(1, most + 1) if c * ranks <= max(1, self.reduced_model.num_blocks)]
 
     # --- what it costs ----------------------------------------------------------------------------------------------
 
     def _micro(self, count: int) -> MicroBatches:
         if count not in self._split:
-            self._split[count] = split_batch(self.sketch.graph, count)
+            self._split[count] = split_batch(self.reduced_model.graph, count)
         return self._split[count]
 
-    def _prices_of(self, turns: int, ranks: int, shape: tuple[int, ...]) -> Prices:
-        key = (turns, ranks, shape)
+    def _prices_of(self, micro_batches: int, ranks: int, shape: tuple[int, ...]) -> Prices:
+        key = (micro_batches, ranks, shape)
         if key not in self._prices:
-            space = StrategySpace(self._micro(turns).body, shape)
+            space = StrategySpace(self._micro(micro_batches).body, shape)
             self._prices[key] = Prices(space, self.cluster, self.optimizer, stages=ranks)
         return self._prices[key]
 
@@ -227,8 +229,8 @@ class JointSearch:
         """The candidate with its estimated seconds; with a bound only (and no `first`) above `WORTH` times the best."""
         h, limit = candidate.hybrid, candidate.room * self.limit
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
-        counts, held = self.sketch.counts(prices.space), self.sketch.held(prices.space, h)
-        pricer = SpacePricer(prices, limit, turns=Turns(prices.space, h, counts=counts, held=held))
+        counts, held = self.reduced_model.counts(prices.space), self.reduced_model.held(prices.space, h)
+        pricer = SpacePricer(prices, limit, counts=ExecutionCounts(prices.space, h, multiplicities=counts, held=held))
         problem = pricer.full()
         if least_live_bytes(problem, len(prices.space)) > limit:
             return replace(candidate, estimate_s=math.inf)
@@ -248,11 +250,11 @@ class JointSearch:
     def _judged(self, candidate: Candidate, pricer: SpacePricer, found: Outcome) -> Candidate:
         """The candidate with a plan of its sketch, and the seconds of a step of that."""
         assert found.choice is not None
-        labels = pricer.labels_of(found.choice)
-        first = partial(self.sketch.labels, small=pricer.space, labels=labels)
+        strategies = pricer.strategies_of(found.choice)
+        first = partial(self.reduced_model.strategies, small=pricer.space, strategies=strategies)
         # Many blocks that do not all do the same come near the bound, which the few of a sketch cannot.
-        share = found.lower_bound / found.objective if self.sketch.twins else 1.0
-        return replace(candidate, estimate_s=share * estimate(pricer, labels), first=first)
+        share = found.lower_bound / found.objective if self.reduced_model.twins else 1.0
+        return replace(candidate, estimate_s=share * estimate(pricer, strategies), first=first)
 
     def least_bytes(self, candidate: Candidate) -> float:
         """A bound below the peak: parameters, and what lives from forward to backward, cut evenly over all devices."""
@@ -262,30 +264,34 @@ class JointSearch:
         copies = sum(in_flight(h, stage) for stage in chunks) / len(chunks)
         always = kept["state", True] / h.pipeline_ranks + kept["state", False]
         copies = 0.0 if h.recompute == "offload" else copies  # which lie on the host
-        turns = (kept["turn", True] * copies / h.pipeline_ranks + kept["turn", False]) / h.micro_batches
-        return (always + turns) / math.prod(candidate.mesh_shape)
+        micro_batches = (
+            kept["micro_batch", True] * copies / h.pipeline_ranks + kept["micro_batch", False]
+        ) / h.micro_batches
+        return (always + micro_batches) / math.prod(candidate.mesh_shape)
 
     def _kept(self, recompute: str) -> Mapping[tuple[str, bool], float]:
         """Bytes of the whole program that are there between forward and backward: of the state or of a turn, and inside
         the blocks or not."""
         if recompute not in self._live:
             space = self._whole
-            inside = self.sketch.inside(space)
-            pricer = SpacePricer(self._whole_prices(1), turns=Turns(
-                space, Hybrid(recompute=recompute), counts=self.sketch.counts(space)))
-            found = dict.fromkeys(itertools.product(("state", "turn"), (True, False)), 0.0)
-            for site, node in zip(space.sites, pricer.full().nodes, strict=True):
+            inside = self.reduced_model.inside(space)
+            pricer = SpacePricer(self._whole_prices(1), counts=ExecutionCounts(
+                space, Hybrid(recompute=recompute), multiplicities=self.reduced_model.counts(space)))
+            found = dict.fromkeys(itertools.product(("state", "micro_batch"), (True, False)), 0.0)
+            for decision, node in zip(space.decisions, pricer.full().nodes, strict=True):
                 if node.interval[0] <= len(space) < node.interval[1]:
-                    state = site.kind in ("parameter", "buffer")
-                    count = pricer.turns.counts[site.index]
-                    found["state" if state else "turn", inside[site.index]] += count * float(node.usages.min())
+                    state = decision.kind in ("parameter", "buffer")
+                    count = pricer.counts.multiplicities[decision.index]
+                    found["state" if state else "micro_batch", inside[decision.index]] += count * float(
+                        node.usages.min()
+                    )
             self._live[recompute] = found
         return self._live[recompute]
 
     @cached_property
     def _whole(self) -> StrategySpace:
         """The program of the whole batch on one device."""
-        return StrategySpace(self.sketch.graph, (1,))
+        return StrategySpace(self.reduced_model.graph, (1,))
 
     def _whole_prices(self, spread: int) -> Prices:
         return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)
@@ -296,8 +302,8 @@ class JointSearch:
         leaves of memory is less than half. An order to begin with, and no more."""
         shape, host = candidate.mesh_shape, self.cluster.links[0].num_devices
         inner = shape[-1] if len(shape) > 1 or shape[0] <= host else 1
-        samples, pieces = self.batch / candidate.hybrid.micro_batches, math.prod(shape) / inner
-        factors = (2 * self.least_bytes(candidate) / self.limit, pieces / samples)
+        samples, shards = self.batch / candidate.hybrid.micro_batches, math.prod(shape) / inner
+        factors = (2 * self.least_bytes(candidate) / self.limit, shards / samples)
         full, few = (math.log2(max(1.0, factor)) for factor in factors)
         return abs(math.log2(inner / min(host, math.prod(shape)))) + few + 4 * full
 
@@ -309,24 +315,26 @@ class JointSearch:
         again = 2.0 if h.recompute == "full" else 1.0
         return equal_stages_s(h, h.micro_batches * (again * forward + backward))
 
-    def _least_compute(self, pieces: int) -> tuple[float, float]:
+    def _least_compute(self, shards: int) -> tuple[float, float]:
         """Seconds (forward, backward) of one of so many even pieces of the program's ops."""
-        if pieces not in self._least:
-            space, found, prices = self._whole, [0.0, 0.0], self._whole_prices(pieces)
-            for site, s in zip(space.sites, space.strategies, strict=True):
-                if site.kind == "op":
-                    count, price = self.sketch.stands_for.get(site.name, 1), prices.op(s)
+        if shards not in self._least:
+            space, found, prices = self._whole, [0.0, 0.0], self._whole_prices(shards)
+            for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
+                if decision.kind == "op":
+                    count, price = self.reduced_model.stands_for.get(decision.name, 1), prices.op(s)
                     found[0] += count * float(price.forward_s.min())
                     found[1] += count * float(price.backward_s.min())
-            self._least[pieces] = (found[0], found[1])
-        return self._least[pieces]
+            self._least[shards] = (found[0], found[1])
+        return self._least[shards]
 
     def run(self, deadline: float = math.inf) -> Survey:
         """All candidates worth an estimate, best first; those known already are not estimated again. One of each length
         of pipeline comes before all others."""
         first = [
             Candidate(hybrid, shape)
-            for ranks, shape in self.shapes() for turns in self.turns(ranks) for hybrid in self.hybrids(ranks, turns)
+            for ranks, shape in self.shapes()
+            for micro_batches in self.micro_batches(ranks)
+            for hybrid in self.hybrids(ranks, micro_batches)
         ]
         tried = {c.key: c for c in first}
         seen = {c.hybrid.pipeline_ranks for c in self.known.values()}
@@ -404,8 +412,8 @@ class _Promise:
             return
         steps = np.abs(self.places - np.array(_place(candidate))).sum(axis=1)
         excess = math.log(min(candidate.estimate_s / self.floor(candidate), UNFIT)) - SPREAD * steps
-        alike = (candidate.estimate_s < math.inf) | (self.bytes >= self.least_bytes(candidate))
-        self.excess = np.where(alike, np.maximum(self.excess, excess), self.excess)
+        equivalent = (candidate.estimate_s < math.inf) | (self.bytes >= self.least_bytes(candidate))
+        self.excess = np.where(equivalent, np.maximum(self.excess, excess), self.excess)
 
 
 def _keeping_all(candidate: Candidate) -> Candidate:
@@ -434,8 +442,8 @@ def _near(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return max(inner, by) <= 2 * min(inner, by)
 
 
-def least_live_bytes(problem: Problem, turn: int) -> float:
+def least_live_bytes(problem: Problem, micro_batch: int) -> float:
     """A lower bound on the peak: what must live at the turn from forward to backward, at its smallest."""
     count = len(problem.nodes)
     begin, end = problem.intervals[:count].T
-    return float(problem.usages[:count].each(np.min)[(begin <= turn) & (turn < end)].sum())
+    return float(problem.usages[:count].each(np.min)[(begin <= micro_batch) & (micro_batch < end)].sum())

@@ -151,7 +151,7 @@ class _Drafts:
     def in_order(self) -> Iterator[Candidate]:
         """What was drafted, with its draft, the best first; what did not come to fit last."""
         for c in sorted(self.drafted, key=lambda c: (self.drafted[c], c.estimate_s)):
-            yield replace(c, first=self.plans[c].labels) if c in self.plans else c
+            yield replace(c, first=self.plans[c].strategies_on) if c in self.plans else c
 
     def run(self, deadline: float) -> None:
         """Drafts, until none is expected to beat the best; without one that fits, a few when time is up too."""

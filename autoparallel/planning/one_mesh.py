@@ -12,7 +12,7 @@ import numpy as np
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
-from autoparallel.partition import MicroBatches, Stages, Ungathered, place_cuts, stages_of, stored_in_pieces
+from autoparallel.partition import MicroBatches, Stages, Ungathered, place_cuts, stages_of, stored_sharded
 from autoparallel.planning.baselines import baseline
 from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.joint_candidates import First
@@ -20,12 +20,12 @@ from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
-from autoparallel.pricing import Faults, Prices, SpacePricer, Turns, predict
+from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer, predict
 from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed
 from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
-from autoparallel.strategies.space import Label, StrategySpace
+from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 
 #: Into how many searches recompute="auto" divides its time.
@@ -63,19 +63,19 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
                     stages=hybrid.pipeline_ranks)
     allowed = apply_pins(space, options.pins or {})
     if options.zero_stage:
-        allowed = {**stored_in_pieces(space), **allowed}
+        allowed = {**stored_sharded(space), **allowed}
     allowed.update(_placed_choices(space, placed))
-    faults = _faults(space, options)
+    penalties = _penalties(space, options)
     limit, begin = options.limit_bytes(cluster), first(space) if first is not None else None
 
     def priced(hybrid: Hybrid) -> tuple[Stages, SpacePricer]:
         stages = stages_of(space, micro.loss, hybrid)
-        turns = Turns(space, hybrid, stages.of_sites(len(space)))
-        return stages, SpacePricer(prices, limit, allowed, faults, turns)
+        counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)))
+        return stages, SpacePricer(prices, limit, allowed, penalties, counts)
 
     if hybrid.stages > 1 and not hybrid.cuts:
         if begin is None:
-            begin = _rough_labels(priced(replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid)))[1])
+            begin = _rough_strategies(priced(replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid)))[1])
         hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid, begin))
     stages, pricer = priced(hybrid)
     problem = pricer.full()
@@ -86,15 +86,18 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     except InfeasibleError as error:
         raise _naming_pins(error, pricer, options) from None
     clock.lap("search")
-    if faults is not None:  # told apart from the price of the plan that they led to
-        labels, pricer = pricer.labels_of(solution.choice), SpacePricer(prices, limit, allowed, turns=pricer.turns)
-        return _plan_of(pricer, pricer.full(), solution, labels, options, clock, stages)
+    if penalties is not None:  # told apart from the price of the plan that they led to
+        strategies, pricer = (
+            pricer.strategies_of(solution.choice),
+            SpacePricer(prices, limit, allowed, counts=pricer.counts),
+        )
+        return _plan_of(pricer, pricer.full(), solution, strategies, options, clock, stages)
     if first is None:
         solution = _faster_hiding(pricer, problem, solution, options, clock)
     make = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
-    study = Study(pricer, problem, solution, lambda labels, found: make(found, labels), elsewhere)
-    return replace(make(solution, pricer.labels_of(solution.choice)), study=study)
+    study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
+    return replace(make(solution, pricer.strategies_of(solution.choice)), study=study)
 
 
 def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,
@@ -102,12 +105,12 @@ def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, opt
     """A solution (if held), or the best plan, for other machines or another memory limit. Raises as `plan` does."""
     options = replace(options, memory_limit_bytes=limit_bytes, progress=None,
                       time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
-    space, hybrid = pricer.space, pricer.turns.hybrid
+    space, hybrid = pricer.space, pricer.counts.hybrid
     if not held:
         return plan_in(space, micro, cluster, options, placed, hybrid)
     prices = Prices(space, cluster, options.optimizer, stages=hybrid.pipeline_ranks)
-    there = SpacePricer(prices, limit_bytes, pricer.allowed, turns=pricer.turns)
-    return _plan_of(there, there.full(), solution, pricer.labels_of(solution.choice), options, _Clock(), stages)
+    there = SpacePricer(prices, limit_bytes, pricer.allowed, counts=pricer.counts)
+    return _plan_of(there, there.full(), solution, pricer.strategies_of(solution.choice), options, _Clock(), stages)
 
 
 def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock
@@ -132,13 +135,13 @@ def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, op
     judged = evaluate(problem, found.choice)
     rival = replace(solution, choice=found.choice, objective=judged.objective, peak_bytes=judged.peak_bytes,
                     stop_reason="faster beside compute")
-    return min(solution, rival, key=lambda one: one.objective - hidden_s(pricer, pricer.labels_of(one.choice)))
+    return min(solution, rival, key=lambda one: one.objective - hidden_s(pricer, pricer.strategies_of(one.choice)))
 
 
-def _rough_labels(pricer: SpacePricer) -> list[Label] | None:
+def _rough_strategies(pricer: SpacePricer) -> list[Strategy] | None:
     """Labels of about the plan that will be found, by which to cut stages evenly."""
     found = plan_within(pricer.full(), ROUGH_GAP, ROUGH_S, pricer)
-    return pricer.labels_of(found.choice) if found is not None and found.choice is not None else None
+    return pricer.strategies_of(found.choice) if found is not None and found.choice is not None else None
 
 
 def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
@@ -158,10 +161,10 @@ def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluste
 
 def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) -> InfeasibleError:
     """The error; where pins leave no plan, it names a smallest set of them that does."""
-    free = SpacePricer(pricer.prices, pricer.limit_bytes, turns=pricer.turns)
+    free = SpacePricer(pricer.prices, pricer.limit_bytes, counts=pricer.counts)
     pins = {
-        pattern: {site: np.searchsorted(free.choices(site), numbers).tolist()
-                  for site, numbers in apply_pins(free.space, {pattern: pin}).items()}
+        pattern: {decision: np.searchsorted(free.choices(decision), numbers).tolist()
+                  for decision, numbers in apply_pins(free.space, {pattern: pin}).items()}
         for pattern, pin in (options.pins or {}).items()
     }
     found = conflict(free.full(), pins, options.time_limit_s) if pins else None
@@ -170,38 +173,49 @@ def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) 
     return error
 
 
-def _faults(space: StrategySpace, options: Options) -> Faults | None:
+def _penalties(space: StrategySpace, options: Options) -> Penalties | None:
     if options.baseline:
         return baseline(options.baseline, space)
     return Ungathered(space) if options.zero_stage == 0 else None
 
 
-def _plan_of(pricer: SpacePricer, problem: Problem, solution: Solution, labels: Sequence[Label], options: Options,
-             clock: _Clock, stages: Stages) -> Plan:
+def _plan_of(
+    pricer: SpacePricer,
+    problem: Problem,
+    solution: Solution,
+    strategies: Sequence[Strategy],
+    options: Options,
+    clock: _Clock,
+    stages: Stages,
+) -> Plan:
     space = pricer.space
-    judged = evaluate(problem, pricer.choice_of(labels))
+    judged = evaluate(problem, pricer.choice_of(strategies))
     named = f"baseline {options.baseline}" if options.baseline else "zero_stage=0" if options.zero_stage == 0 else ""
     evidence = Evidence(
         solution.solver, judged.objective, judged.objective if named else solution.lower_bound,
         0.0 if named else solution.gap, named or solution.stop_reason,
         {**clock.seconds, **{f"search: {k}": v for k, v in solution.seconds.items()}},
     )
-    names, which = pricer.each("names", pricer.site_codes(labels), lambda at: space.strategies[at].names(labels[at]))
-    strategies = {site.name: names[kind] for site, kind in zip(space.sites, which.tolist(), strict=True)}
-    prediction = predict(pricer, problem, labels, judged.peak_bytes, stages.sent_bytes(space, labels))
+    names, which = pricer.each(
+        "names", pricer.decision_codes(strategies), lambda at: space.strategy_sets[at].names(strategies[at])
+    )
+    named_strategies = {
+        decision.name: names[kind] for decision, kind in zip(space.decisions, which.tolist(), strict=True)
+    }
+    prediction = predict(pricer, problem, strategies, judged.peak_bytes, stages.sent_bytes(space, strategies))
     _check_host(prediction, pricer.prices.cluster)
     return Plan(
         fingerprint=space.graph.fingerprint,
         mesh_shape=space.mesh_shape,
         axis_names=space.axis_names,
-        strategies=strategies,
+        strategies=named_strategies,
         cluster=pricer.prices.cluster.name,
         evidence=evidence,
         prediction=prediction,
-        blocks=block_layouts(space, labels),
+        blocks=block_layouts(space, strategies),
         pins=pin_strings(space, options.pins or {}),
         direct=pricer.prices.direct,
-        hybrid=pricer.turns.hybrid,
+        hybrid=pricer.counts.hybrid,
     )
 
 
@@ -217,11 +231,11 @@ def _check_host(prediction: Prediction, cluster: Cluster) -> None:
 def _placed_choices(space: StrategySpace, placed: Mapping[str, Layout]) -> dict[int, np.ndarray]:
     """Parameters that lie on the mesh already stay where they are."""
     found = {}
-    for site in space.sites:
-        if site.kind == "parameter" and site.path in placed:
-            s = space.strategies[site.index]
-            found[site.index] = np.array([
-                c for c, label in enumerate(s.labels) if s.output_layout(label) == placed[site.path]
+    for decision in space.decisions:
+        if decision.kind == "parameter" and decision.path in placed:
+            s = space.strategy_sets[decision.index]
+            found[decision.index] = np.array([
+                c for c, strategy in enumerate(s.strategies) if s.output_layout(strategy) == placed[decision.path]
             ])
     return found
 

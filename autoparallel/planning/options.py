@@ -75,9 +75,9 @@ class Options:
 
     def hybrid(self, pipeline_ranks: int) -> Hybrid:
         """How a step runs, on so many ranks of the pipeline axis. Raises PlanError for what does not go together."""
-        turns = 1 if self.micro_batches is None else self.micro_batches
-        zero_stage = (2 if turns == 1 else 1) if self.zero_stage is None else self.zero_stage
-        return Hybrid(turns, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
+        micro_batches = 1 if self.micro_batches is None else self.micro_batches
+        zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
+        return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
                       reduce_dtype=self.reduce_dtype, replicas=self.replicas)
 

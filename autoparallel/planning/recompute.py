@@ -17,8 +17,8 @@ def blocks_by_stage(space: StrategySpace, stages: Stages) -> list[list[str]]:
     """Paths of the blocks of each stage, in order; a block on several stages is the first one's."""
     found: list[list[str]] = [[] for _ in range(len(stages))]
     seen: set[str] = set()
-    for site, on in zip(space.sites, stages.of_sites(len(space)), strict=True):
-        path = block_path(space.graph.nodes[site.node].module_path) if site.kind == "op" else None
+    for decision, on in zip(space.decisions, stages.of_decisions(len(space)), strict=True):
+        path = block_path(space.graph.nodes[decision.node].module_path) if decision.kind == "op" else None
         if path is not None and path not in seen:
             seen.add(path)
             found[on[0]].append(path)

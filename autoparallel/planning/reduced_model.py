@@ -16,11 +16,11 @@ from autoparallel.capture.blocks import Block, equal_blocks
 from autoparallel.capture.graph import Node
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.in_flight import in_flight
-from autoparallel.strategies.space import Label, Site, StrategySpace
+from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 
 
 @dataclass(frozen=True)
-class Sketch:
+class ReducedModel:
     """``graph`` has fewer nodes than the model; ``stands_for`` says by node name how many nodes of the model each is,
     for the nodes of equal blocks and what only they read (others are one). ``twins``: the node that stands for each
     that the sketch lacks."""
@@ -32,19 +32,19 @@ class Sketch:
 
     def counts(self, space: StrategySpace) -> list[int]:
         """For how many sites of the model each site counts."""
-        return [self.stands_for.get(_node_name(site), 1) for site in space.sites]
+        return [self.stands_for.get(_node_name(decision), 1) for decision in space.decisions]
 
     def inside(self, space: StrategySpace) -> list[bool]:
         """Whether each site is in a block, or is what only one reads."""
-        return [_node_name(site) in self.stands_for for site in space.sites]
+        return [_node_name(decision) in self.stands_for for decision in space.decisions]
 
-    def labels(self, space: StrategySpace, small: StrategySpace, labels: Sequence[Label]) -> list[Label]:
+    def strategies(self, space: StrategySpace, small: StrategySpace, strategies: Sequence[Strategy]) -> list[Strategy]:
         """Labels of the model's sites, from those of a sketch's: what a node stands for does as it does."""
-        known = {site.name: label for site, label in zip(small.sites, labels, strict=True)}
+        known = {decision.name: strategy for decision, strategy in zip(small.decisions, strategies, strict=True)}
         found = []
-        for site, s in zip(space.sites, space.strategies, strict=True):
-            name, *rest = site.name.split(":")
-            found.append(known.get(":".join([self.twins.get(name, name), *rest]), s.labels[0]))
+        for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
+            name, *rest = decision.name.split(":")
+            found.append(known.get(":".join([self.twins.get(name, name), *rest]), s.strategies[0]))
         return found
 
     def held(self, space: StrategySpace, hybrid: Hybrid) -> list[float]:
@@ -54,7 +54,7 @@ class Sketch:
         Each rank has an even share of the blocks, and of a stage's on several ranks each has all; the first has what
         comes before them, the last what comes after. One rank is taken to have both, which is a little more than any
         has. Of a zero-bubble pipeline the last rank has the most gradients of products with parameters that wait for
-        the weights' turn (where blocks run again, all that these need: see `Turns`).
+        the weights' turn (where blocks run again, all that these need: see `ExecutionCounts`).
         """
         first, groups = in_flight(hybrid, 0), hybrid.groups
         chunks = range(0, hybrid.stages, len(groups))
@@ -63,46 +63,46 @@ class Sketch:
             share = max(ranks * in_flight(hybrid, stage) for stage, ranks in enumerate(groups)) / max(groups) / first
         counted = hybrid.schedule == "zero_bubble" and hybrid.recompute == "none"
         put_off = (hybrid.pipeline_ranks - 1) / first if counted else 0.0
-        weighed = {link.target for link in space.links if space.sites[link.source].kind == "parameter"}
+        weighed = {use.target for use in space.uses if space.decisions[use.source].kind == "parameter"}
         last = in_flight(hybrid, hybrid.stages - 1) / first
         inside = self.inside(space)
         end = max((i for i, held in enumerate(inside) if held), default=len(inside))
         found = []
-        for site, count in zip(space.sites, self.counts(space), strict=True):
-            kept = site.kind in ("parameter", "buffer", "input")
-            if inside[site.index]:
-                copies = share * (1 + put_off * (site.index in weighed))
+        for decision, count in zip(space.decisions, self.counts(space), strict=True):
+            kept = decision.kind in ("parameter", "buffer", "input")
+            if inside[decision.index]:
+                copies = share * (1 + put_off * (decision.index in weighed))
                 found.append(count * max(groups) / hybrid.pipeline_ranks * (1.0 if kept else copies))
             else:
-                found.append(1.0 if kept or site.index <= end else last)
+                found.append(1.0 if kept or decision.index <= end else last)
         return found
 
 
-def _node_name(site: Site) -> str:
-    return site.name.split(":")[0]
+def _node_name(decision: Decision) -> str:
+    return decision.name.split(":")[0]
 
 
-def sketch(graph: OpGraph) -> Sketch:
+def reduced_model(graph: OpGraph) -> ReducedModel:
     """The sketch of a program; a program with at most three equal blocks is its own."""
     templates = equal_blocks(graph)
     twin: dict[int, int] = {}
     stands_for: dict[str, int] = {}
-    for alike in templates:
-        for block in alike:
+    for equivalent in templates:
+        for block in equivalent:
             stands_for.update({graph.nodes[i].name: 1 for i in (*block.nodes, *_parameters(graph, block))})
-        if len(alike) > 3:
-            _fold(graph, alike, twin, stands_for)
+        if len(equivalent) > 3:
+            _fold(graph, equivalent, twin, stands_for)
     twins = {graph.nodes[index].name: graph.nodes[other].name for index, other in twin.items()}
-    return Sketch(_without(graph, twin) if twin else graph, stands_for, sum(map(len, templates)), twins)
+    return ReducedModel(_without(graph, twin) if twin else graph, stands_for, sum(map(len, templates)), twins)
 
 
-def _fold(graph: OpGraph, alike: list[Block], twin: dict[int, int], stands_for: dict[str, int]) -> None:
+def _fold(graph: OpGraph, equivalent: list[Block], twin: dict[int, int], stands_for: dict[str, int]) -> None:
     """Give each node of the blocks between the second and the last its twin in the second."""
-    kept = alike[1]
+    kept = equivalent[1]
     members = [*kept.nodes, *_parameters(graph, kept)]
-    for block in alike[2:-1]:
+    for block in equivalent[2:-1]:
         twin.update(zip([*block.nodes, *_parameters(graph, block)], members, strict=True))
-    stands_for.update({graph.nodes[index].name: len(alike) - 2 for index in members})
+    stands_for.update({graph.nodes[index].name: len(equivalent) - 2 for index in members})
 
 
 def _parameters(graph: OpGraph, block: Block) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from autoparallel.errors import PlanError
 from autoparallel.partition.stages import place_cuts, stages_of
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.pricing import Prices, SpacePricer, Turns, equal_stages_s, step_s
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s, step_s
 
 #: A pipeline that takes no more than so many times as long as one of equal stages is even enough.
 EVEN = 1.05
@@ -28,12 +28,14 @@ def is_uneven(plan: Plan) -> bool:
 def on_several_ranks(plan: Plan, prices: Prices, loss: int | None) -> Hybrid | None:
     """The stages on several ranks with which the layouts of a plan, whose stages have a rank each, take least; None
     where that is no less."""
-    labels, best_s, best = plan.labels(prices.space), plan.prediction.step_s, None
+    strategies, best_s, best = plan.strategies_on(prices.space), plan.prediction.step_s, None
     for other in dealt_out(plan.hybrid):
-        placed = replace(other, cuts=place_cuts(prices, loss, other, labels))
+        placed = replace(other, cuts=place_cuts(prices, loss, other, strategies))
         stages = stages_of(prices.space, loss, placed)
-        pricer = SpacePricer(prices, turns=Turns(prices.space, placed, stages.of_sites(len(prices.space))))
-        seconds = step_s(pricer, labels, stages.sent_bytes(prices.space, labels))
+        pricer = SpacePricer(
+            prices, counts=ExecutionCounts(prices.space, placed, stages.of_decisions(len(prices.space)))
+        )
+        seconds = step_s(pricer, strategies, stages.sent_bytes(prices.space, strategies))
         if seconds < best_s:
             best_s, best = seconds, placed
     return best

@@ -13,7 +13,7 @@ from autoparallel.plans.answers import Choice, Sensitivity
 from autoparallel.pricing import SpacePricer
 from autoparallel.search import alternatives as others
 from autoparallel.search.model.problem import Problem, Solution
-from autoparallel.strategies.space import Label
+from autoparallel.strategies.space import Strategy
 from cost_models import Cluster
 
 MEANINGFUL = 0.02  # of all ops must run otherwise for a plan to count as another one
@@ -28,7 +28,7 @@ class Study:
     pricer: SpacePricer
     problem: Problem
     solution: Solution
-    plan_of: Callable[[Sequence[Label], Solution], Plan]
+    plan_of: Callable[[Sequence[Strategy], Solution], Plan]
     elsewhere: Callable[[Cluster, float, bool], Plan]
 
     def alternatives(self, k: int) -> list[Plan]:
@@ -38,10 +38,10 @@ class Study:
         """
         if not isinstance(k, int) or k < 1:
             raise PlanError(f"alternatives({k!r}): say how many, 1 or more")
-        ops = [site.index for site in self.pricer.space.sites if site.kind == "op"]
+        ops = [decision.index for decision in self.pricer.space.decisions if decision.kind == "op"]
         least = max(1, int(MEANINGFUL * len(ops)))
         found = others.alternatives(self.problem, self.solution, k, least, ops, time_limit_s=TIME_LIMIT_S)
-        return [self.plan_of(self.pricer.labels_of(s.choice), s) for s in found]
+        return [self.plan_of(self.pricer.strategies_of(s.choice), s) for s in found]
 
     def explain(self, name: str) -> list[Choice]:
         """What every strategy of a site (an op, a parameter, an input) would cost, the chosen one first.
@@ -49,18 +49,18 @@ class Study:
         The three cheapest others are searched for again with them fixed. Raises PlanError for an unknown name.
         """
         space = self.pricer.space
-        if not isinstance(name, str) or name not in space.site_named:
-            every, last = list(space.site_named), str(name).split(".")[-1]
+        if not isinstance(name, str) or name not in space.decision_named:
+            every, last = list(space.decision_named), str(name).split(".")[-1]
             close = [s for s in every if last in s][:5] or difflib.get_close_matches(str(name), every, n=5) or every[:5]
             raise PlanError(f"the plan has no op, parameter or input {name!r}; is it one of {close}? plan.strategies "
                             f"has all {len(every)} names")
-        node = space.site_named[name]
+        node = space.decision_named[name]
         first = others.explain(self.problem, self.solution, node)
         near = [o.pick for o in first if o.pick != self.solution.choice[node]][:3]
         options = others.explain(self.problem, self.solution, node, near, time_limit_s=TIME_LIMIT_S)
         options.sort(key=lambda o: (o.pick != self.solution.choice[node], o.resolved is None, o.resolved or o.least))
-        s, choices = space.strategies[node], self.pricer.choices(node)
-        return [Choice(s.names(s.labels[int(choices[o.pick])]), o.alone, o.least, o.resolved) for o in options]
+        s, choices = space.strategy_sets[node], self.pricer.choices(node)
+        return [Choice(s.names(s.strategies[int(choices[o.pick])]), o.alone, o.least, o.resolved) for o in options]
 
     def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
         """What so much more or less bandwidth of each link that ranks use, and memory, would change.
@@ -81,8 +81,8 @@ class Study:
             if best is None or best.prediction.step_s >= held_s:
                 found.append(Sensitivity(what, factor, held_s, held_s, 0, none_found))
             else:
-                others = sum(best.strategies[site.name] != held.strategies[site.name]
-                             for site in self.pricer.space.sites if site.kind == "op")
+                others = sum(best.strategies[decision.name] != held.strategies[decision.name]
+                             for decision in self.pricer.space.decisions if decision.kind == "op")
                 found.append(Sensitivity(what, factor, held_s, best.prediction.step_s, others))
         return found
 
@@ -91,7 +91,7 @@ class Study:
         cluster, limit = self.pricer.prices.cluster, self.pricer.limit_bytes
         crossed = {link.name for group in self.pricer.prices.groups for _, link, _ in group.crossed}
         for link in cluster.links:
-            if link.name in crossed or self.pricer.turns.hybrid.stages > 1:
+            if link.name in crossed or self.pricer.counts.hybrid.stages > 1:
                 for factor in factors:
                     other = replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)
                     links = tuple(other if k is link else k for k in cluster.links)

@@ -16,7 +16,7 @@ import numpy as np
 
 from autoparallel.errors import PinError
 from autoparallel.layout import Placement, from_torch
-from autoparallel.strategies.space import Site, StrategySpace
+from autoparallel.strategies.space import Decision, StrategySpace
 
 Pin = Sequence[Any] | Mapping[str, Any] | Any
 
@@ -28,14 +28,14 @@ def apply_pins(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[int, np.nd
     """
     allowed: dict[int, np.ndarray] = {}
     for pattern, pin in pins.items():
-        sites = _matches(space, pattern)
+        decisions = _matches(space, pattern)
         wanted = _per_axis(space, pattern, pin)
-        for site in sites:
-            before = allowed.get(site.index, np.arange(len(space.strategies[site.index].labels)))
-            left = before[_holds(space, site.index, wanted)[before]]
+        for decision in decisions:
+            before = allowed.get(decision.index, np.arange(len(space.strategy_sets[decision.index].strategies)))
+            left = before[_holds(space, decision.index, wanted)[before]]
             if not len(left):
-                raise PinError(_why_not(space, site, pattern, wanted))
-            allowed[site.index] = left
+                raise PinError(_why_not(space, decision, pattern, wanted))
+            allowed[decision.index] = left
     return allowed
 
 
@@ -65,19 +65,19 @@ def _per_axis(space: StrategySpace, pattern: str, pin: Pin) -> list[Placement | 
         raise PinError(f"pin {pattern!r}: {error}") from None
 
 
-def _matches(space: StrategySpace, pattern: str) -> list[Site]:
+def _matches(space: StrategySpace, pattern: str) -> list[Decision]:
     graph = space.graph
     pattern = graph.aliases.get(pattern, pattern)
-    placeholders = [s for s in space.sites if s.kind in ("parameter", "input") and fnmatchcase(s.name, pattern)]
+    placeholders = [s for s in space.decisions if s.kind in ("parameter", "input") and fnmatchcase(s.name, pattern)]
     if placeholders:
         return placeholders
     paths = {parent for node in graph.of_kind("op") for parent in _parents(node.module_path)}
     found = []
     for path in sorted(p for p in paths if fnmatchcase(p, pattern)):
         last = max(n.index for n in graph.of_kind("op") if (n.module_path + ".").startswith(path + "."))
-        found.append(space.sites[space.site_named[graph.nodes[last].name]])
+        found.append(space.decisions[space.decision_named[graph.nodes[last].name]])
     if not found:
-        names = [s.name for s in space.sites if s.kind in ("parameter", "input")] + sorted(paths)
+        names = [s.name for s in space.decisions if s.kind in ("parameter", "input")] + sorted(paths)
         close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5) or names[:3]
         raise PinError(f"pin {pattern!r} names no parameter, input or module; did you mean {close}?")
     return found
@@ -89,29 +89,31 @@ def _parents(path: str) -> list[str]:
 
 
 def _holds(space: StrategySpace, index: int, wanted: Sequence[Placement | None]) -> np.ndarray:
-    strategies = space.strategies[index]
+    strategy_set = space.strategy_sets[index]
 
     def fits(p: Placement, w: Placement | None) -> bool:
         return w is None or p == w or (w.kind == "I" and p.kind == "R")
 
     return np.array([
-        all(fits(p, w) for p, w in zip(strategies.output_layout(label), wanted, strict=True))
-        for label in strategies.labels
+        all(fits(p, w) for p, w in zip(strategy_set.output_layout(strategy), wanted, strict=True))
+        for strategy in strategy_set.strategies
     ])
 
 
-def _why_not(space: StrategySpace, site: Site, pattern: str, wanted: Sequence[Placement | None]) -> str:
-    strategies = space.strategies[site.index]
-    meta = strategies.output_metas[0]
+def _why_not(space: StrategySpace, decision: Decision, pattern: str, wanted: Sequence[Placement | None]) -> str:
+    strategy_set = space.strategy_sets[decision.index]
+    meta = strategy_set.output_metas[0]
     text = ", ".join("None" if w is None else _written(w) for w in wanted)
     for w in wanted:
         if w is not None and w.is_shard and w.dim >= len(meta.shape):
-            return f"pin {pattern!r}: {site.name} is {meta} and has no dim {w.dim} to shard"
+            return f"pin {pattern!r}: {decision.name} is {meta} and has no dim {w.dim} to shard"
         if w is not None and w.is_shard and w.dim < 0:
             front = f"write Shard({w.dim + len(meta.shape)})" if w.dim + len(meta.shape) >= 0 else "there are fewer"
-            return f"pin {pattern!r}: {site.name} is {meta}; dims count from the front, not as {w.dim}: {front}"
-    can = ", ".join(sorted({_written(p) for label in strategies.labels for p in strategies.output_layout(label)}))
-    return (f"pin {pattern!r}: {site.name} ({meta}) cannot be ({text}) on a mesh of {space.mesh_shape}; "
+            return f"pin {pattern!r}: {decision.name} is {meta}; dims count from the front, not as {w.dim}: {front}"
+    can = ", ".join(
+        sorted({_written(p) for strategy in strategy_set.strategies for p in strategy_set.output_layout(strategy)})
+    )
+    return (f"pin {pattern!r}: {decision.name} ({meta}) cannot be ({text}) on a mesh of {space.mesh_shape}; "
             f"on one axis it can be {can} (a dim must leave every rank at least one element)")
 
 

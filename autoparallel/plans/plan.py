@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoparallel.errors import PlanError, shown
 from autoparallel.plans.reading import read
 from autoparallel.schedule.step_config import Hybrid
-from autoparallel.strategies.space import Label, StrategySpace
+from autoparallel.strategies.space import Strategy, StrategySpace
 
 if TYPE_CHECKING:
     from autoparallel.plans.answers import Choice, Sensitivity, Study
@@ -115,7 +115,7 @@ class Plan:
     study: Study | None = field(default=None, compare=False, repr=False)
     version: int = VERSION
 
-    def labels(self, space: StrategySpace) -> list[Label]:
+    def strategies_on(self, space: StrategySpace) -> list[Strategy]:
         """The plan's labels for a strategy space.
 
         Raises PlanError when the plan is of another model or mesh, or names a strategy that the site does not have.
@@ -127,21 +127,23 @@ class Plan:
             raise PlanError(f"the plan belongs to another program (fingerprint {self.fingerprint}, this model with "
                             f"these inputs has {space.graph.fingerprint}): the same model, mode, shapes and dtypes are "
                             "required")
-        return [self._label(space, index) for index in range(len(space))]
+        return [self._strategy(space, index) for index in range(len(space))]
 
-    def _label(self, space: StrategySpace, index: int) -> Label:
-        site, strategies = space.sites[index], space.strategies[index]
-        names = self.strategies.get(site.name)
+    def _strategy(self, space: StrategySpace, index: int) -> Strategy:
+        decision, strategy_set = space.decisions[index], space.strategy_sets[index]
+        names = self.strategies.get(decision.name)
         if names is None:
-            raise PlanError(f"the plan says nothing about {site.name!r}")
+            raise PlanError(f"the plan says nothing about {decision.name!r}")
         try:
-            label = tuple(strategies.row_named(name) for name in names)
+            strategy = tuple(strategy_set.axis_strategy_named(name) for name in names)
         except KeyError as error:
-            known = [row.name for row in strategies.rows]
-            raise PlanError(f"{site.name!r} has no strategy {error.args[0]!r}; it has {known}") from None
-        if label not in strategies.position:
-            raise PlanError(f"{site.name!r} cannot take {names} on a mesh of {space.mesh_shape}: a dim does not divide")
-        return label
+            known = [axis_strategy.name for axis_strategy in strategy_set.axis_strategies]
+            raise PlanError(f"{decision.name!r} has no strategy {error.args[0]!r}; it has {known}") from None
+        if strategy not in strategy_set.position:
+            raise PlanError(
+                f"{decision.name!r} cannot take {names} on a mesh of {space.mesh_shape}: a dim does not divide"
+            )
+        return strategy
 
     def report(self, width: int = 100) -> str:
         """The plan as text: step time and its parts, memory, collectives, layouts per block, bound and gap."""

@@ -64,8 +64,8 @@ def print_report(plan: Plan, console: Console) -> None:
 
 
 def _hybrid(h: Hybrid) -> str:
-    turns = f"{' + '.join(map(str, h.replicas))} ranks taking turns, " if h.replicas else ""
-    pipeline = (f"{h.stages} stages on a pipeline of {h.pipeline_ranks} ({turns}schedule {h.schedule}, cut at "
+    micro_batches = f"{' + '.join(map(str, h.replicas))} ranks taking turns, " if h.replicas else ""
+    pipeline = (f"{h.stages} stages on a pipeline of {h.pipeline_ranks} ({micro_batches}schedule {h.schedule}, cut at "
                 f"{', '.join(h.cuts)}), " if h.stages > 1 else "")
     blocks = h.recompute_blocks
     some = "" if blocks is None else f" of {len(blocks)} blocks ({', '.join(blocks)})"

@@ -10,12 +10,12 @@ import numpy as np
 
 from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
-from autoparallel.pricing.counts import Turns
+from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.overlap_simulation import hidden_s
 from autoparallel.pricing.problem import Move, SpacePricer
 from autoparallel.pricing.unit_costs import Inside, Prices
 from autoparallel.search.model.problem import Problem
-from autoparallel.strategies.space import Label
+from autoparallel.strategies.space import Strategy
 from cost_models import collectives
 from cost_models.pipeline import pipeline_s
 
@@ -46,21 +46,21 @@ class _Parts:
                 + self.backward_communication)
 
 
-def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak_bytes: float,
+def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], peak_bytes: float,
             sends: Sequence[float] = ()) -> Prediction:
-    """Seconds and bytes of the plan that takes ``labels``.
+    """Seconds and bytes of the plan that takes ``strategies``.
 
     Without a pipeline the parts add up to the search's objective. With one they are means over the ranks, and waiting
     is what the schedule adds; ``sends`` are the bytes of one micro-batch over each cut, one way. Of either, `beside`
     hides some.
     """
-    hybrid, sites, nodes = pricer.turns.hybrid, pricer.space.sites, pricer.space.graph.nodes
+    hybrid, decisions, nodes = pricer.counts.hybrid, pricer.space.decisions, pricer.space.graph.nodes
     stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
     found: dict[tuple[str, str, str], list[float]] = {}
-    _add_sites(pricer, labels, stages, found)
-    _add_links(pricer, labels, stages, found)
-    _add_live_bytes(pricer, problem, labels, stages)
-    _add_host_bytes(pricer, labels, stages)
+    _add_decisions(pricer, strategies, stages, found)
+    _add_uses(pricer, strategies, stages, found)
+    _add_live_bytes(pricer, problem, strategies, stages)
+    _add_host_bytes(pricer, strategies, stages)
     ranks = hybrid.pipeline_ranks
     by_rank = [_together([stages[stage] for stage in hybrid.stages_of(rank)]) for rank in range(ranks)]
     fullest = max(by_rank, key=lambda s: s.live_bytes)
@@ -68,9 +68,9 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
     step, hidden = mean.total, 0.0
     if hybrid.stages > 1:
         step = _pipelined_s(pricer, stages, sends)
-        hidden = step - _pipelined_s(pricer, stages, sends, labels)
+        hidden = step - _pipelined_s(pricer, stages, sends, strategies)
     else:
-        hidden = hidden_s(pricer, labels)
+        hidden = hidden_s(pricer, strategies)
     return Prediction(
         forward_s=mean.forward / ranks,
         backward_s=mean.backward / ranks,
@@ -82,42 +82,44 @@ def predict(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], peak
         peak_bytes=peak_bytes,
         collectives=tuple(CollectiveUse(k, a, d, int(n), b, s) for (k, a, d), (n, b, s) in sorted(found.items())
                           if k in COLLECTIVES or " in " in k),
-        repeated_ops=tuple(str(nodes[sites[index].node]) for index in sorted(set(mean.repeated))),
+        repeated_ops=tuple(str(nodes[decisions[index].node]) for index in sorted(set(mean.repeated))),
         host_bytes=max(s.host_bytes for s in by_rank),
         waiting_s=max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0,
         hidden_s=hidden,
     )
 
 
-def step_s(pricer: SpacePricer, labels: Sequence[Label], sends: Sequence[float]) -> float:
+def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sequence[float]) -> float:
     """Seconds of a step in a pipeline, as `predict` adds them up; whether it fits or not."""
-    stages = [_Parts() for _ in range(pricer.turns.hybrid.stages)]
-    _add_sites(pricer, labels, stages, {})
-    _add_links(pricer, labels, stages, {})
+    stages = [_Parts() for _ in range(pricer.counts.hybrid.stages)]
+    _add_decisions(pricer, strategies, stages, {})
+    _add_uses(pricer, strategies, stages, {})
     return _pipelined_s(pricer, stages, sends)
 
 
-def estimate(pricer: SpacePricer, labels: Sequence[Label]) -> float:
+def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     """Seconds of a step whose stages are taken to be equal: for a sketch, which has no cuts."""
-    hybrid, stage = pricer.turns.hybrid, _Parts()
-    _add_sites(pricer, labels, [stage], {})
-    _add_links(pricer, labels, [stage], {})
-    once = (stage.once - hidden_s(pricer, labels)) * max(hybrid.groups) / hybrid.pipeline_ranks
+    hybrid, stage = pricer.counts.hybrid, _Parts()
+    _add_decisions(pricer, strategies, [stage], {})
+    _add_uses(pricer, strategies, [stage], {})
+    once = (stage.once - hidden_s(pricer, strategies)) * max(hybrid.groups) / hybrid.pipeline_ranks
     return equal_stages_s(hybrid, stage.total - stage.once) + once
 
 
-def site_seconds(prices: Prices, hybrid: Hybrid, labels: Sequence[Label]) -> np.ndarray:
+def decision_seconds(prices: Prices, hybrid: Hybrid, strategies: Sequence[Strategy]) -> np.ndarray:
     """What each site of a plan, with the links into it, adds to a turn, in seconds: each as a stage of its own."""
-    turns = Turns(prices.space, hybrid, [(index,) for index in range(len(prices.space))])
-    pricer, sites = SpacePricer(prices, turns=turns), [_Parts() for _ in prices.space.sites]
-    _add_sites(pricer, labels, sites, {})
-    _add_links(pricer, labels, sites, {})
-    return np.array([(site.total - site.once) / hybrid.turns_on(index) for index, site in enumerate(sites)])
+    counts = ExecutionCounts(prices.space, hybrid, [(index,) for index in range(len(prices.space))])
+    pricer, decisions = SpacePricer(prices, counts=counts), [_Parts() for _ in prices.space.decisions]
+    _add_decisions(pricer, strategies, decisions, {})
+    _add_uses(pricer, strategies, decisions, {})
+    return np.array(
+        [(decision.total - decision.once) / hybrid.micro_batches_on(index) for index, decision in enumerate(decisions)]
+    )
 
 
-def equal_stages_s(hybrid: Hybrid, turns_s: float) -> float:
-    """Seconds of all turns, which take ``turns_s`` on one rank alone, in a pipeline whose ranks have equal shares."""
-    share = turns_s / hybrid.micro_batches / hybrid.pipeline_ranks
+def equal_stages_s(hybrid: Hybrid, micro_batches_s: float) -> float:
+    """Seconds of all turns, which take ``micro_batches_s`` on one rank alone, in a pipeline whose ranks have equal shares."""
+    share = micro_batches_s / hybrid.micro_batches / hybrid.pipeline_ranks
     return float(pipeline_s([share * ranks for ranks in hybrid.groups], hybrid.micro_batches, _virtual(hybrid),
                             hybrid.groups))
 
@@ -137,50 +139,50 @@ def _together(stages: Sequence[_Parts]) -> _Parts:
 
 
 def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[float],
-                 labels: Sequence[Label] | None = None) -> float:
+                 strategies: Sequence[Strategy] | None = None) -> float:
     """Seconds of a step under the schedule: turns in a pipeline, then what is done once, less what of it is hidden
-    (given ``labels``).
+    (given ``strategies``).
 
     In a turn both stages beside a cut wait for a message: a value goes one way as a gradient comes the other.
     """
-    hybrid, cluster = pricer.turns.hybrid, pricer.prices.cluster
-    groups, link = hybrid.groups, cluster.group((hybrid.pipeline_ranks, *pricer.space.mesh_shape), 0)
-    passed = [float(collectives.send_recv_s(b, link)) for b in sends] or [0.0] * (hybrid.stages - 1)
-    turn = [(s.total - s.once) / hybrid.turns_on(number) + before + after
+    hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
+    groups, network = hybrid.groups, cluster.group((hybrid.pipeline_ranks, *pricer.space.mesh_shape), 0)
+    passed = [float(collectives.send_recv_s(b, network)) for b in sends] or [0.0] * (hybrid.stages - 1)
+    micro_batch_s = [(s.total - s.once) / hybrid.micro_batches_on(number) + before + after
             for number, (s, before, after) in enumerate(zip(stages, [0.0, *passed], [*passed, 0.0], strict=True))]
-    of_group = [sum(turn[g :: len(groups)]) for g in range(len(groups))]
+    of_group = [sum(micro_batch_s[g :: len(groups)]) for g in range(len(groups))]
     of_rank = [range(g, len(stages), len(groups)) for g in range(len(groups))]
-    hidden = [hidden_s(pricer, labels, rank) if labels is not None else 0.0 for rank in of_rank]
+    hidden = [hidden_s(pricer, strategies, rank) if strategies is not None else 0.0 for rank in of_rank]
     once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
     return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
 
 
-def _add_sites(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:
+def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[_Parts], found: Found) -> None:
     """What sites do, once for all that are alike."""
-    space, codes, numbers = pricer.space, pricer.site_codes(labels), pricer.numbers(labels)
+    space, codes, numbers = pricer.space, pricer.decision_codes(strategies), pricer.numbers(strategies)
     _, first, which, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
     for kind, (index, count) in enumerate(zip(first.tolist(), counts.tolist(), strict=True)):
-        site, strategies, number = space.sites[index], space.strategies[index], int(numbers[index])
-        for place in pricer.turns.stages_of[index]:
+        decision, strategy_set, number = space.decisions[index], space.strategy_sets[index], int(numbers[index])
+        for place in pricer.counts.stages_of[index]:
             stage = stages[place]
-            if site.kind == "op":
+            if decision.kind == "op":
                 _add_op(pricer, index, number, count, place, stage, found)
-                if not strategies.known and any(m.requires_grad for m in strategies.output_metas):
+                if not strategy_set.known and any(m.requires_grad for m in strategy_set.output_metas):
                     stage.repeated += np.flatnonzero(which == kind).tolist()
-            elif site.kind == "hub":
-                times = pricer.turns.op_times(index, place)[1]
-                stage.backward += count * times * float(pricer.hub_s(index)[number])
-            elif site.kind == "parameter":
-                _add_parameter(pricer, index, number, count * pricer.turns.counts[index], stage, found)
-                stage.state_bytes += count * float(pricer.site_bytes(index)[number])
+            elif decision.kind == "shared_read":
+                times = pricer.counts.op_times(index, place)[1]
+                stage.backward += count * times * float(pricer.shared_read_s(index)[number])
+            elif decision.kind == "parameter":
+                _add_parameter(pricer, index, number, count * pricer.counts.multiplicities[index], stage, found)
+                stage.state_bytes += count * float(pricer.decision_bytes(index)[number])
 
 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:
-    seconds, strategies = pricer.op_s(index, number, place), pricer.space.strategies[index]
+    seconds, strategy_set = pricer.op_s(index, number, place), pricer.space.strategy_sets[index]
     stage.forward += count * (seconds.forward + seconds.again)
     stage.backward += count * seconds.backward
-    forward, backward = pricer.turns.op_times(index, place)
-    for exchanged in pricer.prices.op(strategies).inside:
+    forward, backward = pricer.counts.op_times(index, place)
+    for exchanged in pricer.prices.op(strategy_set).inside:
         _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)
 
 
@@ -216,11 +218,13 @@ def _count_use(found: Found, key: tuple[str, str, str], times: int, num_bytes: f
         entry[place] += times * value
 
 
-def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
+def _add_live_bytes(
+    pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Sequence[_Parts]
+) -> None:
     """Bytes live at the end of each stage's forward pass."""
-    turns, num_bytes = pricer.turns, problem.usages.take(problem.cells(pricer.choice_of(labels)))
+    counts, num_bytes = pricer.counts, problem.usages.take(problem.cells(pricer.choice_of(strategies)))
     for holders, users in _holders(pricer, problem).items():
-        moments = [turns.turn_of(stage) for stage in holders]
+        moments = [counts.turning_of(stage) for stage in holders]
         begin, end = problem.intervals[users].T
         live = float(num_bytes[users][(begin <= min(moments)) & (max(moments) < end)].sum())
         for stage in holders:
@@ -229,67 +233,67 @@ def _add_live_bytes(pricer: SpacePricer, problem: Problem, labels: Sequence[Labe
 
 def _holders(pricer: SpacePricer, problem: Problem) -> Mapping[tuple[int, ...], Sequence[int]]:
     """The nodes and edges of a problem by the stages that hold what they stand for."""
-    turns = pricer.turns
-    if turns.hybrid.stages == 1:
+    counts = pricer.counts
+    if counts.hybrid.stages == 1:
         return {(0,): range(len(problem.intervals))}
-    found, first = defaultdict[tuple[int, ...], list[int]](list), len(turns.stages_of) + len(pricer.space.links)
-    stages = [*turns.stages_of, *(turns.stages_of[edge.target] for edge in problem.edges)]
-    stages[first : first + len(turns.buffers)] = [(buffer.stage,) for buffer in turns.buffers]
+    found, first = defaultdict[tuple[int, ...], list[int]](list), len(counts.stages_of) + len(pricer.space.uses)
+    stages = [*counts.stages_of, *(counts.stages_of[edge.target] for edge in problem.edges)]
+    stages[first : first + len(counts.buffers)] = [(buffer.stage,) for buffer in counts.buffers]
     for number, holders in enumerate(stages):
         found[holders].append(number)
     return found
 
 
-def _add_host_bytes(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts]) -> None:
+def _add_host_bytes(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[_Parts]) -> None:
     """Bytes that wait in the host's memory for backward."""
-    space, turns, numbers = pricer.space, pricer.turns, pricer.numbers(labels)
-    if turns.hybrid.recompute != "offload":
+    space, counts, numbers = pricer.space, pricer.counts, pricer.numbers(strategies)
+    if counts.hybrid.recompute != "offload":
         return
-    for site in space.sites:
-        if turns.offloads(site.index):
-            num_bytes = float(pricer.site_bytes(site.index)[numbers[site.index]])
-            _hold(turns, stages, turns.stages_of[site.index], num_bytes * turns.held[site.index])
-    for link in space.links:
-        if turns.offloads_copy(link):
-            num_bytes = float(pricer.prices.link_copies(link)[numbers[link.source], numbers[link.target]])
-            _hold(turns, stages, turns.stages_of[link.target], num_bytes * turns.held[link.target])
+    for decision in space.decisions:
+        if counts.offloads(decision.index):
+            num_bytes = float(pricer.decision_bytes(decision.index)[numbers[decision.index]])
+            _hold(counts, stages, counts.stages_of[decision.index], num_bytes * counts.held[decision.index])
+    for use in space.uses:
+        if counts.offloads_copy(use):
+            num_bytes = float(pricer.prices.use_copies(use)[numbers[use.source], numbers[use.target]])
+            _hold(counts, stages, counts.stages_of[use.target], num_bytes * counts.held[use.target])
 
 
-def _hold(turns: Turns, stages: Sequence[_Parts], holders: Sequence[int], num_bytes: float) -> None:
+def _hold(counts: ExecutionCounts, stages: Sequence[_Parts], holders: Sequence[int], num_bytes: float) -> None:
     for holder in holders:
-        stages[holder].host_bytes += num_bytes * turns.in_flight(holder)
+        stages[holder].host_bytes += num_bytes * counts.in_flight(holder)
 
 
-def _add_links(pricer: SpacePricer, labels: Sequence[Label], stages: Sequence[_Parts], found: Found) -> None:
+def _add_uses(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[_Parts], found: Found) -> None:
     """What links do, once for all that are alike."""
-    moves = pricer.moves(labels)
-    counts, alike = Counter(move.kind for move in moves), {move.kind: move for move in reversed(moves)}
-    for kind, move in alike.items():
-        for place in pricer.turns.stages_of[move.link.target]:
-            _add_link(pricer, labels, move, counts[kind], place, stages[place], found)
+    moves = pricer.moves(strategies)
+    counts, equivalent = Counter(move.kind for move in moves), {move.kind: move for move in reversed(moves)}
+    for kind, move in equivalent.items():
+        for place in pricer.counts.stages_of[move.use.target]:
+            _add_use(pricer, strategies, move, counts[kind], place, stages[place], found)
 
 
-def _add_link(pricer: SpacePricer, labels: Sequence[Label], move: Move, count: int, place: int, stage: _Parts,
+def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, count: int, place: int, stage: _Parts,
               found: Found) -> None:
-    space, turns, link = pricer.space, pricer.turns, move.link
-    ends = tuple(pricer.numbers(labels)[[link.source, link.target]].tolist())
-    if turns.sums(link):
-        stage.backward += count * float(pricer.sums_s(link)[ends])
-    if turns.offloads_copy(link):
-        there, back = pricer.offload_copy_s(link)
+    space, counts, use = pricer.space, pricer.counts, move.use
+    ends = tuple(pricer.numbers(strategies)[[use.source, use.target]].tolist())
+    if counts.sums(use):
+        stage.backward += count * float(pricer.sums_s(use)[ends])
+    if counts.offloads_copy(use):
+        there, back = pricer.offload_copy_s(use)
         stage.forward += count * float(there[ends])
         stage.backward += count * float(back[ends])
-    summing, times = turns.summing(link), turns.link_times(link, place)
+    summing, times = counts.summing(use), counts.use_times(use, place)
     for step, seconds, elements in move.path:
         axis = space.axis_names[step.axis]
         actions = zip(("forward", "backward"), (step.forward, step.backward), seconds, times, strict=True)
         for direction, kind, s, n in actions:
-            if kind == "none" or (direction == "backward" and not (link.meta.requires_grad and pricer.prices.training)):
+            if kind == "none" or (direction == "backward" and not (use.meta.requires_grad and pricer.prices.training)):
                 continue
             scale = summing.scale if direction == "backward" and kind in SUMS else 1.0
-            num_bytes = scale * float(elements) * link.meta.dtype.itemsize
+            num_bytes = scale * float(elements) * use.meta.dtype.itemsize
             _count_use(found, (kind, axis, direction), count * n * stage.ranks, num_bytes, s)
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
             setattr(stage, name, getattr(stage, name) + count * n * s)
-            if turns.of_parameter[link.source] and n == turns.counts[link.target]:
+            if counts.of_parameter[use.source] and n == counts.multiplicities[use.target]:
                 stage.once += count * s

@@ -19,7 +19,7 @@ from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.pricing.counts import ALONE, Summing
 from autoparallel.rules.rule import Dims, Exchange, Rule
 from autoparallel.schedule.async_windows import BUCKET_BYTES
-from autoparallel.strategies.space import Link, StrategySet, StrategySpace
+from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
 from cost_models import Cluster, Group, collectives, compute, memory
 
 #: Tables of the last spaces priced: the next call form, the emission after the search and the next candidate of a joint
@@ -172,13 +172,13 @@ class Prices:
         backward = self.summed_s(summing, step.axis, step.source, step.target, before, after)
         return float(forward[0]), float(backward[0])
 
-    def link_s(self, link: Link, times: tuple[float, float] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
+    def use_s(self, use: TensorUse, times: tuple[float, float] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
         """Seconds of a link that runs so often (forward, backward), by (strategy of its source, of its target)."""
-        rows = self.space.strategies[link.source].outputs[link.output]
-        columns = self.space.strategies[link.target].inputs[link.position]
-        seconds = self._seconds(link.meta, times)
+        rows = self.space.strategy_sets[use.source].outputs[use.output]
+        columns = self.space.strategy_sets[use.target].inputs[use.position]
+        seconds = self._seconds(use.meta, times)
         if summing != ALONE:
-            seconds = seconds + times[1] * self._more_by(link.meta, summing)
+            seconds = seconds + times[1] * self._more_by(use.meta, summing)
         return seconds[np.ix_(rows, columns)]
 
     def _more_by(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
@@ -211,17 +211,17 @@ class Prices:
         one_way = forward if more > 0 else table.seconds - np.where(forward < np.inf, forward, 0.0)
         return min(times) * table.seconds + abs(more) * one_way
 
-    def link_copies(self, link: Link) -> np.ndarray:
+    def use_copies(self, use: TensorUse) -> np.ndarray:
         """Bytes that the redistributed copy takes, by (strategy of source, strategy of target)."""
-        rows = self.space.strategies[link.source].outputs[link.output]
-        columns = self.space.strategies[link.target].inputs[link.position]
-        elements = self.space.spaces(link.meta).local_elements[columns] * link.meta.dtype.itemsize
-        moved = self.table(link.meta).moves[np.ix_(rows, columns)]
+        rows = self.space.strategy_sets[use.source].outputs[use.output]
+        columns = self.space.strategy_sets[use.target].inputs[use.position]
+        elements = self.space.spaces(use.meta).local_elements[columns] * use.meta.dtype.itemsize
+        moved = self.table(use.meta).moves[np.ix_(rows, columns)]
         return np.where(moved, elements[None, :], 0.0)
 
-    def link_pieces(self, link: Link) -> np.ndarray:
-        """Bytes of what is gathered on the way to the copy, as `link_copies`."""
-        meta, table = link.meta, self.table(link.meta)
+    def use_gathered(self, use: TensorUse) -> np.ndarray:
+        """Bytes of what is gathered on the way to the copy, as `use_copies`."""
+        meta, table = use.meta, self.table(use.meta)
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "gathered")
         if key not in self._weighted:
 
@@ -230,17 +230,17 @@ class Prices:
 
             gathered = table.sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(gathered), gathered, 0.0)
-        rows = self.space.strategies[link.source].outputs[link.output]
-        columns = self.space.strategies[link.target].inputs[link.position]
-        return np.maximum(self._weighted[key][np.ix_(rows, columns)] - self.link_copies(link), 0.0)
+        rows = self.space.strategy_sets[use.source].outputs[use.output]
+        columns = self.space.strategy_sets[use.target].inputs[use.position]
+        return np.maximum(self._weighted[key][np.ix_(rows, columns)] - self.use_copies(use), 0.0)
 
     # --- ops ----------------------------------------------------------------------------------------------------
 
-    def op(self, strategies: StrategySet) -> OpPrice:
+    def op(self, strategy_set: StrategySet) -> OpPrice:
         """Prices of an op's strategies."""
-        key = id(strategies)
+        key = id(strategy_set)
         if key not in self._ops:
-            self._ops[key] = self._price_op(strategies)
+            self._ops[key] = self._price_op(strategy_set)
         return self._ops[key]
 
     def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
@@ -248,7 +248,7 @@ class Prices:
         return self.space.spaces(meta).local_elements[numbers] * meta.dtype.itemsize
 
     def _price_op(self, s: StrategySet) -> OpPrice:
-        rule, count = s.rule, len(s.labels)
+        rule, count = s.rule, len(s.strategies)
         zeros = np.zeros(count)
         if rule is None or rule.fixed:
             return OpPrice(zeros, zeros)
@@ -265,7 +265,7 @@ class Prices:
 
     def _work_s(self, rule: Rule, s: StrategySet) -> tuple[np.ndarray, np.ndarray]:
         """What the op itself takes, forward and backward."""
-        zeros = np.zeros(len(s.labels))
+        zeros = np.zeros(len(s.strategies))
         flops = rule.flops * self.share_of_work(s) / self.spread
         inputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.input_metas, s.inputs, strict=True)]
         outputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.output_metas, s.outputs, strict=True)]
@@ -289,7 +289,7 @@ class Prices:
         metas = [*s.input_metas[:1], *s.output_metas]
         parts = len(metas) > 2 or metas[-1].num_elements < metas[0].num_elements
         if not (parts and self.training and metas[0].requires_grad):
-            return np.zeros(len(s.labels))
+            return np.zeros(len(s.strategies))
         numbers = [*s.inputs[:1], *s.outputs]
         nbytes = sum(self.local_bytes(m, n) / self.spread for m, n in zip(metas, numbers, strict=True))
         return np.asarray(compute.op_time_s("elementwise", 0.0, nbytes, dtype_name(metas[0]), self.cluster.device))
@@ -306,11 +306,11 @@ class Prices:
         if rule.op_class == "elementwise" and _factors(rule.inputs[number]) < _factors(rule.outputs[0]):
             moved.append(whole + inputs[number])
         seconds = (compute.op_time_s("elementwise", 0.0, nbytes, dtype, device) for nbytes in moved)
-        return sum(seconds, np.zeros(len(s.labels)))
+        return sum(seconds, np.zeros(len(s.strategies)))
 
-    def sum_s(self, strategies: StrategySet, readers: int) -> np.ndarray:
+    def sum_s(self, strategy_set: StrategySet, readers: int) -> np.ndarray:
         """Seconds in which the gradients from several readers of a value are added up, by strategy of the value."""
-        (meta,), (numbers,) = strategies.output_metas, strategies.outputs
+        (meta,), (numbers,) = strategy_set.output_metas, strategy_set.outputs
         if readers < 2 or not (meta.requires_grad and self.training):
             return np.zeros(len(numbers))
         nbytes = 3 * self.local_bytes(meta, numbers) / self.spread
@@ -320,25 +320,25 @@ class Prices:
         """Largest rank's part of the op's work, by strategy: ceil(size / pieces) / size over the cut factors."""
         known = s.rule.sizes if s.rule is not None else {}
         sizes = {row.factor: known.get(row.factor) or _factor_size(s, number)
-                 for number, row in enumerate(s.rows) if row.factor}
-        share = np.ones(len(s.labels))
+                 for number, row in enumerate(s.axis_strategies) if row.factor}
+        share = np.ones(len(s.strategies))
         for factor, size in sizes.items():
-            uses = np.array([row.factor == factor for row in s.rows])[s.array]
-            length = np.full(len(s.labels), float(size))
+            uses = np.array([row.factor == factor for row in s.axis_strategies])[s.array]
+            length = np.full(len(s.strategies), float(size))
             for axis, n in enumerate(s.mesh_shape):
                 length = np.where(uses[:, axis], np.ceil(length / n), length)
             share *= length / size if size else 1.0
-        uneven = np.array([row.triangular for row in s.rows])[s.array]
-        pieces = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
-        return np.where(pieces > 1, 2 - 1 / pieces, 1.0) * share
+        uneven = np.array([row.triangular for row in s.axis_strategies])[s.array]
+        shards = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
+        return np.where(shards > 1, 2 - 1 / shards, 1.0) * share
 
     def _inside(self, s: StrategySet) -> Iterator[Inside]:
-        for number, row in enumerate(s.rows):
+        for number, row in enumerate(s.axis_strategies):
             for exchange in row.inside:
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
                 for axis, group in enumerate(self.groups):
-                    pieces = group.size if exchange.whole else 1
-                    num_bytes = elements * pieces * exchange.bytes_per_element
+                    shards = group.size if exchange.whole else 1
+                    num_bytes = elements * shards * exchange.bytes_per_element
                     uses = s.array[:, axis] == number
                     if uses.any():
                         seconds = np.where(uses, _exchange_s(exchange.action, num_bytes, group), 0.0)
@@ -346,8 +346,8 @@ class Prices:
 
     def exchanged_bytes(self, s: StrategySet) -> np.ndarray:
         """Bytes of the exchanged copies of its inputs that an op holds, by strategy."""
-        total = np.zeros(len(s.labels))
-        for number, row in enumerate(s.rows):
+        total = np.zeros(len(s.strategies))
+        for number, row in enumerate(s.axis_strategies):
             for exchange in (e for e in row.inside if e.kept):
                 copies = self.local_bytes(s.input_metas[exchange.input], s.inputs[exchange.input])
                 total = total + np.where((s.array == number).any(axis=1), copies, 0.0)
@@ -355,17 +355,17 @@ class Prices:
 
     # --- parameters ---------------------------------------------------------------------------------------------
 
-    def parameter_bytes(self, strategies: StrategySet) -> np.ndarray:
+    def parameter_bytes(self, strategy_set: StrategySet) -> np.ndarray:
         """Parameter, gradient and optimizer state on the fullest rank, by strategy."""
-        (meta,), (numbers,) = strategies.output_metas, strategies.outputs
+        (meta,), (numbers,) = strategy_set.output_metas, strategy_set.outputs
         elements = self.space.spaces(meta).local_elements[numbers]
         if not (meta.requires_grad and self.training):
             return elements * meta.dtype.itemsize
         return memory.training_bytes(elements, dtype_name(meta), self.optimizer)
 
-    def parameter_s(self, strategies: StrategySet) -> np.ndarray:
+    def parameter_s(self, strategy_set: StrategySet) -> np.ndarray:
         """Seconds of the optimizer's step on the fullest rank, by strategy."""
-        (meta,), (numbers,) = strategies.output_metas, strategies.outputs
+        (meta,), (numbers,) = strategy_set.output_metas, strategy_set.outputs
         if not (meta.requires_grad and self.training):
             return np.zeros(len(numbers))
         elements = self.space.spaces(meta).local_elements[numbers]
@@ -399,7 +399,7 @@ def _worked_in(s: StrategySet) -> TensorMeta:
 
 
 def _factor_size(s: StrategySet, row_number: int) -> int:
-    row = s.rows[row_number]
+    row = s.axis_strategies[row_number]
     metas = zip((*row.inputs, *row.outputs), (*s.input_metas, *s.output_metas), strict=True)
     return min(meta.shape[p.dim] for p, meta in metas if p.is_shard)
 

@@ -1,6 +1,6 @@
 """Rules: what each op allows. See README.md."""
 
 from autoparallel.rules.registry import find_rule, rule_for
-from autoparallel.rules.rule import Row, Rule, einsum_rule
+from autoparallel.rules.rule import AxisStrategy, Rule, einsum_rule
 
-__all__ = ["Row", "Rule", "einsum_rule", "find_rule", "rule_for"]
+__all__ = ["AxisStrategy", "Rule", "einsum_rule", "find_rule", "rule_for"]

@@ -163,10 +163,12 @@ class _Claim:
         made = run(*given)
         self._refuse_state(run, tensors, given, made)
         rule = self._rule_of([t.shape for t in tensors], [t.shape for t in made])
-        for row in rule.rows():
-            if (row.factor or any(p.kind == "P" for p in row.inputs)) and (factors is None or row.factor in factors):
-                for pieces in PIECES:
-                    prove(run, str(self.target), row, pieces, tensors, tolerance)
+        for axis_strategy in rule.axis_strategies():
+            if (axis_strategy.factor or any(p.kind == "P" for p in axis_strategy.inputs)) and (
+                factors is None or axis_strategy.factor in factors
+            ):
+                for shards in PIECES:
+                    prove(run, str(self.target), axis_strategy, shards, tensors, tolerance)
 
     def _refuse_state(self, run: Run, tensors: list[Tensor], given: list[Tensor], made: list[Tensor]) -> None:
         if not all(map(_equal, tensors, given)):

@@ -23,7 +23,7 @@ from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta
 from autoparallel.errors import RuleError
 from autoparallel.layout import PARTIAL, REPLICATE, Placement, shard
 from autoparallel.rules.proof import PIECES, as_usual, call, prove
-from autoparallel.rules.rule import Row, Rule
+from autoparallel.rules.rule import AxisStrategy, Rule
 
 #: Sizes that stand for the op's own. Odd ones first: pieces are then uneven; of others only even pieces are claimed.
 STAND_INS = ((7, 9, 11, 13, 15, 17), (12, 18, 24, 30, 36, 42))
@@ -31,7 +31,7 @@ MAGNITUDES = (1.0, 1e-2, 10.0)
 MOST_CUTS, MOST_ELEMENTS = 256, 1 << 24
 #: Of an op tried at its own sizes: elements of its inputs, and pieces.
 MOST_OF_ITS_OWN, MOST_PIECES = 1 << 20, 16
-_FOUND: dict[object, tuple[Row, ...]] = {}
+_FOUND: dict[object, tuple[AxisStrategy, ...]] = {}
 
 
 def discover(graph: OpGraph, node: Node, plain: Rule) -> Rule | None:
@@ -41,7 +41,7 @@ def discover(graph: OpGraph, node: Node, plain: Rule) -> Rule | None:
     key = (node.target, constants, tuple(metas))
     if key not in _FOUND:
         with as_usual():
-            _FOUND[key] = tuple(_rows(node, metas))
+            _FOUND[key] = tuple(_axis_strategies(node, metas))
     if not _FOUND[key]:
         return None
     return Rule(plain.inputs, plain.outputs, {}, flops=plain.flops, saves=plain.saves, variants=_FOUND[key])
@@ -64,9 +64,9 @@ class _Trial:
             return [(n,) for n in range(MOST_PIECES, 1, -1) if length % n == 0]
         return [()] if self.sizes is STAND_INS[0] else [(length,)]
 
-    def counts(self, row: Row) -> Sequence[int]:
+    def counts(self, axis_strategy: AxisStrategy) -> Sequence[int]:
         """Numbers of pieces to try."""
-        (most,) = row.even if not self.sizes and row.even else (0,)
+        (most,) = axis_strategy.even if not self.sizes and axis_strategy.even else (0,)
         return [n for n in range(2, most + 1) if most % n == 0] if most else PIECES
 
     def at_length(self, length: int) -> _Trial:
@@ -94,7 +94,7 @@ def _drawn(dtype: torch.dtype, shape: tuple[int, ...], magnitude: float, generat
     return torch.randint(0, 2, shape, generator=generator, device="cpu").to(dtype)
 
 
-def _rows(node: Node, metas: Sequence[TensorMeta]) -> Iterator[Row]:
+def _axis_strategies(node: Node, metas: Sequence[TensorMeta]) -> Iterator[AxisStrategy]:
     for sizes in (*STAND_INS, ()):
         trial = _trial(node, metas, sizes)
         if trial is not None:
@@ -117,26 +117,28 @@ def _trial(node: Node, metas: Sequence[TensorMeta], sizes: Sequence[int]) -> _Tr
         first, second = trial.run(*trial.tensors(1.0)), trial.run(*trial.tensors(1.0))
     except RuleError:
         return None
-    alike = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    return trial if alike and [tuple(t.shape) for t in first] == expected else None
+    equivalent = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return trial if equivalent and [tuple(t.shape) for t in first] == expected else None
 
 
-def _proven(trial: _Trial) -> Iterator[Row]:
+def _proven(trial: _Trial) -> Iterator[AxisStrategy]:
     for cuts in _cuts(trial.shapes):
         outputs = _outputs_of(trial, cuts)
         if outputs is None:
             continue
         name = ",".join(str(p) for p in cuts)
         size = next(meta.shape[p.dim] for meta, p in zip(trial.metas, cuts, strict=True) if p.is_shard)
-        rows = (Row(name, cuts, outputs, name, even) for even in trial.divided(size))
-        yield from itertools.islice((row for row in rows if _holds(trial, row)), 1)
+        axis_strategies = (AxisStrategy(name, cuts, outputs, name, even) for even in trial.divided(size))
+        yield from itertools.islice(
+            (axis_strategy for axis_strategy in axis_strategies if _holds(trial, axis_strategy)), 1
+        )
     floating = [i for i, meta in enumerate(trial.metas) if meta.dtype.is_floating_point]
     results = len(trial.run(*trial.tensors(1.0)))
     for group in sorted({(i,) for i in floating} | {tuple(floating)} - {()}):
         inputs = tuple(PARTIAL if i in group else REPLICATE for i in range(len(trial.metas)))
-        row = Row(f"linear({','.join(map(str, group))})", inputs, (PARTIAL,) * results)
-        if _holds(trial, row):
-            yield row
+        axis_strategy = AxisStrategy(f"linear({','.join(map(str, group))})", inputs, (PARTIAL,) * results)
+        if _holds(trial, axis_strategy):
+            yield axis_strategy
 
 
 def _cuts(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Placement, ...]]:
@@ -177,20 +179,22 @@ def _near(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.allclose(a.to(wide), b.to(wide), rtol=1e-4, atol=1e-6)
 
 
-def _holds(trial: _Trial, row: Row) -> bool:
+def _holds(trial: _Trial, axis_strategy: AxisStrategy) -> bool:
     """Proven on stand-ins, and along what is cut at its true length: a window of 64 shows on no shorter tensor."""
-    counts = trial.counts(row)
+    counts = trial.counts(axis_strategy)
     try:
-        for length in {meta.shape[p.dim] for meta, p in zip(trial.metas, row.inputs, strict=True) if p.is_shard}:
+        for length in {
+            meta.shape[p.dim] for meta, p in zip(trial.metas, axis_strategy.inputs, strict=True) if p.is_shard
+        }:
             true = trial.at_length(length)
             if sum(math.prod(shape) for shape in true.shapes) > MOST_ELEMENTS:
                 return False
-            for pieces in counts:
-                prove(true.run, "op", row, pieces, true.tensors(1.0))
-        for magnitude, pieces in itertools.product(MAGNITUDES, counts):
-            prove(trial.run, "op", row, pieces, trial.tensors(magnitude))
-        if PARTIAL in row.inputs:  # an op that passes over what is no number
-            prove(trial.run, "op", row, counts[0], _with_a_hole(trial.tensors(1.0)))
+            for shards in counts:
+                prove(true.run, "op", axis_strategy, shards, true.tensors(1.0))
+        for magnitude, shards in itertools.product(MAGNITUDES, counts):
+            prove(trial.run, "op", axis_strategy, shards, trial.tensors(magnitude))
+        if PARTIAL in axis_strategy.inputs:  # an op that passes over what is no number
+            prove(trial.run, "op", axis_strategy, counts[0], _with_a_hole(trial.tensors(1.0)))
     except RuleError:
         return False
     return True

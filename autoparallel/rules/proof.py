@@ -13,7 +13,7 @@ from torch import Tensor
 from autoparallel.capture.graph import Node, Ref
 from autoparallel.capture.passes.autocast import without_autocast
 from autoparallel.errors import RuleError
-from autoparallel.rules.rule import Row
+from autoparallel.rules.rule import AxisStrategy
 
 PIECES = (2, 3)
 #: Of the largest entry.
@@ -45,20 +45,22 @@ def call(node: Node, *tensors: Tensor) -> list[Tensor]:
     return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
-def prove(run: Run, op: str, row: Row, pieces: int, tensors: Sequence[Tensor], tolerance: float = TOLERANCE) -> None:
+def prove(
+    run: Run, op: str, row: AxisStrategy, shards: int, tensors: Sequence[Tensor], tolerance: float = TOLERANCE
+) -> None:
     """Run the row on this many shards and compare with the whole, forward and gradients; nothing where the sizes do
     not allow so many.
 
     Raises RuleError when they differ by more than ``tolerance`` of the largest entry, or ``run`` does.
     """
     lengths = [t.shape[p.dim] for t, p in zip(tensors, row.inputs, strict=True) if p.is_shard]
-    if any(n % pieces for n in lengths if row.even) or any(-(-n // -(-n // pieces)) != pieces for n in lengths):
+    if any(n % shards for n in lengths if row.even) or any(-(-n // -(-n // shards)) != shards for n in lengths):
         return
     leaves = [t.detach().clone().requires_grad_(_has_gradient(t)) for t in tensors]
     whole = run(*leaves)
-    wrong = f"the rule of {op} is wrong: cutting {row.name!r} into {pieces} pieces"
+    wrong = f"the rule of {op} is wrong: cutting {row.name!r} into {shards} pieces"
     try:
-        by_rank = [run(*inputs) for inputs in _cut(row, leaves, pieces)]
+        by_rank = [run(*inputs) for inputs in _cut(row, leaves, shards)]
     except RuleError as error:
         raise RuleError(f"{wrong}: {error}") from error
     if any(len(values) != len(whole) for values in by_rank):
@@ -88,26 +90,26 @@ def _has_gradient(t: Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-def _cut(row: Row, tensors: Sequence[Tensor], pieces: int) -> Iterator[list[Tensor]]:
+def _cut(row: AxisStrategy, tensors: Sequence[Tensor], shards: int) -> Iterator[list[Tensor]]:
     """Each rank's inputs: contiguous, as they are when a program runs."""
-    generator = torch.Generator().manual_seed(pieces)
-    summed = [_summands(t, pieces, generator) if p.kind == "P" else []
+    generator = torch.Generator().manual_seed(shards)
+    summed = [_summands(t, shards, generator) if p.kind == "P" else []
               for t, p in zip(tensors, row.inputs, strict=True)]
-    for rank in range(pieces):
+    for rank in range(shards):
         yield [
-            t.chunk(pieces, p.dim)[rank].contiguous() if p.is_shard else parts[rank] if parts else t
+            t.chunk(shards, p.dim)[rank].contiguous() if p.is_shard else parts[rank] if parts else t
             for t, p, parts in zip(tensors, row.inputs, summed, strict=True)
         ]
 
 
-def _summands(t: Tensor, pieces: int, generator: torch.Generator) -> list[Tensor]:
+def _summands(t: Tensor, shards: int, generator: torch.Generator) -> list[Tensor]:
     """Parts that differ in every element, also in sign: shares alone would pass for summands of a norm. What is no
     number is so in the first part only."""
     missing = t.isnan()
     known = t.masked_fill(missing, 0.0)
     scale = _largest(known.detach())
-    apart = [scale * torch.randn(t.shape, generator=generator, device="cpu").to(t) for _ in range(pieces - 1)]
-    first, *rest = [known / pieces + one for one in (*apart, -sum(apart, torch.zeros_like(t)))]
+    apart = [scale * torch.randn(t.shape, generator=generator, device="cpu").to(t) for _ in range(shards - 1)]
+    first, *rest = [known / shards + one for one in (*apart, -sum(apart, torch.zeros_like(t)))]
     return [torch.where(missing, t, first), *rest]
 
 
@@ -136,7 +138,7 @@ def _largest(t: Tensor) -> float:
     return float(t.abs().max()) if t.numel() else 0.0
 
 
-def _compare(wrong: str, row: Row, what: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
+def _compare(wrong: str, row: AxisStrategy, what: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
     same = expected.shape == found.shape and expected.dtype == found.dtype
     error = _difference(expected.detach(), found.detach()) if same else float("inf")
     if not error <= tolerance:

@@ -2,7 +2,7 @@
 
     Rule.parse("x[b, s, k], w[n, k], bias[n] -> y[b, s, n]", reduce="k", additive="bias")
 
-From the map follow, for one mesh axis, the op's rows (`Row`): to which factor the axis is assigned, and so how each
+From the map follow, for one mesh axis, the op's rows (`AxisStrategy`): to which factor the axis is assigned, and so how each
 tensor lies on it.
 
     axis assigned to ...             tensor with the factor    tensor without it        output without it
@@ -42,7 +42,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Row:
+class AxisStrategy:
     """One way to run an op along one mesh axis.
 
     ``inputs`` and ``outputs`` are placements in the order of the node's tensors. ``factor`` is the loop index that the
@@ -97,24 +97,26 @@ class Rule:
     work_bytes: float = 0.0
     backward_flops: float = 2.0
     gradient_ops: int = 1
-    variants: tuple[Row, ...] = ()
+    variants: tuple[AxisStrategy, ...] = ()
 
-    def rows(self) -> tuple[Row, ...]:
+    def axis_strategies(self) -> tuple[AxisStrategy, ...]:
         """All rows, the repeated work first; what the mesh axis and the shapes forbid is left to the caller."""
         whole = tuple(INVARIANT for _ in self.inputs), tuple(INVARIANT for _ in self.outputs)
-        found = [Row("repeat", *whole)]
+        found = [AxisStrategy("repeat", *whole)]
         if self.fixed:
             return tuple(found)
         if self.inputs:
-            found.append(Row("part", tuple(REPLICATE for _ in self.inputs), tuple(REPLICATE for _ in self.outputs)))
+            found.append(
+                AxisStrategy("part", tuple(REPLICATE for _ in self.inputs), tuple(REPLICATE for _ in self.outputs))
+            )
         for group in self.linear:
             inputs = tuple(PARTIAL if i in group else REPLICATE for i in range(len(self.inputs)))
             names = ",".join(str(i) for i in sorted(group))
-            found.append(Row(f"linear({names})", inputs, tuple(PARTIAL for _ in self.outputs)))
-        found.extend(self._factor_row(factor) for factor in self.sizes)
+            found.append(AxisStrategy(f"linear({names})", inputs, tuple(PARTIAL for _ in self.outputs)))
+        found.extend(self._factor_strategy(factor) for factor in self.sizes)
         return (*found, *self.variants)
 
-    def _factor_row(self, factor: str) -> Row:
+    def _factor_strategy(self, factor: str) -> AxisStrategy:
         inputs = []
         for position, dims in enumerate(self.inputs):
             if factor in dims:
@@ -123,7 +125,7 @@ class Rule:
                 added = factor in self.reduce and position in self.additive
                 inputs.append(PARTIAL if added else REPLICATE)
         outputs = tuple(shard(dims.index(factor)) if factor in dims else PARTIAL for dims in self.outputs)
-        return Row(factor, tuple(inputs), outputs, factor, self.even.get(factor, ()))
+        return AxisStrategy(factor, tuple(inputs), outputs, factor, self.even.get(factor, ()))
 
 
 def parse_tensor(text: str) -> tuple[str, Dims]:

@@ -58,7 +58,7 @@ def agree(what: str, mine: str | _Failure, among: int = 0) -> None:
                             "do all ranks compile the same model with the same inputs and options?")
 
 
-def made_alike(what: str, make: Callable[[], T], digest: Callable[[T], str], among: int = 0) -> T:
+def made_equally(what: str, make: Callable[[], T], digest: Callable[[T], str], among: int = 0) -> T:
     """What every rank makes for itself. Raises its own error where it fails, and where others do or differ theirs."""
     try:
         made = make()

@@ -51,7 +51,7 @@ class Calls:
 
     def step(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward; returns the loss, detached."""
-        run = self._whole_step if compiled.plan.hybrid.is_plain else self._turns
+        run = self._whole_step if compiled.plan.hybrid.is_plain else self._in_micro_batches
         with self._state.together.call():
             return run(compiled, leaves)
 
@@ -59,12 +59,16 @@ class Calls:
         """Forward of a form that is one stage in one turn; returns this rank's outputs."""
         state, program, space = self._state, compiled.program, compiled.space
         with groups.use(state.axes):
-            local = initialise.local_pieces([
-                self._local_input(leaves[int(site.path)], layout) if site.kind == "input"
-                else self._state_of(site.path, space.graph).clone() if site.path in program.updates  # backward reads it
-                else self._state_of(site.path, space.graph)
-                for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
-            ])
+            local = initialise.local_shards(
+                [
+                    self._local_input(leaves[int(decision.path)], layout)
+                    if decision.kind == "input"
+                    else self._state_of(decision.path, space.graph).clone()
+                    if decision.path in program.updates  # backward reads it
+                    else self._state_of(decision.path, space.graph)
+                    for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+                ]
+            )
             with rng.use_seed(rng.mix(state.seed, state.calls)), autocast.without_autocast():
                 outputs, updates, _ = compiled.forward(*local)
         state.calls += 1
@@ -79,12 +83,12 @@ class Calls:
                 loss.backward()
         return loss.detach()
 
-    def _turns(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
+    def _in_micro_batches(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
         """A step in turns or stages."""
         state, key = self._state, id(compiled)
         if key not in self._runners:
             self._runners[key] = StepRunner(
-                compiled.programs, compiled.micro.loss, compiled.plan.hybrid, state.axes, state.site.pipeline_group,
+                compiled.programs, compiled.micro.loss, compiled.plan.hybrid, state.axes, state.position.pipeline_group,
                 state.device,
             )
             own = {name: ranks for name, ranks in compiled.shared.items() if name in compiled.parameter_layouts}
@@ -93,15 +97,21 @@ class Calls:
         feeds = self._feeds(compiled, leaves)
         with self._shared_gradients[key].added_up() as shared, autocast.without_autocast():
             loss = self._runners[key].run(
-                lambda program: initialise.local_pieces([
-                    shared[site.path] if site.path in shared else self._state_of(site.path, compiled.space.graph)
-                    for site in program.placeholders if site.kind == "parameter"
-                ]),
-                lambda program, turn: [
-                    self._local_input(feeds[int(site.path)][turn], layout) if site.kind == "input"
-                    else self._state_of(site.path, compiled.space.graph)
-                    for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
-                    if site.kind != "parameter"
+                lambda program: initialise.local_shards(
+                    [
+                        shared[decision.path]
+                        if decision.path in shared
+                        else self._state_of(decision.path, compiled.space.graph)
+                        for decision in program.placeholders
+                        if decision.kind == "parameter"
+                    ]
+                ),
+                lambda program, micro_batch: [
+                    self._local_input(feeds[int(decision.path)][micro_batch], layout)
+                    if decision.kind == "input"
+                    else self._state_of(decision.path, compiled.space.graph)
+                    for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+                    if decision.kind != "parameter"
                 ],
                 rng.mix(state.seed, state.calls),
             )
@@ -118,16 +128,18 @@ class Calls:
 
     def _share_written(self, compiled: Compiled) -> None:
         """Give the buffers that one stage has written to the others, which may read them in the next step."""
-        if (group := self._state.site.pipeline_group) is not None:
+        if (group := self._state.position.pipeline_group) is not None:
             for name, rank in compiled.written.items():
                 dist.broadcast(self.module.get_buffer(name), dist.get_global_rank(group, rank), group=group)
 
     def _feeds(self, compiled: Compiled, leaves: Sequence[Any]) -> list[list[Any]]:
         """Each input of the turns' program, turn by turn."""
         state, micro = self._state, compiled.micro
-        if state.site.pipeline_ranks > 1:  # each stage reads some of the inputs, which all of them have rows of
-            leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) and leaf.device_mesh == state.site.whole else leaf
-                      for leaf in leaves]
+        if state.position.pipeline_ranks > 1:  # each stage reads some of the inputs, which all of them have rows of
+            leaves = [
+                leaf.full_tensor() if isinstance(leaf, DTensor) and leaf.device_mesh == state.position.whole else leaf
+                for leaf in leaves
+            ]
         if micro.count == 1:
             return [[leaf] for leaf in leaves]
         known: dict[Ref, torch.Tensor] = {}

@@ -55,34 +55,34 @@ class Compiled:
     def parameter_layouts(self) -> dict[str, Layout]:
         """Layouts of the parameters that this rank has."""
         return {
-            site.path: layout
+            decision.path: layout
             for program in self.programs.values()
-            for site, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
-            if site.kind == "parameter"
+            for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+            if decision.kind == "parameter"
         }
 
     @property
     def elsewhere(self) -> set[str]:
         """Parameters that only other stages have."""
-        read = {site.path for site in self.space.sites if site.kind == "parameter"}
+        read = {decision.path for decision in self.space.decisions if decision.kind == "parameter"}
         return read - set(self.parameter_layouts) if len(self.stages) > 1 else set()
 
     @cached_property
     def shared(self) -> dict[str, Ranks]:
         """Parameters of several stages or ranks of the pipeline, with these ranks."""
         found = {}
-        for site in self.space.sites:
-            stages = [s for s, part in enumerate(self.stages.parts) if site.index in part.sites]
+        for decision in self.space.decisions:
+            stages = [s for s, part in enumerate(self.stages.parts) if decision.index in part.decisions]
             ranks = self.plan.hybrid.ranks_of(*stages)
-            if site.kind == "parameter" and max(len(stages), len(ranks)) > 1:
-                found[site.path] = ranks
+            if decision.kind == "parameter" and max(len(stages), len(ranks)) > 1:
+                found[decision.path] = ranks
         return found
 
     @cached_property
     def written(self) -> dict[str, int]:
         """Buffers that the program writes, with the first rank of the pipeline that computes what."""
-        return {site.path: self.plan.hybrid.ranks_of(stage)[0] for stage, part in enumerate(self.stages.parts)
-                for site in self.space.sites if site.kind == "update" and site.index in part.sites}
+        return {decision.path: self.plan.hybrid.ranks_of(stage)[0] for stage, part in enumerate(self.stages.parts)
+                for decision in self.space.decisions if decision.kind == "update" and decision.index in part.decisions}
 
 
 class Forms:

@@ -31,7 +31,7 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tup
     return DTensor.from_local(local, mesh, to_torch(layout), run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-class _LocalPieces(torch.autograd.Function):
+class _LocalShards(torch.autograd.Function):
     """`DTensor.to_local` of many at once: as one node of autograd it takes a quarter of the time."""
 
     @staticmethod
@@ -54,11 +54,11 @@ def _gradient(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor(local, copy.copy(spec), requires_grad=False)
 
 
-def local_pieces(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def local_shards(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same tensors, with this rank's piece of each DTensor."""
-    learning = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
-    pieces = iter(_LocalPieces.apply(*learning) if learning else ())
-    return [v if not isinstance(v, DTensor) else next(pieces) if v.requires_grad else v.to_local() for v in values]
+    trainable = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
+    shards = iter(_LocalShards.apply(*trainable) if trainable else ())
+    return [v if not isinstance(v, DTensor) else next(shards) if v.requires_grad else v.to_local() for v in values]
 
 
 def shared_seed(seed: int) -> int:
@@ -66,7 +66,7 @@ def shared_seed(seed: int) -> int:
     return decide_once(lambda: seed)
 
 
-def piece(value: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
+def local_shard(value: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
     """This rank's piece of a global tensor."""
     offsets, shape = local_box(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ())
     for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
@@ -95,7 +95,7 @@ def set_value(parallel: nn.Module, name: str, value: torch.Tensor, device: torch
         if isinstance(value, DTensor):
             local = value.redistribute(mesh, to_torch(layout)).to_local()
         else:
-            local = piece(value, mesh, layout)
+            local = local_shard(value, mesh, layout)
         made = as_dtensor(local.to(device=device, dtype=old.dtype).contiguous().clone(), mesh, layout, tuple(old.shape))
     if old.device.type != "meta":
         with torch.no_grad():

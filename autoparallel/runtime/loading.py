@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoparallel.errors import InputError
-from autoparallel.kernels.groups import MeshSite
+from autoparallel.kernels.groups import MeshPosition
 from autoparallel.runtime import initialise
-from autoparallel.runtime.agree import made_alike
+from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.failing import reached
 from autoparallel.runtime.inputs import digest, hash_of
 
@@ -28,7 +28,7 @@ _SAMPLE = 64  # elements of a tensor that ranks compare
 _NAMED = 3  # in a message
 
 
-def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], site: MeshSite,
+def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], position: MeshPosition,
                     device: torch.device, strict: bool) -> Any:
     """Load global values by name; of a pipeline stage its own. With ``strict``, names that are missing here, or that
     the original ``model`` has not, are errors. All ranks call this.
@@ -38,11 +38,11 @@ def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, A
     """
 
     def check() -> tuple[dict[str, torch.Tensor], list[str], list[str], Mapping[str, torch.Tensor]]:
-        values, missing, unexpected = _checked(model, parallel, state, strict, site)
+        values, missing, unexpected = _checked(model, parallel, state, strict, position)
         return values, missing, unexpected, initialise.lost_buffers(model, device)
 
-    values, missing, unexpected, lost = made_alike("a state dict", check, lambda _: "")
-    _compare(values, site)
+    values, missing, unexpected, lost = made_equally("a state dict", check, lambda _: "")
+    _compare(values, position)
     for name, value in sorted(values.items()):  # in one order: DTensors are redistributed
         initialise.set_value(parallel, name, value, device)
     for name, value in lost.items():
@@ -89,13 +89,13 @@ def _with_whole(state: Mapping[str, Any]) -> _StateDict:
                 for name, value in state.items()}
 
     made = _StateDict({name: value.full_tensor().detach() if isinstance(value, DTensor) else value
-                       for name, value in made_alike("a state dict", check, lambda _: "").items()})
+                       for name, value in made_equally("a state dict", check, lambda _: "").items()})
     if hasattr(state, "_metadata"):
         made._metadata = state._metadata
     return made
 
 
-def _checked(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], strict: bool, site: MeshSite
+def _checked(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], strict: bool, position: MeshPosition
              ) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
     """What is to be loaded here, and the names that are missing and unexpected."""
     if not isinstance(state, Mapping):
@@ -118,24 +118,24 @@ def _checked(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], st
             raise InputError(f"{name} has shape {list(old.shape)}, the value given {list(value.shape)}")
         if old.is_meta:
             initialise.check_unwatched(name, old)
-        values[name] = (_on_mesh(name, value, site) if isinstance(value, DTensor) else value).detach()
+        values[name] = (_on_mesh(name, value, position) if isinstance(value, DTensor) else value).detach()
     return values, missing, unexpected
 
 
-def _on_mesh(name: str, value: DTensor, site: MeshSite) -> torch.Tensor:
+def _on_mesh(name: str, value: DTensor, position: MeshPosition) -> torch.Tensor:
     """The same value, on the mesh of this model if it is cut. Raises InputError where it is not this rank's."""
     if _is_whole(value):
         return value.to_local()
-    if value.device_mesh == site.mesh:
+    if value.device_mesh == position.mesh:
         _check_place(name, value)
         if (mine := value.to_local().shape) != (right := _local_shape(value)):
             raise InputError(f"{name} is a DTensor whose shard is {list(mine)}, and this rank's is {list(right)}"
                              f"{_OF_ONE}{_REMEDY}")
-        return DTensor.from_local(value.to_local(), site.mesh, value.placements, run_check=False, shape=value.shape,
+        return DTensor.from_local(value.to_local(), position.mesh, value.placements, run_check=False, shape=value.shape,
                                   stride=value.stride())
-    if site.pipeline_ranks > 1:
+    if position.pipeline_ranks > 1:
         raise InputError(f"{name} is a DTensor on the mesh {value.device_mesh}, this pipeline stage lies on "
-                         f"{site.mesh}{_REMEDY}")
+                         f"{position.mesh}{_REMEDY}")
     return _of_this_rank(name, value)
 
 
@@ -193,7 +193,7 @@ def _is_connected(mesh: DeviceMesh) -> bool:
     return True
 
 
-def _compare(values: Mapping[str, torch.Tensor], site: MeshSite) -> None:
+def _compare(values: Mapping[str, torch.Tensor], position: MeshPosition) -> None:
     """Raises InputError on all ranks where those of a pipeline stage have different global values, or all of them the
     same shards: a DTensor of which something was computed does not tell any more that another rank saved it.
 
@@ -207,11 +207,11 @@ def _compare(values: Mapping[str, torch.Tensor], site: MeshSite) -> None:
     hashes = {name: int(digest(samples[name])) for name in samples if not isinstance(values[name], DTensor)}
     found: list[Any] = [None] * dist.get_world_size()
     with reached():
-        dist.all_gather_object(found, (site.pipeline_rank, hash_of(hashes), shards if cut else dist.get_rank()))
-        copied = [stage for stage, _, mine in found if site.mesh.size() > 1
+        dist.all_gather_object(found, (position.pipeline_rank, hash_of(hashes), shards if cut else dist.get_rank()))
+        copied = [stage for stage, _, mine in found if position.mesh.size() > 1
                   and all(mine == other for s, _, other in found if s == stage)]
         if len({(stage, theirs) for stage, theirs, _ in found}) > len({stage for stage, _, _ in found}):
-            dist.all_gather_object(found, (site.pipeline_rank, hashes))
+            dist.all_gather_object(found, (position.pipeline_rank, hashes))
             raise InputError(f"ranks load different values: {_different(found)}\n  Plain tensors are global values: "
                              "load the same file on all ranks, or DTensors with each rank's shards.")
     if copied:

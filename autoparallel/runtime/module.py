@@ -46,10 +46,10 @@ class ParallelModule(nn.Module):
     is traced and planned anew, with the parameters where they are.
     """
 
-    def __init__(self, model: nn.Module, site: groups.MeshSite, hybrid: Hybrid, compile_call: Compile,
+    def __init__(self, model: nn.Module, position: groups.MeshPosition, hybrid: Hybrid, compile_call: Compile,
                  inputs: Inputs) -> None:
         super().__init__()
-        self._state = State(model, site, hybrid, compile_call, inputs)
+        self._state = State(model, position, hybrid, compile_call, inputs)
         self._calls = Calls(self, self._state)
         self.training = model.training
         if callable(getattr(type(model), "generate", None)):
@@ -63,7 +63,7 @@ class ParallelModule(nn.Module):
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh as given (parameters lie on it, or on this rank's stage of it)."""
-        return self._state.site.whole
+        return self._state.position.whole
 
     def program(self) -> torch.fx.GraphModule:
         """This rank's (first) program, for reading: ``parallel.program().print_readable()``."""
@@ -81,7 +81,7 @@ class ParallelModule(nn.Module):
         plain = not step or state.hybrid.is_plain
         if state.places is not None:
             state.places.check()
-        key = form_of(leaves, spec), state.modes(), state.learning(), plain
+        key = form_of(leaves, spec), state.modes(), state.trainable(), plain
         compiled = state.forms.find(key, leaves)
         if compiled is None and state.attributes is not None:
             state.attributes.merge()
@@ -160,16 +160,19 @@ class ParallelModule(nn.Module):
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
             if not isinstance(value, Real) or not (value > 0 or (value == 0 and name == "max_norm")):
                 raise InputError(f"{name} is {shown(value)}: give a number above 0")
-        compiled, site = self._first(), self._state.site
+        compiled, position = self._first(), self._state.position
         total = torch.zeros((), dtype=torch.float64, device=self._state.device)
         infinite = norm_type == float("inf")
         for name, parameter in self.named_parameters():
-            if parameter.grad is None or compiled.shared.get(name, (site.pipeline_rank,))[0] != site.pipeline_rank:
+            if (
+                parameter.grad is None
+                or compiled.shared.get(name, (position.pipeline_rank,))[0] != position.pipeline_rank
+            ):
                 continue
             norm = torch.linalg.vector_norm(parameter.grad, norm_type)
             norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
             total = torch.maximum(total, norm) if infinite else total + norm**norm_type
-        if (group := site.pipeline_group) is not None:
+        if (group := position.pipeline_group) is not None:
             dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
         total = total if infinite else total ** (1 / norm_type)
         factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
@@ -218,12 +221,12 @@ class ParallelModule(nn.Module):
         args, kwargs = self.taken(args, kwargs)
         compiled, mesh = self.trace(args, kwargs), self._state.mesh
         leaves, spec = pytree.tree_flatten(canonical_call(args, kwargs))
-        for site, layout in zip(compiled.program.placeholders, compiled.program.placeholder_layouts, strict=True):
-            if site.kind == "input" and isinstance(whole := leaves[int(site.path)], DTensor):
-                leaves[int(site.path)] = whole.redistribute(mesh, to_torch(layout))
-            elif site.kind == "input":
-                mine = initialise.piece(whole, mesh, layout).to(self._state.device).contiguous()
-                leaves[int(site.path)] = initialise.as_dtensor(mine, mesh, layout)
+        for decision, layout in zip(compiled.program.placeholders, compiled.program.placeholder_layouts, strict=True):
+            if decision.kind == "input" and isinstance(whole := leaves[int(decision.path)], DTensor):
+                leaves[int(decision.path)] = whole.redistribute(mesh, to_torch(layout))
+            elif decision.kind == "input":
+                mine = initialise.local_shard(whole, mesh, layout).to(self._state.device).contiguous()
+                leaves[int(decision.path)] = initialise.as_dtensor(mine, mesh, layout)
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return kwargs if isinstance(batch, Mapping) else args
 
@@ -270,8 +273,11 @@ class ParallelModule(nn.Module):
             numbered = pytree.tree_unflatten(range(len(leaves)), spec)
             call = _as_call(numbered) if numbered != 0 else ((0,), {})  # a tensor by itself
             numbers = pytree.tree_leaves(canonical_call(*call))
-            layouts = {numbers[int(site.path)]: layout for site, layout
-                       in zip(program.placeholders, program.placeholder_layouts, strict=True) if site.kind == "input"}
+            layouts = {
+                numbers[int(decision.path)]: layout
+                for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+                if decision.kind == "input"
+            }
         form = data.Form.of(batch, layouts, state.mesh if layouts else self.mesh, whole)
         return data.sharded_loader(dataset, form, state.device, batch_size, shuffle=shuffle, seed=seed,
                                    collate=collate_fn, drop_last=drop_last, as_dtensors=state.inputs.are_local,
@@ -297,7 +303,7 @@ class ParallelModule(nn.Module):
         state = self._state
         if not state.forms:
             return loading.load_original(state.model, state_dict, strict, assign)
-        return loading.load_state_dict(state.model, self, state_dict, state.site, state.device, strict)
+        return loading.load_state_dict(state.model, self, state_dict, state.position, state.device, strict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._first()

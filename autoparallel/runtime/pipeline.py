@@ -27,7 +27,7 @@ from autoparallel.schedule.in_flight import in_flight
 from cost_models.pipeline import order
 
 if TYPE_CHECKING:
-    from autoparallel.runtime.stage_module import TurnModule
+    from autoparallel.runtime.stage_module import StageModule
 
 
 def _loss(output: Any, target: Any) -> torch.Tensor:
@@ -45,18 +45,18 @@ class _Sends(list[dist.P2POp]):
 class _Stage(torch_pp.PipelineStage):
     """A stage whose buffers are on the meta device, but for micro-batches that are being received or used."""
 
-    def __init__(self, module: TurnModule, index: int, hybrid: Hybrid, device: torch.device, group: dist.ProcessGroup
+    def __init__(self, module: StageModule, index: int, hybrid: Hybrid, device: torch.device, group: dist.ProcessGroup
                  ) -> None:
         # torch wants as many stages as ranks
         super().__init__(module, index, max(hybrid.stages, hybrid.pipeline_ranks), device,
                          input_args=_metas(module.received), output_args=_metas(module.results), group=group)
         self.module, self.num_stages = module, hybrid.stages
-        self.hybrid, self.turns, self.turn = hybrid, hybrid.turns_of(self.group_rank), 0
+        self.hybrid, self.micro_batches, self.micro_batch = hybrid, hybrid.micro_batches_of(self.group_rank), 0
         self.backwards = 0
 
     def _resolve_peer_global_rank(self, stage_idx: int) -> int:
         assert self.group is not None
-        return dist.get_global_rank(self.group, self.hybrid.rank_of(stage_idx, self.turn))
+        return dist.get_global_rank(self.group, self.hybrid.rank_of(stage_idx, self.micro_batch))
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with self._on_meta():
@@ -82,20 +82,20 @@ class _Stage(torch_pp.PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._move(self.args_recv_info[fwd_chunk_id], self.device)
-        self.turn = self.turns[fwd_chunk_id]
+        self.micro_batch = self.micro_batches[fwd_chunk_id]
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
-        self.turn = self.turns[bwd_chunk_id]
+        self.micro_batch = self.micro_batches[bwd_chunk_id]
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self.turn = self.turns[fwd_chunk_id]
+        self.micro_batch = self.micro_batches[fwd_chunk_id]
         return _Sends(super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self.turn = self.turns[bwd_chunk_id]
+        self.micro_batch = self.micro_batches[bwd_chunk_id]
         return _Sends(super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -116,8 +116,10 @@ class _Stage(torch_pp.PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self.backwards += 1
-        if self.backwards == len(self.turns) and self.hybrid.schedule != "zero_bubble":  # which puts gradients off
-            self.module.reduce_beside()
+        if (
+            self.backwards == len(self.micro_batches) and self.hybrid.schedule != "zero_bubble"
+        ):  # which puts gradients off
+            self.module.reduce_overlapped()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
 
@@ -142,7 +144,7 @@ class _SendingStage(_Stage):
         return self._send("SEND_B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def _send(self, what: str, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        self.sent[what, self.stage_index, self.turns[chunk]] = torch_schedules._batch_p2p(ops)
+        self.sent[what, self.stage_index, self.micro_batches[chunk]] = torch_schedules._batch_p2p(ops)
         return []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +156,7 @@ class _SendingStage(_Stage):
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _let_go(self, what: str, chunk: int) -> None:
-        for send in self.received_by.get((what, self.stage_index, self.turns[chunk]), ()):
+        for send in self.received_by.get((what, self.stage_index, self.micro_batches[chunk]), ()):
             torch_schedules._wait_batch_p2p(self.sent.pop(send))
 
 
@@ -168,16 +170,16 @@ def received_by(orders: Mapping[int, Sequence[Any]], own: int) -> dict[Action, l
     plain = {rank: [_plain(action) for action in order] for rank, order in orders.items()}
     places = {action: (rank, n) for rank, order in plain.items() for n, action in enumerate(order)}
     heard: dict[int, int] = {}  # by rank, how far it has come
-    under_way, found = list[Action](), dict[Action, list[Action]]()
+    pending, found = list[Action](), dict[Action, list[Action]]()
     for action in plain[own]:
         if action[0].startswith("SEND"):
-            under_way.append(action)
+            pending.append(action)
         elif action[0] in "FB":
             what, stage, micro_batch = action
             rank, n = places.get((f"SEND_{what}", stage + (1 if what == "B" else -1), micro_batch), (own, -1))
             heard[rank] = max(heard.get(rank, -1), n)
-            found[action] = [send for send in under_way if _asked(places, heard, send)]
-            under_way = [send for send in under_way if send not in found[action]]
+            found[action] = [send for send in pending if _asked(places, heard, send)]
+            pending = [send for send in pending if send not in found[action]]
     return found
 
 
@@ -262,34 +264,43 @@ def with_messages(hybrid: Hybrid) -> dict[int, list[Any]]:
     nothing waits for what comes later.
     """
     stage_of = {rank: stage for stage in range(hybrid.stages) for rank in hybrid.ranks_of(stage)}
-    left = {rank: deque(order(in_flight(hybrid, stage), hybrid.turns_of(rank))) for rank, stage in stage_of.items()}
+    left = {
+        rank: deque(order(in_flight(hybrid, stage), hybrid.micro_batches_of(rank))) for rank, stage in stage_of.items()
+    }
     made: dict[int, list[tuple[str, int]]] = {rank: [] for rank in left}
     while any(left.values()):
         before = sum(map(len, left.values()))
         for rank, actions in left.items():
             if actions:
-                (kind, turn), stage = actions[0], stage_of[rank]
+                (kind, micro_batch), stage = actions[0], stage_of[rank]
                 comes_from, goes_to = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
-                if 0 <= comes_from < hybrid.stages and (f"RECV_{kind}", turn) not in made[rank]:
+                if 0 <= comes_from < hybrid.stages and (f"RECV_{kind}", micro_batch) not in made[rank]:
                     continue
                 made[rank].append(actions.popleft())
                 if 0 <= goes_to < hybrid.stages:
-                    made[rank].append((f"SEND_{kind}", turn))
-                    made[hybrid.rank_of(goes_to, turn)].append((f"RECV_{kind}", turn))
+                    made[rank].append((f"SEND_{kind}", micro_batch))
+                    made[hybrid.rank_of(goes_to, micro_batch)].append((f"RECV_{kind}", micro_batch))
         assert sum(map(len, left.values())) < before, "each waits for another"
     kinds = torch_schedules._ComputationType
-    return {rank: [torch_schedules._Action(stage_of[rank], kinds.from_str(kind), turn) for kind, turn in actions]
-            for rank, actions in made.items()}
+    return {
+        rank: [
+            torch_schedules._Action(stage_of[rank], kinds.from_str(kind), micro_batch) for kind, micro_batch in actions
+        ]
+        for rank, actions in made.items()
+    }
 
 
-class _InTurns(torch_schedules._PipelineScheduleRuntime):
+class _InMicroBatches(torch_schedules._PipelineScheduleRuntime):
     """The micro-batches of one rank of a stage that several ranks run."""
 
     def __init__(self, stage: _Stage, orders: Mapping[int, Sequence[Any]]) -> None:
-        super().__init__([stage], len(stage.turns), loss_fn=_loss, scale_grads=False)
-        self.pipeline_order_with_comms = {self.rank: [
-            action._replace(microbatch_index=stage.turns.index(action.microbatch_index)) for action in orders[self.rank]
-        ]}
+        super().__init__([stage], len(stage.micro_batches), loss_fn=_loss, scale_grads=False)
+        self.pipeline_order_with_comms = {
+            self.rank: [
+                action._replace(microbatch_index=stage.micro_batches.index(action.microbatch_index))
+                for action in orders[self.rank]
+            ]
+        }
 
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
         for stage in stages:  # torch asks all stages, one rank of each, whether they know what they exchange
@@ -302,7 +313,7 @@ class Pipeline:
     ``modules`` by stage index (as many on each rank); ``group`` is the pipeline axis's process group.
     """
 
-    def __init__(self, hybrid: Hybrid, modules: Mapping[int, TurnModule], group: dist.ProcessGroup,
+    def __init__(self, hybrid: Hybrid, modules: Mapping[int, StageModule], group: dist.ProcessGroup,
                  device: torch.device) -> None:
         classes: dict[str, Any] = {
             "gpipe": torch_pp.ScheduleGPipe, "1f1b": torch_pp.Schedule1F1B,
@@ -314,7 +325,7 @@ class Pipeline:
         orders: Mapping[int, Sequence[Any]] = {}
         if hybrid.replicas:
             orders = with_messages(hybrid)
-            self.schedule = _InTurns(self.stages[0], orders)
+            self.schedule = _InMicroBatches(self.stages[0], orders)
         else:
             self.schedule = classes[hybrid.schedule](
                 self.stages if kind is _SendingStage else self.stages[0], hybrid.micro_batches, loss_fn=_loss,
@@ -333,9 +344,9 @@ class Pipeline:
             stage.clear_runtime_states()
         self.sent.clear()  # of a step that failed
         losses: list[torch.Tensor] = []
-        turns: list[Any] = [{"turn": turn} for turn in self.stages[0].turns]
+        micro_batches: list[Any] = [{"micro_batch": micro_batch} for micro_batch in self.stages[0].micro_batches]
         self.schedule._step_microbatches(
-            [()] * len(turns), turns, [None] * len(turns), losses, return_outputs=False
+            [()] * len(micro_batches), micro_batches, [None] * len(micro_batches), losses, return_outputs=False
         )
         while self.sent:
             torch_schedules._wait_batch_p2p(self.sent.popitem()[1])

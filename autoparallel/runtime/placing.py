@@ -39,7 +39,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
             layout = layouts.get(name, everywhere)
             state.layouts[name] = layout
             placed[id(parameter)] = nn.Parameter(
-                _piece_of(value, mesh, layout, state.device), parameter.requires_grad
+                _shard_of(value, mesh, layout, state.device), parameter.requires_grad
             )
             _take_hooks(parameter, placed[id(parameter)])
         owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
@@ -85,7 +85,7 @@ def _absent(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, None]:
     return {name: None for name, value in tensors.items() if value is None}
 
 
-def _piece_of(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: torch.device) -> DTensor:
+def _shard_of(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: torch.device) -> DTensor:
     """A parameter on the mesh, in its own memory: rank 0's value in pieces, or an empty meta piece of a meta value."""
     if value.device.type != "meta":
         return distribute_tensor(value.to(device, copy=True), mesh, to_torch(layout))
@@ -107,16 +107,16 @@ def _same_everywhere(value: torch.Tensor, mesh: DeviceMesh, device: torch.device
 def _make_shared_groups(state: State, ranks_together: Sequence[Ranks]) -> None:
     """Process groups of these ranks of the pipeline, beside each place in a stage. All ranks call this."""
     for ranks in filter(lambda ranks: len(ranks) > 1, ranks_together):
-        for column in state.site.whole.mesh.flatten(1).t().tolist():
+        for column in state.position.whole.mesh.flatten(1).t().tolist():
             group = dist.new_group([column[rank] for rank in ranks])
-            if dist.get_rank() in column and state.site.pipeline_rank in ranks:
+            if dist.get_rank() in column and state.position.pipeline_rank in ranks:
                 state.shared_groups[ranks] = group
                 state.together.groups.append(group)
 
 
 def _same_on_pipeline(state: State, value: torch.Tensor) -> torch.Tensor:
     """A value as the pipeline's first rank has it."""
-    group = state.site.pipeline_group
+    group = state.position.pipeline_group
     if group is None or value.device.type == "meta":
         return value
     value = value.to(state.device).clone()

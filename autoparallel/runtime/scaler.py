@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError
-from autoparallel.kernels.groups import MeshSite
+from autoparallel.kernels.groups import MeshPosition
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _scale: ContextVar[torch.Tensor | None] = ContextVar("scale", default=None)
@@ -85,11 +85,11 @@ def scaled(loss: torch.Tensor) -> torch.Tensor:
     return loss if scale is None else _Scaled.apply(loss, scale)
 
 
-def make_torchs_right(site: MeshSite) -> None:
+def make_torchs_right(position: MeshPosition) -> None:
     """Let torch's own scaler reduce what it finds over the whole mesh, or refuse where that is a part of a pipeline."""
     _replace_handler()
-    if site.pipeline_ranks > 1:
-        _STAGES.add(site.mesh)
+    if position.pipeline_ranks > 1:
+        _STAGES.add(position.mesh)
 
 
 @cache

@@ -43,23 +43,23 @@ class SharedGradients:
 
     def _summed_together(self) -> Iterator[list[str]]:
         """Names in buckets: all ranks of a parameter come to the same."""
-        alike: dict[tuple[Ranks, str], list[str]] = {}
+        equivalent: dict[tuple[Ranks, str], list[str]] = {}
         for name, ranks in sorted(self.ranks_of.items()):
             if len(ranks) > 1 and (parameter := self.parameter(name)).requires_grad:
-                alike.setdefault((ranks, str(parameter.dtype)), []).append(name)
-        for _, names in sorted(alike.items()):
+                equivalent.setdefault((ranks, str(parameter.dtype)), []).append(name)
+        for _, names in sorted(equivalent.items()):
             for bucket in in_buckets([_local(self.parameter(name)).nbytes for name in names]):
                 yield [names[n] for n in bucket]
 
 
 def _add_up(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, sum_dtype: torch.dtype | None) -> None:
     """The gradients of these parameters; one of which no rank has a gradient gets none."""
-    pieces = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad) for p in parameters]
-    dtype = sum_dtype or pieces[0].dtype
-    there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=pieces[0].device)
-    summed = torch.cat([there, *(piece.detach().reshape(-1).to(dtype) for piece in pieces)])
+    shards = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad) for p in parameters]
+    dtype = sum_dtype or shards[0].dtype
+    there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=shards[0].device)
+    summed = torch.cat([there, *(local_shard.detach().reshape(-1).to(dtype) for local_shard in shards)])
     dist.all_reduce(summed, group=group)
-    anywhere, *sums = summed.split([len(parameters), *(piece.numel() for piece in pieces)])
+    anywhere, *sums = summed.split([len(parameters), *(local_shard.numel() for local_shard in shards)])
     for number, (parameter, made) in enumerate(zip(parameters, sums, strict=True)):
         if parameter.grad is None and anywhere[number] > 0:
             parameter.grad = torch.zeros_like(parameter)

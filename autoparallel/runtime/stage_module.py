@@ -14,23 +14,23 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.kernels import groups, rng
-from autoparallel.kernels.async_communication import post_gradients
+from autoparallel.kernels.async_communication import issue_gradients
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.regather import regathering
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import ended_together, overlap
-from autoparallel.lower.parameter_reads import Turn, gathers_parameter, split_reads
+from autoparallel.lower.parameter_reads import SplitProgram, gathers_parameter, split_reads
 from autoparallel.lower.recompute_pass import gather_again, with_recompute
 from autoparallel.plans import Hybrid
 from autoparallel.runtime.scaler import scaled
 
 
-def in_turns(program: Program, hybrid: Hybrid) -> Turn:
+def split_step(program: Program, hybrid: Hybrid) -> SplitProgram:
     """A program in two: reading parameters, and what takes turns, which recomputes and gathers, ahead and again, as
     ``hybrid`` has it."""
     split = split_reads(program, gathers_parameter if hybrid.zero_stage == 3 else lambda node: False)
-    turn = overlap(split.turn, _recomputed(hybrid)) if hybrid.gathers_ahead else split.turn
-    return replace(split, turn=_kept_less(turn, hybrid))
+    micro_batch = overlap(split.micro_batch, _recomputed(hybrid)) if hybrid.prefetches else split.micro_batch
+    return replace(split, micro_batch=_kept_less(micro_batch, hybrid))
 
 
 def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
@@ -53,7 +53,7 @@ def _recomputed(hybrid: Hybrid) -> Callable[[FxNode], str | None]:
     return block_of
 
 
-class TurnModule(nn.Module):
+class StageModule(nn.Module):
     """One stage's program as it runs turn by turn.
 
     Its parameters are the values that turns read, made once per step from the real ones; gradients add up in them.
@@ -62,11 +62,11 @@ class TurnModule(nn.Module):
     def __init__(self, program: Program, loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis]) -> None:
         super().__init__()
         self.program, self.loss, self.axes = program, loss, axes
-        self.each_turn, self.regathers = hybrid.zero_stage >= 2, hybrid.zero_stage == 3
-        split = in_turns(program, hybrid)
-        self.reads = split.reads if self.each_turn else overlap(split.reads)
+        self.each_micro_batch, self.regathers = hybrid.zero_stage >= 2, hybrid.zero_stage == 3
+        split = split_step(program, hybrid)
+        self.reads = split.reads if self.each_micro_batch else overlap(split.reads)
         self.reduced_together = ended_together(self.reads)
-        self.turn = split.turn
+        self.micro_batch = split.micro_batch
         self.received = program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
         self.results = (outputs[loss],) if loss is not None else program.sent
@@ -78,14 +78,16 @@ class TurnModule(nn.Module):
     def begin(self, parameters: Sequence[torch.Tensor], inputs: Mapping[int, Sequence[torch.Tensor]], seed: int
               ) -> None:
         """Read the parameters (local tensors); ``inputs`` are the other placeholders' tensors by turn."""
-        if self.each_turn:  # what is reduced after each turn adds up beside them: their hooks see it once, and whole
+        if (
+            self.each_micro_batch
+        ):  # what is reduced after each turn adds up beside them: their hooks see it once, and whole
             self.parameters_read = [(p, self._leaf(p)) for p in parameters]
             parameters = [leaf for _, leaf in self.parameters_read]
         with groups.use(self.axes):
             self.values = self.reads(*parameters)
         self.inputs, self.seed = inputs, seed
         self.leaves = nn.ParameterList(map(self._leaf, self.values))
-        if self.each_turn:
+        if self.each_micro_batch:
             for leaf, value in zip(self.leaves, self.values, strict=True):
                 if value.requires_grad:
                     leaf.register_post_accumulate_grad_hook(_reduce_now(value))
@@ -97,16 +99,16 @@ class TurnModule(nn.Module):
             leaf.grad_dtype = torch.promote_types(leaf.dtype, self.sum_dtype)
         return leaf
 
-    def forward(self, *received: torch.Tensor, turn: int) -> tuple[torch.Tensor, ...]:
-        with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, turn)), \
+    def forward(self, *received: torch.Tensor, micro_batch: int) -> tuple[torch.Tensor, ...]:
+        with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, micro_batch)), \
                 regathering() if self.regathers else nullcontext():
-            outputs, self.updates, sent = self.turn(*self.leaves, *self.inputs[turn],
+            outputs, self.updates, sent = self.micro_batch(*self.leaves, *self.inputs[micro_batch],
                                                     *(_Received.apply(x) for x in received))
         if self.loss is not None:
             return (scaled(outputs[self.loss]),)
         return tuple(_Sent.apply(x) for x in sent)
 
-    def reduce_beside(self) -> None:
+    def reduce_overlapped(self) -> None:
         """In the backward to come, the last, post what is reduced together as soon as the last gradient of it is there
         (of those that turns before had)."""
         for numbers in self.reduced_together:
@@ -119,7 +121,7 @@ class TurnModule(nn.Module):
         left.discard(number)
         if not left:
             values = tuple(self.values[n] for n in numbers)
-            post_gradients(values, tuple(None if (made := self.leaves[n].grad) is None else made.to(value.dtype)
+            issue_gradients(values, tuple(None if (made := self.leaves[n].grad) is None else made.to(value.dtype)
                                          for n, value in zip(numbers, values, strict=True)))
 
     def finish(self) -> None:

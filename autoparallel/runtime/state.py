@@ -28,19 +28,19 @@ class State:
     """What the module keeps beside its parameters."""
 
     model: nn.Module
-    site: groups.MeshSite
+    position: groups.MeshPosition
     hybrid: Hybrid
     compile_call: Compile
     inputs: Inputs
 
     def __post_init__(self) -> None:
-        self.mesh = self.site.mesh
+        self.mesh = self.position.mesh
         self.axes = groups.bind(self.mesh)
-        self.together = Together(self.site.whole)
+        self.together = Together(self.position.whole)
         self.forms = Forms()
         self.attributes: SharedAttributes | None = None
         self.places: Places | None = None
-        make_torchs_right(self.site)
+        make_torchs_right(self.position)
         self.parts: dict[nn.Module, nn.Module] = {}
         self.calls_traced: dict[str, None] = {}
         self.layouts: dict[str, Layout] = {}
@@ -63,7 +63,7 @@ class State:
         """Whether each part trains: a part may stay in eval mode while the others train."""
         return tuple(part.training for part in self.parts.values() or self.model.modules())
 
-    def learning(self) -> tuple[bool, ...]:
+    def trainable(self) -> tuple[bool, ...]:
         """Whether each parameter learns: some may be frozen, and learn later. Raises InputError where a rank would have
         to tell those of other pipeline stages, which have other parameters."""
         if self.hybrid.stages == 1:

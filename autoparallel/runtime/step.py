@@ -20,7 +20,7 @@ from autoparallel.kernels.regather import regathering
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import overlap
 from autoparallel.plans import Hybrid
-from autoparallel.runtime.stage_module import TurnModule, _kept_less, _recomputed
+from autoparallel.runtime.stage_module import StageModule, _kept_less, _recomputed
 
 
 class Forward(nn.Module):
@@ -36,13 +36,13 @@ class Forward(nn.Module):
             return self.module(*local)
 
 
-def run_turns(module: TurnModule, turns: Sequence[int]) -> torch.Tensor:
+def run_micro_batches(module: StageModule, micro_batches: Sequence[int]) -> torch.Tensor:
     """All turns of a program that is one stage; returns the sum of their losses."""
     losses = []
-    for turn in turns:
-        if turn == turns[-1]:
-            module.reduce_beside()
-        (loss,) = module(turn=turn)
+    for micro_batch in micro_batches:
+        if micro_batch == micro_batches[-1]:
+            module.reduce_overlapped()
+        (loss,) = module(micro_batch=micro_batch)
         if torch.is_grad_enabled():
             loss.backward()
         losses.append(loss.detach())
@@ -64,23 +64,23 @@ class StepRunner:
                  pipeline_group: dist.ProcessGroup | None, device: torch.device) -> None:
         number = loss_of(loss)
         self.modules = {
-            index: TurnModule(program, number if index == hybrid.stages - 1 else None, hybrid, axes)
+            index: StageModule(program, number if index == hybrid.stages - 1 else None, hybrid, axes)
             for index, program in programs.items()
         }
-        self.turns, self.pipeline = hybrid.turns_of(0), None
+        self.micro_batches, self.pipeline = hybrid.micro_batches_of(0), None
         if pipeline_group is not None:
             from autoparallel.runtime.pipeline import Pipeline  # torch's pipelining, which few need
 
-            self.turns = hybrid.turns_of(dist.get_rank(pipeline_group))
+            self.micro_batches = hybrid.micro_batches_of(dist.get_rank(pipeline_group))
             self.pipeline = Pipeline(hybrid, self.modules, pipeline_group, device)
 
     def run(self, parameters: Callable[[Program], list[torch.Tensor]],
             inputs: Callable[[Program, int], list[torch.Tensor]], seed: int) -> torch.Tensor:
         """Forward and backward of one step; returns its loss. Gradients are in the parameters afterwards."""
         for module in self.modules.values():
-            turns = {turn: inputs(module.program, turn) for turn in self.turns}
-            module.begin(parameters(module.program), turns, seed)
-        loss = self.pipeline.run() if self.pipeline else run_turns(self.modules[0], self.turns)
+            micro_batches = {micro_batch: inputs(module.program, micro_batch) for micro_batch in self.micro_batches}
+            module.begin(parameters(module.program), micro_batches, seed)
+        loss = self.pipeline.run() if self.pipeline else run_micro_batches(self.modules[0], self.micro_batches)
         for module in self.modules.values():
             module.finish()
         return loss

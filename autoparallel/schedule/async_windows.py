@@ -51,24 +51,24 @@ class Event(NamedTuple):
     pair: Pair
 
 
-def kind_of(forward: str, backward: str, learns: bool) -> str:
+def kind_of(forward: str, backward: str, trainable: bool) -> str:
     """`Read.kind` of a step by its actions."""
     if forward == "all_gather":
         return "gather"
-    return "reduction" if learns and (forward, backward) == ("none", "all_reduce") else ""
+    return "reduction" if trainable and (forward, backward) == ("none", "all_reduce") else ""
 
 
-def places(sites: Iterable[tuple[int, object]]) -> dict[int, int]:
+def places(decisions: Iterable[tuple[int, object]]) -> dict[int, int]:
     """Where what each site reads must be there: of sites and their blocks, in the order of the program, the site itself
     (where the block is None), or the first of the run of its block."""
     found: dict[int, int] = {}
-    for block, run in itertools.groupby(sites, lambda site: site[1]):
+    for block, run in itertools.groupby(decisions, lambda decision: decision[1]):
         members = [index for index, _ in run]
         found.update((index, index if block is None else members[0]) for index in members)
     return found
 
 
-class Posting:
+class AsyncWindows:
     """Reads, in the order of the program, told apart: reduced in buckets, gathered ahead, or waited for.
 
     Reduced are the reductions that a way begins with, many at once by axis, dtype and place on the way; gathered are
@@ -130,8 +130,8 @@ class Posting:
         return found
 
     def _buckets(self, steps: Iterable[int], kind: Callable[[int], object]) -> Iterator[tuple[int, ...]]:
-        for _, alike in itertools.groupby(steps, kind):
-            numbers = list(alike)
+        for _, equivalent in itertools.groupby(steps, kind):
+            numbers = list(equivalent)
             for bucket in in_buckets([self.reads[n].num_bytes for n in numbers]):
                 yield tuple(numbers[i] for i in bucket)
 
@@ -155,8 +155,8 @@ class Posting:
             if not self._follow[pair.steps[0]]:
                 found[pair.end].append(Event(False, pair))
         ways = sorted(self.gathered, key=lambda pair: -self._follow[pair.steps[0]])  # the first on a way first
-        for _, hops in itertools.groupby(ways, lambda pair: self._follow[pair.steps[0]]):
-            level = list(hops)
+        for _, gather_stages in itertools.groupby(ways, lambda pair: self._follow[pair.steps[0]]):
+            level = list(gather_stages)
             for pair in level:
                 if pair.begin == pair.end:
                     found[pair.begin].append(Event(True, pair))
@@ -167,7 +167,7 @@ class Posting:
                 found[pair.begin].append(Event(True, pair))
         return found
 
-    def hops(self, number: int) -> list[int]:
+    def gather_stages(self, number: int) -> list[int]:
         """The gathers on the way to a step, and it, the last first."""
         found: list[int] = []
         at: int | None = number
@@ -218,12 +218,12 @@ class ToAsk(Generic[Gather]):
             self._groups.insert(at, [])
         self._groups[at].append((gather, num_bytes))
 
-    def at(self, place: int, hop: int = 0) -> list[Gather]:
+    def at(self, place: int, gather_stage: int = 0) -> list[Gather]:
         """Which gathers are posted where backward asks for what is read at a place: those of that place, and the next
         as `starts` has it, the other way round. Of what comes so many hops before a gather: that of those which are
         posted so many places later."""
         groups = self._from(place)
-        found, num_bytes = [gather for gather, _ in next(itertools.islice(groups, hop, None), ())], 0.0
+        found, num_bytes = [gather for gather, _ in next(itertools.islice(groups, gather_stage, None), ())], 0.0
         for number, group in enumerate(groups):
             num_bytes += sum(size for _, size in group)
             if number and num_bytes > BUCKET_BYTES:

@@ -15,11 +15,11 @@ def in_flight(hybrid: Hybrid, stage: int) -> int:
     if hybrid.stages == 1:
         return 1
     if hybrid.replicas:
-        turns = hybrid.turns_on(stage)
-        return turns if hybrid.schedule == "gpipe" else min(warm_up(hybrid.replicas, stage), turns)
+        micro_batches = hybrid.micro_batches_on(stage)
+        return micro_batches if hybrid.schedule == "gpipe" else min(warm_up(hybrid.replicas, stage), micro_batches)
     ranks, count = hybrid.pipeline_ranks, hybrid.stages // hybrid.pipeline_ranks
     chunk, rank = divmod(stage, ranks)
     held = in_flight_micro_batches(SCHEDULES[hybrid.schedule], rank, ranks, hybrid.micro_batches, count)
-    turns = min(ranks, hybrid.micro_batches)  # A rank's stages take turns, for so many micro-batches.
-    rounds, rest = divmod(held, count * turns)
-    return rounds * turns + min(max(rest - chunk * turns, 0), turns)
+    micro_batches = min(ranks, hybrid.micro_batches)  # A rank's stages take turns, for so many micro-batches.
+    rounds, rest = divmod(held, count * micro_batches)
+    return rounds * micro_batches + min(max(rest - chunk * micro_batches, 0), micro_batches)

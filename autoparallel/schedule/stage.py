@@ -12,6 +12,6 @@ Value = tuple[int, int]
 class Part:
     """What one program runs: its sites, the values that come from the part before and those that go to the next."""
 
-    sites: frozenset[int]
+    decisions: frozenset[int]
     received: tuple[Value, ...] = ()
     sent: tuple[Value, ...] = ()

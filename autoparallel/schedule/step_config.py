@@ -106,7 +106,7 @@ class Hybrid:
         return self.micro_batches == 1 and self.stages == 1
 
     @property
-    def gathers_ahead(self) -> bool:
+    def prefetches(self) -> bool:
         """Whether what ZeRO-3 gathers is gathered ahead of its readers: not in a pipeline."""
         return self.zero_stage == 3 and self.stages == 1
 
@@ -133,20 +133,20 @@ class Hybrid:
         numbers = sorted({stage % len(ends) for stage in stages})
         return tuple(rank for n in numbers for rank in range(ends[n] - self.groups[n], ends[n]))
 
-    def rank_of(self, stage: int, turn: int) -> int:
+    def rank_of(self, stage: int, micro_batch: int) -> int:
         """The rank that runs a micro-batch of a stage."""
         ranks = self.ranks_of(stage)
-        return ranks[turn % len(ranks)]
+        return ranks[micro_batch % len(ranks)]
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The stages of one rank of the pipeline axis."""
         return tuple(stage for stage in range(self.stages) if pipeline_rank in self.ranks_of(stage))
 
-    def turns_of(self, pipeline_rank: int) -> range:
+    def micro_batches_of(self, pipeline_rank: int) -> range:
         """The micro-batches that one rank of the pipeline axis runs."""
         ranks = self.ranks_of(*self.stages_of(pipeline_rank))
         return range(pipeline_rank - ranks[0], self.micro_batches, len(ranks))
 
-    def turns_on(self, stage: int) -> int:
+    def micro_batches_on(self, stage: int) -> int:
         """How many micro-batches each rank of a stage runs."""
         return self.micro_batches // self.groups[stage % len(self.groups)]

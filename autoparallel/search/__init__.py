@@ -6,13 +6,13 @@
 from autoparallel.search.model.problem import (
     Edge,
     Evaluation,
-    Label,
     MemoryLimitError,
     Node,
     NotRepairedError,
     Pricer,
     Problem,
     Solution,
+    Strategy,
     evaluate,
 )
 from autoparallel.search.solver import SEARCHES, Progress, plan_within, solve
@@ -21,7 +21,6 @@ __all__ = [
     "SEARCHES",
     "Edge",
     "Evaluation",
-    "Label",
     "MemoryLimitError",
     "Node",
     "NotRepairedError",
@@ -29,6 +28,7 @@ __all__ = [
     "Problem",
     "Progress",
     "Solution",
+    "Strategy",
     "evaluate",
     "plan_within",
     "solve",

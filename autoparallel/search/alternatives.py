@@ -84,13 +84,13 @@ def least_costs(problem: Problem) -> list[np.ndarray]:
     eliminator = Eliminator.of(problem)
     if affordable(eliminator, problem):
         least, _ = eliminator.solve(problem.costs)
-        return [least + regret for regret in eliminator.regrets(problem.costs)]
+        return [least + reduced_cost for reduced_cost in eliminator.reduced_costs(problem.costs)]
     compact = compact_of(replace(problem, limit=FORBIDDEN, more_limits=tuple(FORBIDDEN for _ in problem.more_limits)))
     messenger = Messenger(compact, finite_limit(compact))
     bare = messenger.costs(np.zeros(0))
     bound = messenger.settle(bare, SETTLE_SWEEPS)
-    return [np.where(node.costs < FORBIDDEN, bound + regret, FORBIDDEN)
-            for node, regret in zip(problem.nodes, messenger.regrets(bare), strict=True)]
+    return [np.where(node.costs < FORBIDDEN, bound + reduced_cost, FORBIDDEN)
+            for node, reduced_cost in zip(problem.nodes, messenger.reduced_costs(bare), strict=True)]
 
 
 def alternatives(problem: Problem, solution: Solution, k: int, min_changed: int = 1, nodes: Sequence[int] | None = None,

@@ -88,7 +88,7 @@ class Run:
         self._prices: TimedPrices | None = None
         cells = elimination_cells(self.eliminator, problem)
         self.can_eliminate = cells <= self._work
-        self._dear, self._soon = cells > AT_ONCE_CELLS, cells <= SOON_CELLS_PER_S * (deadline - start)
+        self._expensive, self._soon = cells > AT_ONCE_CELLS, cells <= SOON_CELLS_PER_S * (deadline - start)
         self.best.seconds["presolve"] = time.monotonic() - start
 
     def reduce(self, left: Reduced) -> None:
@@ -137,7 +137,7 @@ class Run:
         """Elimination, with prices for memory; where it is dear, of what a first choice or double recursion, and
         messages, leave of the choices; where it is too wide even so, `wide`."""
         labelled = self.problem.is_labelled
-        if self._dear and labelled:
+        if self._expensive and labelled:
             if self._soon and self.can_eliminate and self.unlimited():
                 return
             if self.first is None or not self._offer(self.first, "first"):
@@ -228,7 +228,7 @@ class Run:
 
     def relaxed_bound(self) -> None:
         """The optimum without memory limit, as a bound; where elimination is dear, one at the prices of memory."""
-        if self._dear and table_cells(self.problem) <= SCREEN_CELLS:
+        if self._expensive and table_cells(self.problem) <= SCREEN_CELLS:
             return self.screen()
         self.drop_dominated()
         if self.can_eliminate:

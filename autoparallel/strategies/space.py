@@ -23,12 +23,12 @@ from autoparallel.capture.graph import Node
 from autoparallel.errors import MeshError
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, shard, without_gradient
 from autoparallel.rules.registry import find_rule
-from autoparallel.rules.rule import Row, Rule
+from autoparallel.rules.rule import AxisStrategy, Rule
 
-Label = tuple[int, ...]
+Strategy = tuple[int, ...]
 
 
-class Site(NamedTuple):
+class Decision(NamedTuple):
     """One decision. ``kind``: parameter, buffer, input, op, hub, output or update (a buffer's new value).
 
     ``node`` is the graph node of an op or placeholder, ``ref`` the value of a hub, output or update.
@@ -42,7 +42,7 @@ class Site(NamedTuple):
     path: str = ""
 
 
-class Link(NamedTuple):
+class TensorUse(NamedTuple):
     """A tensor from output ``output`` of site ``source`` to input ``position`` of site ``target``."""
 
     source: int
@@ -55,13 +55,13 @@ class Link(NamedTuple):
 class StrategySet:
     """The strategies of one kind of site (shared by all sites with the same signature).
 
-    ``rows`` are what one axis may do; ``labels[c]`` is strategy c, a row number per axis; ``inputs[i][c]`` and
+    ``axis_strategies`` are what one axis may do; ``strategies[c]`` is strategy c, a row number per axis; ``inputs[i][c]`` and
     ``outputs[o][c]`` are layout numbers in the tensor's `LayoutSpace`.
     """
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        axis_strategies: Sequence[AxisStrategy],
         inputs: Sequence[TensorMeta],
         outputs: Sequence[TensorMeta],
         mesh_shape: tuple[int, ...],
@@ -71,76 +71,94 @@ class StrategySet:
     ) -> None:
         self.rule, self.known, self.mesh_shape = rule, known, mesh_shape
         self.input_metas, self.output_metas = tuple(inputs), tuple(outputs)
-        self.rows = _distinct_rows(rows, inputs, outputs)
+        self.axis_strategies = _distinct(axis_strategies, inputs, outputs)
         spaces_in, spaces_out = [spaces(m) for m in inputs], [spaces(m) for m in outputs]
-        allowed = [[r for r, row in enumerate(self.rows) if _even(row, (n,))] for n in mesh_shape]
+        allowed = [
+            [r for r, axis_strategy in enumerate(self.axis_strategies) if _even(axis_strategy, (n,))]
+            for n in mesh_shape
+        ]
         grid = list(itertools.product(*allowed))
-        labels = np.array(grid, dtype=np.int64).reshape(len(grid), len(mesh_shape))
-        keep = np.array([self._go_together(label) for label in grid], dtype=bool)
-        self.inputs = [self._numbers(labels, s, [row.inputs[i] for row in self.rows]) for i, s in enumerate(spaces_in)]
+        strategies = np.array(grid, dtype=np.int64).reshape(len(grid), len(mesh_shape))
+        keep = np.array([self._go_together(strategy) for strategy in grid], dtype=bool)
+        self.inputs = [
+            self._numbers(strategies, s, [axis_strategy.inputs[i] for axis_strategy in self.axis_strategies])
+            for i, s in enumerate(spaces_in)
+        ]
         self.outputs = [
-            self._numbers(labels, s, [row.outputs[o] for row in self.rows]) for o, s in enumerate(spaces_out)
+            self._numbers(strategies, s, [axis_strategy.outputs[o] for axis_strategy in self.axis_strategies])
+            for o, s in enumerate(spaces_out)
         ]
         for numbers, space in zip(self.inputs + self.outputs, spaces_in + spaces_out, strict=True):
             keep &= space.legal[numbers]
-        self.array = labels[keep]
-        self.labels: tuple[Label, ...] = tuple(tuple(int(r) for r in row) for row in self.array)
+        self.array = strategies[keep]
+        self.strategies: tuple[Strategy, ...] = tuple(
+            tuple(int(r) for r in axis_strategy) for axis_strategy in self.array
+        )
         self.inputs = [numbers[keep] for numbers in self.inputs]
         self.outputs = [numbers[keep] for numbers in self.outputs]
 
     @staticmethod
-    def _numbers(labels: np.ndarray, space: LayoutSpace, placements: Sequence[object]) -> np.ndarray:
+    def _numbers(strategies: np.ndarray, space: LayoutSpace, placements: Sequence[object]) -> np.ndarray:
         codes = np.array([space.code(p) for p in placements], dtype=np.int64)  # type: ignore[arg-type]
-        return (codes[labels] * space.radices).sum(axis=1)
+        return (codes[strategies] * space.radices).sum(axis=1)
 
-    def _go_together(self, label: Label) -> bool:
+    def _go_together(self, strategy: Strategy) -> bool:
         """Whether the rows may stand on these axes at once."""
-        for i, r in enumerate(label):
-            if self.rows[r].apart and self.rows[r].apart & {self.rows[o].name for o in (*label[:i], *label[i + 1 :])}:
+        for i, r in enumerate(strategy):
+            if self.axis_strategies[r].apart and self.axis_strategies[r].apart & {
+                self.axis_strategies[o].name for o in (*strategy[:i], *strategy[i + 1 :])
+            }:
                 return False
-        pieces: dict[str, int] = {}
-        for r, n in zip(label, self.mesh_shape, strict=True):
-            if factor := self.rows[r].factor:
-                pieces[factor] = pieces.get(factor, 1) * n
+        shards: dict[str, int] = {}
+        for r, n in zip(strategy, self.mesh_shape, strict=True):
+            if factor := self.axis_strategies[r].factor:
+                shards[factor] = shards.get(factor, 1) * n
         return all(
-            size % pieces[self.rows[r].factor] == 0 for r in label if self.rows[r].factor for size in self.rows[r].even
+            size % shards[self.axis_strategies[r].factor] == 0
+            for r in strategy
+            if self.axis_strategies[r].factor
+            for size in self.axis_strategies[r].even
         )
 
     @cached_property
-    def position(self) -> Mapping[Label, int]:
-        return {label: c for c, label in enumerate(self.labels)}
+    def position(self) -> Mapping[Strategy, int]:
+        return {strategy: c for c, strategy in enumerate(self.strategies)}
 
-    def row_named(self, name: str) -> int:
+    def axis_strategy_named(self, name: str) -> int:
         """The number of the row of that name; KeyError when there is none."""
-        for number, row in enumerate(self.rows):
-            if row.name == name:
+        for number, axis_strategy in enumerate(self.axis_strategies):
+            if axis_strategy.name == name:
                 return number
         raise KeyError(name)
 
-    def names(self, label: Label) -> tuple[str, ...]:
-        return tuple(self.rows[r].name for r in label)
+    def names(self, strategy: Strategy) -> tuple[str, ...]:
+        return tuple(self.axis_strategies[r].name for r in strategy)
 
-    def input_layout(self, label: Label, position: int) -> Layout:
-        return tuple(self.rows[r].inputs[position] for r in label)
+    def input_layout(self, strategy: Strategy, position: int) -> Layout:
+        return tuple(self.axis_strategies[r].inputs[position] for r in strategy)
 
-    def output_layout(self, label: Label, output: int = 0) -> Layout:
-        return tuple(self.rows[r].outputs[output] for r in label)
-
-
-def _even(row: Row, cuts: tuple[int, ...]) -> bool:
-    return all(size % n == 0 for n in cuts for size in row.even)
+    def output_layout(self, strategy: Strategy, output: int = 0) -> Layout:
+        return tuple(self.axis_strategies[r].outputs[output] for r in strategy)
 
 
-def _distinct_rows(
-    rows: Sequence[Row], inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]
-) -> tuple[Row, ...]:
+def _even(axis_strategy: AxisStrategy, cuts: tuple[int, ...]) -> bool:
+    return all(size % n == 0 for n in cuts for size in axis_strategy.even)
+
+
+def _distinct(
+    axis_strategies: Sequence[AxisStrategy], inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]
+) -> tuple[AxisStrategy, ...]:
     """R becomes I on values without gradient; of rows that then say the same the first stays."""
-    found: dict[object, Row] = {}
-    for row in rows:
-        ins = tuple(p if m.requires_grad else without_gradient(p) for p, m in zip(row.inputs, inputs, strict=True))
-        outs = tuple(p if m.requires_grad else without_gradient(p) for p, m in zip(row.outputs, outputs, strict=True))
-        made = replace(row, inputs=ins, outputs=outs)
-        found.setdefault((ins, outs, row.variant), made)
+    found: dict[object, AxisStrategy] = {}
+    for axis_strategy in axis_strategies:
+        ins = tuple(
+            p if m.requires_grad else without_gradient(p) for p, m in zip(axis_strategy.inputs, inputs, strict=True)
+        )
+        outs = tuple(
+            p if m.requires_grad else without_gradient(p) for p, m in zip(axis_strategy.outputs, outputs, strict=True)
+        )
+        made = replace(axis_strategy, inputs=ins, outputs=outs)
+        found.setdefault((ins, outs, axis_strategy.variant), made)
     return tuple(found.values())
 
 
@@ -167,10 +185,10 @@ def _counts(graph: OpGraph) -> list[list[int]]:
     return found
 
 
-def _identity_rows(meta: TensorMeta, kinds: str) -> list[Row]:
+def _identities(meta: TensorMeta, kinds: str) -> list[AxisStrategy]:
     placements = [p for p in (INVARIANT, REPLICATE, PARTIAL) if p.kind in kinds]
     placements += [shard(d) for d, size in enumerate(meta.shape) if size > 1]
-    return [Row(str(p), (p,), (p,), factor=str(p) if p.is_shard else "") for p in placements]
+    return [AxisStrategy(str(p), (p,), (p,), factor=str(p) if p.is_shard else "") for p in placements]
 
 
 class StrategySpace:
@@ -184,9 +202,9 @@ class StrategySpace:
             raise MeshError(f"{len(self.axis_names)} axis names {self.axis_names} for a mesh of {self.mesh_shape}: "
                             "give one for each axis")
         self.spaces = Spaces(self.mesh_shape)
-        self.sites: list[Site] = []
-        self.links: list[Link] = []  # in the order of their targets, and of the target's inputs
-        self.strategies: list[StrategySet] = []
+        self.decisions: list[Decision] = []
+        self.uses: list[TensorUse] = []  # in the order of their targets, and of the target's inputs
+        self.strategy_sets: list[StrategySet] = []
         self._sets: dict[object, StrategySet] = {}
         self._readers, self._source = _counts(graph), list[list[tuple[int, int]]]()  # by node and output
         for node in graph:
@@ -196,51 +214,54 @@ class StrategySpace:
                 self._add_node(node)
 
     def __len__(self) -> int:
-        return len(self.sites)
+        return len(self.decisions)
 
     @cached_property
-    def site_named(self) -> Mapping[str, int]:
-        return {site.name: site.index for site in self.sites}
+    def decision_named(self) -> Mapping[str, int]:
+        return {decision.name: decision.index for decision in self.decisions}
 
     @cached_property
-    def links_into(self) -> Mapping[int, tuple[Link, ...]]:
+    def uses_by(self) -> Mapping[int, tuple[TensorUse, ...]]:
         """By site, the links to it, in the order of its inputs (as they were added)."""
-        found: dict[int, list[Link]] = {}
-        for link in self.links:
-            found.setdefault(link.target, []).append(link)
-        return {target: tuple(links) for target, links in found.items()}
+        found: dict[int, list[TensorUse]] = {}
+        for use in self.uses:
+            found.setdefault(use.target, []).append(use)
+        return {target: tuple(uses) for target, uses in found.items()}
 
     @cached_property
     def readers_of(self) -> Mapping[int, tuple[int, ...]]:
         """The sites that read any of a site's outputs, in order, by site."""
         found: dict[int, list[int]] = {}
-        for link in self.links:
-            found.setdefault(link.source, []).append(link.target)
+        for use in self.uses:
+            found.setdefault(use.source, []).append(use.target)
         return {source: tuple(targets) for source, targets in found.items()}
 
-    def _add_site(self, strategies: StrategySet, name: str, kind: str, node: int, ref: Ref | None, path: str,
+    def _add_decision(self, strategy_set: StrategySet, name: str, kind: str, node: int, ref: Ref | None, path: str,
                   inputs: Sequence[Ref]) -> int:
         """Its number, once it is there with the links to what it reads."""
-        index, nodes = len(self.sites), self.graph.nodes
-        self.sites.append(Site(index, name, kind, node, ref, path))
-        self.strategies.append(strategies)
+        index, nodes = len(self.decisions), self.graph.nodes
+        self.decisions.append(Decision(index, name, kind, node, ref, path))
+        self.strategy_sets.append(strategy_set)
         for position, value in enumerate(inputs):
             source, output = self._source[value.node][value.output]
-            self.links.append(Link(source, output, index, position, nodes[value.node].outputs[value.output]))
+            self.uses.append(TensorUse(source, output, index, position, nodes[value.node].outputs[value.output]))
         return index
 
     def _add_node(self, node: Node) -> None:
-        index = self._add_site(self._set_of(node), node.name, node.kind, node.index, None, node.path, node.inputs)
+        index = self._add_decision(self._set_of(node), node.name, node.kind, node.index, None, node.path, node.inputs)
         self._source.append([(index, output) for output in range(len(node.outputs))])
         for output, readers in enumerate(self._readers[node.index]):
             if readers > 1 and node.outputs[output].requires_grad:
-                self._add_hub(Ref(node.index, output), node)
+                self._add_shared_read(Ref(node.index, output), node)
 
-    def _add_hub(self, ref: Ref, node: Node) -> None:
+    def _add_shared_read(self, ref: Ref, node: Node) -> None:
         meta = self.graph.meta(ref)
         name = f"{node.name}:{ref.output}:read" if len(node.outputs) > 1 else f"{node.name}:read"
-        strategies = self._shared(("hub", meta), lambda: self._identity(meta, "IRP"))
-        self._source[ref.node][ref.output] = (self._add_site(strategies, name, "hub", -1, ref, node.path, [ref]), 0)
+        strategy_set = self._shared(("shared_read", meta), lambda: self._identity(meta, "IRP"))
+        self._source[ref.node][ref.output] = (
+            self._add_decision(strategy_set, name, "shared_read", -1, ref, node.path, [ref]),
+            0,
+        )
 
     def _add_results(self) -> None:
         for number, value in enumerate(self.graph.outputs):
@@ -252,10 +273,10 @@ class StrategySpace:
     def _add_end(self, name: str, kind: str, ref: Ref, kinds: str, path: str) -> None:
         meta = self.graph.meta(ref)
         if kind == "update":
-            strategies = self._shared((kind, meta), lambda: self._only_whole(meta))
+            strategy_set = self._shared((kind, meta), lambda: self._only_whole(meta))
         else:
-            strategies = self._shared((kind, meta), lambda: self._identity(meta, kinds))
-        self._add_site(strategies, name, kind, -1, ref, path, [ref])
+            strategy_set = self._shared((kind, meta), lambda: self._identity(meta, kinds))
+        self._add_decision(strategy_set, name, kind, -1, ref, path, [ref])
 
     def _shared(self, key: object, make: Callable[[], StrategySet]) -> StrategySet:
         found = self._sets.get(key)
@@ -264,11 +285,11 @@ class StrategySpace:
         return found
 
     def _identity(self, meta: TensorMeta, kinds: str) -> StrategySet:
-        return StrategySet(_identity_rows(meta, kinds), [meta], [meta], self.mesh_shape, self.spaces)
+        return StrategySet(_identities(meta, kinds), [meta], [meta], self.mesh_shape, self.spaces)
 
     def _only_whole(self, meta: TensorMeta) -> StrategySet:
-        rows = [Row("I", (INVARIANT,), (INVARIANT,))]
-        return StrategySet(rows, [meta], [meta], self.mesh_shape, self.spaces)
+        axis_strategies = [AxisStrategy("I", (INVARIANT,), (INVARIANT,))]
+        return StrategySet(axis_strategies, [meta], [meta], self.mesh_shape, self.spaces)
 
     def _set_of(self, node: Node) -> StrategySet:
         if node.kind == "op":
@@ -276,12 +297,12 @@ class StrategySpace:
         return self._shared((node.kind, node.outputs), lambda: self._stored_set(node.kind, node.outputs[0]))
 
     def _stored_set(self, kind: str, meta: TensorMeta) -> StrategySet:
-        rows = [Row("I", (), (INVARIANT,))]
+        axis_strategies = [AxisStrategy("I", (), (INVARIANT,))]
         if kind != "buffer":
-            rows = [Row(r.name, (), r.outputs, r.factor) for r in _identity_rows(meta, "I")]
-        return StrategySet(rows, [], [meta], self.mesh_shape, self.spaces)
+            axis_strategies = [AxisStrategy(r.name, (), r.outputs, r.factor) for r in _identities(meta, "I")]
+        return StrategySet(axis_strategies, [], [meta], self.mesh_shape, self.spaces)
 
     def _op_set(self, node: Node) -> StrategySet:
         rule, known = find_rule(self.graph, node)
         inputs = [self.graph.meta(ref) for ref in node.inputs]
-        return StrategySet(rule.rows(), inputs, node.outputs, self.mesh_shape, self.spaces, rule, known)
+        return StrategySet(rule.axis_strategies(), inputs, node.outputs, self.mesh_shape, self.spaces, rule, known)

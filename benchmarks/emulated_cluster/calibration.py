@@ -6,11 +6,11 @@ import datetime
 from dataclasses import replace
 from functools import partial
 
-from autoparallel.calibration.measure import KINDS, Calibration, group_shapes, time_beside, time_collectives
+from autoparallel.calibration.measure import KINDS, Calibration, group_shapes, time_collectives, time_overlapped
 from benchmarks.emulated_cluster.network import BURST_BYTES, LOOPBACK_MTU, NIC_MTU, Topology, bytes_per_s
 from benchmarks.emulated_cluster.pool import Pool
 from cost_models import Cluster, Device, Link
-from cost_models.calibrate import Measured, MeasuredBeside, fit_links, fit_overlap_slowdown
+from cost_models.calibrate import Measured, MeasuredOverlap, fit_links, fit_overlap_slowdown
 from cost_models.cluster import UNLIMITED
 
 SIZES = tuple(2**k for k in (12, 16, 18, 20, 22))
@@ -50,7 +50,7 @@ def calibrate(ranks: Pool, topology: Topology, repeats: int = 9) -> Calibration:
     shapes = group_shapes(topology.hosts, topology.ranks_per_host)
     measured = [m for mesh, axis in shapes for m in ranks.run(measure, mesh, axis, repeats)[0]]
     cluster, residuals = fit_links(nominal(topology), measured)
-    beside = ranks.run(measure_beside, topology.num_ranks, repeats // 3)[0]
+    beside = ranks.run(measure_overlap, topology.num_ranks, repeats // 3)[0]
     device = replace(cluster.device, overlap_slowdown=fit_overlap_slowdown(beside))
     return Calibration(replace(cluster, device=device), tuple(measured), residuals, beside=tuple(beside))
 
@@ -66,7 +66,7 @@ def measure(mesh_shape: tuple[int, ...], axis: int, repeats: int) -> list[Measur
         return time_collectives(mesh, axis, KINDS, SIZES, repeats, start_together, in_a_row=1, quantile=0.5)
 
 
-def measure_beside(num_ranks: int, repeats: int) -> list[MeasuredBeside]:
+def measure_overlap(num_ranks: int, repeats: int) -> list[MeasuredOverlap]:
     """What each rank does."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -75,4 +75,4 @@ def measure_beside(num_ranks: int, repeats: int) -> list[MeasuredBeside]:
 
     clock, mesh = DeviceClock(DEVICE), init_device_mesh("cpu", (num_ranks,))
     with real_time():
-        return time_beside(mesh, BESIDE_SIDE, BESIDE_BYTES, repeats, start_together, partial(ticking, clock), 0.5)
+        return time_overlapped(mesh, BESIDE_SIDE, BESIDE_BYTES, repeats, start_together, partial(ticking, clock), 0.5)

@@ -101,8 +101,8 @@ def calls_of(info: OpInfo, num_samples: int, seed: int) -> Iterator[tuple[Call, 
             numbers = sorted(random.Random(seed).sample(numbers, num_samples))
         for number in numbers:
             first = drawn[0][number]
-            alike = [made[number] for made in drawn[1:] if number < len(made)]
-            yield (first, *(call for call in alike if call.structure == first.structure))
+            equivalent = [made[number] for made in drawn[1:] if number < len(made)]
+            yield (first, *(call for call in equivalent if call.structure == first.structure))
 
 
 def _samples(info: OpInfo, dtype: torch.dtype, seed: int) -> list[Call]:

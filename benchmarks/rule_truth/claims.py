@@ -10,8 +10,8 @@ from torch import Tensor
 
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Placement
 from autoparallel.lower import emit
-from autoparallel.rules.rule import Row
-from autoparallel.strategies.space import Label, StrategySet, StrategySpace
+from autoparallel.rules.rule import AxisStrategy
+from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace
 from benchmarks.in_process import on_every_rank
 from benchmarks.rule_truth.cases import Case
 from benchmarks.rule_truth.truth import Combination, held, lies
@@ -25,7 +25,7 @@ class Claim:
     """A way to run the op that the rules allow on an axis, and what is wrong with it ("" when nothing is)."""
 
     combination: Combination
-    row: str
+    axis_strategy: str
     wrong: str = ""
 
 
@@ -35,15 +35,17 @@ def claims(case: Case, num_ranks: int) -> tuple[list[Claim], bool]:
         space = StrategySpace(case.graph, (num_ranks,))
     except Exception as error:
         return [Claim(((), ()), "the rule itself", f"{type(error).__name__}: {str(error).strip()[:200]}")], True
-    site = next(site.index for site in space.sites if site.kind == "op")
-    strategies = space.strategies[site]
+    decision = next(decision.index for decision in space.decisions if decision.kind == "op")
+    strategy_set = space.strategy_sets[decision]
     found = []
-    for label in strategies.labels:
-        row = strategies.rows[label[0]]
-        inputs, outputs = (tuple(map(_whole, placed)) for placed in (row.inputs, row.outputs))
+    for strategy in strategy_set.strategies:
+        axis_strategy = strategy_set.axis_strategies[strategy[0]]
+        inputs, outputs = (tuple(map(_whole, placed)) for placed in (axis_strategy.inputs, axis_strategy.outputs))
         if any(p != REPLICATE for p in (*inputs, *outputs)):
-            found.append(Claim((inputs, outputs), row.name, _Trial(case, space, site, label).verdict()))
-    return found, strategies.known
+            found.append(
+                Claim((inputs, outputs), axis_strategy.name, _Trial(case, space, decision, strategy).verdict())
+            )
+    return found, strategy_set.known
 
 
 def _whole(p: Placement) -> Placement:
@@ -53,30 +55,34 @@ def _whole(p: Placement) -> Placement:
 class _Trial:
     """One claim, on the ranks of one axis."""
 
-    def __init__(self, case: Case, space: StrategySpace, site: int, label: Label) -> None:
+    def __init__(self, case: Case, space: StrategySpace, decision: int, strategy: Strategy) -> None:
         self.case, self.space = case, space
-        self.row: Row = space.strategies[site].rows[label[0]]
-        self.labels = self._labels(site, label)
+        self.axis_strategy: AxisStrategy = space.strategy_sets[decision].axis_strategies[strategy[0]]
+        self.strategies = self._strategies(decision, strategy)
         (self.num_ranks,) = space.mesh_shape
 
-    def _labels(self, op: int, label: Label) -> list[Label]:
+    def _strategies(self, op: int, strategy: Strategy) -> list[Strategy]:
         """The op as claimed; its inputs in pieces as it reads them (whole ones stand for summands too)."""
-        labels = [strategies.labels[0] for strategies in self.space.strategies]
-        labels[op] = label
-        for link in self.space.links_into[op]:
-            labels[link.source] = _storing(self.space.strategies[link.source], self.row.inputs[link.position])
-        return labels
+        strategies = [strategy_set.strategies[0] for strategy_set in self.space.strategy_sets]
+        strategies[op] = strategy
+        for use in self.space.uses_by[op]:
+            strategies[use.source] = _storing(
+                self.space.strategy_sets[use.source], self.axis_strategy.inputs[use.position]
+            )
+        return strategies
 
     def verdict(self) -> str:
-        programs = [emit(self.space, self.labels, lambda *_: (), (rank,)).module for rank in range(self.num_ranks)]
+        programs = [emit(self.space, self.strategies, lambda *_: (), (rank,)).module for rank in range(self.num_ranks)]
         for number, values in enumerate(self.case.draws):
             leaves = [v.detach().clone().requires_grad_(m.requires_grad)
                       for v, m in zip(values, self.case.inputs, strict=True)]
             whole = self.case.run(leaves)
-            pieces = [[t.detach().clone().requires_grad_(m.requires_grad) for t in held(v, p, self.num_ranks, seed=i)]
-                      for i, (v, p, m) in enumerate(zip(values, self.row.inputs, self.case.inputs, strict=True))]
+            shards = [
+                [t.detach().clone().requires_grad_(m.requires_grad) for t in held(v, p, self.num_ranks, seed=i)]
+                for i, (v, p, m) in enumerate(zip(values, self.axis_strategy.inputs, self.case.inputs, strict=True))
+            ]
             try:
-                wrong = self._judge(programs, leaves, whole, pieces, gradients=number == 0)
+                wrong = self._judge(programs, leaves, whole, shards, gradients=number == 0)
             except Exception as error:
                 wrong = f"{type(error).__name__}: {str(error).strip()[:200]}"
             if wrong:
@@ -84,7 +90,7 @@ class _Trial:
         return ""
 
     def _judge(self, programs: Sequence[torch.nn.Module], leaves: list[Tensor], whole: Sequence[Tensor],
-               pieces: list[list[Tensor]], gradients: bool) -> str:
+               shards: list[list[Tensor]], gradients: bool) -> str:
         weights = [_weights(value) if gradients and value.requires_grad else None for value in whole]
         asked = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
         try:
@@ -92,32 +98,32 @@ class _Trial:
         except Exception:  # an op that has no derivative here
             weights, right = [None] * len(whole), []
         shares = [held(w, _dual(p), self.num_ranks, seed=9) if w is not None else [None] * self.num_ranks
-                  for w, p in zip(weights, self.row.outputs, strict=True)]
+                  for w, p in zip(weights, self.axis_strategy.outputs, strict=True)]
 
         def work(coordinate: tuple[int, ...]) -> tuple[Sequence[Tensor], list[Tensor]]:
             (rank,) = coordinate
-            made = programs[rank](*(p[rank] for p in pieces))[0]
-            return made, _gradients(made, [s[rank] for s in shares], [pieces[i][rank] for i in asked])
+            made = programs[rank](*(p[rank] for p in shards))[0]
+            return made, _gradients(made, [s[rank] for s in shares], [shards[i][rank] for i in asked])
 
         found = self._on_ranks(work)
-        for output, (value, p) in enumerate(zip(whole, self.row.outputs, strict=True)):
+        for output, (value, p) in enumerate(zip(whole, self.axis_strategy.outputs, strict=True)):
             if not lies([made[output].detach() for made, _ in found], _whole(p), value.detach()):
                 return f"output {output} is not the whole's"
         for place, (i, gradient) in enumerate(zip(asked, right, strict=False)):
-            if not lies([mine[place] for _, mine in found], _whole(_dual(self.row.inputs[i])), gradient):
+            if not lies([mine[place] for _, mine in found], _whole(_dual(self.axis_strategy.inputs[i])), gradient):
                 return f"the gradient of input {i} is not the whole's"
         return ""
 
     def _on_ranks(self, work: object) -> list[tuple[Sequence[Tensor], list[Tensor]]]:
-        if self.row.variant:  # which communicates
+        if self.axis_strategy.variant:  # which communicates
             made: Mapping[tuple[int, ...], object] = on_every_rank((self.num_ranks,), self.space.axis_names, work)
             return [made[rank,] for rank in range(self.num_ranks)]
         return [work((rank,)) for rank in range(self.num_ranks)]
 
 
-def _storing(strategies: StrategySet, p: Placement) -> Label:
+def _storing(strategy_set: StrategySet, p: Placement) -> Strategy:
     wanted = p if p.is_shard else INVARIANT
-    return next(label for label in strategies.labels if strategies.output_layout(label) == (wanted,))
+    return next(strategy for strategy in strategy_set.strategies if strategy_set.output_layout(strategy) == (wanted,))
 
 
 def _dual(p: Placement) -> Placement:

@@ -61,11 +61,11 @@ def kept(case: Case, combination: Combination, mesh: DeviceMesh) -> bool:
 def _kept(case: Case, values: tuple[Tensor, ...], combination: Combination, mesh: DeviceMesh) -> bool:
     inputs, outputs = combination
     whole = case.run(values)
-    pieces = [held(v, p, mesh.size(), seed) for seed, (v, p) in enumerate(zip(values, inputs, strict=True))]
+    shards = [held(v, p, mesh.size(), seed) for seed, (v, p) in enumerate(zip(values, inputs, strict=True))]
     ranks = range(mesh.size())
     try:
         with torch.no_grad(), LocalTensorMode(frozenset(ranks)), ExplicitRedistributionContext(strict=True):
-            local = [LocalTensor({rank: mine[rank].contiguous() for rank in ranks}) for mine in pieces]
+            local = [LocalTensor({rank: mine[rank].contiguous() for rank in ranks}) for mine in shards]
             operands = [_wrapped(mine, v, p, mesh) for mine, v, p in zip(local, values, inputs, strict=True)]
             found = [_on_ranks(value, mesh.size()) for value in case.run(operands)]
     except Exception:  # also of communication that one process cannot play

@@ -156,7 +156,7 @@ class Study:
         return replace(
             judged, known=judged.known and known,
             counts=judged.counts + Counts(len(can), len(right), len(wrong), len(theirs & can), len(theirs - can)),
-            wrong=judged.wrong + tuple(f"{here}{show(c.combination)} ({c.row}): {c.wrong}" for c in wrong),
+            wrong=judged.wrong + tuple(f"{here}{show(c.combination)} ({c.axis_strategy}): {c.wrong}" for c in wrong),
             missed=judged.missed + lines(can - right),
             dtensor_only=judged.dtensor_only + lines(theirs & can - right),
             dtensor_wrong=judged.dtensor_wrong + lines(theirs - can),

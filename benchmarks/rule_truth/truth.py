@@ -60,8 +60,8 @@ def held(whole: Tensor, p: Placement, num_ranks: int, seed: int = 0) -> list[Ten
 def lies(found: Sequence[Tensor], p: Placement, whole: Tensor) -> bool:
     """Whether what the ranks have found is ``whole`` in placement ``p``."""
     if p == PARTIAL:
-        alike = all(f.shape == whole.shape for f in found)
-        return alike and same(torch.stack(list(found)).sum(0), whole, max(map(largest, found)))
+        equivalent = all(f.shape == whole.shape for f in found)
+        return equivalent and same(torch.stack(list(found)).sum(0), whole, max(map(largest, found)))
     return all(same(f, expected) for f, expected in zip(found, held(whole, p, len(found)), strict=True))
 
 
@@ -99,7 +99,7 @@ def _varies(draws: Sequence[Tensor]) -> bool:
     return within or (between and first.dtype is not torch.bool)
 
 
-class Pieces:
+class Shards:
     """A case on the pieces of one axis: one draw, with its inputs cut in every way once."""
 
     def __init__(self, case: Case, values: Sequence[Tensor], num_ranks: int) -> None:
@@ -146,13 +146,13 @@ class Pieces:
 
 def possible(case: Case, num_ranks: int) -> set[Combination]:
     """Every combination that is right on every draw."""
-    draws = [Pieces(case, values, num_ranks) for values in case.draws]
+    draws = [Shards(case, values, num_ranks) for values in case.draws]
     everything = [_placed(meta, num_ranks) for meta in case.node.outputs]
     found: set[Combination] = set()
     for inputs in input_combinations(case, num_ranks):
         outputs = everything
-        for pieces in draws:
-            outputs = pieces.outputs(inputs, outputs)
+        for shards in draws:
+            outputs = shards.outputs(inputs, outputs)
             if not all(outputs):
                 break
         found |= {(inputs, made) for made in itertools.product(*outputs)}

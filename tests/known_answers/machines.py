@@ -63,7 +63,7 @@ def judged(by: Plan, stated: Plan) -> float:
     """What the search's own judge says that a stated plan costs, in the problem that ``by`` is the best plan of."""
     assert by.study is not None
     pricer, problem = by.study.pricer, by.study.problem
-    return evaluate(problem, pricer.choice_of(stated.labels(pricer.space))).objective
+    return evaluate(problem, pricer.choice_of(stated.strategies_on(pricer.space))).objective
 
 
 def assert_not_beaten(best: Plan, stated: Plan) -> None:

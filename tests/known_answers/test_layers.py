@@ -282,8 +282,8 @@ def test_budgets_on_256_devices(name: str) -> None:
         assert {one.strategies[linear] for linear in linears} == {("b0",)}
     assert {tight.strategies[parameter] for parameter in parameters} == {("S(0)",)}
     assert tight.prediction.peak_bytes == fsdp.prediction.peak_bytes < ddp.prediction.peak_bytes / 2
-    pieces = {parameter for parameter in parameters if loose.strategies[parameter] != ("I",)}
-    assert pieces == ({"block.w1.weight", "block.w2.weight"} if name == "block" else set())
+    shards = {parameter for parameter in parameters if loose.strategies[parameter] != ("I",)}
+    assert shards == ({"block.w1.weight", "block.w2.weight"} if name == "block" else set())
     assert (judged(loose, loose) < judged(loose, ddp)) is (name == "block")
     assert judged(loose, loose) <= judged(loose, ddp) < judged(loose, fsdp)
     if name == "block":
@@ -337,9 +337,9 @@ def test_layers_computed_again_where_memory_is_short() -> None:
     with torch.device("meta"):
         model, ids = LlamaForCausalLM(config).to(torch.bfloat16), torch.zeros(64, 8192, dtype=torch.long)
 
-    def made(mesh_shape: tuple[int, ...], turns: int, recompute: str) -> Plan:
+    def made(mesh_shape: tuple[int, ...], micro_batches: int, recompute: str) -> Plan:
         return plan(model, Cluster.load("a100-sxm", num_devices=8), example_kwargs={"input_ids": ids, "labels": ids},
-                    mesh_shape=mesh_shape, micro_batches=turns, zero_stage=3, recompute=recompute,
+                    mesh_shape=mesh_shape, micro_batches=micro_batches, zero_stage=3, recompute=recompute,
                     memory_limit_bytes=36 * 2**30)
 
     with pytest.raises(MemoryLimitError):

@@ -56,7 +56,7 @@ def block_chain(layers: int, choices: int = 8, seed: int = 0, limit: float = np.
     rng = np.random.default_rng(seed)
     made: dict[str, np.ndarray] = {}
     rows = round(choices ** (1 / axes))
-    labels = tuple(itertools.product(range(rows), repeat=axes)) if rows**axes == choices else None
+    strategies = tuple(itertools.product(range(rows), repeat=axes)) if rows**axes == choices else None
     nodes: list[Node] = []
     edges: list[Edge] = []
 
@@ -68,18 +68,18 @@ def block_chain(layers: int, choices: int = 8, seed: int = 0, limit: float = np.
     def op(name: str, *inputs: int, count: int = choices) -> int:
         v = len(nodes)
         nodes.append(Node(f"{name}.{v}", array(f"{name} costs", count), array(f"{name} usages", count),
-                          (v, 6 * layers + 2), labels if count == choices else None))
+                          (v, 6 * layers + 2), strategies if count == choices else None))
         for place, u in enumerate(inputs):
             edges.append(Edge(u, v, array(f"{name} edge {place}", len(nodes[u].costs), count)))
         return v
 
-    hub = op("hub")
+    shared_read = op("shared_read")
     stream = op("embedding")
     for _ in range(layers):
         x = op("norm", stream)
         weight = op("weight")
         x = op("linear", x, weight)
-        x = op("mix", x, hub)
+        x = op("mix", x, shared_read)
         stream = op("residual", stream, x)
     return Problem(tuple(nodes), tuple(edges), limit, f"{layers} blocks")
 
@@ -112,22 +112,24 @@ def two_axes(seed: int, num_nodes: int = 30, rows: int = 4, weights: bool = Fals
     ``weights``: every other node reads one that stays in memory, less of it where split, and is gathered at a cost.
     """
     rng = np.random.default_rng(seed)
-    labels = tuple(itertools.product(range(rows), repeat=2))
+    strategies = tuple(itertools.product(range(rows), repeat=2))
     slow, fast = rng.uniform(4, 8, (rows, rows)), rng.uniform(0.5, 1, (rows, rows))
     np.fill_diagonal(slow, 0.0)
     np.fill_diagonal(fast, 0.0)
-    table = np.array([[slow[a[0], b[0]] + fast[a[1], b[1]] for b in labels] for a in labels])
+    table = np.array([[slow[a[0], b[0]] + fast[a[1], b[1]] for b in strategies] for a in strategies])
     nodes = []
     for i in range(num_nodes):
         work, traffic = rng.uniform(5, 50), rng.uniform(0, 5, (2, rows))
-        costs = [work / ((1 + 3 * (a > 0)) * (1 + 7 * (b > 0))) + 4 * traffic[0, a] + traffic[1, b] for a, b in labels]
-        nodes.append(Node(f"n{i}", np.array(costs), np.ones(len(labels)), (i, i + 2), labels))
+        costs = [
+            work / ((1 + 3 * (a > 0)) * (1 + 7 * (b > 0))) + 4 * traffic[0, a] + traffic[1, b] for a, b in strategies
+        ]
+        nodes.append(Node(f"n{i}", np.array(costs), np.ones(len(strategies)), (i, i + 2), strategies))
     pairs = [(i, i + 1) for i in range(num_nodes - 1)] + [(i, i + 5) for i in range(0, num_nodes - 5, 3)]
     edges = [Edge(u, v, table) for u, v in pairs]
     for i in range(0, num_nodes, 2) if weights else ():
         size = rng.uniform(1, 10)
-        gathers = [size * ((a > 0) + 0.3 * (b > 0)) for a, b in labels]
-        shares = [size / ((1 + 3 * (a > 0)) * (1 + 7 * (b > 0))) for a, b in labels]
+        gathers = [size * ((a > 0) + 0.3 * (b > 0)) for a, b in strategies]
+        shares = [size / ((1 + 3 * (a > 0)) * (1 + 7 * (b > 0))) for a, b in strategies]
         edges.append(Edge(len(nodes), i, size / 4 * table))
-        nodes.append(Node(f"w{i}", np.array(gathers), np.array(shares), (0, num_nodes), labels))
+        nodes.append(Node(f"w{i}", np.array(gathers), np.array(shares), (0, num_nodes), strategies))
     return Problem(tuple(nodes), tuple(edges), np.inf, "two axes")

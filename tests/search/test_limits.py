@@ -34,7 +34,7 @@ CLOCKED = ("high_width.aggregation", "high_width.bound_filter", "high_width.bran
            "high_width.trws", "ilp.highs", "low_width.bucket_elimination", "low_width.double_recursion",
            "low_width.lagrangian", "low_width.local_search", "low_width.solve", "model.dominance", "solver")
 LATE_S = 1.0
-WAYS = {"as it is": {}, "dear": {"AT_ONCE_CELLS": 0.0}, "wide": {"WORK_CELLS": 0.0}, "whole": {"SCREEN_CELLS": 0.0,
+WAYS = {"as it is": {}, "expensive": {"AT_ONCE_CELLS": 0.0}, "wide": {"WORK_CELLS": 0.0}, "whole": {"SCREEN_CELLS": 0.0,
         "AT_ONCE_CELLS": 0.0}}
 
 
@@ -54,7 +54,7 @@ def set_clock(patch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
 @settings(max_examples=150)
 @given(seeds, st.integers(0, 300), st.sampled_from(sorted(WAYS)))
 @example(3, 0, "wide")
-@example(206, 277, "dear")  # the least memory is not known in the time
+@example(206, 277, "expensive")  # the least memory is not known in the time
 def test_wherever_the_clock_stops_a_search_its_answer_holds(seed: int, looks: int, way: str) -> None:
     problem = random_problem(seed, limited=bool(seed % 4), max_nodes=5)
     plans = [judged for _, judged in all_plans(problem)]
@@ -83,12 +83,12 @@ def test_wherever_the_clock_stops_a_search_its_answer_holds(seed: int, looks: in
 def test_an_elimination_ends_on_time_and_can_go_on() -> None:
     problem = block_chain(4)
     eliminator, fresh = Eliminator.of(problem).until(0.0), Eliminator.of(problem)
-    for step in (eliminator.solve, eliminator.regrets):
+    for step in (eliminator.solve, eliminator.reduced_costs):
         with pytest.raises(TimeIsUpError):
             step(problem.costs)
     eliminator.until(math.inf)
     assert eliminator.solve(problem.costs) == fresh.solve(problem.costs)
-    for one, other in zip(eliminator.regrets(problem.costs), fresh.regrets(problem.costs), strict=True):
+    for one, other in zip(eliminator.reduced_costs(problem.costs), fresh.reduced_costs(problem.costs), strict=True):
         assert np.array_equal(one, other)
 
 

@@ -56,7 +56,7 @@ def test_a_problem_that_was_searched_can_be_copied(seed: int) -> None:
     (lambda: Node("a", np.array([-1.0]), np.zeros(1)), "costs must be numbers"),
     (lambda: Node("a", np.zeros(1), np.array([math.inf])), "usages must be finite"),
     (lambda: Node("a", np.zeros(1), np.zeros(1), (2, 1)), "ends before it starts"),
-    (lambda: Node("a", np.zeros(1), np.zeros(1), labels=()), "0 labels for 1 choices"),
+    (lambda: Node("a", np.zeros(1), np.zeros(1), strategies=()), "0 labels for 1 choices"),
     (lambda: Edge(1, 1, np.zeros((1, 1))), "two different nodes"),
     (lambda: Edge(0, 1, np.zeros((1, 1)), np.zeros((1, 2))), "must have the shape of costs"),
     (lambda: Problem((Node("a", np.zeros(1), np.zeros(1)),), (Edge(0, 3, np.zeros((1, 1))),)), "names node 3"),
@@ -146,9 +146,9 @@ def test_elimination_and_its_regrets(seed: int) -> None:
     if best == math.inf:
         return
     assert evaluate(problem, choice).objective == best
-    for v, regrets in enumerate(eliminator.regrets(problem.costs)):
-        for pick, regret in enumerate(regrets):
-            assert regret == min(judged.objective for plan, judged in plans if plan[v] == pick) - best
+    for v, reduced_costs in enumerate(eliminator.reduced_costs(problem.costs)):
+        for pick, reduced_cost in enumerate(reduced_costs):
+            assert reduced_cost == min(judged.objective for plan, judged in plans if plan[v] == pick) - best
 
 
 def test_equal_blocks_are_worked_out_once() -> None:
@@ -183,8 +183,8 @@ def test_pieces_that_repeat_are_eliminated_by_one_rule(seed: int) -> None:
     value, choice = by_pieces.solve(costs)
     assert value == pytest.approx(whole.solve(costs)[0])
     assert costs.take(problem.cells(choice)).sum() == pytest.approx(value)
-    for regret, expected in zip(by_pieces.regrets(costs), whole.regrets(costs), strict=True):
-        assert np.allclose(regret, expected)
+    for reduced_cost, expected in zip(by_pieces.reduced_costs(costs), whole.reduced_costs(costs), strict=True):
+        assert np.allclose(reduced_cost, expected)
 
 
 @pytest.mark.parametrize("kept_cells", [0, 10**6])
@@ -196,8 +196,8 @@ def test_tables_of_earlier_prices_change_nothing(kept_cells: int, monkeypatch: p
     for rates in some[[0, 1, 0, 2, 1]]:
         costs, fresh = problem.costs.priced(problem.usages, rates), Eliminator.of(problem)
         assert kept.solve(costs) == fresh.solve(costs)
-        for regret, expected in zip(kept.regrets(costs), fresh.regrets(costs), strict=True):
-            assert np.array_equal(regret, expected)
+        for reduced_cost, expected in zip(kept.reduced_costs(costs), fresh.reduced_costs(costs), strict=True):
+            assert np.array_equal(reduced_cost, expected)
     assert (kept._tables.cells == 0) == (kept_cells == 0)
 
 

@@ -228,12 +228,12 @@ def test_memory_at_prices(seed: int) -> None:
     rng = np.random.default_rng(seed)
     times = np.arange(6)
     prices, memory = rng.random(6), memory_at(problem, times)
-    labels = [node.labels or () for node in problem.nodes]
-    dear = AtPrices(LabelledPricer(problem), times, prices).problem(labels)
-    assert dear.limit == math.inf
+    strategies = [node.strategies or () for node in problem.nodes]
+    expensive = AtPrices(LabelledPricer(problem), times, prices).problem(strategies)
+    assert expensive.limit == math.inf
     for choice, judged in all_plans(problem)[:50]:
         paid = judged.objective + float(prices @ memory.load(problem, choice))
-        assert evaluate(dear, choice).objective == pytest.approx(paid)
+        assert evaluate(expensive, choice).objective == pytest.approx(paid)
 
 
 @pytest.mark.parametrize("search", ["ilp", "auto"])

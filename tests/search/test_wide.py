@@ -19,7 +19,7 @@ from autoparallel.search.high_width import branch_and_bound, minimum_memory
 from autoparallel.search.high_width import solve as high_width
 from autoparallel.search.high_width.aggregation import shrink
 from autoparallel.search.high_width.event_form import Compact, compact_of, part_of
-from autoparallel.search.high_width.local_search import Walk, finite_limit
+from autoparallel.search.high_width.local_search import LocalSearch, finite_limit
 from autoparallel.search.high_width.solve import WideSearch
 from autoparallel.search.high_width.trws import Messenger, raise_each, raise_prices, show_plans
 from autoparallel.search.ilp.highs import LinearModel, run_highs
@@ -124,11 +124,11 @@ def test_messages_bound_every_plan_and_every_choice(seed: int) -> None:
     found = raise_prices(messenger, math.inf, 40, lambda plan: math.inf)
     costs = messenger.costs(found.values)
     bound = messenger.settle(costs) - float(found.values @ compact.room)
-    regrets = messenger.regrets(costs)
+    reduced_costs = messenger.reduced_costs(costs)
     for plan, judged in all_plans(problem):
         if judged.feasible:
             assert max(bound, found.bound) <= judged.objective + 1e-6
-            assert all(bound + regrets[v][pick] <= judged.objective + 1e-6 for v, pick in enumerate(plan))
+            assert all(bound + reduced_costs[v][pick] <= judged.objective + 1e-6 for v, pick in enumerate(plan))
 
 
 @settings(max_examples=30)
@@ -154,20 +154,20 @@ def test_a_walk_keeps_its_books(seed: int) -> None:
     if compact is None:
         return
     limit = finite_limit(compact)
-    walk = Walk(compact, [0] * len(compact.costs), limit)
-    fitted = walk.repair()
-    before = walk.cost()
-    walk.descend()
-    fresh = Walk(compact, walk.plan, limit)
-    assert np.allclose(walk.local, fresh.local) and np.allclose(walk.over, fresh.over)
-    assert not fitted or (compact.fits(walk.plan) and walk.cost() <= before)
+    local_search = LocalSearch(compact, [0] * len(compact.costs), limit)
+    fitted = local_search.repair()
+    before = local_search.cost()
+    local_search.descend()
+    fresh = LocalSearch(compact, local_search.plan, limit)
+    assert np.allclose(local_search.local, fresh.local) and np.allclose(local_search.over, fresh.over)
+    assert not fitted or (compact.fits(local_search.plan) and local_search.cost() <= before)
     for v, size in enumerate(compact.sizes):
         for pick in range(size):
-            costs = [compact.costs[v][pick], *(table[pick, walk.plan[w]] for _, w, table in compact.around[v])]
-            assert walk.row_of(v)[pick] == pytest.approx(sum(min(cost, limit) for cost in costs))
-            moved = [pick if u == v else old for u, old in enumerate(walk.plan)]
-            worse = (compact.load(moved) > np.maximum(compact.room, compact.load(walk.plan))).any()
-            assert walk.fits(v, pick) == (not worse) or not fitted
+            costs = [compact.costs[v][pick], *(table[pick, local_search.plan[w]] for _, w, table in compact.around[v])]
+            assert local_search.row_of(v)[pick] == pytest.approx(sum(min(cost, limit) for cost in costs))
+            moved = [pick if u == v else old for u, old in enumerate(local_search.plan)]
+            worse = (compact.load(moved) > np.maximum(compact.room, compact.load(local_search.plan))).any()
+            assert local_search.fits(v, pick) == (not worse) or not fitted
 
 
 @settings(max_examples=40)
@@ -283,7 +283,7 @@ def test_messages_start_from_those_of_a_larger_problem() -> None:
     messenger = Messenger(outer.compact, finite_limit(outer.compact))
     costs = messenger.costs(np.zeros(len(outer.compact.room)))
     bound = messenger.settle(costs, 50)
-    pick = int(messenger.regrets(costs)[1].argmax())
+    pick = int(messenger.reduced_costs(costs)[1].argmax())
     without = [np.where((np.arange(len(array)) == pick) & (v == 1), math.inf, array)
                for v, array in enumerate(outer.compact.costs)]
     inner = shrink(replace(outer.compact, costs=tuple(without)), outer=outer)

@@ -133,7 +133,7 @@ class _Values:
         """Of a node that is small where it is not alike, as all must be that it is made of."""
         for each in self._in_order(node):
             made = self._made(each)
-            self.small[each] = _alike(made) if isinstance(made, torch.Tensor) else made
+            self.small[each] = _equivalent(made) if isinstance(made, torch.Tensor) else made
         return self.small[node]
 
     def _in_order(self, node: Node) -> Iterator[Node]:
@@ -188,7 +188,7 @@ def _along(node: Node) -> int | None:
     return node.args[position] if position < len(node.args) else None
 
 
-def _alike(value: torch.Tensor) -> torch.Tensor:
+def _equivalent(value: torch.Tensor) -> torch.Tensor:
     for dim in range(value.dim()):
         first = value.narrow(dim, 0, min(1, value.shape[dim]))
         if bool((value == first).all()):

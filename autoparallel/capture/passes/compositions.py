@@ -34,16 +34,20 @@ def adjoint(graph: Graph, node: Node) -> Node:
 
 
 def stacked(graph: Graph, node: Node) -> Node:
-    pieces = [emit(graph, node, RAISED[node.target], piece) for piece in node.args[0]]
+    shards = [emit(graph, node, RAISED[node.target], local_shard) for local_shard in node.args[0]]
     last = {aten.hstack.default: 1, aten.vstack.default: 0, aten.dstack.default: 2}[node.target]
-    return emit(graph, node, aten.cat.default, pieces, min(last, len(_shape(pieces[0])) - 1))
+    return emit(graph, node, aten.cat.default, shards, min(last, len(_shape(shards[0])) - 1))
 
 
 def columns(graph: Graph, node: Node) -> Node:
     """column_stack: a vector is a column."""
-    pieces = [piece if len(_shape(piece)) > 1 else
-              emit(graph, node, aten.reshape.default, piece, [math.prod(_shape(piece)), 1]) for piece in node.args[0]]
-    return emit(graph, node, aten.cat.default, pieces, 1)
+    shards = [
+        local_shard
+        if len(_shape(local_shard)) > 1
+        else emit(graph, node, aten.reshape.default, local_shard, [math.prod(_shape(local_shard)), 1])
+        for local_shard in node.args[0]
+    ]
+    return emit(graph, node, aten.cat.default, shards, 1)
 
 
 def tensordot(graph: Graph, node: Node) -> Node:

@@ -53,7 +53,7 @@ class _Memory:
     ``base[v]`` is what the view v looks at (of an in-place op's result: the tensor written to). ``value[t]`` is t's
     present value, if it is not t itself. ``version`` counts the writes to a root's memory, ``seen[v]`` is the version
     that v's value belongs to. ``lost``: written to through a view that cannot be undone, or behind autograd's back, so
-    that gradients are not those of what was computed. ``learning``: what gradients flow through.
+    that gradients are not those of what was computed. ``trainable``: what gradients flow through.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -63,12 +63,12 @@ class _Memory:
         self.version: dict[Node, int] = {}
         self.seen: dict[Node, int] = {}
         self.lost: dict[Node, Node] = {}
-        self.learning: set[Node] = set()
+        self.trainable: set[Node] = set()
 
     def visit(self, node: Node) -> None:
         """Let a node read present values; note what it looks at, or do what it writes."""
-        if self._learns(node):
-            self.learning.add(node)
+        if self._trainable(node):
+            self.trainable.add(node)
         first = written(node) if writes(node) else node.args[0] if node.args else None
         if _shares_memory(node, first):
             self.base[node] = first
@@ -79,14 +79,14 @@ class _Memory:
         if writes(node):
             self._write(first, _functional_twin(self.graph, node), node)
 
-    def _learns(self, node: Node) -> bool:
+    def _trainable(self, node: Node) -> bool:
         if node.op == "placeholder":
             value = node.meta.get("val")
             return isinstance(value, torch.Tensor) and value.requires_grad
         name = getattr(node.target, "__name__", "")
         copies_shape_only = "_like" in name or name.startswith("new_")
         flows = not node.meta.get("no_grad") and node.target is not aten.detach.default and not copies_shape_only
-        return flows and any(n in self.learning for n in node.all_input_nodes)
+        return flows and any(n in self.trainable for n in node.all_input_nodes)
 
     def written_placeholders(self) -> Iterator[Node]:
         return (node for node in self.version if node.op == "placeholder")
@@ -125,15 +125,15 @@ class _Memory:
         olds = [None if node in self.lost else self.read(node) for node in chain]
         root, known = chain[-1], True
         self.version[root] = self.version.get(root, 0) + 1
-        if write.meta.get("no_grad") and not self.learning.isdisjoint(chain):
+        if write.meta.get("no_grad") and not self.trainable.isdisjoint(chain):
             self.lost.update(dict.fromkeys(chain, write))
             return
-        if write in self.learning:
-            self.learning.update(chain)
+        if write in self.trainable:
+            self.trainable.update(chain)
         self._set(target, new)
         for (view, whole), old in zip(pairwise(chain), olds[1:], strict=True):
             carry = _same if writes(view) else CARRY.get(view.target)
-            hidden = view.target is aten.detach.default and whole in self.learning
+            hidden = view.target is aten.detach.default and whole in self.trainable
             known = known and carry is not None and old is not None and not hidden
             if known:
                 assert carry is not None

@@ -137,8 +137,8 @@ class _Region:
             return bool(len(node.args) > 1 and node.args[1] % len(shape) > 0)
         if node.target in (aten.reshape.default, aten.to.dtype):
             return True
-        alike = all(n.meta["val"].dim() == len(shape) for n in node.all_input_nodes)  # rows meet rows, not columns
-        return alike and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+        equivalent = all(n.meta["val"].dim() == len(shape) for n in node.all_input_nodes)  # rows meet rows, not columns
+        return equivalent and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
     def replace(self, mutations: dict[str, Node]) -> None:
         exit_, graph = self.exit, self.sort.graph

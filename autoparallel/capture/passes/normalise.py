@@ -177,12 +177,12 @@ def _slice(graph: Graph, node: Node) -> Node:
 def _cat(graph: Graph, node: Node) -> Node | None:
     """Pieces without elements add nothing; a single piece is the result."""
     dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    pieces = [piece for piece in node.args[0] if piece.meta["val"].numel()] or list(node.args[0])
-    if len(pieces) == 1 and pieces[0].meta["val"].dtype == node.meta["val"].dtype:
-        return pieces[0]
-    if len(pieces) == len(node.args[0]):
+    shards = [local_shard for local_shard in node.args[0] if local_shard.meta["val"].numel()] or list(node.args[0])
+    if len(shards) == 1 and shards[0].meta["val"].dtype == node.meta["val"].dtype:
+        return shards[0]
+    if len(shards) == len(node.args[0]):
         return None
-    return emit(graph, node, aten.cat.default, pieces, dim)
+    return emit(graph, node, aten.cat.default, shards, dim)
 
 
 def _copy(graph: Graph, node: Node) -> Node:
@@ -209,19 +209,19 @@ def _weight_norm(graph: Graph, node: Node) -> Node:
     return emit(graph, node, aten.mul.Tensor, v, scale)
 
 
-def _pieces(graph: Graph, node: Node) -> None:
+def _shards(graph: Graph, node: Node) -> None:
     """split, chunk, unbind -> one slice (or select) per piece that is used."""
     source = node.args[0]
     single = node.target in (aten.unbind.int, aten.unbind_copy.int)
     dim = _split_dim(node) % source.meta["val"].dim()
     start = 0
-    pieces: list[tuple[int, int]] = []
+    shards: list[tuple[int, int]] = []
     for value in node.meta["val"]:
         length = 1 if single else value.shape[dim]
-        pieces.append((start, length))
+        shards.append((start, length))
         start += length
     for user in list(node.users):
-        start, length = pieces[user.args[1]]
+        start, length = shards[user.args[1]]
         if single:
             new = emit(graph, user, aten.select.int, source, dim, start)
         else:
@@ -382,24 +382,24 @@ def lists(graph: Graph, mutations: dict[str, Node]) -> None:
 
 
 LISTS = {
-    aten.split.Tensor: _pieces,
-    aten.split.sizes: _pieces,
-    aten.unsafe_split.Tensor: _pieces,
-    aten.unsafe_chunk.default: _pieces,
-    aten.split_copy.Tensor: _pieces,
-    aten.split_with_sizes_copy.default: _pieces,
-    aten.split_with_sizes.default: _pieces,
-    aten.chunk.default: _pieces,
-    aten.tensor_split.sections: _pieces,
-    aten.tensor_split.indices: _pieces,
-    aten.unbind.int: _pieces,
-    aten.unbind_copy.int: _pieces,
-    aten.hsplit.int: _pieces,
-    aten.hsplit.array: _pieces,
-    aten.vsplit.int: _pieces,
-    aten.vsplit.array: _pieces,
-    aten.dsplit.int: _pieces,
-    aten.dsplit.array: _pieces,
+    aten.split.Tensor: _shards,
+    aten.split.sizes: _shards,
+    aten.unsafe_split.Tensor: _shards,
+    aten.unsafe_chunk.default: _shards,
+    aten.split_copy.Tensor: _shards,
+    aten.split_with_sizes_copy.default: _shards,
+    aten.split_with_sizes.default: _shards,
+    aten.chunk.default: _shards,
+    aten.tensor_split.sections: _shards,
+    aten.tensor_split.indices: _shards,
+    aten.unbind.int: _shards,
+    aten.unbind_copy.int: _shards,
+    aten.hsplit.int: _shards,
+    aten.hsplit.array: _shards,
+    aten.vsplit.int: _shards,
+    aten.vsplit.array: _shards,
+    aten.dsplit.int: _shards,
+    aten.dsplit.array: _shards,
     aten.broadcast_tensors.default: _broadcast,
     aten.meshgrid.default: _meshgrid,
     aten.meshgrid.indexing: _meshgrid,

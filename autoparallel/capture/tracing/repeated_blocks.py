@@ -55,8 +55,8 @@ def _repeated_in(module: nn.Module, path: str, shared: set[int]) -> Iterator[Rep
     found = {}
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         blocks = list(_blocks_of(module, path, shared))
-        alike = Counter(block.kind for block in blocks)
-        found = {id(block.module): block for block in blocks if alike[block.kind] >= FEWEST}
+        equivalent = Counter(block.kind for block in blocks)
+        found = {id(block.module): block for block in blocks if equivalent[block.kind] >= FEWEST}
     for name, child in module.named_children():
         if id(child) in found:
             yield found[id(child)]
@@ -67,14 +67,14 @@ def _repeated_in(module: nn.Module, path: str, shared: set[int]) -> Iterator[Rep
 def _blocks_of(container: nn.Module, path: str, shared: set[int]) -> Iterator[Repeated]:
     """The children with modules of their own, which nobody shares or has patched. An integer counts the blocks if it
     grows as their index does."""
-    alike: dict[object, list[tuple[int, nn.Module, dict[tuple[str, str], int]]]] = {}
+    equivalent: dict[object, list[tuple[int, nn.Module, dict[tuple[str, str], int]]]] = {}
     for index, child in enumerate(container.children()):
         values = (*child.modules(), *child.parameters(), *child.buffers())
         whole = next(child.children(), None) is not None and "forward" not in vars(child)
         if whole and not any(id(value) in shared for value in values):
             rest, integers = _facts(child)
-            alike.setdefault(rest, []).append((index, child, integers))
-    for rest, members in alike.items():
+            equivalent.setdefault(rest, []).append((index, child, integers))
+    for rest, members in equivalent.items():
         keys = members[0][2].keys()
         count = {key for key in keys if len({integers[key] for _, _, integers in members}) > 1
                  and len({integers[key] - index for index, _, integers in members}) == 1}
@@ -135,7 +135,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.named: dict[str, Call] = {}
-        self.alike: dict[object, list[Call]] = {}
+        self.equivalent: dict[object, list[Call]] = {}
         self.looked_at: str | None = None
 
     @contextmanager
@@ -158,7 +158,7 @@ class Calls:
             tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
             if not tensors or not _is_plain(leaves, spec):
                 return forward(*args, **kwargs)
-            before = self.alike.setdefault((block.kind, _form(leaves), spec, _modes()), [])
+            before = self.equivalent.setdefault((block.kind, _form(leaves), spec, _modes()), [])
             name, call = str(len(self.named)), Call(block, before[0] if len(before) == 2 else None)
             self.named[name] = call
             if call.model is not None:

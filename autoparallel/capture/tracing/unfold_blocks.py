@@ -37,7 +37,7 @@ def unfold(graph: Graph, calls: Calls, values: Mapping[str, str]) -> None:
             marks[node.target][calls.named[node.args[0]]] = node
     bodies = _bodies(graph, marks[block_begins], marks[block_ends], values)
     repeated = {call.model for call in marks[repeated_block]}
-    for first, second in (alike for alike in calls.alike.values() if alike[0] in repeated):
+    for first, second in (equivalent for equivalent in calls.equivalent.values() if equivalent[0] in repeated):
         if bodies[first].form() != bodies[second].form():
             raise UnlikeError(f"{second.block.path} is traced otherwise than {first.block.path}")
     _refuse_writes(graph, [mark for kind in marks.values() for mark in kind.values()],

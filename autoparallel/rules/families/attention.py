@@ -7,7 +7,7 @@ import torch
 
 from autoparallel.layout import REPLICATE, shard
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Dims, Exchange, Row, Rule
+from autoparallel.rules.rule import AxisStrategy, Dims, Exchange, Rule
 
 aten = torch.ops.aten
 
@@ -38,14 +38,14 @@ def attention(op: OpView) -> Rule | None:
         inputs.append(tuple(f if n != 1 else None for f, n in zip(own, mask.shape, strict=True)))
     even = {"h": tuple(sorted(heads, reverse=True))} if len(heads) > 1 else {}
     dropout = float(op.arg("dropout_p") or 0.0)
-    alike = rank == 4 and mask is None and not dropout and s == t != 1 and _match(op)
+    equivalent = rank == 4 and mask is None and not dropout and s == t != 1 and _match(op)
     causal = 0.5 if op.arg("is_causal") else 1.0
     points = float(op.inputs[0].num_elements // d * t)
     return Rule(
         tuple(inputs), (inputs[0],), sizes, even=even,
         linear=() if dropout else (frozenset({2}),), flops=2.0 * points * (d + e) * causal,
         op_class="attention", saves=saves, saves_output=True, random=dropout > 0, backward_flops=2.5, extra_bytes=extra,
-        variants=_of_sequence(op) if alike else (),
+        variants=_of_sequence(op) if equivalent else (),
     )
 
 
@@ -55,12 +55,12 @@ def _match(op: OpView) -> bool:
     return q == k == v
 
 
-def _of_sequence(op: OpView) -> tuple[Row, ...]:
+def _of_sequence(op: OpView) -> tuple[AxisStrategy, ...]:
     """Pieces of the sequence: of a causal one each rank's queries meet all keys up to their own; or keys and values
     are cut too, and go around."""
     causal, cut = bool(op.arg("is_causal")), shard(2)
     messages = tuple(Exchange("ring", i, float(op.inputs[i].dtype.itemsize), 1, 2) for i in (1, 2))
-    ring = Row("ring", (cut, cut, cut), (cut,), "s", (op.shapes[0][2],), "ring", messages,
+    ring = AxisStrategy("ring", (cut, cut, cut), (cut,), "s", (op.shapes[0][2],), "ring", messages,
                frozenset({"ring", "queries"} if causal else {"ring"}), triangular=causal)
-    queries = Row("queries", (cut, REPLICATE, REPLICATE), (cut,), "s", variant="queries", triangular=True)
+    queries = AxisStrategy("queries", (cut, REPLICATE, REPLICATE), (cut,), "s", variant="queries", triangular=True)
     return (queries, ring) if causal else (ring,)

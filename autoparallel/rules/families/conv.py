@@ -13,7 +13,7 @@ from autoparallel.layout import REPLICATE, shard
 from autoparallel.rules.families.views import whole_dims
 from autoparallel.rules.families.windows import Window, windows_of
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Dims, Exchange, Row, Rule, einsum_rule
+from autoparallel.rules.rule import AxisStrategy, Dims, Exchange, Rule, einsum_rule
 
 aten = torch.ops.aten
 
@@ -43,11 +43,11 @@ def _in_space(rule: Rule, op: OpView) -> Rule:
             continue
         if window.tiles(size, made):
             x, out = (_named(dims, dim, name) for dims in (rule.inputs[0], rule.outputs[0]))
-            pieces = min(size, made)
-            even = {name: (pieces,)} if window.stride > 1 else {}
-            rule = replace(rule, inputs=(x, *rule.inputs[1:]), outputs=(out,), sizes={**rule.sizes, name: pieces},
+            shards = min(size, made)
+            even = {name: (shards,)} if window.stride > 1 else {}
+            rule = replace(rule, inputs=(x, *rule.inputs[1:]), outputs=(out,), sizes={**rule.sizes, name: shards},
                            even={**rule.even, **even})
-        if (name not in rule.sizes or name in rule.even) and _filled_alike(op, window, size, made):
+        if (name not in rule.sizes or name in rule.even) and _filled_equally(op, window, size, made):
             rule = replace(rule, variants=(*rule.variants, _halo(op, window, dim, name)))
     return rule
 
@@ -56,17 +56,24 @@ def _named(dims: Dims, dim: int, name: str) -> Dims:
     return (*dims[:dim], name, *dims[dim + 1 :])
 
 
-def _halo(op: OpView, window: Window, dim: int, name: str) -> Row:
+def _halo(op: OpView, window: Window, dim: int, name: str) -> AxisStrategy:
     """Neighbours exchange the places that both reach. Not over two axes: a neighbour may be one of the other."""
     x, cut = op.inputs[0], shard(dim)
     border = Exchange("neighbours", 0, x.dtype.itemsize * window.border / x.shape[dim], 1, int(x.requires_grad),
                       kept=True, whole=True)
     row = f"halo {name}"
-    return Row(row, (cut, *(REPLICATE for _ in op.inputs[1:])), (cut,), name, variant="windows", inside=(border,),
-               apart=frozenset({row, name}))
+    return AxisStrategy(
+        row,
+        (cut, *(REPLICATE for _ in op.inputs[1:])),
+        (cut,),
+        name,
+        variant="windows",
+        inside=(border,),
+        apart=frozenset({row, name}),
+    )
 
 
-def _filled_alike(op: OpView, window: Window, size: int, made: int) -> bool:
+def _filled_equally(op: OpView, window: Window, size: int, made: int) -> bool:
     """Whether places that are filled up beforehand count as those that the op fills up itself. A mean over those that
     there are knows them apart; so does one of a window that goes beyond what is filled up."""
     if "avg_pool" not in op.target._schema.name or op.arguments.get("divisor_override") is not None:

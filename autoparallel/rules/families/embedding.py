@@ -9,7 +9,7 @@ import torch
 from autoparallel.layout import PARTIAL, REPLICATE, shard
 from autoparallel.ops.embedding_bag import MAX, SUM
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Row, Rule, einsum_rule
+from autoparallel.rules.rule import AxisStrategy, Rule, einsum_rule
 
 aten = torch.ops.aten
 
@@ -23,9 +23,11 @@ def embedding(op: OpView) -> Rule | None:
     return replace(rule, flops=float(op.out.num_elements), variants=(_vocabulary(op, "vocabulary"),))
 
 
-def _vocabulary(op: OpView, variant: str) -> Row:
+def _vocabulary(op: OpView, variant: str) -> AxisStrategy:
     """A vocabulary cut gives each rank the rows of its own ids and zeros elsewhere: a summand of the result."""
-    return Row("vocabulary", (shard(0), *(REPLICATE for _ in op.inputs[1:])), (PARTIAL,), "vocabulary", variant=variant)
+    return AxisStrategy(
+        "vocabulary", (shard(0), *(REPLICATE for _ in op.inputs[1:])), (PARTIAL,), "vocabulary", variant=variant
+    )
 
 
 @rule_for("autoparallel::embedding_bag")

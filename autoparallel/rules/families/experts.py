@@ -15,7 +15,7 @@ import torch
 from autoparallel.layout import shard
 from autoparallel.ops.routed_experts import body_of
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Exchange, Row, Rule, einsum_rule
+from autoparallel.rules.rule import AxisStrategy, Exchange, Rule, einsum_rule
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def routed_experts(op: OpView) -> Rule:
                 variants=(_dispatch(op, tokens),))
 
 
-def _dispatch(op: OpView, tokens: int) -> Row:
+def _dispatch(op: OpView, tokens: int) -> AxisStrategy:
     """All cut over one axis: rows travel to their experts and back. (Experts are taken to be chosen evenly.)"""
     each = [m.dtype.itemsize for m in op.inputs]
     rows, beside = op.shapes[1][0], range(2, len(op.inputs) - len(op.arg("weights")))
@@ -42,8 +42,16 @@ def _dispatch(op: OpView, tokens: int) -> Row:
              *(Exchange("all_to_all", i, each[i], forward=1, backward=1) for i in beside)]
     width = math.prod(op.out.shape[1:]) * op.out.dtype.itemsize
     back = Exchange("all_to_all", 1, width, forward=1, backward=1)
-    return Row("dispatch", (shard(0),) * len(op.inputs), (shard(0),), "t", (tokens,), "dispatch", (*there, back),
-               frozenset({"e", "dispatch"}))
+    return AxisStrategy(
+        "dispatch",
+        (shard(0),) * len(op.inputs),
+        (shard(0),),
+        "t",
+        (tokens,),
+        "dispatch",
+        (*there, back),
+        frozenset({"e", "dispatch"}),
+    )
 
 
 @rule_for(aten._grouped_mm.default, "transformers::grouped_mm_fallback")

@@ -102,11 +102,11 @@ def scatter_reduce(op: OpView) -> Rule | None:
     if op.arg("reduce") == "sum" and op.arg("include_self"):
         return scatter_add(op)
     rule = _scattered(op)
-    linear = _in_turn(op.arg("reduce"), bool(op.arg("include_self")))
+    linear = _linear_in(op.arg("reduce"), bool(op.arg("include_self")))
     return replace(rule, linear=linear, saves=frozenset({0, 1, 2}), saves_output=True) if rule is not None else None
 
 
-def _in_turn(reduce: str, include_self: bool) -> tuple[frozenset[int], ...]:
+def _linear_in(reduce: str, include_self: bool) -> tuple[frozenset[int], ...]:
     """Sums and means are linear in the tensor and in what is written to it together, a product in the tensor."""
     if reduce in ("sum", "mean"):
         return (frozenset({0, 2}),)
@@ -177,7 +177,7 @@ def index_reduce(op: OpView) -> Rule | None:
     whole = [tuple(None if f == "i" else f for f in dims) for dims in rule.inputs]
     return replace(rule, inputs=tuple(whole), sizes={f: n for f, n in rule.sizes.items() if f != "i"},
                    reduce=frozenset(), additive=frozenset(), saves=frozenset({0, 1, 2}), saves_output=True,
-                   linear=_in_turn(op.arg("reduce"), bool(op.arg("include_self"))))
+                   linear=_linear_in(op.arg("reduce"), bool(op.arg("include_self"))))
 
 
 @rule_for(aten.take.default)

@@ -10,7 +10,7 @@ from autoparallel.layout import INVARIANT, shard
 from autoparallel.ops.ctc import ctc_losses
 from autoparallel.rules.families.pointwise import broadcast_dims
 from autoparallel.rules.registry import OpView, repeated, rule_for
-from autoparallel.rules.rule import Dims, Exchange, Row, Rule
+from autoparallel.rules.rule import AxisStrategy, Dims, Exchange, Rule
 
 aten = torch.ops.aten
 NONE, SUM = 0, 2
@@ -33,7 +33,9 @@ def cross_entropy(op: OpView) -> Rule | None:
     weights = [(None,) for _ in op.shapes[2:]]
     plain = summed and len(logits) == 2 and not (probable or weights or _smooth(op))
     numbers = Exchange("all_reduce", 1, 4.0, forward=3)  # maximum, sum of exponentials, the target's own logit
-    classes = Row("classes", (shard(1), INVARIANT), (INVARIANT,), "classes", variant="classes", inside=(numbers,))
+    classes = AxisStrategy(
+        "classes", (shard(1), INVARIANT), (INVARIANT,), "classes", variant="classes", inside=(numbers,)
+    )
     return Rule(
         (names, names if probable else own, *weights), (() if summed else own,), sizes,
         reduce=frozenset(sizes if summed else ()), linear=(frozenset({1}),) if probable and not _smooth(op) else (),

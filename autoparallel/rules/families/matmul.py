@@ -9,7 +9,7 @@ import torch
 
 from autoparallel.layout import REPLICATE, shard
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Exchange, Row, Rule, einsum_rule
+from autoparallel.rules.rule import AxisStrategy, Exchange, Rule, einsum_rule
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def linear_sections(op: OpView) -> Rule:
                        op_class="matmul", saves=frozenset({0, 1}))
     exchanged = range(1, len(op.inputs))
     inside = tuple(Exchange("all_to_all", i, op.inputs[i].dtype.itemsize, 1, 1, kept=True) for i in exchanged)
-    cut = Row("n", (REPLICATE, *(shard(0) for _ in exchanged)), (shard(last),) * len(op.outputs), "n",
+    cut = AxisStrategy("n", (REPLICATE, *(shard(0) for _ in exchanged)), (shard(last),) * len(op.outputs), "n",
               variant="sections", inside=inside, apart=frozenset({"n"}))
     return replace(rule, variants=(cut,))
 

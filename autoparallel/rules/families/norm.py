@@ -10,7 +10,7 @@ import torch
 
 from autoparallel.layout import REPLICATE, Placement, shard
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Exchange, Row, Rule, einsum_rule
+from autoparallel.rules.rule import AxisStrategy, Exchange, Rule, einsum_rule
 
 aten = torch.ops.aten
 _OF_A_ROW = 8.0  # bytes: mean and deviation
@@ -74,7 +74,7 @@ def _scales(op: OpView) -> tuple[frozenset[int], ...]:
     return (frozenset(range(1, len(op.inputs))),) if len(op.inputs) > 1 and len(op.outputs) == 1 else ()
 
 
-def _along(op: OpView, dims: Iterable[int], first: int | None = None) -> tuple[Row, ...]:
+def _along(op: OpView, dims: Iterable[int], first: int | None = None) -> tuple[AxisStrategy, ...]:
     """Each of ``dims``, which are normed along, may be cut where the ranks add up the statistics; with it weight and
     bias, if they have those dims, which begin at ``first``."""
     x, rows = op.inputs[0], []
@@ -88,7 +88,7 @@ def _along(op: OpView, dims: Iterable[int], first: int | None = None) -> tuple[R
         numbers = (Exchange("all_reduce", 0, size, sums, whole=True),
                    Exchange("all_reduce", 0, sums * size, 0, int(x.requires_grad), whole=True))
         rest: Placement = shard(dim - first) if first is not None else REPLICATE
-        rows.append(Row(f"norm d{dim}", (shard(dim), *(rest for _ in op.inputs[1:])), (shard(dim),), f"d{dim}",
+        rows.append(AxisStrategy(f"norm d{dim}", (shard(dim), *(rest for _ in op.inputs[1:])), (shard(dim),), f"d{dim}",
                         variant="norms", inside=numbers))
     return tuple(rows)
 

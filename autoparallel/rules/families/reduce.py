@@ -10,7 +10,7 @@ from autoparallel.capture.graph import is_floating
 from autoparallel.layout import INVARIANT, Placement, shard
 from autoparallel.rules.families.views import whole_dims
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Exchange, Row, Rule
+from autoparallel.rules.rule import AxisStrategy, Exchange, Rule
 
 aten = torch.ops.aten
 
@@ -53,8 +53,8 @@ def places(op: OpView) -> Rule | None:
     return replace(rule, variants=tuple(replace(row, apart=names - {row.name}) for row in rows))
 
 
-def _row(dim: int, variant: str, outputs: tuple[Placement, ...], inside: list[Exchange]) -> Row:
-    return Row(f"along d{dim}", (shard(dim),), outputs, f"d{dim}", variant=variant, inside=tuple(inside))
+def _row(dim: int, variant: str, outputs: tuple[Placement, ...], inside: list[Exchange]) -> AxisStrategy:
+    return AxisStrategy(f"along d{dim}", (shard(dim),), outputs, f"d{dim}", variant=variant, inside=tuple(inside))
 
 
 @rule_for(aten.logsumexp.default)

@@ -13,7 +13,7 @@ import torch
 from autoparallel.layout import shard
 from autoparallel.rules.families.windows import window_of_rows
 from autoparallel.rules.registry import OpView, rule_for
-from autoparallel.rules.rule import Exchange, Row, Rule
+from autoparallel.rules.rule import AxisStrategy, Exchange, Rule
 
 aten = torch.ops.aten
 
@@ -107,7 +107,7 @@ def _with_borders(rule: Rule, op: OpView) -> Rule:
             border = Exchange("neighbours", 0, op.inputs[0].dtype.itemsize * most / size, 1,
                               int(op.inputs[0].requires_grad), kept=True, whole=True)
             name = f"halo d{dim}"
-            rows.append(Row(name, (shard(dim),), (shard(dim),), f"d{dim}", variant="rows", inside=(border,),
+            rows.append(AxisStrategy(name, (shard(dim),), (shard(dim),), f"d{dim}", variant="rows", inside=(border,),
                             apart=frozenset({name})))
     return replace(rule, variants=tuple(rows))
 

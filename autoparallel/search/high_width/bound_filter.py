@@ -39,12 +39,12 @@ class Screened:
 
     problem: Problem
     bound: float
-    regrets: tuple[np.ndarray, ...]
+    reduced_costs: tuple[np.ndarray, ...]
 
     def within(self, reach: float, choice: Sequence[int]) -> Reduced:
         """Without the choices of which no plan costs less than ``bound + reach``, but with those of ``choice``."""
-        kept = [np.union1d(np.flatnonzero(regret <= reach), [pick])
-                for regret, pick in zip(self.regrets, choice, strict=True)]
+        kept = [np.union1d(np.flatnonzero(reduced_cost <= reach), [pick])
+                for reduced_cost, pick in zip(self.reduced_costs, choice, strict=True)]
         return keep(self.problem, kept)
 
 
@@ -63,4 +63,4 @@ def screen(problem: Problem, objective: float, prices: TimedPrices | None, gap: 
         missing = objective - bound
         if missing <= gap * abs(objective) or bound - before <= SLOW * missing or time.monotonic() >= deadline:
             break
-    return Screened(problem, bound, tuple(messenger.regrets(costs)))
+    return Screened(problem, bound, tuple(messenger.reduced_costs(costs)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from autoparallel.search.high_width.aggregation import shrink
 from autoparallel.search.high_width.event_form import Compact, part_of
-from autoparallel.search.high_width.local_search import Walk
+from autoparallel.search.high_width.local_search import LocalSearch
 from autoparallel.search.high_width.trws import Messenger
 from autoparallel.search.ilp.formulation import Program
 from autoparallel.search.low_width.bucket_elimination import Eliminator, elimination_order
@@ -61,7 +61,7 @@ class Parts:
         self._on_better = on_better
         self._near = [[w for _, w, _ in around] for around in compact.around]
         self._random = np.random.default_rng(0)
-        self._walk = Walk(compact, self.plan, messenger.limit)
+        self._walk = LocalSearch(compact, self.plan, messenger.limit)
         self._weights = np.zeros(0)
         self.is_late = False
         self._kinds = [_Kind(Parts._by_elimination, size, 0.03 + size / 8000) for size in LARGE_PARTS]
@@ -72,7 +72,7 @@ class Parts:
         self.prices = prices
         if plan is not self.plan:
             self.plan, self.cost = list(plan), self.compact.cost(plan)
-            self._walk = Walk(self.compact, self.plan, self.messenger.limit)
+            self._walk = LocalSearch(self.compact, self.plan, self.messenger.limit)
 
     def run(self, bound: float, gap: float, rounds: int) -> None:
         """So many rounds, unless the gap is reached, or none more ends before the deadline (``is_late``)."""
@@ -97,8 +97,8 @@ class Parts:
     def _dearness(self) -> np.ndarray:
         """By how much each node (with its edges) costs more in the plan than the messages say it must."""
         costs = self.messenger.costs(self.prices)
-        regrets = self.messenger.regrets(costs)
-        found = np.array([regret[pick] for regret, pick in zip(regrets, self.plan, strict=True)])
+        reduced_costs = self.messenger.reduced_costs(costs)
+        found = np.array([reduced_cost[pick] for reduced_cost, pick in zip(reduced_costs, self.plan, strict=True)])
         found = np.minimum(found, self.cost)
         return np.cumsum(found + found.mean() * 0.2 + WORST_FACTOR)
 
@@ -173,18 +173,18 @@ class Parts:
 
     def _try(self, part: Sequence[int], picks: Sequence[int]) -> None:
         """Take over the part's choices if, after local search, the plan fits and costs less."""
-        walk = self._walk
+        local_search = self._walk
         moves = [(v, pick) for v, pick in zip(part, picks, strict=True) if pick != self.plan[v]]
         if not moves:
             return
-        saved = walk.state()
+        saved = local_search.state()
         for v, pick in moves:
-            walk.move(v, pick)
-        if (walk.over <= 0).all() or walk.repair(self.deadline):
-            walk.descend(self.deadline)
-            cost = walk.cost() if walk.rough_cost() < self.cost * (1 + 1e-9) else FORBIDDEN
-            if cost < self.cost * (1 - 1e-12) and self.compact.fits(walk.plan):
-                self.plan, self.cost = list(walk.plan), cost
+            local_search.move(v, pick)
+        if (local_search.over <= 0).all() or local_search.repair(self.deadline):
+            local_search.descend(self.deadline)
+            cost = local_search.cost() if local_search.rough_cost() < self.cost * (1 + 1e-9) else FORBIDDEN
+            if cost < self.cost * (1 - 1e-12) and self.compact.fits(local_search.plan):
+                self.plan, self.cost = list(local_search.plan), cost
                 self._on_better(self.plan, cost)
                 return
-        walk.reset(*saved)
+        local_search.reset(*saved)

@@ -43,7 +43,7 @@ def local_costs(compact: Compact, plan: Sequence[int], limit: float) -> np.ndarr
                        len(own))
 
 
-class Walk:
+class LocalSearch:
     """A plan that changes. Forbidden cells count as ``limit`` here.
 
     ``local[slot]``: cost of the slot's choice with its edges, the neighbours as they are. ``over``: load less room.

@@ -11,7 +11,7 @@ import numpy as np
 
 from autoparallel.search.high_width.aggregation import Shrunk, shrink
 from autoparallel.search.high_width.event_form import Compact, compact_of
-from autoparallel.search.high_width.local_search import Walk
+from autoparallel.search.high_width.local_search import LocalSearch
 from autoparallel.search.high_width.trws import Messenger
 from autoparallel.search.ilp.formulation import Program, cells
 from autoparallel.search.low_width.lagrangian import LowestPeak
@@ -130,9 +130,9 @@ class _Search:
             if self.peak <= low * (1 + 1e-6) or time.monotonic() >= self.deadline:
                 return
             middle = (low + self.peak) / 2
-            walk = Walk(_with_room(self.compact, middle - self.floor), picks, self._limit)
-            if walk.repair(min(self.deadline, time.monotonic() + REPAIR_S)):
-                self._offer(walk.plan)
-                picks = tuple(walk.plan)
+            local_search = LocalSearch(_with_room(self.compact, middle - self.floor), picks, self._limit)
+            if local_search.repair(min(self.deadline, time.monotonic() + REPAIR_S)):
+                self._offer(local_search.plan)
+                picks = tuple(local_search.plan)
             if self.peak > middle:
                 low = middle

@@ -16,7 +16,7 @@ from autoparallel.search.high_width.aggregation import shrink
 from autoparallel.search.high_width.branch_and_bound import Branching, allowed_cells
 from autoparallel.search.high_width.event_form import Compact, compact_of
 from autoparallel.search.high_width.large_neighbourhood import Parts
-from autoparallel.search.high_width.local_search import Walk, finite_limit
+from autoparallel.search.high_width.local_search import LocalSearch, finite_limit
 from autoparallel.search.high_width.trws import SWEEPS, Ascent, Messenger, raise_prices
 from autoparallel.search.low_width.solve import TARGET_GAP, Outcome
 from autoparallel.search.model.problem import FORBIDDEN, MemoryLimitError, Problem, evaluate
@@ -49,11 +49,11 @@ def quick_plan(compact: Compact, deadline: float) -> list[int] | None:
 
     def offer(plan: list[int]) -> float:
         nonlocal best, cost
-        walk = Walk(compact, plan, messenger.limit)
-        if walk.repair(deadline):
-            walk.descend(deadline)
-            if walk.cost() < cost and compact.fits(walk.plan):
-                best, cost = list(walk.plan), walk.cost()
+        local_search = LocalSearch(compact, plan, messenger.limit)
+        if local_search.repair(deadline):
+            local_search.descend(deadline)
+            if local_search.cost() < cost and compact.fits(local_search.plan):
+                best, cost = list(local_search.plan), local_search.cost()
         return cost
 
     messenger = Messenger(compact, finite_limit(compact))
@@ -184,10 +184,10 @@ class WideSearch:
             if self._best is None:
                 least = [int(array.argmin()) for array in costs]
                 over = np.maximum(compact.load(least) - compact.room, 0.0)
-                dear = messenger.costs(DEAR * abs(bound) * over / (float(over @ over) or 1.0))
+                expensive = messenger.costs(DEAR * abs(bound) * over / (float(over @ over) or 1.0))
                 if time.monotonic() + (1 + PLAN_SWEEPS) * self._sweep_s < self.deadline:
-                    self._settle(messenger, dear, messenger.sweep(dear, False), PLAN_SWEEPS)
-                offer(messenger.plan(dear))
+                    self._settle(messenger, expensive, messenger.sweep(expensive, False), PLAN_SWEEPS)
+                offer(messenger.plan(expensive))
             self._publish()
 
     def _settle(self, messenger: Messenger, costs: Sequence[np.ndarray], bound: float, later: int) -> float:
@@ -211,12 +211,12 @@ class WideSearch:
 
     def _offer(self, plan: Sequence[int], limit: float) -> float:
         """Make a plan fit and better, and keep it if it is the best; returns the best cost so far."""
-        walk = Walk(self.shrunk.compact, plan, limit)
-        if walk.repair(self._left(REPAIR_SHARE) if self._best else self.deadline + self._grace):
-            walk.descend(self._left(REPAIR_SHARE if self._best else FIRST_SHARE))
-            cost = walk.cost()
-            if cost < self._cost and self.shrunk.compact.fits(walk.plan):
-                self._take(list(walk.plan), cost)
+        local_search = LocalSearch(self.shrunk.compact, plan, limit)
+        if local_search.repair(self._left(REPAIR_SHARE) if self._best else self.deadline + self._grace):
+            local_search.descend(self._left(REPAIR_SHARE if self._best else FIRST_SHARE))
+            cost = local_search.cost()
+            if cost < self._cost and self.shrunk.compact.fits(local_search.plan):
+                self._take(list(local_search.plan), cost)
         return self._cost
 
     def _take(self, plan: list[int], cost: float) -> None:

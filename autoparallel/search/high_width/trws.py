@@ -187,11 +187,11 @@ class Messenger:
             plan.append(total.argmin(-1))
         return np.array(plan, np.int64).T.tolist()
 
-    def regrets(self, costs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def reduced_costs(self, costs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """For every choice: at least by how much (priced) plans with it exceed the bound."""
-        return self._regrets(costs)[0]
+        return self._reduced_costs(costs)[0]
 
-    def _regrets(self, costs: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def _reduced_costs(self, costs: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The same, and what is left of every table, less its minimum."""
         found = [array + view.sum(axis=0) for array, view in zip(costs, self.views, strict=True)]
         found = [belief - belief.min() for belief in found]
@@ -208,13 +208,13 @@ class Messenger:
     def within(self, costs: Sequence[np.ndarray], room: float) -> Compact:
         """The problem without the choices, and cells of tables, that put (priced) plans more than ``room`` above the
         bound."""
-        regrets, lefts = self._regrets(costs)
+        reduced_costs, lefts = self._reduced_costs(costs)
         tables = []
         for (u, v), table, left in zip(self.compact.ends, self.compact.tables, lefts, strict=True):
-            rises = left + (regrets[u] - left.min(axis=1))[:, None] + (regrets[v] - left.min(axis=0))
+            rises = left + (reduced_costs[u] - left.min(axis=1))[:, None] + (reduced_costs[v] - left.min(axis=0))
             tables.append(np.where(rises <= room, table, FORBIDDEN))
-        kept = tuple(np.where(regret <= room, array, FORBIDDEN)
-                     for regret, array in zip(regrets, self.compact.costs, strict=True))
+        kept = tuple(np.where(reduced_cost <= room, array, FORBIDDEN)
+                     for reduced_cost, array in zip(reduced_costs, self.compact.costs, strict=True))
         return replace(self.compact, costs=kept, tables=tuple(tables))
 
 

@@ -323,14 +323,14 @@ class Sweep:
                 known[key] = int(functools.reduce(np.add, parts).argmin())
             choice[v] = known[key]
 
-    def regrets(self, steps: Sequence[Step], tables: Tables, wanted: Sequence[int] = (), above: int | None = None
+    def reduced_costs(self, steps: Sequence[Step], tables: Tables, wanted: Sequence[int] = (), above: int | None = None
                 ) -> tuple[list[np.ndarray], dict[int, int]]:
         """Of every node inside; and for each ``wanted`` table the name of all others' least sum over its scope.
 
         The way down: what is added up at each step is once more minimised, for the step's node and for each table that
         was a result. ``above``: the sum of what is outside, over the nodes that stay.
         """
-        regrets: list[np.ndarray] = [np.zeros(0)] * self.num_inside
+        reduced_costs: list[np.ndarray] = [np.zeros(0)] * self.num_inside
         results, first = set(wanted), len(self.scopes)
         over = {} if above is None else {first + len(steps) - 1: above}
         known: dict[tuple[object, ...], list[np.ndarray]] = {}
@@ -345,10 +345,10 @@ class Sweep:
             key = (tuple(factors), tuple(onto))
             if key not in known:
                 known[key] = tables.project(factors, slot.shape, onto)
-            regrets[slot.node], *totals = known[key]
+            reduced_costs[slot.node], *totals = known[key]
             for (i, _, name), total in zip(given, totals, strict=True):
                 over[i] = tables.without(total, name)
-        return regrets, over
+        return reduced_costs, over
 
 
 class Eliminator:
@@ -356,7 +356,7 @@ class Eliminator:
 
     Pieces of the graph that repeat are eliminated first, once for all that cost the same; then what joins them. Look at
     ``max_cells`` (of the largest table kept) first (`exact.affordable` does): inf means that there is no order to solve
-    in. After the deadline (`until`) `solve` and `regrets` raise TimeIsUpError. ``solved_s``: what `solve` took last.
+    in. After the deadline (`until`) `solve` and `reduced_costs` raise TimeIsUpError. ``solved_s``: what `solve` took last.
     """
 
     def __init__(self, sizes: Sequence[int] | np.ndarray, pairs: Sequence[tuple[int, int]] | np.ndarray) -> None:
@@ -438,7 +438,7 @@ class Eliminator:
         self.solved_s = time.monotonic() - start
         return found
 
-    def regrets(self, arrays: Shared) -> list[np.ndarray]:
+    def reduced_costs(self, arrays: Shared) -> list[np.ndarray]:
         """For every choice of every node: by how much the best plan with it exceeds the best plan (inf: there is none).
 
         One pass up (as `solve`) and one down. Raises nothing; all 0 when no plan is allowed.
@@ -446,7 +446,7 @@ class Eliminator:
         run = _Run(self, arrays)
         if run.value() == FORBIDDEN:
             return [np.zeros(size) for size in self.sizes]
-        found = run.regrets()
+        found = run.reduced_costs()
         self._forget()
         return found
 
@@ -496,31 +496,31 @@ class _Run:
         choice[of._nodes] = outside
         for form, rule, kinds, which in zip(of._pieces, of._rules, self.kinds, self.kind_of, strict=True):
             around = np.concatenate([which[:, None], choice[form.border]], axis=1)
-            alike, first = _equal_rows(around)
+            equivalent, first = _equal_rows(around)
             inside = np.zeros((len(first), rule.num_inside), np.int64)
             for row, picks in zip(inside, around[first].tolist(), strict=True):
                 found = [0] * rule.num_inside + picks[1:]
                 rule.choose(kinds[picks[0]], self.tables, found)
                 row[:] = found[:rule.num_inside]
-            choice[form.nodes] = inside[alike]
+            choice[form.nodes] = inside[equivalent]
         return tuple(choice.tolist())
 
-    def regrets(self) -> list[np.ndarray]:
+    def reduced_costs(self) -> list[np.ndarray]:
         of = self.of
         found: list[np.ndarray] = [np.zeros(0)] * len(of.sizes)
         results = range(of._given, len(of._top.scopes))
-        outside, above = of._top.regrets(self.top, self.tables, results)
-        for v, regret in zip(of._nodes.tolist(), outside, strict=True):
-            found[v] = regret
+        outside, above = of._top.reduced_costs(self.top, self.tables, results)
+        for v, reduced_cost in zip(of._nodes.tolist(), outside, strict=True):
+            found[v] = reduced_cost
         number = of._given
         for form, rule, kinds, which in zip(of._pieces, of._rules, self.kinds, self.kind_of, strict=True):
             known: dict[tuple[int, int | None], list[np.ndarray]] = {}
             for kind, nodes in zip(which.tolist(), form.nodes.tolist(), strict=True):
                 key = kind, above.get(number)
                 if key not in known:
-                    known[key], _ = rule.regrets(kinds[kind], self.tables, (), key[1])
-                for v, regret in zip(nodes, known[key], strict=True):
-                    found[v] = regret
+                    known[key], _ = rule.reduced_costs(kinds[kind], self.tables, (), key[1])
+                for v, reduced_cost in zip(nodes, known[key], strict=True):
+                    found[v] = reduced_cost
                 number += 1
         return found
 

@@ -26,7 +26,7 @@ from autoparallel.search.low_width.lagrangian import at_prices, raise_bound
 from autoparallel.search.low_width.solve import Incumbent, affordable, solve_exact
 from autoparallel.search.low_width.variable_fixing import Priced
 from autoparallel.search.model.memory_rows import least_peak, memory_of
-from autoparallel.search.model.problem import FORBIDDEN, Label, MemoryLimitError, Pricer, Problem, evaluate
+from autoparallel.search.model.problem import FORBIDDEN, MemoryLimitError, Pricer, Problem, Strategy, evaluate
 
 BEAM = 4
 PRICINGS = 12
@@ -34,7 +34,7 @@ ROUNDS = 12
 LEVEL_GAP = 1e-4
 WANTED_GAP = 1e-3
 WORK_CELLS = 2e9
-Plan = tuple[Label, ...]
+Plan = tuple[Strategy, ...]
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,19 @@ class AtPrices:
     def __init__(self, pricer: Pricer, times: np.ndarray, prices: np.ndarray) -> None:
         self._pricer, self._times, self._prices = pricer, times, prices
         self.axis_names, self.num_nodes = pricer.axis_names, pricer.num_nodes
-        self.rows, self.labels, self.repeat_row = pricer.rows, pricer.labels, pricer.repeat_row
+        self.axis_strategies, self.strategies, self.repeat_row = (
+            pricer.axis_strategies,
+            pricer.strategies,
+            pricer.repeat_row,
+        )
 
-    def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
+    def problem(self, allowed: Sequence[Sequence[Strategy]]) -> Problem:
         return at_prices(self._pricer.problem(allowed), self._times, self._prices)[0]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A choice per node, as positions in its `labels`, which may exceed the limit, and prices of memory: seconds per
+    """A choice per node, as positions in its `strategies`, which may exceed the limit, and prices of memory: seconds per
     byte at each of ``times`` (none where memory does not bind, or no plan is known to fit)."""
 
     choice: tuple[int, ...]
@@ -73,24 +77,24 @@ class Recursion:
     def __init__(self, pricer: Pricer, deadline: float) -> None:
         self.pricer, self.deadline = pricer, deadline
         self.num_axes = len(pricer.axis_names)
-        shared: dict[tuple[Label, ...], tuple[Label, ...]] = {}
-        self._labels = [shared.setdefault(labels, labels) for labels
-                        in (tuple(pricer.labels(v)) for v in range(pricer.num_nodes))]
-        self._near: dict[tuple[int, Plan, int], tuple[Label, ...]] = {}
-        self._closest: dict[tuple[int, Label, int], Label | None] = {}
-        self._wanted: list[dict[Label, None]] = [{} for _ in self._labels]
+        shared: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
+        self._strategies = [shared.setdefault(strategies, strategies) for strategies
+                        in (tuple(pricer.strategies(v)) for v in range(pricer.num_nodes))]
+        self._near: dict[tuple[int, Plan, int], tuple[Strategy, ...]] = {}
+        self._closest: dict[tuple[int, Strategy, int], Strategy | None] = {}
+        self._wanted: list[dict[Strategy, None]] = [{} for _ in self._strategies]
 
-    def closest(self, v: int, wanted: Label, num_fixed: int) -> Label | None:
+    def closest(self, v: int, wanted: Strategy, num_fixed: int) -> Strategy | None:
         """The label with ``wanted``'s rows on the first axes that agrees most on the others; ties by position."""
-        labels = self._labels[v]
-        key = id(labels), wanted, num_fixed
+        strategies = self._strategies[v]
+        key = id(strategies), wanted, num_fixed
         if key not in self._closest:
-            fits = [label for label in labels if label[:num_fixed] == wanted[:num_fixed]]
-            agrees = [sum(x == y for x, y in zip(label, wanted, strict=True)) for label in fits]
+            fits = [strategy for strategy in strategies if strategy[:num_fixed] == wanted[:num_fixed]]
+            agrees = [sum(x == y for x, y in zip(strategy, wanted, strict=True)) for strategy in fits]
             self._closest[key] = fits[agrees.index(max(agrees))] if fits else None
         return self._closest[key]
 
-    def solve_allowed(self, allowed: Sequence[Sequence[Label]]) -> State | None:
+    def solve_allowed(self, allowed: Sequence[Sequence[Strategy]]) -> State | None:
         """The best plan of a restricted problem, None when it has none; memory by prices and repair."""
         problem = self.pricer.problem(allowed)
         eliminator = Eliminator.of(problem)
@@ -109,7 +113,7 @@ class Recursion:
         rank, choice = min(ranked)
         if rank[1] == FORBIDDEN:
             return None
-        return State(rank, tuple(labels[i] for labels, i in zip(allowed, choice, strict=True)))
+        return State(rank, tuple(strategies[i] for strategies, i in zip(allowed, choice, strict=True)))
 
     @staticmethod
     def _rank(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:
@@ -118,17 +122,17 @@ class Recursion:
 
     def level(self, axis: int, plan: Plan | None, lookahead: str) -> State | None:
         """Decide ``axis``; axes above it are as in ``plan``, axes below it follow the lookahead."""
-        known: dict[object, tuple[Label, ...]] = {}
+        known: dict[object, tuple[Strategy, ...]] = {}
         allowed = []
-        for v, labels in enumerate(self._labels):
+        for v, strategies in enumerate(self._strategies):
             decided = plan[v] if plan is not None else ()
             repeat = tuple(self.pricer.repeat_row(v, a) for a in range(axis + 1, self.num_axes))
-            key = id(labels), decided, repeat
+            key = id(strategies), decided, repeat
             if key not in known:
                 wanted = ((*decided[:axis], row, *([row] * len(repeat) if lookahead == "same" else repeat))
-                          for row in self.pricer.rows(v, axis))
-                near = [self.closest(v, label, axis + 1) for label in wanted]
-                known[key] = tuple(dict.fromkeys(label for label in (decided, *near) if label))
+                          for row in self.pricer.axis_strategies(v, axis))
+                near = [self.closest(v, strategy, axis + 1) for strategy in wanted]
+                known[key] = tuple(dict.fromkeys(strategy for strategy in (decided, *near) if strategy))
             allowed.append(known[key])
         return self.solve_allowed(allowed)
 
@@ -163,7 +167,7 @@ class Recursion:
 
         With the prices of memory that were used last, None where there are none.
         """
-        self._want([(label,) for label in state.plan], [0] * len(state.plan))
+        self._want([(strategy,) for strategy in state.plan], [0] * len(state.plan))
         left = None
         for _ in range(ROUNDS):
             known = self._num_wanted()
@@ -191,7 +195,7 @@ class Recursion:
         eliminator = Eliminator.of(problem)
         if not affordable(eliminator, problem, WORK_CELLS):
             return state, None
-        start = [labels.index(label) for labels, label in zip(allowed, state.plan, strict=True)]
+        start = [strategies.index(strategy) for strategies, strategy in zip(allowed, state.plan, strict=True)]
         try:
             found = solve_exact(problem, self.deadline, eliminator.until(self.deadline), lambda better: None,
                                 WANTED_GAP, start=start, mix=mix)
@@ -199,7 +203,7 @@ class Recursion:
             return state, None
         if found.choice is None:
             return state, found.left
-        plan = tuple(labels[pick] for labels, pick in zip(allowed, found.choice, strict=True))
+        plan = tuple(strategies[pick] for strategies, pick in zip(allowed, found.choice, strict=True))
         return min(state, State(self._rank(problem, found.choice), plan), key=lambda s: s.rank), found.left
 
     def beside(self, axis: int, pricer: Pricer) -> None:
@@ -212,16 +216,16 @@ class Recursion:
                 _, plan = eliminator.until(self.deadline).solve(problem.costs)
                 self._want(allowed, plan)
 
-    def _beside(self, v: int, wanted: Plan, axis: int) -> tuple[Label, ...]:
-        key = id(self._labels[v]), wanted, axis
+    def _beside(self, v: int, wanted: Plan, axis: int) -> tuple[Strategy, ...]:
+        key = id(self._strategies[v]), wanted, axis
         if key not in self._near:
-            others = {(*label[:axis], *label[axis + 1:]) for label in wanted}
-            self._near[key] = tuple(x for x in self._labels[v] if (*x[:axis], *x[axis + 1:]) in others)
+            others = {(*strategy[:axis], *strategy[axis + 1:]) for strategy in wanted}
+            self._near[key] = tuple(x for x in self._strategies[v] if (*x[:axis], *x[axis + 1:]) in others)
         return self._near[key]
 
-    def _want(self, allowed: Sequence[Sequence[Label]], plan: Sequence[int]) -> None:
-        for wanted, labels, pick in zip(self._wanted, allowed, plan, strict=True):
-            wanted[labels[pick]] = None
+    def _want(self, allowed: Sequence[Sequence[Strategy]], plan: Sequence[int]) -> None:
+        for wanted, strategies, pick in zip(self._wanted, allowed, plan, strict=True):
+            wanted[strategies[pick]] = None
 
     def _num_wanted(self) -> int:
         return sum(map(len, self._wanted))
@@ -236,12 +240,12 @@ def search_axes(pricer: Pricer, deadline: float = FORBIDDEN) -> Found | None:
     search = Recursion(pricer, deadline)
     states = search.descend_axes()
     if not states:
-        whole = search.solve_allowed([tuple(pricer.labels(v)) for v in range(pricer.num_nodes)])
+        whole = search.solve_allowed([tuple(pricer.strategies(v)) for v in range(pricer.num_nodes)])
         states = [whole] if whole is not None else []
     if not states:
         return None
     best, left = search.improve(states[0])
-    choice = tuple(tuple(pricer.labels(v)).index(label) for v, label in enumerate(best.plan))
+    choice = tuple(tuple(pricer.strategies(v)).index(strategy) for v, strategy in enumerate(best.plan))
     if left is None or left.dual.bound == FORBIDDEN:
         return Found(choice, np.zeros(0, np.int64), np.zeros(0))
     return Found(choice, left.memory.times, left.dual.prices)

@@ -120,7 +120,7 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
 
 
 def mixed_plans(problem: Problem, memory: Memory, relax: Relaxation, deadline: float, prices: np.ndarray,
-                contrast: float, dear_last: bool) -> list[tuple[int, ...]]:
+                contrast: float, expensive_last: bool) -> list[tuple[int, ...]]:
     """The plans that just fit, and just do not, of those made of the plans on both sides of the best prices.
 
     At the best prices equal blocks change their minds together: a little cheaper and the plan does not fit, a little
@@ -135,8 +135,8 @@ def mixed_plans(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
 
     def fits(number: int) -> bool:
         """Whether the plan with so many dear nodes fits."""
-        dear = places >= count - number if dear_last else places < number
-        _, plan = relax(problem.costs.priced(memory.extra, rates * np.where(dear, contrast, 1 / contrast)[users]))
+        expensive = places >= count - number if expensive_last else places < number
+        _, plan = relax(problem.costs.priced(memory.extra, rates * np.where(expensive, contrast, 1 / contrast)[users]))
         fit = bool((memory.load(problem, plan) <= memory.room).all())
         found[fit] = plan
         return fit
@@ -183,7 +183,7 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
     floor = float(users.least.max(initial=0.0))
     memory = users.within(floor)
     bare = problem.costs.map(lambda array: np.where(array < FORBIDDEN, 0.0, FORBIDDEN))  # only what is forbidden
-    lives = memory.spans[:, 0] < memory.spans[:, 1]
+    live_intervals = memory.spans[:, 0] < memory.spans[:, 1]
     weights = np.zeros(len(memory.times))
     if memory.binds:
         weights[int(memory.room.argmin())] = 1.0
@@ -195,7 +195,7 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
         share = EVEN / 2**number
         trial, even = (1 - share) * weights, share / max(1, len(weights))
         try:
-            value, plan = relax(bare.priced(memory.extra, memory.prices_per_user(trial) + even * lives))
+            value, plan = relax(bare.priced(memory.extra, memory.prices_per_user(trial) + even * live_intervals))
         except TimeIsUpError:
             break
         if value == FORBIDDEN:

@@ -67,7 +67,7 @@ class Neighbourhood:
         _, repeated, times = np.unique(np.sort(problem.ends, axis=1), axis=0, return_inverse=True, return_counts=True)
         self.alone = times[repeated.reshape(-1)] == 1
         arrays = paired(problem.costs.numbers, memory.extra.numbers)
-        self._kind = self._alike(arrays[:count], paired(arrays[count + self._edge], self._is_source))
+        self._kind = self._equivalent(arrays[:count], paired(arrays[count + self._edge], self._is_source))
         self._around: dict[int, list[tuple[int, int, bool]]] = {}
         self._using: dict[int, list[tuple[int, int, np.ndarray, int]]] = {}
         self._costs: dict[tuple[int, ...], Costs] = {}
@@ -95,7 +95,7 @@ class Neighbourhood:
             self._using[v] = found
         return self._using[v]
 
-    def _alike(self, numbers: np.ndarray, beside: np.ndarray) -> np.ndarray:
+    def _equivalent(self, numbers: np.ndarray, beside: np.ndarray) -> np.ndarray:
         """Equal numbers for nodes that have equal ``numbers`` and, edge by edge, equal numbers ``beside`` them; nodes
         with more than `MANY_EDGES` are like no other."""
         found = paired(numbers, self._degree)
@@ -108,14 +108,14 @@ class Neighbourhood:
 
     def surroundings(self, choice: np.ndarray) -> np.ndarray:
         """Equal numbers for nodes of one kind whose neighbours' choices are equal."""
-        return self._alike(self._kind, choice[self._other])
+        return self._equivalent(self._kind, choice[self._other])
 
     def live(self, numbers: np.ndarray, at: int) -> np.ndarray:
         """Nodes' numbers, further apart by which of their and their edges' memory is in use at a time."""
         low, high = self.memory.spans.T
         live = (low <= at) & (at < high)
         count = len(numbers)
-        return self._alike(paired(numbers, live[:count]), live[count + self._edge])
+        return self._equivalent(paired(numbers, live[:count]), live[count + self._edge])
 
     def costs(self, v: int, choice: Sequence[int]) -> Costs:
         around = self.around(v)
@@ -188,11 +188,11 @@ class LocalState:
         """Nodes with a choice that costs less, the neighbours as they are, and fits at the time with the least room; of
         those that the clock leaves time for."""
         picks, at, room = np.array(self.choice), *self._tightest()
-        first, alike = firsts(self.near.live(paired(self.near.surroundings(picks), picks), at))
+        first, equivalent = firsts(self.near.live(paired(self.near.surroundings(picks), picks), at))
         better = [time.monotonic() < deadline and
                   any(self._rise(v, pick, at) <= room for pick in self.costs(v).cheaper_than(self.choice[v]))
                   for v in first]
-        return np.flatnonzero(np.array(better, bool)[alike]).tolist()
+        return np.flatnonzero(np.array(better, bool)[equivalent]).tolist()
 
     def _tightest(self) -> tuple[int, float]:
         """The time with the least room, and that room."""
@@ -208,9 +208,9 @@ class LocalState:
         """Edges whose two nodes have a joint move that costs less, and fits at the time with the least room; of those
         that the clock leaves time for."""
         picks, (source, target), (at, room) = np.array(self.choice), self.problem.ends.T, self._tightest()
-        alike = self.near.live(paired(self.near.surroundings(picks), picks), at)
+        equivalent = self.near.live(paired(self.near.surroundings(picks), picks), at)
         tables = paired(self.problem.costs.numbers[len(picks):], self.near.alone)
-        first, edges = firsts(paired(paired(alike[source], alike[target]), tables))
+        first, edges = firsts(paired(paired(equivalent[source], equivalent[target]), tables))
         better = [time.monotonic() < deadline and
                   any(self._joint_rise(number, moves, at) <= room for moves in self.pairs(number))
                   for number in first]
@@ -295,9 +295,9 @@ def _reliefs(state: LocalState, at: int) -> list[tuple[float, int, float]]:
     live = (spans[:, 0] <= at) & (at < spans[:, 1])
     owns = live[:num_nodes].copy()
     owns[state.problem.ends[live[num_nodes:]]] = True
-    first, alike = firsts(state.near.live(paired(paired(state.near.surroundings(picks), picks), owns), at))
+    first, equivalent = firsts(state.near.live(paired(paired(state.near.surroundings(picks), picks), owns), at))
     known = [_relief(state, v, at) if owns[v] else (FORBIDDEN, 0, 0.0) for v in first]
-    return [known[number] for number in alike.tolist()]
+    return [known[number] for number in equivalent.tolist()]
 
 
 def _relief(state: LocalState, v: int, at: int) -> tuple[float, int, float]:

@@ -62,10 +62,10 @@ def repeated_pieces(sizes: np.ndarray, ends: np.ndarray) -> list[Pieces]:
         form = (sizes[nodes].tobytes(), sizes[border].tobytes(), place[low:high].tobytes())
         found.setdefault(form, []).append((nodes, border, users[low:high]))
     made = []
-    for (_, _, scopes_of), alike in found.items():
-        if len(alike) > 1:
+    for (_, _, scopes_of), equivalent in found.items():
+        if len(equivalent) > 1:
             about = np.frombuffer(scopes_of, np.int64).reshape(-1, 2).tolist()
-            nodes, border, inputs = (np.array(rows) for rows in zip(*alike, strict=True))
+            nodes, border, inputs = (np.array(rows) for rows in zip(*equivalent, strict=True))
             made.append(Pieces(nodes, border, inputs, tuple((u,) if u == v else (u, v) for u, v in about)))
     return made
 

@@ -182,12 +182,12 @@ def _closed(left: Priced, incumbent: Incumbent, deadline: float, gap: float) -> 
 
 def _mix(left: Priced, incumbent: Incumbent, deadline: float, gap: float) -> None:
     """Offer mixtures until one is near enough."""
-    for contrast, dear_last in MIXTURES if left.dual.bound < FORBIDDEN else ():
+    for contrast, expensive_last in MIXTURES if left.dual.bound < FORBIDDEN else ():
         in_time = time.monotonic() + left.eliminator.solved_s <= deadline
         if incumbent.within(left.dual.bound, max(MIXED_GAP, gap)) or not in_time:
             break
         for mixed in mixed_plans(left.problem, left.memory, left.relax, deadline, left.dual.prices, contrast,
-                                 dear_last):
+                                 expensive_last):
             incumbent.offer(left.reduced.restore(mixed))
 
 

@@ -57,12 +57,12 @@ class Priced:
         problem = self.problem
         room = (objective - self.dual.bound) * (1 + SLACK) + 1e-9 * abs(objective)
         wanted = self.reduced.forward(choice)
-        regrets = Shared.of(self.eliminator.regrets(priced(problem, self.memory, self.dual.prices)))
+        reduced_costs = Shared.of(self.eliminator.reduced_costs(priced(problem, self.memory, self.dual.prices)))
         count = len(problem.nodes)
         kinds = paired(problem.costs.numbers[:count], problem.usages.numbers[:count])
         needed = [np.zeros(problem.sizes[v], bool) for v in firsts(kinds)[0]]
-        for v in firsts(paired(kinds, regrets.numbers))[0]:
-            needed[kinds[v]] |= regrets[v] <= room
+        for v in firsts(paired(kinds, reduced_costs.numbers))[0]:
+            needed[kinds[v]] |= reduced_costs[v] <= room
         for v in firsts(paired(kinds, np.array(wanted)))[0]:
             needed[kinds[v]][wanted[v]] = True
         kept = [np.flatnonzero(mask) for mask in needed]

@@ -15,7 +15,7 @@ import numpy as np
 
 from autoparallel.errors import SearchError
 from autoparallel.search.model.interned import Shared, firsts, paired
-from autoparallel.search.model.problem import FORBIDDEN, NOTHING, Edge, Label, Node, Problem, unchecked
+from autoparallel.search.model.problem import FORBIDDEN, NOTHING, Edge, Node, Problem, Strategy, unchecked
 
 MAX_COMPARED = 1024
 FAR = 1 << 32  # more than any choice's number
@@ -97,17 +97,17 @@ def select(problem: Problem, kept: Sequence[np.ndarray]) -> Problem:
         empty = next(node for node, pick in zip(problem.nodes, kept, strict=True) if not len(pick))
         raise SearchError(f"node {empty.name!r}: no choice is left")
     costs, usages = selected(problem.costs, problem.ends, kept), selected(problem.usages, problem.ends, kept)
-    names: dict[tuple[int, bytes], tuple[Label, ...]] = {}
+    names: dict[tuple[int, bytes], tuple[Strategy, ...]] = {}
 
-    def labels_of(node: Node, pick: np.ndarray) -> tuple[Label, ...] | None:
-        if node.labels is None:
+    def labels_of(node: Node, pick: np.ndarray) -> tuple[Strategy, ...] | None:
+        if node.strategies is None:
             return None
-        key = id(node.labels), pick.tobytes()
+        key = id(node.strategies), pick.tobytes()
         if key not in names:
-            names[key] = tuple([node.labels[i] for i in pick.tolist()])
+            names[key] = tuple([node.strategies[i] for i in pick.tolist()])
         return names[key]
 
-    nodes = tuple([unchecked(node, costs=cost, usages=usage, labels=labels_of(node, pick))
+    nodes = tuple([unchecked(node, costs=cost, usages=usage, strategies=labels_of(node, pick))
                    for node, cost, usage, pick in zip(problem.nodes, costs, usages, kept, strict=False)])
     count = len(nodes)
     edges = tuple([unchecked(edge, costs=cost, usages=None if edge.usages is None else usage)

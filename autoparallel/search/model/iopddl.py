@@ -76,30 +76,30 @@ class _Lists:
 def _nodes(data: dict[str, Any], lists: _Lists) -> tuple[Node, ...]:
     names = [lists.names(data[key]) for key in ("intervals", "costs", "usages")]
     classes = lists[data["device_classes"]] if "device_classes" in data else []
-    alike: dict[tuple[str, str, int], Node] = {}
+    equivalent: dict[tuple[str, str, int], Node] = {}
     found = []
     for i, (interval, costs, usages, number) in enumerate(zip(*names, classes or [0] * len(names[1]), strict=True)):
         start, end = map(int, lists[interval])
         key = costs, usages, int(number)
-        if key not in alike or start > end:
-            alike[key] = Node(f"n{i}", lists.array(costs), lists.array(usages), (start, end), None, int(number))
-            found.append(alike[key])
+        if key not in equivalent or start > end:
+            equivalent[key] = Node(f"n{i}", lists.array(costs), lists.array(usages), (start, end), None, int(number))
+            found.append(equivalent[key])
         else:
-            found.append(unchecked(alike[key], name=f"n{i}", interval=(start, end)))
+            found.append(unchecked(equivalent[key], name=f"n{i}", interval=(start, end)))
     return tuple(found)
 
 
 def _edges(data: dict[str, Any], lists: _Lists, nodes: tuple[Node, ...]) -> tuple[Edge, ...]:
-    alike: dict[int, Edge] = {}
+    equivalent: dict[int, Edge] = {}
     found = []
     for pair, costs in zip(lists.names(data["nodes"]), lists.names(data["costs"]), strict=True):
         source, target = lists[pair]
         table = lists.table(costs, len(nodes[source].costs), len(nodes[target].costs))
-        if id(table) not in alike or source == target:
-            alike[id(table)] = Edge(source, target, table)
-            found.append(alike[id(table)])
+        if id(table) not in equivalent or source == target:
+            equivalent[id(table)] = Edge(source, target, table)
+            found.append(equivalent[id(table)])
         else:
-            found.append(unchecked(alike[id(table)], source=source, target=target))
+            found.append(unchecked(equivalent[id(table)], source=source, target=target))
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoparallel.errors import SearchError
 from autoparallel.search.model.dominance import select
-from autoparallel.search.model.problem import Label, Pricer, Problem
+from autoparallel.search.model.problem import Pricer, Problem, Strategy
 
 
 class LabelledPricer:
@@ -19,31 +19,34 @@ class LabelledPricer:
 
     def __init__(self, problem: Problem, pricer: Pricer | None = None) -> None:
         self._problem = problem
-        self._labels = [node.labels or tuple((i,) for i in range(len(node.costs))) for node in problem.nodes]
-        widths = sorted({len(label) for labels in self._labels for label in labels}) or [1]
+        self._strategies = [node.strategies or tuple((i,) for i in range(len(node.costs))) for node in problem.nodes]
+        widths = sorted({len(strategy) for strategies in self._strategies for strategy in strategies}) or [1]
         if len(widths) > 1:
             raise SearchError(f"{problem.name}: labels name {widths} axes; all nodes must name the same axes")
         self._pricer = pricer if pricer is not None and len(pricer.axis_names) == widths[0] else None
         self.axis_names = (self._pricer.axis_names if self._pricer is not None
                            else tuple(f"axis{a}" for a in range(widths[0])))
-        self._rows = [[sorted({label[a] for label in labels}) for a in range(widths[0])] for labels in self._labels]
-        self._place = [{label: i for i, label in enumerate(labels)} for labels in self._labels]
+        self._rows = [
+            [sorted({strategy[a] for strategy in strategies}) for a in range(widths[0])]
+            for strategies in self._strategies
+        ]
+        self._place = [{strategy: i for i, strategy in enumerate(strategies)} for strategies in self._strategies]
 
     @property
     def num_nodes(self) -> int:
-        return len(self._labels)
+        return len(self._strategies)
 
-    def rows(self, node: int, axis: int) -> Sequence[int]:
+    def axis_strategies(self, node: int, axis: int) -> Sequence[int]:
         return self._rows[node][axis]
 
-    def labels(self, node: int) -> Sequence[Label]:
-        return self._labels[node]
+    def strategies(self, node: int) -> Sequence[Strategy]:
+        return self._strategies[node]
 
     def repeat_row(self, node: int, axis: int) -> int:
         known = self._pricer is not None and node < self._pricer.num_nodes
         return self._pricer.repeat_row(node, axis) if known and self._pricer else self._rows[node][axis][0]
 
-    def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem:
+    def problem(self, allowed: Sequence[Sequence[Strategy]]) -> Problem:
         """The problem with exactly these labels of each node."""
-        return select(self._problem, [np.array([place[label] for label in labels], np.int64)
-                                      for place, labels in zip(self._place, allowed, strict=True)])
+        return select(self._problem, [np.array([place[strategy] for strategy in strategies], np.int64)
+                                      for place, strategies in zip(self._place, allowed, strict=True)])

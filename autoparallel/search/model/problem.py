@@ -26,7 +26,7 @@ from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.search.model.interned import Shared
 
 FORBIDDEN = float("inf")
-Label = tuple[int, ...]
+Strategy = tuple[int, ...]
 NOTHING = np.zeros((1, 1))
 Made = TypeVar("Made")
 User = TypeVar("User", bound="Node | Edge")
@@ -84,7 +84,7 @@ class Node:
     """One decision.
 
     ``costs[i]`` (seconds, >= 0, inf = forbidden) and ``usages[i]`` (bytes, >= 0) belong to choice ``i``. ``interval``
-    is half-open; ``(t, t)`` uses no memory. ``labels[i]`` names choice i by one row number per mesh axis; equal labels
+    is half-open; ``(t, t)`` uses no memory. ``strategies[i]`` names choice i by one row number per mesh axis; equal labels
     on two nodes mean nothing. Arrays may be shared between nodes (repeated blocks) and must not be written to.
     """
 
@@ -92,15 +92,15 @@ class Node:
     costs: np.ndarray
     usages: np.ndarray
     interval: tuple[int, int] = (0, 0)
-    labels: tuple[Label, ...] | None = None
+    strategies: tuple[Strategy, ...] | None = None
     device_class: int = 0
 
     def __post_init__(self) -> None:
         if self.costs.ndim != 1 or self.costs.shape != self.usages.shape or not len(self.costs):
             raise SearchError(f"node {self.name!r}: costs {self.costs.shape} and usages {self.usages.shape} must be "
                               "equal, one-dimensional and not empty")
-        if self.labels is not None and len(self.labels) != len(self.costs):
-            raise SearchError(f"node {self.name!r}: {len(self.labels)} labels for {len(self.costs)} choices")
+        if self.strategies is not None and len(self.strategies) != len(self.costs):
+            raise SearchError(f"node {self.name!r}: {len(self.strategies)} labels for {len(self.costs)} choices")
         _check_table(f"node {self.name!r}", "costs", self.costs, finite=False)
         _check_table(f"node {self.name!r}", "usages", self.usages, finite=True)
         _check_interval(f"node {self.name!r}", self.interval)
@@ -136,7 +136,7 @@ class Repeats(Sequence[User]):
     """Nodes, or edges, most of them alike: number i is ``models[which[i]]`` but for what ``own`` says of it, by field
     (intervals may be rows of an array).
 
-    Each is made when one is asked for: what is told of all at once (`alike`, `own`) needs none.
+    Each is made when one is asked for: what is told of all at once (`equivalent`, `own`) needs none.
     """
 
     def __init__(self, models: Sequence[User], which: np.ndarray | None = None, **own: Sequence[Any] | np.ndarray
@@ -182,7 +182,7 @@ def repeats(users: Sequence[User]) -> Repeats[User]:
     return users if isinstance(users, Repeats) else Repeats(users)
 
 
-def alike(users: Sequence[User], what: Callable[[User], object]) -> np.ndarray:
+def equivalent(users: Sequence[User], what: Callable[[User], object]) -> np.ndarray:
     """What does not differ between nodes, or edges, that are alike: of each."""
     if isinstance(users, Repeats):
         return np.array([what(model) for model in users.models], int)[users.which]
@@ -224,7 +224,7 @@ class Problem:
             number, end = np.argwhere(outside)[0]
             raise SearchError(f"{self.name}: edge {number} names node {self.ends[number, end]}; there are "
                               f"{len(self.nodes)} nodes")
-        shapes = alike(self.edges, lambda edge: edge.costs.shape).reshape(-1, 2)
+        shapes = equivalent(self.edges, lambda edge: edge.costs.shape).reshape(-1, 2)
         wrong = np.flatnonzero((shapes != self.sizes[self.ends]).any(axis=1))
         if len(wrong):
             edge = self.edges[wrong[0]]
@@ -251,7 +251,7 @@ class Problem:
     @cached_property
     def sizes(self) -> np.ndarray:
         """Choices of each node."""
-        return alike(self.nodes, lambda node: len(node.costs))
+        return equivalent(self.nodes, lambda node: len(node.costs))
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -284,17 +284,17 @@ class Problem:
     def intervals(self) -> np.ndarray:
         """A row (start, end) per node, then per edge; (0, 0) of an edge that uses no memory."""
         edges = own(self.edges, "interval").reshape(-1, 2)
-        edges = np.where(alike(self.edges, lambda edge: edge.usages is not None)[:, None], edges, 0)
+        edges = np.where(equivalent(self.edges, lambda edge: edge.usages is not None)[:, None], edges, 0)
         return np.concatenate([own(self.nodes, "interval").reshape(-1, 2), edges])
 
     @cached_property
     def device_classes(self) -> np.ndarray:
-        return np.concatenate([alike(users, lambda user: user.device_class) for users in (self.nodes, self.edges)])
+        return np.concatenate([equivalent(users, lambda user: user.device_class) for users in (self.nodes, self.edges)])
 
     @property
     def is_labelled(self) -> bool:
         """Whether choices are named by a row per axis."""
-        return bool(alike(self.nodes, lambda node: bool(node.labels)).any())
+        return bool(equivalent(self.nodes, lambda node: bool(node.strategies)).any())
 
     @cached_property
     def profiles(self) -> list[Profile]:
@@ -312,7 +312,7 @@ class Problem:
 class Pricer(Protocol):
     """What a search may ask for beyond one problem: the same nodes with other choices.
 
-    ``labels(v)`` lists every label of node v, one row number per axis; ``problem(allowed)`` prices exactly the labels
+    ``strategies(v)`` lists every label of node v, one row number per axis; ``problem(allowed)`` prices exactly the labels
     given for each node, in that order. ``axis_names`` runs from the axis with the slowest links to the fastest.
     ``repeat_row(v, a)`` is the row that splits nothing on axis a: what an axis that is not decided yet is taken to do.
     """
@@ -322,13 +322,13 @@ class Pricer(Protocol):
     @property
     def num_nodes(self) -> int: ...
 
-    def rows(self, node: int, axis: int) -> Sequence[int]: ...
+    def axis_strategies(self, node: int, axis: int) -> Sequence[int]: ...
 
-    def labels(self, node: int) -> Sequence[Label]: ...
+    def strategies(self, node: int) -> Sequence[Strategy]: ...
 
     def repeat_row(self, node: int, axis: int) -> int: ...
 
-    def problem(self, allowed: Sequence[Sequence[Label]]) -> Problem: ...
+    def problem(self, allowed: Sequence[Sequence[Strategy]]) -> Problem: ...
 
 
 @dataclass(frozen=True)
@@ -434,8 +434,8 @@ def single_limit(problem: Problem) -> Problem:
 
     nodes = [replace(node, **moved(node)) for node in problem.nodes]  # type: ignore[arg-type]
     edges = tuple(replace(edge, **moved(edge)) for edge in problem.edges)  # type: ignore[arg-type]
-    labels = next((((0,) * len(node.labels[0]),) for node in problem.nodes if node.labels), None)
+    strategies = next((((0,) * len(node.strategies[0]),) for node in problem.nodes if node.strategies), None)
     nodes += [Node(f"limit of class {number}", np.zeros(1), np.array([highest - limit]),
-                   (number * span, (number + 1) * span), labels)
+                   (number * span, (number + 1) * span), strategies)
               for number, limit in enumerate(limits) if limit < highest]
     return Problem(tuple(nodes), edges, highest, problem.name)

@@ -189,14 +189,16 @@ def _reduced(rows: Rows, how: str, along: bool = False, keepdim: bool = False) -
 def _joined(function: Any, name: str, parts: Any, dim: int = 0) -> Rows:
     """Side by side."""
     first = parts[0]
-    alike = all(isinstance(p, Rows) and p.mask is first.mask and not p.front and p.dim() == first.dim() for p in parts)
-    if not alike or dim % (first.dim() + (name == "stack")) == 0:
+    equivalent = all(
+        isinstance(p, Rows) and p.mask is first.mask and not p.front and p.dim() == first.dim() for p in parts
+    )
+    if not equivalent or dim % (first.dim() + (name == "stack")) == 0:
         raise refused(f"{name} of rows whose number the data say")
     with REGIONS.ours():
-        return first.of(function(_alike(*parts), dim if dim < 0 else dim + first.extra))
+        return first.of(function(_equivalent(*parts), dim if dim < 0 else dim + first.extra))
 
 
-def _alike(*parts: Rows) -> list[Tensor]:
+def _equivalent(*parts: Rows) -> list[Tensor]:
     """With the same dims of the mask, which are of length 1 where all rows are the same."""
     dims = parts[0].extra + 1
     shape = torch.broadcast_shapes(*(p.value.shape[:dims] for p in parts))
@@ -206,7 +208,7 @@ def _alike(*parts: Rows) -> list[Tensor]:
 def _gathered(function: Any, rows: Any, dim: int, index: Any) -> Rows:
     if not (isinstance(rows, Rows) and isinstance(index, Rows)) or rows.dim() != index.dim() or dim % rows.dim() == 0:
         raise refused("gather of rows whose number the data say")
-    values, places = _alike(rows, index)
+    values, places = _equivalent(rows, index)
     return rows.of(function(values, dim if dim < 0 else dim + rows.extra, places))
 
 
