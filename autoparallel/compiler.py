@@ -195,13 +195,14 @@ def compile(
     0) of a batch that all ranks of the mesh have together, in rank order, as a DistributedSampler deals them out; then
     example inputs are local, too. A mapping says so by the name of the argument, the others being global. Tensors
     without dims are always global. In the first three calls, and every ``check_inputs``-th after (0: never), ranks
-    compare the values of global tensors.
+    compare the values of global tensors; the shapes of local ones in every call (on GPUs without waiting for them where
+    the process group has a backend for the CPU, too: "cpu:gloo,cuda:nccl").
 
-    Further keywords are those of `Options`. The original keeps its own parameters, which
-    are not trained: save, load and evaluate what is returned.
+    Further keywords are those of `Options`. The original keeps its own parameters, which are not trained: save, load
+    and evaluate what is returned.
 
     Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
-    decide what the plan has decided.
+    decide what the plan has decided, InputError on all ranks where local examples have different shapes.
     """
     from autoparallel.kernels import groups
     from autoparallel.runtime.agree import made_equally

@@ -16,6 +16,7 @@ from autoparallel.layout import INVARIANT, Layout, local_box
 from autoparallel.runtime import initialise
 from autoparallel.runtime.inputs import all_have
 from autoparallel.runtime.reading import Batch, Reader, Starting, as_read, drawing, seed_all
+from autoparallel.runtime.resume import check_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -263,14 +264,3 @@ def check_options(**options: Any) -> None:
                 raise InputError(f"collate_fn is {shown(value)}: give a function that makes a batch of samples")
         elif not isinstance(value, bool):
             raise InputError(f"{name} is {shown(value)}: give True or False")
-
-
-def check_state(what: str, state: Any, version: int, counts: Sequence[str], flags: Sequence[str] = ()) -> None:
-    """Raises InputError for what is no such state, or of another version."""
-    if not isinstance(state, Mapping) or state.get("version") != version:
-        given = f"has version {shown(state.get('version'))}" if isinstance(state, Mapping) else f"is {shown(state)}"
-        raise InputError(f"{what} {given}: give what was saved by version {version} of it")
-    for name in (*counts, *flags):
-        value = state.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) != (name in flags) or (name != "seed" and value < 0):
-            raise InputError(f"{what} has {name} {shown(value)}: give what was saved, unchanged")

@@ -23,7 +23,7 @@ from autoparallel.errors import CaptureError, InputError, shown
 from autoparallel.kernels import groups
 from autoparallel.layout import Layout, to_torch
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.runtime import data, initialise, loading
+from autoparallel.runtime import data, initialise, loading, resume
 from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.form import Compile, Compiled, as_plain, form_of
 from autoparallel.runtime.generation import generating
@@ -206,8 +206,21 @@ class ParallelModule(nn.Module):
         return self
 
     def manual_seed(self, seed: int) -> None:
-        """Restart the random ops (dropout) from this seed; the same on all ranks."""
-        self._state.seed, self._state.calls = seed, 0
+        """Restart the random ops (dropout) from this seed. Raises InputError on all ranks where they give others."""
+        resume.start(self._state, seed, 0)
+
+    def run_state(self) -> dict[str, int]:
+        """What a run needs to go on beside `state_dict` and the optimizer's: the seed of the random ops (dropout) and
+        how many calls have drawn from it. Plain numbers, the same on all ranks.
+
+        On the same mesh and plan a run that goes on from it is equal to the bit; on another mesh the masks of dropout
+        are others, as each shard has its own.
+        """
+        return resume.run_state(self._state)
+
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        """Go on as `run_state` says. Raises InputError for what is none, and on all ranks where they have others."""
+        resume.load_run_state(self._state, state)
 
     def shard_batch(self, batch: Any) -> Any:
         """The same structure with each tensor a DTensor in the layout that the program reads.
