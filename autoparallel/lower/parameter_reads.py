@@ -21,8 +21,8 @@ from autoparallel.lower.emit import Program
 
 @dataclass(frozen=True)
 class SplitProgram:
-    """A program in two: ``reads(*parameters)`` and ``micro_batch(*values, *rest)``, where ``rest`` are the program's other
-    placeholders in order."""
+    """A program in two: ``reads(*parameters)`` gives the values that ``micro_batch(*values, *rest)`` takes; ``rest``
+    are the other placeholders, in order."""
 
     reads: GraphModule
     micro_batch: GraphModule

@@ -74,8 +74,8 @@ class ExecutionCounts:
     """A hybrid step over one strategy space; ``stages_of`` has for each site the stages that run it, in order (all
     the first without a pipeline; several for tied parameters and what each stage computes itself).
 
-    In a sketch (`hybrid.reduced_model`) a site counts for ``multiplicities`` sites, and one rank holds ``held`` times the values of a
-    site on the first stage.
+    In a reduced-depth model (`planning.reduced_model`) a decision counts for ``multiplicities`` decisions, and one rank
+    of the first stage holds ``held`` times its values.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,

@@ -118,7 +118,7 @@ def decision_seconds(prices: Prices, hybrid: Hybrid, strategies: Sequence[Strate
 
 
 def equal_stages_s(hybrid: Hybrid, micro_batches_s: float) -> float:
-    """Seconds of all turns, which take ``micro_batches_s`` on one rank alone, in a pipeline whose ranks have equal shares."""
+    """Seconds of all micro-batches in a pipeline of equal stages; ``micro_batches_s``: their seconds on one rank."""
     share = micro_batches_s / hybrid.micro_batches / hybrid.pipeline_ranks
     return float(pipeline_s([share * ranks for ranks in hybrid.groups], hybrid.micro_batches, _virtual(hybrid),
                             hybrid.groups))

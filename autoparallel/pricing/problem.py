@@ -55,8 +55,8 @@ class SpacePricer:
     """Builds problems for one strategy space: all strategies, or only some labels of each site.
 
     ``allowed`` (choice numbers by site; sites left out are free) holds what pins leave; it binds every problem.
-    ``penalties`` are priced above everything else. ``exposed``: what share of the seconds counts in which parameters are
-    gathered, and of those in which their gradients are reduced (`beside.least_exposed`).
+    ``penalties`` are priced above everything else. ``exposed``: the shares that count of the seconds of gathers of
+    parameters, and of reductions of their gradients (`overlap_simulation.least_exposed`).
 
     Side computations (positions, causal masks, rotary tables: nothing of the input, no gradient, hardly any bytes) are
     done on every rank; who needs a piece of one takes it, which is local.

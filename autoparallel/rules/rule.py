@@ -2,8 +2,8 @@
 
     Rule.parse("x[b, s, k], w[n, k], bias[n] -> y[b, s, n]", reduce="k", additive="bias")
 
-From the map follow, for one mesh axis, the op's rows (`AxisStrategy`): to which factor the axis is assigned, and so how each
-tensor lies on it.
+The map gives the op's strategies on one mesh axis (`AxisStrategy`): the factor that the axis cuts, and from it the
+placement of each tensor.
 
     axis assigned to ...             tensor with the factor    tensor without it        output without it
     a factor of some output          S(dim)                    R (its gradient is P)    -

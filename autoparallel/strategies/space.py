@@ -55,8 +55,8 @@ class TensorUse(NamedTuple):
 class StrategySet:
     """The strategies of one kind of site (shared by all sites with the same signature).
 
-    ``axis_strategies`` are what one axis may do; ``strategies[c]`` is strategy c, a row number per axis; ``inputs[i][c]`` and
-    ``outputs[o][c]`` are layout numbers in the tensor's `LayoutSpace`.
+    ``axis_strategies`` are the choices of one axis; ``strategies[c]`` is strategy c, the number of an axis strategy per
+    axis; ``inputs[i][c]`` and ``outputs[o][c]`` are layout numbers in the tensor's `LayoutSpace`.
     """
 
     def __init__(

@@ -354,9 +354,10 @@ class Sweep:
 class Eliminator:
     """Solves problems of one structure (same nodes and edges) again and again with changed costs.
 
-    Pieces of the graph that repeat are eliminated first, once for all that cost the same; then what joins them. Look at
-    ``max_cells`` (of the largest table kept) first (`exact.affordable` does): inf means that there is no order to solve
-    in. After the deadline (`until`) `solve` and `reduced_costs` raise TimeIsUpError. ``solved_s``: what `solve` took last.
+    Repeated subgraphs are eliminated first, once for all of equal costs; then the nodes between them. Check
+    ``max_cells``, the cells of the largest table kept, before solving (`affordable` does): inf means that no
+    elimination order was found. After the deadline (`until`) `solve` and `reduced_costs` raise TimeIsUpError. ``solved_s``: seconds
+    of the last `solve`.
     """
 
     def __init__(self, sizes: Sequence[int] | np.ndarray, pairs: Sequence[tuple[int, int]] | np.ndarray) -> None:

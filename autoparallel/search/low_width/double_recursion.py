@@ -63,8 +63,8 @@ class AtPrices:
 
 @dataclass(frozen=True)
 class Found:
-    """A choice per node, as positions in its `strategies`, which may exceed the limit, and prices of memory: seconds per
-    byte at each of ``times`` (none where memory does not bind, or no plan is known to fit)."""
+    """A choice per node, as positions in its `strategies`, which may exceed the memory limit; and prices of memory, in
+    seconds per byte at each of ``times`` (none where memory does not bind, or no feasible plan is known)."""
 
     choice: tuple[int, ...]
     times: np.ndarray

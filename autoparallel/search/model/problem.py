@@ -84,8 +84,9 @@ class Node:
     """One decision.
 
     ``costs[i]`` (seconds, >= 0, inf = forbidden) and ``usages[i]`` (bytes, >= 0) belong to choice ``i``. ``interval``
-    is half-open; ``(t, t)`` uses no memory. ``strategies[i]`` names choice i by one row number per mesh axis; equal labels
-    on two nodes mean nothing. Arrays may be shared between nodes (repeated blocks) and must not be written to.
+    is half-open; ``(t, t)`` uses no memory. ``strategies[i]`` names choice i by one number per mesh axis (of
+    an axis strategy); equal numbers on two nodes mean nothing. Nodes of repeated blocks share their arrays, which must
+    not be written to.
     """
 
     name: str
@@ -312,9 +313,9 @@ class Problem:
 class Pricer(Protocol):
     """What a search may ask for beyond one problem: the same nodes with other choices.
 
-    ``strategies(v)`` lists every label of node v, one row number per axis; ``problem(allowed)`` prices exactly the labels
-    given for each node, in that order. ``axis_names`` runs from the axis with the slowest links to the fastest.
-    ``repeat_row(v, a)`` is the row that splits nothing on axis a: what an axis that is not decided yet is taken to do.
+    ``strategies(v)`` lists every strategy of node v, one axis strategy's number per axis; ``problem(allowed)`` prices
+    exactly the given strategies of each node, in that order. ``axis_names`` runs from the axis with the slowest links
+    to the fastest. ``repeat_row(v, a)`` is the axis strategy that splits nothing on axis a, assumed for undecided axes.
     """
 
     axis_names: tuple[str, ...]
