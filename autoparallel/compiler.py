@@ -24,7 +24,7 @@ from autoparallel.partition import MicroBatches, split_batch, stages_of
 from autoparallel.planning.joint_candidates import Candidate, First, Fixed
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_in, plan_on
-from autoparallel.planning.options import Options, check_axes, check_call, check_cluster, options_of
+from autoparallel.planning.options import Options, check_axes, check_call, check_cluster, options_of, with_options
 from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
 from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
 from autoparallel.plans import Hybrid, Plan
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from autoparallel.kernels.groups import MeshPosition
     from autoparallel.runtime.form import Compiled
     from autoparallel.runtime.module import ParallelModule
+    from autoparallel.search import Progress
 
 
 #: Options that a ready plan leaves no room for.
@@ -45,6 +46,7 @@ DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_st
                                "recompute", "zero_stage", "reduce_dtype"})
 
 
+@with_options
 def plan(
     model: nn.Module,
     cluster: Cluster | str | Path,
@@ -54,18 +56,37 @@ def plan(
     mesh_shape: Sequence[int] | None = None,
     axis_names: Sequence[str] | None = None,
     joint: bool = False,
-    **options: Any,
+    search: str = "auto",
+    pins: Mapping[str, Any] | None = None,
+    baseline: str | None = None,
+    memory_limit_bytes: float | None = None,
+    optimizer: str = "adamw",
+    time_limit_s: float = 60.0,
+    micro_batches: int | None = None,
+    pipeline_stages: int | None = None,
+    stage_replicas: Sequence[int] | None = None,
+    schedule: str | None = None,
+    recompute: str | None = None,
+    zero_stage: int | None = None,
+    reduce_dtype: str | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """The best plan for one training step of ``model`` on ``cluster``; the model may be on the meta device.
 
-    ``mesh_shape`` fixes the axes (the first is the pipeline's, if there are stages); without it the search tries every
-    way to cut the devices of a stage into one or two axes (as many as ``axis_names`` names). ``joint`` searches
-    pipeline, mesh, micro-batches, ZeRO stage and recompute too, those that the options leave open; pins hold in its
-    plan, and not in the estimates by which it picks what to plan. Further keywords are those of `Options`.
+    model: as one process has it, in the mode (train or eval) to plan.
+    cluster: a `Cluster`, the name of a known one, or a TOML file.
+    example_inputs, example_kwargs: the arguments of a call with the global batch; values do not matter.
+    mesh_shape: the sizes of the axes, the first of which is the pipeline's if there are stages; None tries all meshes
+        of one or two axes (of as many as ``axis_names`` has).
+    axis_names: for pins and reports.
+    joint: search pipeline, mesh, micro-batches, ZeRO stage and recompute too, where options leave them open. Pins hold
+        in the plan, but not in the estimates by which candidates are chosen.
+    OPTIONS
 
     Raises CaptureError, InputError, PinError, PlanError, MeshError, SearchError, InfeasibleError, ClusterError.
     """
-    cluster, chosen = check_cluster(cluster), options_of(options)
+    chosen = options_of(locals())
+    cluster = check_cluster(cluster)
     check_call(model, example_inputs, example_kwargs)
     check_axes(mesh_shape, axis_names, cluster.num_devices)
     if not isinstance(joint, bool):
@@ -171,6 +192,7 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     return replace(best, evidence=replace(evidence, stop_reason=reason, seconds=seconds, step_bound_s=seen.bound_s))
 
 
+@with_options
 def compile(
     model: nn.Module,
     mesh: DeviceMesh | int,
@@ -181,25 +203,40 @@ def compile(
     cluster: Cluster | str | Path | None = None,
     inputs: str | Mapping[str, str] = "global",
     check_inputs: int = 100,
-    **options: Any,
+    search: str = "auto",
+    pins: Mapping[str, Any] | None = None,
+    baseline: str | None = None,
+    memory_limit_bytes: float | None = None,
+    optimizer: str = "adamw",
+    time_limit_s: float = 60.0,
+    micro_batches: int | None = None,
+    pipeline_stages: int | None = None,
+    stage_replicas: Sequence[int] | None = None,
+    schedule: str | None = None,
+    recompute: str | None = None,
+    zero_stage: int | None = None,
+    reduce_dtype: str | None = None,
+    progress: Progress | None = None,
 ) -> ParallelModule:
     """``model`` on ``mesh``: called like the original, computing the same numbers on all its devices together.
 
-    ``mesh`` is a `torch.distributed.DeviceMesh`, or a device count: then the axes are the plan's, or with example
-    inputs those that the search finds best, or one. Traced at the first call, or now when example inputs are given.
-    ``plan`` runs a ready plan instead of searching; what else the options say is for
-    calls of another form (evaluation, other shapes). ``cluster`` prices the search (by default the machine that the
-    mesh's device type suggests).
+    It is traced at its first call, or now if there are example inputs. The original keeps its own parameters, which are
+    not trained: save, load and evaluate the returned module.
 
-    ``inputs`` says how plain tensors are taken: "global", the same on all ranks; or "local", each rank's own rows (dim
-    0) of a batch that all ranks of the mesh have together, in rank order, as a DistributedSampler deals them out; then
-    example inputs are local, too. A mapping says so by the name of the argument, the others being global. Tensors
-    without dims are always global. In the first three calls, and every ``check_inputs``-th after (0: never), ranks
-    compare the values of global tensors; the shapes of local ones in every call (on GPUs without waiting for them where
-    the process group has a backend for the CPU, too: "cpu:gloo,cuda:nccl").
-
-    Further keywords are those of `Options`. The original keeps its own parameters, which are not trained: save, load
-    and evaluate what is returned.
+    model: as one process has it; on the meta device, give it values by `ParallelModule.init_weights` or
+        `load_state_dict`.
+    mesh: a `torch.distributed.DeviceMesh`, or the number of devices: then the axes are the plan's, or, with example
+        inputs, the best that the search finds, or one.
+    example_inputs, example_kwargs: the arguments of a call.
+    plan: a ready plan to run, instead of a search; options are then for calls of another form (evaluation, shapes).
+    cluster: prices the search; None: the machine that the mesh's device type suggests.
+    inputs: "global": plain tensors are the same on all ranks; "local": each rank's rows (dim 0) of the global batch, in
+        rank order, as a DistributedSampler deals them out (example inputs too); or a mapping from argument names to
+        either, the others being global. Tensors without dims are always global.
+    check_inputs: ranks compare global tensors in the first three calls and every so many after (0: never), and the
+        shapes of local ones in every call (on GPUs without waiting, if the process group has a CPU backend too:
+        "cpu:gloo,cuda:nccl").
+    OPTIONS
 
     Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
     decide what the plan has decided, InputError on all ranks where local examples have different shapes.
@@ -209,19 +246,18 @@ def compile(
     from autoparallel.runtime.inputs import Inputs
     from autoparallel.runtime.module import ParallelModule
 
+    chosen = options_of(locals())
     check_call(model, example_inputs, example_kwargs)
     taken = Inputs.of(model, inputs, check_inputs)
-    options_of(options)  # on a count of devices some are for the search, others for what comes after
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(f"plan is {shown(plan)}: give a Plan, autoparallel.Plan.load(path) of a file")
     given = example_inputs is not None or example_kwargs is not None
     if isinstance(mesh, int) and given and plan is None:
         call = taken.of_all(example_inputs or (), example_kwargs or {}, mesh)
-        plan, options = _plan_on_devices(model, mesh, cluster, call, options)
+        plan, chosen = _plan_on_devices(model, mesh, cluster, call, chosen)
     mesh = check_mesh(mesh, plan)
     machine = cluster_of(mesh, cluster)
-    chosen = options_of(options)
-    if plan and (decided := sorted(DECIDED_BY_A_PLAN & {k for k, v in options.items() if v is not None})):
+    if plan and (decided := sorted(name for name in DECIDED_BY_A_PLAN if getattr(chosen, name) is not None)):
         raise PlanError(f"the plan decides {', '.join(decided)}: leave them out, or leave out the plan and search for "
                         "another")
     several = (plan.hybrid.stages if plan else chosen.stages) > 1
@@ -244,13 +280,13 @@ def compile(
 
 
 def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path | None, call: tuple[Any, Any],
-                     options: Mapping[str, Any]) -> tuple[Plan, dict[str, Any]]:
+                     options: Options) -> tuple[Plan, Options]:
     """The best plan on so many devices, over all ways to cut them into axes; and the options that it leaves open."""
     from autoparallel.runtime.agree import decide_once
 
     machine = cluster_of(check_mesh(count), cluster)
-    found = decide_once(lambda: plan(model, machine, example_inputs=call[0], example_kwargs=call[1], **options))
-    return found, {k: v for k, v in options.items() if k not in DECIDED_BY_A_PLAN}
+    found = decide_once(lambda: plan(model, machine, example_inputs=call[0], example_kwargs=call[1], **vars(options)))
+    return found, Options(**{**vars(options), **dict.fromkeys(DECIDED_BY_A_PLAN)})
 
 
 @collected_later()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +32,29 @@ from autoparallel.schedule.step_config import RECOMPUTE, REDUCE_DTYPES, SCHEDULE
 from autoparallel.search import SEARCHES, Progress
 from cost_models import Cluster
 
+#: A line for each option, in the docstrings of `plan` and `compile`.
+OPTIONS = """
+    search: "auto", "ilp", "recursive" or "exact".
+    pins: placements by name pattern, {"*.q_proj.weight": (Replicate(), Shard(0)), "input_ids": {"data": Shard(0)}}.
+    baseline: a classical plan instead of the search's own ("ddp", "fsdp", "tensor_parallel", "sequence_parallel").
+    memory_limit_bytes: of each device; None is the device's own memory, inf no limit.
+    optimizer: whose state is counted in memory, for example "adamw" or "sgd".
+    time_limit_s: seconds for the search; Ctrl-C ends it with the best plan so far.
+    micro_batches: the batch is run in so many parts, whose gradients add up.
+    pipeline_stages: over the mesh's first axis, of whose size they are a multiple.
+    stage_replicas: the ranks of that axis that share each stage's micro-batches, (1, 3) for two stages.
+    schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble".
+    recompute: activations that backward computes again: "none", "selective", "full" (whole blocks), "offload" (to host
+        memory instead) or "auto" (whole blocks, as few as memory requires).
+    zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.
+    reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
+    progress: called during the search with its best cost and bound (`autoparallel.search.solve`).
+"""
+
 
 @dataclass(frozen=True)
 class Options:
-    """What `plan` and `compile` share.
-
-    ``search``: auto, ilp, recursive or exact. ``pins``: placements by name pattern. ``baseline``: a classical plan
-    instead of the search's own. ``memory_limit_bytes`` per device (None: what the device has; inf: no limit).
-    ``optimizer``: whose state is counted. ``time_limit_s`` bounds the search, and Ctrl-C ends it
-    with the best plan so far. ``progress``: called as `search.solve` says.
-
-    A step in turns (see `plans.Hybrid`): ``micro_batches``, ``pipeline_stages`` (over the mesh's first axis, of which
-    they are a multiple, or ``stage_replicas`` says how many ranks of that axis take turns on each stage), ``schedule``,
-    ``recompute`` (none, selective, full, offload; or auto: whole blocks in full, as few as memory allows).
-    ``zero_stage``: 0 stores parameters as the ops read them, 1 to 3 store each in as many pieces as it can be cut into;
-    None leaves that to the search. ``reduce_dtype``: the type in which gradients are summed ("float32", "bfloat16",
-    "float16"; None: each parameter's own).
-    """
+    """Options that `plan` and `compile` share, as `OPTIONS` describes them."""
 
     search: str = "auto"
     pins: Mapping[str, Any] | None = None
@@ -86,17 +94,36 @@ class Options:
         return cluster.device.usable_bytes if self.memory_limit_bytes is None else self.memory_limit_bytes
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def with_options(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, whose docstring has `OPTIONS` in place of "OPTIONS", and which says of an unknown keyword
+    where it belongs, or the nearest right one (PlanError)."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in names and name in _ELSEWHERE:
+                raise PlanError(f"{name} belongs to autoparallel.{_ELSEWHERE[name]}")
+            if name not in names:
+                near = difflib.get_close_matches(name, names) or [f.name for f in fields(Options)]
+                raise PlanError(f"unknown option {name!r}; there are {near}")
+        return function(*args, **kwargs)
+
+    call.__doc__ = (function.__doc__ or "").replace("    OPTIONS\n", OPTIONS.strip("\n") + "\n")
+    return call
+
+
 def options_of(given: Mapping[str, Any]) -> Options:
-    """Options as users write them.
+    """The options among a function's arguments by name, checked.
 
     Raises PlanError (of ``search`` SearchError, of ``pins`` PinError) that names the option that cannot be.
     """
-    known = [f.name for f in fields(Options)]
+    given = {f.name: given[f.name] for f in fields(Options) if f.name in given}
     for name, value in given.items():
-        if name in _ELSEWHERE:
-            raise PlanError(f"{name} belongs to autoparallel.{_ELSEWHERE[name]}")
-        if name not in known:
-            raise PlanError(f"unknown option {name!r}; there are {difflib.get_close_matches(name, known) or known}")
         if value is None and getattr(Options, name) is None:
             continue
         if isinstance(wanted := _WANTED[name], tuple):

@@ -356,8 +356,8 @@ class Eliminator:
 
     Repeated subgraphs are eliminated first, once for all of equal costs; then the nodes between them. Check
     ``max_cells``, the cells of the largest table kept, before solving (`affordable` does): inf means that no
-    elimination order was found. After the deadline (`until`) `solve` and `reduced_costs` raise TimeIsUpError. ``solved_s``: seconds
-    of the last `solve`.
+    elimination order was found. After the deadline (`until`) `solve` and `reduced_costs` raise TimeIsUpError.
+    ``solved_s``: seconds of the last `solve`.
     """
 
     def __init__(self, sizes: Sequence[int] | np.ndarray, pairs: Sequence[tuple[int, int]] | np.ndarray) -> None:
