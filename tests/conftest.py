@@ -17,6 +17,13 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run on several processes are of the tier `ranks`."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """ranks(4).run(function, *args): run on 4 ranks; the pools live through the session."""
