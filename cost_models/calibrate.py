@@ -262,8 +262,8 @@ def predicted_op_s(device: Device, measured: MeasuredOp) -> float:
 def fit_overlap_slowdown(measured: Sequence[MeasuredOverlap]) -> float:
     """`Device.overlap_slowdown` by which simulated steps are nearest to what was measured, to a hundredth.
 
-    >>> fit_overlap_slowdown([MeasuredBeside("all_reduce", 2.0, 1.0, 0.0, 2.25),
-    ...                       MeasuredBeside("all_reduce", 2.0, 2.0, 0.5, 3.25)])
+    >>> fit_overlap_slowdown([MeasuredOverlap("all_reduce", 2.0, 1.0, 0.0, 2.25),
+    ...                       MeasuredOverlap("all_reduce", 2.0, 2.0, 0.5, 3.25)])
     1.25
     """
     if not measured:

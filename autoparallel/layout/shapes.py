@@ -1,6 +1,6 @@
 """Global and local shapes.
 
-A dim of size s cut over n ranks gives pieces of ceil(s/n), the last ones smaller (as ``torch.chunk`` and DTensor do). A
+A dim of size s cut over n ranks gives shards of ceil(s/n), the last ones smaller (as ``torch.chunk`` and DTensor do). A
 cut that would leave some rank without elements is not allowed. Several axes on one dim cut piece by piece, the leftmost
 axis first.
 """
@@ -17,9 +17,9 @@ Shape = tuple[int, ...]
 
 @cache
 def shards(size: int, num_ranks: int) -> tuple[int, ...]:
-    """Sizes of the pieces of a dim, rank by rank.
+    """Sizes of the shards of a dim, rank by rank.
 
-    >>> pieces(10, 4)
+    >>> shards(10, 4)
     (3, 3, 3, 1)
     """
     step = -(-size // num_ranks)
