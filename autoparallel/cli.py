@@ -70,15 +70,16 @@ def plan(
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
             progress=lambda *state: status.update(progress_line(*state)),
         )
+    if output is not None:  # first: what follows may fail
+        made.save(output)
     console = Console()
     print_report(made, console)
+    if output is not None:
+        typer.echo(f"plan written to {output}")
     if explain is not None:
         console.print(explanation(explain, made.explain(explain)))
     if sensitivity:
         console.print(sensitivities(made.prediction.step_s, made.sensitivity()))
-    if output is not None:
-        made.save(output)
-        typer.echo(f"plan written to {output}")
 
 
 def progress_line(phase: str, best_s: float, bound_s: float) -> str:

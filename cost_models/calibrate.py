@@ -19,6 +19,7 @@ from cost_models.cluster import ALGORITHMS, COLLECTIVES, ENDLESS, UNLIMITED, Clu
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 from cost_models.compute import op_time_s
 from cost_models.errors import ClusterError
+from cost_models.files import write_whole
 from cost_models.timeline import Task, equal_slowdown, simulate
 
 _SECONDS: dict[str, Callable[[Any, Group], Any]] = {
@@ -285,7 +286,7 @@ def write_cluster(path: str | Path, cluster: Cluster, source: str = "") -> None:
     Numbers keep the sources that the cluster knows; others get ``source``, which should say when, on what and with
     which versions they were measured.
     """
-    Path(path).write_text(cluster_toml(cluster, source), encoding="utf-8")
+    write_whole(path, cluster_toml(cluster, source))
 
 
 def cluster_toml(cluster: Cluster, source: str = "") -> str:

@@ -12,6 +12,7 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.plans.reading import read
 from autoparallel.schedule.step_config import Hybrid
 from autoparallel.strategies.space import Strategy, StrategySpace
+from cost_models.files import write_whole
 
 if TYPE_CHECKING:
     from autoparallel.plans.answers import Choice, Sensitivity, Study
@@ -212,9 +213,9 @@ class Plan:
         return json.dumps(data, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON. Raises PlanError when the file cannot be written."""
+        """Write the plan as JSON. Raises PlanError when the file cannot be written; one that was there stays then."""
         try:
-            Path(path).write_text(self.to_json(), encoding="utf-8")
+            write_whole(path, self.to_json())
         except (OSError, TypeError, ValueError) as error:
             raise PlanError(f"cannot write the plan file {path}: {getattr(error, 'strerror', error)}") from error
 

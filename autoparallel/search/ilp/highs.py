@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -78,18 +80,24 @@ class Answer:
     reason: str
 
 
-class _Process:
-    """One HiGHS at work; it is kept for the next model, since it takes a second to start."""
+class _Process(threading.local):
+    """HiGHS in a process of its own, one for each thread that asks; it is kept for the thread's next model, since it
+    takes a second to start. It ends with this process, however that ends."""
 
     def __init__(self) -> None:
         self._running: subprocess.Popen[bytes] | None = None
+        self._parent = os.getpid()
 
     def ask(self, model: dict[str, Any], deadline: float) -> Any:
         """The answer, or None when the process was ended: by us at the deadline, or for memory."""
+        if self._parent != os.getpid():  # of a forked process the helper is the parent's
+            self._running, self._parent = None, os.getpid()
         if self._running is None or self._running.poll() is not None:
+            worker = str(Path(__file__).with_name("highs_worker.py"))
             self._running = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("highs_worker.py"))], start_new_session=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+                [sys.executable, worker, str(self._parent)], start_new_session=True, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            _started.add(self._running)
         running = self._running
         assert running.stdin is not None and running.stdout is not None
         timer = None
@@ -116,8 +124,14 @@ class _Process:
             self._running = None
 
 
+_started: WeakSet[subprocess.Popen[bytes]] = WeakSet()
 _process = _Process()
-atexit.register(_process.stop)
+
+
+@atexit.register
+def _stop_all() -> None:
+    for running in list(_started):
+        running.kill()
 
 
 def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN, branches: int | None = None) -> Answer:
