@@ -203,6 +203,7 @@ def compile(
     cluster: Cluster | str | Path | None = None,
     inputs: str | Mapping[str, str] = "global",
     check_inputs: int = 100,
+    max_forms: int = 64,
     search: str = "auto",
     pins: Mapping[str, Any] | None = None,
     baseline: str | None = None,
@@ -236,6 +237,7 @@ def compile(
     check_inputs: ranks compare global tensors in the first three calls and every so many after (0: never), and the
         shapes of local ones in every call (on GPUs without waiting, if the process group has a CPU backend too:
         "cpu:gloo,cuda:nccl").
+    max_forms: compiled programs to keep, of calls of different forms; the least recently used is dropped.
     OPTIONS
 
     Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
@@ -249,6 +251,8 @@ def compile(
     chosen = options_of(locals())
     check_call(model, example_inputs, example_kwargs)
     taken = Inputs.of(model, inputs, check_inputs)
+    if isinstance(max_forms, bool) or not isinstance(max_forms, int) or max_forms < 2:
+        raise PlanError(f"max_forms is {shown(max_forms)}: give the number of compiled programs to keep, 2 or more")
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(f"plan is {shown(plan)}: give a Plan, autoparallel.Plan.load(path) of a file")
     given = example_inputs is not None or example_kwargs is not None
@@ -273,7 +277,7 @@ def compile(
                            lambda made: f"{made.whole.fingerprint} {how}")
         return _compile_call(micro, position, machine, chosen, how, given, placed)
 
-    parallel = ParallelModule(model, position, hybrid, compile_call, taken)
+    parallel = ParallelModule(model, position, hybrid, compile_call, taken, max_forms)
     if given:
         parallel.trace(*parallel.taken(example_inputs or (), example_kwargs or {}))
     return parallel

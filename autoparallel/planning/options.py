@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from autoparallel.errors import (
     AutoparallelError,
@@ -185,6 +186,7 @@ _ELSEWHERE = {
     "axis_names": "plan: a mesh names its own axes, init_device_mesh(..., mesh_dim_names=('data', 'model'))",
     "mesh": "compile: give plan a cluster, and mesh_shape=(2, 4) to fix its axes",
     "inputs": "compile: plan takes the examples of the whole batch",
+    "max_forms": "compile, whose module keeps programs",
     "check_inputs": "compile, whose module compares what its ranks are called with",
     "plan": "compile, which runs it: autoparallel.compile(model, mesh, plan=plan)",
 }
@@ -208,6 +210,10 @@ def check_call(model: Any, inputs: Any, keywords: Any) -> None:
         if not PARALLEL.isdisjoint(f"{base.__module__}.{base.__name__}" for base in kind.__mro__):
             raise CaptureError(f"the model has a {kind.__name__}, which is on several ranks already: give the module "
                                "that it was made of")
+    lazy = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]
+    if lazy:
+        raise CaptureError(f"the shapes of {', '.join(lazy[:3])} are not known before the model's first call\n"
+                           "  Call the model once with real inputs, model(x), before it is planned or compiled.")
     if cut := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
         raise CaptureError(f"parameters of the model are DTensors already ({', '.join(cut[:3])}): give the model "
                            "before fully_shard or parallelize_module, with whole parameters")

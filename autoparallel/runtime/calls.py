@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,8 @@ class Calls:
 
     def __init__(self, module: nn.Module, state: State) -> None:
         self.module, self._state = module, state
-        self._runners: dict[int, StepRunner] = {}
-        self._shared_gradients: dict[int, SharedGradients] = {}
+        self._runners: WeakKeyDictionary[Compiled, StepRunner] = WeakKeyDictionary()
+        self._shared_gradients: WeakKeyDictionary[Compiled, SharedGradients] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
         """Runners are made when they are needed: these are of this one's programs."""
@@ -85,7 +86,7 @@ class Calls:
 
     def _in_micro_batches(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
         """A step in turns or stages."""
-        state, key = self._state, id(compiled)
+        state, key = self._state, compiled
         if key not in self._runners:
             self._runners[key] = StepRunner(
                 compiled.programs, compiled.micro.loss, compiled.plan.hybrid, state.axes, state.position.pipeline_group,

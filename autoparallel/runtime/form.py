@@ -26,7 +26,7 @@ from autoparallel.runtime.step import Forward
 from autoparallel.strategies.space import StrategySpace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Compiled:
     """One traced call form: its plan, the strategy space of one turn, and this rank's programs by stage."""
 
@@ -86,22 +86,28 @@ class Compiled:
 
 
 class Forms:
-    """The programs of a module: by the form of a call, and by what the model was when each was traced."""
+    """The programs of a module, by the form of a call and the guards of its trace; at most ``bound`` of them, of which
+    the least recently used is dropped (not the first, whose layouts the parameters have)."""
 
-    def __init__(self) -> None:
+    def __init__(self, bound: int) -> None:
+        self.bound = bound
+        self.compiled = 0
         self._by_key: dict[Any, list[tuple[Guards, Compiled]]] = {}
+        self._used: dict[Compiled, Any] = {}  # the least recently used first, with its key
+        self._first: Compiled | None = None
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_key.values()))
+        return len(self._used)
 
     def first(self) -> Compiled | None:
         """The one that was compiled first."""
-        return next((found[0][1] for found in self._by_key.values()), None)
+        return self._first
 
     def find(self, key: Any, leaves: Sequence[Any]) -> Compiled | None:
         """The program of a call of this form, if there is one for the model as it is."""
         for guards, compiled in reversed(self._by_key.get(key, ())):
             if guards.hold(leaves):
+                self._used[compiled] = self._used.pop(compiled)
                 return compiled
         return None
 
@@ -111,7 +117,18 @@ class Forms:
         return list(dict.fromkeys(known[-1][0].failing(leaves))) if known else []
 
     def add(self, key: Any, guards: Guards, compiled: Compiled) -> None:
+        self.compiled += 1
+        self._first = self._first or compiled
         self._by_key.setdefault(key, []).append((guards, compiled))
+        self._used[compiled] = key
+        if len(self) > self.bound:
+            self._drop(next((old for old in self._used if old is not self._first), compiled))
+
+    def _drop(self, compiled: Compiled) -> None:
+        key = self._used.pop(compiled)
+        self._by_key[key] = [(guards, kept) for guards, kept in self._by_key[key] if kept is not compiled]
+        if not self._by_key[key]:
+            del self._by_key[key]
 
 
 #: (model in the right mode, args, kwargs, layouts of parameters placed already, whether the form is plain: in one turn

@@ -47,9 +47,9 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(self, model: nn.Module, position: groups.MeshPosition, hybrid: Hybrid, compile_call: Compile,
-                 inputs: Inputs) -> None:
+                 inputs: Inputs, max_forms: int) -> None:
         super().__init__()
-        self._state = State(model, position, hybrid, compile_call, inputs)
+        self._state = State(model, position, hybrid, compile_call, inputs, max_forms)
         self._calls = Calls(self, self._state)
         self.training = model.training
         if callable(getattr(type(model), "generate", None)):
@@ -96,7 +96,7 @@ class ParallelModule(nn.Module):
                 changes = state.forms.changes(key, leaves)
                 why = f", since {'; '.join(changes)}" if changes else ""
                 _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
-                             len(state.forms) + 1, call, why)
+                             state.forms.compiled + 1, call, why)
             try:
                 compiled = state.compile_call(state.model, args, kwargs, state.layouts,
                                               plain and not state.hybrid.is_plain)

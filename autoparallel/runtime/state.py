@@ -32,12 +32,13 @@ class State:
     hybrid: Hybrid
     compile_call: Compile
     inputs: Inputs
+    max_forms: int
 
     def __post_init__(self) -> None:
         self.mesh = self.position.mesh
         self.axes = groups.bind(self.mesh)
         self.together = Together(self.position.whole)
-        self.forms = Forms()
+        self.forms = Forms(self.max_forms)
         self.attributes: SharedAttributes | None = None
         self.places: Places | None = None
         make_torchs_right(self.position)

@@ -1,0 +1,44 @@
+"""Programs of different call forms are kept up to a bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoparallel
+from autoparallel.errors import CaptureError, PlanError
+from tests.ranks import mesh_of
+
+
+def many_lengths() -> tuple[int, int, list[bool]]:
+    """How many programs are kept and were compiled, and whether calls are right, of calls of six lengths, twice."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    parallel = autoparallel.compile(model, mesh_of(2), baseline="ddp", max_forms=3)
+    right = []
+    for length in (*range(1, 7), *range(1, 7), 6):
+        x = torch.ones(length, 4)
+        made: Any = parallel(x)
+        right.append(torch.allclose(made.full_tensor() if hasattr(made, "full_tensor") else made, model(x)))
+    return len(parallel._state.forms), parallel._state.forms.compiled, right
+
+
+def test_item_16_the_least_recently_used_program_is_dropped(ranks: Any) -> None:
+    for kept, compiled, right in ranks(2).run(many_lengths, timeout_s=100):
+        assert all(right) and kept == 3
+        assert compiled == 6 + 5  # the first is never dropped, and the last call's was there
+
+
+def test_a_bound_that_keeps_nothing_is_refused() -> None:
+    with pytest.raises(PlanError, match="max_forms is 1: give"):
+        autoparallel.compile(nn.Linear(4, 4), 2, max_forms=1)
+
+
+def test_item_14_lazy_parameters_are_refused_and_stay_lazy() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(CaptureError, match="weight, 0.bias are not known before the model's first call"):
+        autoparallel.plan(model, "h100-sxm", example_inputs=(torch.zeros(2, 3),))
+    assert isinstance(model[0].weight, nn.parameter.UninitializedParameter)
