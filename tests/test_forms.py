@@ -39,6 +39,6 @@ def test_a_bound_that_keeps_nothing_is_refused() -> None:
 
 def test_item_14_lazy_parameters_are_refused_and_stay_lazy() -> None:
     model = nn.Sequential(nn.LazyLinear(4))
-    with pytest.raises(CaptureError, match="weight, 0.bias are not known before the model's first call"):
+    with pytest.raises(CaptureError, match=r"0\.weight, 0\.bias are not known before the model's first call"):
         autoparallel.plan(model, "h100-sxm", example_inputs=(torch.zeros(2, 3),))
     assert isinstance(model[0].weight, nn.parameter.UninitializedParameter)
