@@ -530,7 +530,7 @@ def test_a_plan_with_a_stage_on_three_ranks() -> None:
 
     made = planned(stage_replicas=(1, 3), micro_batches=6)
     assert (made.hybrid.stages, made.hybrid.pipeline_ranks, made.hybrid.replicas) == (2, 4, (1, 3))
-    assert "2 stages on a pipeline of 4 (1 + 3 ranks taking turns, " in " ".join(made.report().split())
+    assert "2 stages on a pipeline of 4 (1 + 3 ranks share the micro-batches, " in " ".join(made.report().split())
     assert autoparallel.Plan.from_json(made.to_json()).hybrid == made.hybrid
     space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 6).body, made.mesh_shape)
     last = stages_of(space, 0, made.hybrid).parts[-1]

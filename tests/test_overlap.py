@@ -219,8 +219,8 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
     plan = _Plan(
         SpacePricer(prices, counts=ExecutionCounts(space, parallel.plan.hybrid)), parallel.plan.strategies_on(space)
     )
-    plan.ways = [way._replace(again_s=(way.again_s > 0) * read.num_bytes)
-                 for way, read in zip(plan.ways, plan.reads, strict=True)]
+    plan.parameter_steps = [step._replace(again_s=(step.again_s > 0) * read.num_bytes)
+                 for step, read in zip(plan.parameter_steps, plan.reads, strict=True)]
     again = _Again(step := _Step(), plan)
     told = [("issued" if begins else "waited", sum(plan.reads[n].num_bytes for n in pair.steps))
             for place in (TOP, *range(len(space))) for begins, pair in plan.windows.events.get(place, ())

@@ -125,7 +125,7 @@ def test_the_report_has_its_parts() -> None:
         assert part in text, part
     for use in made.prediction.collectives:
         assert re.search(rf"{use.kind}\s+.\s+{use.axis}\s+.\s+{use.direction}\s+.\s+{use.count}\b", text), use
-    assert "model.layers.0 ... model.layers.1 (2 blocks alike)" in text
+    assert "model.layers.0 ... model.layers.1 (2 equal blocks)" in text
 
 
 # ------------------------------------------------------------------------------------------------------------- evidence

@@ -115,7 +115,7 @@ def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...]
     monkeypatch.setattr(_Step, "issue", lambda step, seconds, stream: issued.append(seconds) or len(issued) - 1)
     plan.step()
     pairs = [event for event in written if isinstance(event, tuple)]
-    again = sum(plan.ways[pair.steps[0]].again_s > 0 for pair in plan.windows.gathered)
+    again = sum(plan.parameter_steps[pair.steps[0]].again_s > 0 for pair in plan.windows.gathered)
     assert len(issued) == sum(gather or not begins for begins, gather, _ in pairs) + again
     assert (again > 0) == (hybrid.zero_stage == 3)
     assert pairs
@@ -153,7 +153,7 @@ def test_what_is_priced_is_what_runs_in_turns(baseline: str, mesh_shape: tuple[i
     pairs = (*plan.windows.reduced, *plan.windows.gathered)
     early = [pair for pair in pairs if all(map(plan.windows.is_last, pair.steps))]
     assert len(early) == len(ended_together(overlap(reads))) > 0
-    hubs = [way.target for way in plan.ways if space.decisions[way.target].kind == "shared_read"]
+    hubs = [step.target for step in plan.parameter_steps if space.decisions[step.target].kind == "shared_read"]
     assert hubs and all(space.decisions[plan._first_reader(shared_read)].kind == "op" for shared_read in hubs)
 
 

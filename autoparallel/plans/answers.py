@@ -1,4 +1,4 @@
-"""Answers of a plan whose search is still at hand, and who answers (`planning.study.Study`)."""
+"""Answers to questions about a plan, and the protocol of their source (implemented by `planning.study.Study`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """One strategy of a site: names by axis, and seconds of the step if only this site changes (inf: it cannot alone),
-    that no plan with it is below, and of the best plan with it."""
+    """One strategy of a decision (axis strategy names by mesh axis) and the step time with it, in seconds.
+
+    ``alone_s``: with all other decisions unchanged (inf: impossible). ``least_s``: a lower bound over all plans with
+    it. ``resolved_s``: the best plan found with it (None: not searched; inf: none).
+    """
 
     strategy: tuple[str, ...]
     alone_s: float
@@ -23,10 +26,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What a step becomes where ``what`` (a link's bandwidth, or the memory limit) is ``factor`` times what it is:
-    seconds of this plan (inf: it does not fit) and of the best plan (inf: there is none), and how many ops that runs
-    otherwise. ``none_found``: the search for the best plan ended without one, and cannot say that none fits; the best
-    is this plan, then, if it fits."""
+    """The step time with ``what`` (a link's bandwidth, or the memory limit) multiplied by ``factor``.
+
+    ``held_s``: seconds of this plan (inf: it does not fit). ``best_s``: of the best plan (inf: none fits).
+    ``num_others``: the number of ops with another strategy in the best plan. ``none_found``: the search ended without a
+    plan and without a proof that none fits; ``best_s`` is then that of this plan.
+    """
 
     what: str
     factor: float
@@ -37,10 +42,10 @@ class Sensitivity:
 
 
 class Study(Protocol):
-    """Answers questions to a plan by searching its problem again."""
+    """Answers questions about a plan by searching its problem again."""
 
     def alternatives(self, k: int) -> list[Plan]:
-        """The k best plans found that run many ops otherwise, cheapest first."""
+        """The ``k`` best plans found that differ in more than a few ops, cheapest first."""
         ...
 
     def explain(self, name: str) -> list[Choice]:
@@ -48,5 +53,5 @@ class Study(Protocol):
         ...
 
     def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
-        """The step with each link's bandwidth, and the memory limit, multiplied by each factor."""
+        """The step time with each link's bandwidth, and the memory limit, multiplied by each factor."""
         ...

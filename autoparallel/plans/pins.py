@@ -1,4 +1,4 @@
-"""Pins: placements that the user fixes; the search fills in the rest.
+"""Pins: placements that the user fixes; the search decides the rest.
 
     pins={"*.q_proj.weight": (Replicate(), Shard(0)),       a parameter's storage, one placement per mesh axis
           "model.layers.*.mlp": {"tp": Replicate()},        a module's output, on one axis only
@@ -22,9 +22,9 @@ Pin = Sequence[Any] | Mapping[str, Any] | Any
 
 
 def apply_pins(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[int, np.ndarray]:
-    """Choice numbers that the pins leave, by site.
+    """The strategy numbers that the pins allow, by decision (decisions without a pin are left out).
 
-    Raises PinError when a pattern names nothing, or a placement cannot hold; says what could.
+    Raises PinError if a pattern matches nothing, or if no strategy has the placements; the message names possible ones.
     """
     allowed: dict[int, np.ndarray] = {}
     for pattern, pin in pins.items():
@@ -40,7 +40,7 @@ def apply_pins(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[int, np.nd
 
 
 def pin_strings(space: StrategySpace, pins: Mapping[str, Pin]) -> dict[str, str]:
-    """Pins as text, for the plan's record."""
+    """Pins as text, by pattern, for the plan."""
     return {
         pattern: "·".join("*" if p is None else str(p) for p in _per_axis(space, pattern, pin))
         for pattern, pin in pins.items()
@@ -118,5 +118,5 @@ def _why_not(space: StrategySpace, decision: Decision, pattern: str, wanted: Seq
 
 
 def _written(placement: Placement) -> str:
-    """As a user writes it, with torch's names."""
+    """The placement in torch's notation."""
     return {"S": f"Shard({placement.dim})", "P": "Partial()"}.get(placement.kind, "Replicate()")

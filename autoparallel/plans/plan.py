@@ -1,4 +1,4 @@
-"""The plan: what was decided, why, and what it is predicted to cost; JSON that people can read, edit and diff."""
+"""`Plan`: the decisions, the evidence for them and the predicted cost; as JSON that people can read, edit and diff."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ Strategies = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Evidence:
-    """How good the search knows its answer to be: objective and lower bound in seconds of the additive cost.
+    """The quality of the search's result: objective and lower bound, in seconds of the additive cost, and their gap.
 
-    ``step_bound_s``: no step of any combination that a joint search enumerated is shorter (None: no joint search).
+    ``seconds``: planning time by phase. ``step_bound_s``: a lower bound of the step over all combinations that a joint
+    search enumerated (None: no joint search).
     """
 
     solver: str
@@ -39,7 +40,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """All collectives of one kind, axis and direction in a step: how many, bytes per rank, predicted seconds."""
+    """The collectives of one kind, axis and direction in a step: number, bytes per rank, predicted seconds."""
 
     kind: str
     axis: str
@@ -53,9 +54,9 @@ class CollectiveUse:
 class Prediction:
     """Predicted seconds of one step by part, and bytes on the fullest rank by part.
 
-    In a pipeline the parts are means over its ranks, and ``waiting_s`` is filling, draining, sending and unevenness.
-    ``hidden_s``: by how much the step is shorter than its parts, as communication of parameters runs beside compute.
-    ``host_bytes`` wait in the host's memory for backward (recompute="offload").
+    In a pipeline the parts are means over its ranks, and ``waiting_s`` is the time of filling, draining, sending and
+    imbalance. ``hidden_s``: seconds saved by communication overlapped with compute. ``host_bytes``: saved tensors in
+    the host's memory (recompute="offload"). ``repeated_ops``: ops without a rule, repeated on every rank.
     """
 
     forward_s: float
@@ -74,7 +75,7 @@ class Prediction:
 
     @property
     def added_s(self) -> float:
-        """All parts one after the other: what the search minimises."""
+        """The sum of all parts, without overlap: the search's objective."""
         return (self.forward_s + self.backward_s + self.optimizer_s + self.forward_communication_s
                 + self.backward_communication_s + self.waiting_s)
 
@@ -85,7 +86,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class BlockLayouts:
-    """The strategies of one distinct block: which blocks it stands for, and (op, strategy, output layout) lines."""
+    """The strategies of equal blocks: the blocks' paths, and an (op, strategy, output layout) line per op."""
 
     paths: tuple[str, ...]
     lines: tuple[tuple[str, str, str], ...]
@@ -93,13 +94,13 @@ class BlockLayouts:
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy for every site of one program on one mesh.
+    """A strategy for every decision of one program on one mesh.
 
-    ``strategies`` maps site names to row names, one per mesh axis, and is all that lowering needs beside ``hybrid``
-    (stages, micro-batches, ZeRO stage, recompute; ``mesh_shape`` is then one stage's) and ``direct`` (redistribution
-    takes the fewest steps instead of the cheapest: the baselines); the rest explains. ``fingerprint`` ties the plan to
-    the traced program. Change a strategy by hand and compile it again: it is checked. ``study`` answers questions while
-    the search is at hand.
+    Lowering needs ``strategies`` (by decision name, the name of an axis strategy for each mesh axis), ``hybrid`` (the
+    step configuration; with a pipeline ``mesh_shape`` is the mesh of one stage) and ``direct`` (redistribution with the
+    fewest steps instead of the cheapest, for baselines). The other fields explain the plan. ``fingerprint`` identifies
+    the traced program. A plan may be edited by hand: compiling checks it. ``study`` answers questions; plans read from
+    files have none.
     """
 
     fingerprint: str
@@ -117,9 +118,9 @@ class Plan:
     version: int = VERSION
 
     def strategies_on(self, space: StrategySpace) -> list[Strategy]:
-        """The plan's labels for a strategy space.
+        """The plan's strategies, one for each decision of ``space``.
 
-        Raises PlanError when the plan is of another model or mesh, or names a strategy that the site does not have.
+        Raises PlanError if the plan belongs to another program or mesh, or names a strategy that a decision lacks.
         """
         if self.mesh_shape != space.mesh_shape:
             raise PlanError(f"the plan is for a mesh of shape {self.mesh_shape}, this mesh has {space.mesh_shape}: "
@@ -147,36 +148,36 @@ class Plan:
         return strategy
 
     def report(self, width: int = 100) -> str:
-        """The plan as text: step time and its parts, memory, collectives, layouts per block, bound and gap."""
+        """The plan as text of ``width`` columns: step time by part, memory, collectives, layouts by block, bound and
+        gap."""
         from autoparallel.plans.text import text_report
 
         return text_report(self, width)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A plan travels to other processes without the search behind it."""
+        """Pickles omit ``study``: the search does not travel to other processes."""
         return {**self.__dict__, "study": None}
 
     def alternatives(self, k: int) -> list[Plan]:
-        """The k best other plans that differ in more than a few ops, cheapest first.
+        """The ``k`` best plans that differ in more than a few ops, cheapest first.
 
-        Raises PlanError for k below 1, or when the plan was read from a file: the search behind it is gone.
+        Raises PlanError if ``k`` is below 1, or if the plan has no study (it was read from a file).
         """
         return self._study().alternatives(k)
 
     def explain(self, name: str) -> list[Choice]:
-        """What every strategy of an op, parameter or input would cost, the chosen one first: alone, as a bound, and
-        with everything else searched again.
+        """The cost of every strategy of an op, parameter or input, the chosen one first: with all other decisions
+        unchanged, as a lower bound, and with all others searched again.
 
-        Raises PlanError for an unknown name, or when the plan was read from a file.
+        Raises PlanError for an unknown name, or if the plan has no study (it was read from a file).
         """
         return self._study().explain(name)
 
     def sensitivity(self, factors: Sequence[float] = (0.5, 2.0)) -> list[Sensitivity]:
-        """What so many times the bandwidth of each link, or the memory limit, would make of the step: of this plan, and
-        of the best one (with pipeline, mesh and micro-batches as they are; where the search ends without a plan, that
-        says `none_found`).
+        """The step time of this plan, and of the best plan, with each link's bandwidth or the memory limit multiplied
+        by each factor. Pipeline, mesh and micro-batches stay; `Sensitivity.none_found` marks searches without a result.
 
-        Raises PlanError for factors that are not above 0, or when the plan was read from a file.
+        Raises PlanError for factors that are not above 0, or if the plan has no study (it was read from a file).
         """
         return self._study().sensitivity(factors)
 
@@ -187,9 +188,10 @@ class Plan:
         return self.study
 
     def diff(self, other: Plan) -> str:
-        """What ``other`` decides differently, one line per site, and the difference in predicted cost.
+        """The decisions in which ``other`` differs, one line each, and the change of predicted step time and peak
+        memory.
 
-        Raises PlanError for what is no plan.
+        Raises PlanError if ``other`` is not a plan.
         """
         if not isinstance(other, Plan):
             raise PlanError(f"diff of {other!r}: give a Plan, Plan.load(path) of a file")
@@ -221,7 +223,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan written by `save`. Raises PlanError when it is not one, or of another format version."""
+        """Read a plan written by `save`. Raises PlanError if the file is not a plan, or has another format version."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -232,7 +234,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
-        """A plan of what `to_json` gives. Raises PlanError."""
+        """Parse the result of `to_json`; ``origin`` names it in errors. Raises PlanError."""
         if not isinstance(text, (str, bytes)):
             raise PlanError(f"{origin} is {shown(text)}: give JSON as text, or Plan.load(path) of a file")
         try:

@@ -1,4 +1,4 @@
-"""Values of JSON as our dataclasses, by their declared types: what does not fit is named by its place."""
+"""JSON values -> dataclasses by their declared types. Errors name the field that does not fit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from autoparallel.errors import PlanError, shown
 
 
 def read(kind: Any, value: Any, where: str = "") -> Any:
-    """``value`` as a ``kind``: a dataclass, tuple, mapping, union or plain type. Raises PlanError."""
+    """``value``, parsed from JSON, as a ``kind``: a dataclass, tuple, mapping, union with None, or plain type.
+    ``where``: the field's path in errors. Raises PlanError."""
     origin, parts, is_ours = get_origin(kind), get_args(kind), is_dataclass(kind)
     if is_ours and isinstance(value, dict):
         hints = _hints(kind)
         if odd := (value.keys() - hints) or {f.name for f in fields(kind) if f.name not in value and _is_needed(f)}:
-            raise PlanError(f"{where or 'the whole'} has {sorted(value)}: {sorted(odd)} are too many or missing")
+            raise PlanError(f"{where or 'the plan'} has fields {sorted(value)}: unexpected or missing {sorted(odd)}")
         return kind(**{name: read(hints[name], given, f"{where}.{name}".lstrip(".")) for name, given in value.items()})
     if origin is types.UnionType and not (value is None and type(None) in parts):
         return read(next(part for part in parts if part is not type(None)), value, where)
@@ -29,12 +30,12 @@ def read(kind: Any, value: Any, where: str = "") -> Any:
         return {name: read(parts[1], given, f"{where}[{name!r}]") for name, given in value.items()}
     if origin is types.UnionType or type(value) is kind or (kind is float and type(value) is int):
         return value
-    raise PlanError(f"{where or 'the whole'} is {shown(value)}, not {getattr(kind, '__name__', kind)}")
+    raise PlanError(f"{where or 'the plan'} is {shown(value)}, not {getattr(kind, '__name__', kind)}")
 
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """Types of the fields that travel."""
+    """Types of the fields that are stored in JSON: those that count in comparison."""
     found = get_type_hints(kind, localns={"Study": object})
     return {f.name: found[f.name] for f in fields(kind) if f.compare}
 

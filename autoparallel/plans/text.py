@@ -16,14 +16,15 @@ MOST_LINES = 40
 
 
 def text_report(plan: Plan, width: int = 100) -> str:
-    """Step time and its parts, memory, collectives, layouts per block, bound and gap."""
+    """The report of a plan as text of ``width`` columns: step time by part, memory, collectives, layouts by block,
+    gap."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     print_report(plan, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def print_report(plan: Plan, console: Console) -> None:
-    """The report on a console (in colour on a terminal)."""
+    """Print the report on ``console``, in colour on a terminal."""
     mesh = " x ".join(f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh_shape, strict=True))
     evidence, p = plan.evidence, plan.prediction
     console.print(f"[bold]plan[/bold] for {mesh} on {plan.cluster}, program {plan.fingerprint}")
@@ -39,7 +40,7 @@ def print_report(plan: Plan, console: Console) -> None:
         ("forward compute", p.forward_s), ("backward compute", p.backward_s), ("optimizer", p.optimizer_s),
         ("forward communication", p.forward_communication_s), ("backward communication", p.backward_communication_s),
         *([("waiting in the pipeline", p.waiting_s)] if p.waiting_s else []),
-        *([("hidden beside compute", -p.hidden_s)] if p.hidden_s else []),
+        *([("overlapped with compute", -p.hidden_s)] if p.hidden_s else []),
         ("whole step", p.step_s),
     ):
         table.add_row(part, seconds_str(seconds), f"{seconds / p.step_s:.1%}" if p.step_s else "-")
@@ -48,8 +49,8 @@ def print_report(plan: Plan, console: Console) -> None:
                   f"{bytes_str(p.activation_bytes)} activations; peak {bytes_str(p.peak_bytes)}"
                   + (f"; {bytes_str(p.host_bytes)} in the host's memory" if p.host_bytes else ""))
     console.print(_collectives(plan))
-    console.print("strategies and layouts have a part for each mesh axis: S(d) a piece of dim d, R and I the whole "
-                  "(I: nobody changes it), P a summand", highlight=False, markup=False)
+    console.print("strategies and layouts have an entry per mesh axis: S(d) a shard of dim d, R and I replicated "
+                  "(I: not changed by any rank), P a partial sum", highlight=False, markup=False)
     for block in plan.blocks:
         console.print(_block(block.paths, block.lines))
     if p.repeated_ops:
@@ -57,14 +58,15 @@ def print_report(plan: Plan, console: Console) -> None:
     console.print(f"search {evidence.solver}: objective {seconds_str(evidence.objective_s)}, lower bound "
                   f"{seconds_str(evidence.lower_bound_s)}, gap {evidence.gap:.2%} ({evidence.stop_reason})")
     if evidence.step_bound_s is not None:
-        console.print(f"no combination's step is below {seconds_str(evidence.step_bound_s)} (ops cut evenly, nothing "
-                      f"sent): at most {1 - evidence.step_bound_s / p.step_s:.0%} less than this plan's", markup=False)
+        console.print(f"no combination's step is below {seconds_str(evidence.step_bound_s)} (ops divided evenly, no "
+                      f"communication): at most {1 - evidence.step_bound_s / p.step_s:.0%} less than this plan's",
+                      markup=False)
     phases = {k: v for k, v in evidence.seconds.items() if not k.startswith("search:")}
     console.print("planning: " + ", ".join(f"{k} {v:.2f} s" for k, v in phases.items()))
 
 
 def _hybrid(h: Hybrid) -> str:
-    micro_batches = f"{' + '.join(map(str, h.replicas))} ranks taking turns, " if h.replicas else ""
+    micro_batches = f"{' + '.join(map(str, h.replicas))} ranks share the micro-batches, " if h.replicas else ""
     pipeline = (f"{h.stages} stages on a pipeline of {h.pipeline_ranks} ({micro_batches}schedule {h.schedule}, cut at "
                 f"{', '.join(h.cuts)}), " if h.stages > 1 else "")
     blocks = h.recompute_blocks
@@ -75,7 +77,7 @@ def _hybrid(h: Hybrid) -> str:
 
 
 def _collectives(plan: Plan) -> Table:
-    table = Table(title="collectives in one step (gradients of whole parameters go in buckets)", title_justify="left")
+    table = Table(title="collectives in one step (gradients of unsharded parameters in buckets)", title_justify="left")
     for column in ("collective", "axis", "direction"):
         table.add_column(column)
     for column in ("count", "bytes per rank", "time"):
@@ -87,7 +89,7 @@ def _collectives(plan: Plan) -> Table:
 
 
 def _block(paths: tuple[str, ...], lines: tuple[tuple[str, str, str], ...]) -> Table:
-    title = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} blocks alike)"
+    title = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} equal blocks)"
     table = Table(title=title, title_justify="left")
     for column in ("op", "strategy", "result"):
         table.add_column(column)
@@ -99,7 +101,7 @@ def _block(paths: tuple[str, ...], lines: tuple[tuple[str, str, str], ...]) -> T
 
 
 def seconds_str(seconds: float) -> str:
-    """Three digits and a unit: 12.3 ms."""
+    """Seconds with three digits and a unit: 12.3 ms."""
     if seconds < 0:
         return f"-{seconds_str(-seconds)}"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
@@ -109,7 +111,7 @@ def seconds_str(seconds: float) -> str:
 
 
 def bytes_str(count: float) -> str:
-    """Three digits and a binary unit: 1.25 GiB."""
+    """Bytes with three digits and a binary unit: 1.25 GiB."""
     for scale, unit in ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
@@ -117,9 +119,9 @@ def bytes_str(count: float) -> str:
 
 
 def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
-    """The answer of `Study.sensitivity` for a terminal."""
-    table = Table(title=f"what would change the step of {seconds_str(step_s)}", title_justify="left")
-    for column in ("what", "times", "this plan", "best plan", "other ops"):
+    """The answers of `Study.sensitivity` as a table; ``step_s``: the plan's step time."""
+    table = Table(title=f"sensitivity of the step time of {seconds_str(step_s)}", title_justify="left")
+    for column in ("what", "factor", "this plan", "best plan", "changed ops"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for s in found:
         held = "does not fit" if s.held_s == float("inf") else seconds_str(s.held_s)
@@ -129,9 +131,9 @@ def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
 
 
 def explanation(name: str, choices: Sequence[Choice]) -> Table:
-    """The answer of `Study.explain` for a terminal."""
-    table = Table(title=f"{name}: what each strategy would cost in one step", title_justify="left")
-    for column in ("strategy", "nothing else changed", "best plan with it", "none is below"):
+    """The answer of `Study.explain` for decision ``name`` as a table."""
+    table = Table(title=f"{name}: step time with each strategy", title_justify="left")
+    for column in ("strategy", "all else unchanged", "best plan with it", "lower bound"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     for c in choices:
         alone = "not possible" if c.alone_s == float("inf") else seconds_str(c.alone_s)

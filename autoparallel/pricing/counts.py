@@ -1,9 +1,9 @@
-"""How often each site and link of a program works in one step, and how long its values live.
+"""Execution counts of decisions and tensor uses in one step, and live intervals of values.
 
-Time runs over the sites of a rank's stages forward (site i at time i) and backward (site i at time 2N - i); the ranks'
-times follow one another, so that one limit holds for each of them. What backward needs lives from the one to the other,
-once for each micro-batch in flight; what is recomputed lives only while its block runs again. Parameters, gradients and
-optimizer state live always.
+Time is discrete: of N decisions, decision i runs forward at time i and backward at time 2N - i. The times of the
+pipeline's ranks follow one another, so that one memory limit applies to each of them. A saved tensor lives from its
+forward to its backward, once per micro-batch in flight; a recomputed value lives only while its block runs again.
+Parameters, gradients and optimizer state live during the whole step.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from autoparallel.plans import Hybrid
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
 
-#: Classes of ops (`Rule.op_class`) whose results recompute="selective" keeps, as `lower.recompute` does.
+#: Op classes (`Rule.op_class`) whose results recompute="selective" keeps, as in `lower.recompute_pass`.
 KEPT_CLASSES = frozenset({"matmul", "attention", "conv"})
 
 
-#: A value (site, output), or a copy ("copy", site, input).
+#: A value (decision, output), or a redistributed copy ("copy", decision, input).
 Value = tuple[int, int] | tuple[str, int, int]
 
 
 class LiveInterval(NamedTuple):
-    """When a value is there, and how many of it."""
+    """The interval [start, end) in which a value lives, and the number of copies."""
 
     interval: tuple[int, int]
     copies: float = 1
 
 
 class LiveIntervals(NamedTuple):
-    """The same of many: a row (start, end) each, and copies."""
+    """Live intervals of many values: ``intervals`` (n, 2) as (start, end), ``copies`` (n,)."""
 
     intervals: np.ndarray
     copies: np.ndarray
@@ -52,18 +52,18 @@ class LiveIntervals(NamedTuple):
 
 
 class Summing(NamedTuple):
-    """How gradients of parameters are summed over ranks: many at once, in a type of ``scale`` times the bytes."""
+    """How gradients of parameters are summed over ranks: in buckets or not, in a dtype of ``scale`` times the bytes."""
 
     in_buckets: bool = False
     scale: float = 1.0
 
 
-#: One collective for each gradient, in its own type.
+#: One collective per gradient, in its own dtype.
 ALONE = Summing()
 
 
 class Buffer(NamedTuple):
-    """So many times the value that a link reads, on a stage: to send or to receive it."""
+    """Send and receive buffers on a stage: ``copies`` of the value that ``use`` reads."""
 
     use: TensorUse
     stage: int
@@ -71,11 +71,11 @@ class Buffer(NamedTuple):
 
 
 class ExecutionCounts:
-    """A hybrid step over one strategy space; ``stages_of`` has for each site the stages that run it, in order (all
-    the first without a pipeline; several for tied parameters and what each stage computes itself).
+    """Counts and live intervals of one step (`Hybrid`) over one strategy graph.
 
-    In a reduced-depth model (`planning.reduced_model`) a decision counts for ``multiplicities`` decisions, and one rank
-    of the first stage holds ``held`` times its values.
+    ``stages_of``: by decision, the stages that run it, in order (several for tied parameters and side computations; the
+    default is one stage). In a reduced-depth model (`planning.reduced_model`) a decision counts for ``multiplicities``
+    decisions, and one rank holds ``held`` times the values that a decision of the first stage has in a step.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,
@@ -85,7 +85,7 @@ class ExecutionCounts:
         self.multiplicities, self.held = multiplicities or [1] * len(space), held or [1] * len(space)
         self.one_for_all, self._num_decisions = held is not None, len(space)
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
-        self.in_one = [*map(len, set(self.stages_of))] == [1]  # all sites on one stage, and the same
+        self.in_one = [*map(len, set(self.stages_of))] == [1]  # all decisions on one stage
         self.within = [use for use in space.uses if not self._crosses(use)]
         self.first_saver: dict[Value, int] = {}
         self.kept = self._kept_values() if training else frozenset()
@@ -100,15 +100,14 @@ class ExecutionCounts:
         self.last_trainable = {self.stages_of[i][0]: i for i in sorted(self.by_parameter)}
 
     def _crosses(self, use: TensorUse) -> bool:
-        """Whether the value is sent to the stage that reads it."""
+        """Whether the value is sent to a later stage."""
         return not self.in_one and self.stages_of[use.target][0] > self.stages_of[use.source][-1]
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Of what is sent, on each stage that sends or gets it.
+        """The buffers of every value that crosses a cut, on each stage that sends or receives it.
 
-        There is one for each micro-batch in flight, and some that are on their way (`_pending`). A stage that passes
-        a value on has it twice.
+        One per micro-batch in flight, plus pending ones (`_pending`). A stage that forwards a value has both kinds.
         """
         crossing = sorted((k for k in self.space.uses if self._crosses(k)), key=lambda k: self.stages_of[k.target])
         last = {(k.source, k.output): k for k in crossing}
@@ -123,12 +122,12 @@ class ExecutionCounts:
         return tuple(found)
 
     def _pending(self, stage: int) -> tuple[int, int]:
-        """Buffers beyond those of micro-batches in flight, at the fullest moment: of what a stage sends on (gradients
-        that come back), and of what it receives (the next value, gradients that it sends).
+        """The largest number of buffers beyond those of micro-batches in flight: (of values sent and of the gradients
+        received for them, of values received and of the gradients sent for them).
 
-        Where a stage takes micro-batches up as it gives others back, torch's 1F1B has the last message of each kind
-        until the next; of a rank's stages that take turns, one has a message under way, and a stage on several ranks
-        one each way. While gradients of weights are put off, those of outputs are kept.
+        In its steady state torch's 1F1B keeps the last message of each kind until the next. Of the interleaved stages
+        of a rank one has a message pending; a replicated stage has one in each direction. A zero-bubble stage keeps the
+        output gradients of deferred weight gradients.
         """
         h, ranks = self.hybrid, self.hybrid.pipeline_ranks
         rank, again = stage % ranks, h.micro_batches > ranks
@@ -143,7 +142,7 @@ class ExecutionCounts:
         return 0, 0
 
     def buffer_interval(self, stage: int) -> tuple[int, int]:
-        """The whole of a step on the stage's rank."""
+        """The whole step, on the stage's rank."""
         return self._start(stage), self._start(stage) + 2 * self._num_decisions + 1
 
     def _block(self, index: int) -> tuple[int, str] | None:
@@ -155,10 +154,10 @@ class ExecutionCounts:
         return (self.stages_of[index][0], path) if path and self.hybrid.recomputed(path) else None
 
     def _block_inputs(self) -> frozenset[Value]:
-        """Values (site, output) that blocks keep to run again, or that others need of them; what passes a value on
-        stands for that value."""
+        """Values (decision, output) that a block keeps: its inputs, which it reads when it runs again, and its values
+        that others need. Views and shared reads stand for the values that they pass on."""
         found: set[Value] = set()
-        for use in reversed(self.within):  # in the order of their targets
+        for use in reversed(self.within):  # ordered by target
             target, rule = use.target, self.space.strategy_sets[use.target].rule
             passes_on = self.space.decisions[target].kind == "shared_read" or (rule is not None and rule.alias)
             crosses = self.block_of[use.source] != self.block_of[target]
@@ -168,7 +167,8 @@ class ExecutionCounts:
         return frozenset(found)
 
     def _results_kept(self) -> frozenset[Value]:
-        """What recompute="selective" keeps whether backward needs it or not, so that it need not be made again."""
+        """Results that recompute="selective" keeps, whether backward needs them or not, to avoid running their ops
+        again."""
         if self.hybrid.recompute != "selective":
             return frozenset()
         inside = (i for i, block in enumerate(self.block_of) if block is not None and not self.again(i))
@@ -180,37 +180,37 @@ class ExecutionCounts:
             return all(self.space.decisions[k.source].kind == "parameter" for k in self.space.uses_by[index])
         return decision.kind == "parameter"
 
-    # --- how often --------------------------------------------------------------------------------------------------
+    # --- execution counts -------------------------------------------------------------------------------------------
 
     def again(self, index: int) -> bool:
-        """Whether the site runs again in backward."""
+        """Whether recompute runs the decision again in backward."""
         if self.block_of[index] is None or self.hybrid.recompute == "offload":
             return False
         rule = self.space.strategy_sets[index].rule
         return self.hybrid.recompute == "full" or rule is None or rule.op_class not in KEPT_CLASSES
 
     def _away(self, index: int) -> bool:
-        """Whether what the site makes is not on the device between forward and backward."""
+        """Whether the decision's results leave the device between forward and backward (recomputed or offloaded)."""
         return self.again(index) or (self.hybrid.recompute == "offload" and self.block_of[index] is not None)
 
     def offloads(self, index: int) -> int:
-        """How often in a step what the op makes is moved to the host and back."""
+        """How often per step the op's results are moved to the host and back."""
         if self.hybrid.recompute != "offload" or not self._inside(index):
             return 0
         return self._count(index) * self.multiplicities[index] if index in self._first_need else 0
 
     def offloads_copy(self, use: TensorUse) -> int:
-        """How often in a step a redistributed copy is."""
+        """How often per step a redistributed copy is moved to the host and back."""
         if self.hybrid.recompute != "offload" or self.of_parameter[use.source] or not self._copy_away(use):
             return 0
         return self._count(use.target) * self.multiplicities[use.target]
 
     def _count(self, index: int, stage: int | None = None) -> int:
-        """How many micro-batches a rank of the stage runs that has the site (by default the first of several)."""
+        """Micro-batches per rank of a stage that has the decision (default: the first such stage)."""
         return self.micro_batches_on(self.stages_of[index][0] if stage is None else stage)
 
     def micro_batches_on(self, stage: int) -> int:
-        """How many micro-batches a rank of the stage runs. A sketch has no stages, and runs all."""
+        """Micro-batches per rank of a stage; all of them in a reduced-depth model, which has no stages."""
         return (
             self.hybrid.micro_batches
             if self.one_for_all
@@ -222,21 +222,21 @@ class ExecutionCounts:
         return [self.hybrid.micro_batches_on(group) for group in range(len(self.hybrid.groups))]
 
     def op_times(self, index: int, stage: int | None = None) -> tuple[int, int]:
-        """How often the op runs (forward, backward) in a step, on a rank of the stage. A block that runs again ends
-        where the last op that backward needs anything of begins (torch's early stop), or where it is done, if that is
-        its result."""
+        """Executions (forward, backward) of an op per step, on a rank of the stage; recompute counts as forward."""
         count = self._count(index, stage) * self.multiplicities[index]
         return count * (2 if index in self.runs_again else 1), count
 
     @cached_property
     def runs_again(self) -> frozenset[int]:
-        """Sites that run again in backward, before their block ends."""
+        """Decisions that recompute runs again: those before the early stop of their block."""
         inside = ((index, block) for index, block in enumerate(self.block_of) if block is not None)
         return frozenset(index for index, block in inside if self.again(index) and index < self._ends_again[block])
 
     @cached_property
     def _ends_again(self) -> dict[tuple[int, str], int]:
-        """By block, the site before which it ends when it runs again; its own end, if backward comes in parts."""
+        """By block, the decision before which its recompute stops: the last op that saves an input, or after the last
+        op that saves its result (torch's early stop); the end of the block with zero bubble, whose backward has two
+        parts."""
         if self.hybrid.schedule == "zero_bubble" and self.hybrid.stages > 1:
             return {block: end + 1 for block, end in self.block_end.items()}
         found = dict.fromkeys(self.block_end, 0)
@@ -247,7 +247,7 @@ class ExecutionCounts:
         return found
 
     def use_times(self, use: TensorUse, stage: int | None = None) -> tuple[int, int]:
-        """How often the link's redistribution runs (forward, backward) in a step, on a rank of the stage."""
+        """Executions (forward, backward) of a use's redistribution per step, on a rank of the stage."""
         some = self.multiplicities[use.target]
         count, again = self._count(use.target, stage) * some, self.reads_again(use)
         if self.of_parameter[use.source]:
@@ -256,24 +256,24 @@ class ExecutionCounts:
         return count * (2 if again else 1), count
 
     def reads_again(self, use: TensorUse) -> bool:
-        """Whether the redistribution runs again for backward: with a block, or as ZeRO-3 gathers again."""
+        """Whether the redistribution runs again for backward: in a recomputed block, or as a ZeRO-3 gather."""
         if self.of_parameter[use.source]:
             return self.gathers_again(use)
         block = self.block_of[use.target] if self.hybrid.recompute == "full" else None
         return block is not None and use.target <= self._ends_again[block]
 
     def prefetches(self, use: TensorUse) -> bool:
-        """Whether ZeRO-3 gathers what the link reads, ahead of its readers."""
+        """Whether the use reads a parameter that ZeRO-3 prefetches."""
         return self.of_parameter[use.source] and self.hybrid.prefetches
 
     def gathers_again(self, use: TensorUse) -> bool:
-        """Whether backward asks for what ZeRO-3 gathered: an op that keeps it, or a block that runs again with it."""
+        """Whether ZeRO-3 gathers the parameter again in backward: an op saves it, or a recomputed block reads it."""
         if self.hybrid.zero_stage < 3:
             return False
         return ("copy", use.target, use.position) in self.kept or self.block_of[use.target] is not None
 
     def summing(self, use: TensorUse) -> Summing:
-        """How gradients of what the link reads are summed: in buckets (`lower.fuse`), in which type."""
+        """How the gradients of the value that a use reads are summed: in buckets or not, and in which dtype."""
         if not (self.of_parameter[use.source] and self._trainable(use.meta)):
             return ALONE
         dtype = self.hybrid.sum_dtype or use.meta.dtype
@@ -284,14 +284,14 @@ class ExecutionCounts:
         return meta.requires_grad and bool(self.kept)
 
     def accumulator_bytes(self, meta: TensorMeta) -> int:
-        """For each element of a parameter, of sums over turns that are more precise than its gradient and beside it."""
+        """Bytes per element of a gradient accumulator more precise than the gradient, kept beside it (0: none)."""
         if self.hybrid.sum_dtype is None or self.hybrid.is_plain or not self._trainable(meta):
             return 0
         found = torch.promote_types(meta.dtype, self.hybrid.sum_dtype)
         return 0 if found == meta.dtype else found.itemsize
 
     def ranks_with(self, index: int) -> tuple[int, ...]:
-        """The ranks of the pipeline axis that have a parameter, and add up their gradients of it."""
+        """The ranks of the pipeline axis that hold a parameter and sum its gradients; empty for other decisions."""
         decision, groups = self.space.decisions[index], self.hybrid.groups
         if decision.kind != "parameter" or not self._trainable(self.space.strategy_sets[index].output_metas[0]):
             return ()
@@ -299,38 +299,38 @@ class ExecutionCounts:
         return self.hybrid.ranks_of(*stages)
 
     def sums(self, use: TensorUse) -> int:
-        """How often a gradient of what the link reads is added to those before."""
+        """How often per step a gradient of the parameter that a use reads is added to its accumulator."""
         if self.hybrid.micro_batches == 1:
             return 0
         trainable = self.space.decisions[use.source].kind == "parameter" and self._trainable(use.meta)
         return (self._count(use.target) - 1) * self.multiplicities[use.target] if trainable else 0
 
-    # --- how long ---------------------------------------------------------------------------------------------------
+    # --- live intervals ---------------------------------------------------------------------------------------------
 
     def _at(self, index: int) -> tuple[int, int]:
-        """The start of the rank of the site's (first) stage, and its turning point."""
+        """The start of the rank of the decision's (first) stage, and 2N, the length from forward to backward."""
         return int(self._starts[index]), 2 * self._num_decisions
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """By site, of the rank of its first stage."""
+        """The start of the rank of each decision's first stage."""
         return self._by_stage(self._start)
 
     def _by_stage(self, what: Callable[[int], float]) -> np.ndarray:
-        """By site, of its first stage."""
+        """``what(stage)`` of each decision's first stage."""
         known = {stages: what(stages[0]) for stages in set(self.stages_of)}
         return np.array([known[stages] for stages in self.stages_of])
 
     def _start(self, stage: int) -> int:
-        """The start of the stage's rank: the stages of one rank hold what they hold at the same time."""
+        """The start time of the stage's rank; stages of one rank share their times, as they hold memory together."""
         return stage % len(self.hybrid.groups) * (2 * self._num_decisions + 2)
 
     def turning_of(self, stage: int) -> int:
-        """The moment between forward and backward of a stage's rank."""
+        """The time between forward and backward on the stage's rank."""
         return self._start(stage) + self._num_decisions
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches whose activations a stage holds at its fullest moment."""
+        """The largest number of micro-batches whose activations the stage holds at once."""
         return self._in_flight[stage]
 
     @cached_property
@@ -339,13 +339,13 @@ class ExecutionCounts:
 
     @cached_property
     def decision_intervals(self) -> LiveIntervals:
-        """Of what each site makes."""
+        """The live intervals of each decision's results."""
         decisions, start, turning = np.arange(self._num_decisions), self._starts, 2 * self._num_decisions
         last = np.array([self.last_use.get(index, index) for index in range(self._num_decisions)], np.int64)
         found = LiveIntervals.of(start + decisions, start + np.maximum(decisions, last) + 1)
         late = np.zeros(self._num_decisions)
         late[list(self.by_parameter)] = self._late[list(self.by_parameter)]
-        if (some := np.flatnonzero(late)).size:  # gradients of weights that are put off
+        if (some := np.flatnonzero(late)).size:  # deferred weight gradients
             found.put(some, start[some] + some, start[some] + turning + 1 - some, self._held[some] * late[some])
         kept = np.array(sorted(self._first_need), np.int64)
         inside = np.array([self._inside(index) for index in kept.tolist()], bool)
@@ -359,7 +359,7 @@ class ExecutionCounts:
 
     @cached_property
     def copy_intervals(self) -> LiveIntervals:
-        """Of the redistributed copy that each link makes."""
+        """The live intervals of each use's redistributed copy."""
         uses, targets = self.space.uses, np.array([use.target for use in self.space.uses], np.int64)
         found = LiveIntervals.of(self._starts[targets] + targets, self._starts[targets] + targets + 1)
         kept = [number for number, use in enumerate(uses)
@@ -367,8 +367,8 @@ class ExecutionCounts:
         inside = np.array([self._copy_away(uses[number]) for number in kept], bool)
         self._keep(found, np.array(kept, np.int64), targets[kept], inside, np.zeros(len(kept)), targets[kept])
         for number, use in enumerate(uses):
-            if self.of_parameter[use.source] and (life := self._parameter_life(use)) is not None:
-                found.put(number, *life.interval, life.copies)
+            if self.of_parameter[use.source] and (live := self._parameter_interval(use)) is not None:
+                found.put(number, *live.interval, live.copies)
         return self._over(found, targets)
 
     @cached_property
@@ -377,12 +377,13 @@ class ExecutionCounts:
 
     @cached_property
     def _late(self) -> np.ndarray:
-        """By site, micro-batches whose gradients of weights a zero-bubble stage puts off; it keeps all they need."""
+        """By decision, the micro-batches whose weight gradients a zero-bubble stage defers, with their saved
+        tensors."""
         return self._by_stage(self._late_of)
 
     def _over(self, found: LiveIntervals, decisions: np.ndarray) -> LiveIntervals:
-        """Lives in the first stages of these sites, on all. What several stages hold counts in those between as well:
-        the search has one limit for one time."""
+        """Extend intervals in the first stages of these decisions to all their stages. Stages between count as well: an
+        interval is contiguous."""
         for number, index in enumerate(decisions.tolist() if not self.in_one else ()):
             if len(stages := self.stages_of[index]) > 1:
                 shifts = [self._start(stage) - self._start(stages[0]) for stage in stages]
@@ -391,7 +392,7 @@ class ExecutionCounts:
 
     @cached_property
     def _first_need(self) -> dict[int, int]:
-        """By site of which backward needs anything, the first op that does (0: it is kept without)."""
+        """By decision with saved results, the first op that saves one (0: kept without being needed)."""
         found: dict[int, int] = {}
         for value in self.kept:
             if len(value) == 2:
@@ -400,22 +401,23 @@ class ExecutionCounts:
         return found
 
     def _inside(self, index: int) -> bool:
-        """Whether what the site makes is needed by its block only, and not on the device until that runs backward."""
+        """Whether the decision's results are needed only inside its block and leave the device until its backward."""
         if self.block_of[index] is None or not self._away(index):
             return False
         outputs = range(len(self.space.strategy_sets[index].output_metas))
         return not any((index, o) in self.checkpoints for o in outputs)
 
     def _copy_away(self, use: TensorUse) -> bool:
-        """Whether a copy that backward needs is made again, or brought back from the host."""
+        """Whether a saved redistributed copy is recomputed, or fetched from the host."""
         kept = ("copy", use.target, use.position) in self.kept and self.block_of[use.target] is not None
         return kept and (self.hybrid.recompute == "full" or self._away(use.target))
 
     def _late_of(self, stage: int) -> int:
+        """Micro-batches whose weight gradients the stage defers."""
         h = self.hybrid
         if h.schedule != "zero_bubble":
             return 0
-        if self.one_for_all and h.recompute != "none":  # the last rank, which puts off most; else part of `held`
+        if self.one_for_all and h.recompute != "none":  # the last rank defers most; otherwise part of `held`
             stage = h.pipeline_ranks - 1
         return min(stage % h.pipeline_ranks, h.micro_batches)
 
@@ -428,13 +430,14 @@ class ExecutionCounts:
         gradients: np.ndarray,
         savers: np.ndarray,
     ) -> None:
-        """Set the lives of what backward needs of these sites: by ``savers`` and later ops, with so many gradients of
-        it; ``inside``: by their block only, which makes it again or gets it back.
+        """Set the live intervals ``numbers`` of saved values of ``decisions``.
 
-        What only ops behind the stage's last parameter need is not kept for gradients of weights that are put off.
+        ``inside``: needed by their block only, which recomputes or fetches them. ``gradients``: gradients of them that
+        are kept as well. ``savers``: the first ops that save them; values that only ops after the stage's last
+        parameter save are not kept for deferred weight gradients.
         """
         start, turning, late = self._starts[decisions], 2 * self._num_decisions, self._late[decisions]
-        put_off = np.where(inside & (self.hybrid.recompute == "offload"), 0, late)  # which comes back for each part
+        put_off = np.where(inside & (self.hybrid.recompute == "offload"), 0, late)  # fetched again for each part
         last = self._by_stage(lambda stage: self.last_trainable.get(stage, 2 * self._num_decisions))[decisions]
         held = self._by_stage(self.in_flight)[decisions] - np.where(savers > last, late, 0)
         count = np.where(inside, put_off, held) + gradients
@@ -445,11 +448,12 @@ class ExecutionCounts:
         found.put(numbers[again], start[again] + turning - ends, start[again] + turning + 1 - decisions[again], 1)
 
     def _is_gathered(self, use: TensorUse) -> bool:
-        """Whether ZeRO-3 gathers what the link reads."""
+        """Whether the use reads a parameter that ZeRO-3 gathers."""
         return self.of_parameter[use.source] and self.hybrid.zero_stage == 3
 
-    def _parameter_life(self, use: TensorUse) -> LiveInterval | None:
-        """Of the copy of a parameter that turns read, or that ZeRO-3 gathers ahead."""
+    def _parameter_interval(self, use: TensorUse) -> LiveInterval | None:
+        """The live interval of a gathered parameter: of the step with several micro-batches, or prefetched by ZeRO-3
+        (None: as any copy)."""
         if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
             apart = self.accumulator_bytes(use.meta) > 0
             sums = self.hybrid.zero_stage < 2 and self._count(use.target) > 1 and not apart
@@ -457,41 +461,41 @@ class ExecutionCounts:
             return LiveInterval(
                 (start, start + turning + 1), self.held[use.source] * (2 if sums else 1)
             )  # and its gradient
-        return self._gathered_life(use) if self.prefetches(use) else None
+        return self._gathered_copy_interval(use) if self.prefetches(use) else None
 
-    def _gathered_life(self, use: TensorUse) -> LiveInterval:
-        """Of what ZeRO-3 gathers: it is on its way while what was asked for before it is used. Backward holds more than
-        forward at the same site, so if it asks for it, that is the time that counts."""
+    def _gathered_copy_interval(self, use: TensorUse) -> LiveInterval:
+        """The live interval of a parameter prefetched by ZeRO-3: from the use of the parameter before it. If backward
+        gathers it again, backward's interval: it holds more than forward at the same decision."""
         (start, turning), own, before = self._at(use.target), self._read_at(use.target), self._asked_before(use, 1)
         if self.gathers_again(use):
             return LiveInterval((start + turning - before[1], start + turning - use.target + 1))
         return LiveInterval((start + before[0], start + own[1] + 1))
 
     def gathered_interval(self, use: TensorUse) -> tuple[int, int]:
-        """Of what ZeRO-3 gathers over one axis to gather it over the next: it is on its way before that is, and there
-        until that is done."""
+        """The live interval of a ZeRO-3 gather's intermediate result (gathered over one axis, not yet over the next):
+        it is prefetched one reader earlier than the final result, and lives until the next gather completes."""
         (start, turning), own, before = self._at(use.target), self._read_at(use.target), self._asked_before(use, 2)
         if self.gathers_again(use):
             return start + turning - before[1], start + turning - own[
                 1
-            ] + 1  # the next are posted before this is waited for
+            ] + 1  # the next gathers are launched before this one is awaited
         return start + before[0], start + own[0] + (before == own)
 
     def _asked_before(self, use: TensorUse, count: int) -> tuple[int, int]:
-        """Where what is read so many places before what the link reads is read: before it in backward, if that asks
-        for it. (The first, where there are not so many.)"""
+        """The reader of parameters ``count`` positions before this use's: in backward order if backward gathers again,
+        else in forward order (or the first one)."""
         places, numbers = self._all_read_at
         number = numbers[self._read_at(use.target)] + (count if self.gathers_again(use) else -count)
         return places[min(max(number, 0), len(places) - 1)]
 
     def _read_at(self, target: int) -> tuple[int, int]:
-        """The first and the last site of the block that reads a parameter for this one; itself, if in none."""
+        """(first, last) decision of the block of ``target``; outside blocks the decision itself, twice."""
         block = self.block_of[target]
         return (target, target) if block is None else (self._block_begin[block], self.block_end[block])
 
     @cached_property
     def _all_read_at(self) -> tuple[list[tuple[int, int]], Mapping[tuple[int, int], int]]:
-        """All places at which parameters are read, in order; and their numbers."""
+        """All (first, last) readers of parameters, in order, and their positions."""
         places = sorted({self._read_at(index) for index in self.by_parameter})
         return places, {place: number for number, place in enumerate(places)}
 
@@ -500,9 +504,9 @@ class ExecutionCounts:
         return {block: index for index, block in reversed(list(enumerate(self.block_of))) if block is not None}
 
     def _kept_values(self) -> frozenset[Value]:
-        """What backward needs, where it is made.
+        """Values and copies that backward needs; also fills `first_saver`.
 
-        What an aliasing op or a hub passes on is its input's memory, so a need of theirs is a need of their input's.
+        Views and shared reads use the memory of their inputs, so a saved view counts as its input.
         """
         space, kept = self.space, set[Value]()
         known = {key: _Needs.of(s) for key, s in {id(s): s for s in space.strategy_sets}.items()}
@@ -528,7 +532,7 @@ class ExecutionCounts:
 
 
 class _Needs(NamedTuple):
-    """What backward of an op needs: its output, these inputs; what an op passes on is not needed by the op itself."""
+    """What backward of an op needs: its output, and these inputs. ``passes_on``: the op is a view."""
 
     passes_on: bool
     output: bool
@@ -545,8 +549,9 @@ class _Needs(NamedTuple):
 
 
 def _last_uses(space: StrategySpace, uses: Sequence[TensorUse]) -> dict[int, int]:
+    """The last reader of each decision's results, also through shared reads."""
     last: dict[int, int] = {}
-    for use in reversed(uses):  # in the order of their targets
+    for use in reversed(uses):  # ordered by target
         passes_on = space.decisions[use.target].kind == "shared_read"
         read = last.get(use.target, use.target) if passes_on else use.target
         last[use.source] = max(last.get(use.source, 0), read)

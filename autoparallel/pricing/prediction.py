@@ -1,4 +1,4 @@
-"""What a plan costs, part by part: the same prices that the search added up, told apart for the report."""
+"""The predicted cost of a plan by part: the costs that the search summed, itemised for the report."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Found = dict[tuple[str, str, str], list[float]]
 
 @dataclass
 class _Parts:
-    """Seconds of one step on a rank of one stage, of which there are ``ranks``; ``once`` is what of them does not
-    depend on the number of turns."""
+    """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``once``: the seconds that do not
+    depend on the number of micro-batches."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -48,11 +48,11 @@ class _Parts:
 
 def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], peak_bytes: float,
             sends: Sequence[float] = ()) -> Prediction:
-    """Seconds and bytes of the plan that takes ``strategies``.
+    """The predicted seconds and bytes of a plan with ``strategies``.
 
-    Without a pipeline the parts add up to the search's objective. With one they are means over the ranks, and waiting
-    is what the schedule adds; ``sends`` are the bytes of one micro-batch over each cut, one way. Of either, `beside`
-    hides some.
+    ``sends``: bytes of one micro-batch over each cut, in one direction. Without a pipeline the parts sum to the
+    search's objective. With one they are means over the ranks, and ``waiting_s`` is the rest of the schedule's step
+    time. In both cases ``hidden_s`` is the time saved by overlap.
     """
     hybrid, decisions, nodes = pricer.counts.hybrid, pricer.space.decisions, pricer.space.graph.nodes
     stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
@@ -90,7 +90,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
 
 
 def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sequence[float]) -> float:
-    """Seconds of a step in a pipeline, as `predict` adds them up; whether it fits or not."""
+    """Seconds of a pipelined step without overlap, as in `predict`; memory is not checked."""
     stages = [_Parts() for _ in range(pricer.counts.hybrid.stages)]
     _add_decisions(pricer, strategies, stages, {})
     _add_uses(pricer, strategies, stages, {})
@@ -98,7 +98,7 @@ def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sequence[
 
 
 def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
-    """Seconds of a step whose stages are taken to be equal: for a sketch, which has no cuts."""
+    """Seconds of a step with equal stages, for a reduced-depth model, which has no cuts."""
     hybrid, stage = pricer.counts.hybrid, _Parts()
     _add_decisions(pricer, strategies, [stage], {})
     _add_uses(pricer, strategies, [stage], {})
@@ -107,7 +107,8 @@ def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
 
 
 def decision_seconds(prices: Prices, hybrid: Hybrid, strategies: Sequence[Strategy]) -> np.ndarray:
-    """What each site of a plan, with the links into it, adds to a turn, in seconds: each as a stage of its own."""
+    """Seconds that each decision of a plan, with the uses of its inputs, adds to one micro-batch; shape
+    (decisions,)."""
     counts = ExecutionCounts(prices.space, hybrid, [(index,) for index in range(len(prices.space))])
     pricer, decisions = SpacePricer(prices, counts=counts), [_Parts() for _ in prices.space.decisions]
     _add_decisions(pricer, strategies, decisions, {})
@@ -118,15 +119,16 @@ def decision_seconds(prices: Prices, hybrid: Hybrid, strategies: Sequence[Strate
 
 
 def equal_stages_s(hybrid: Hybrid, micro_batches_s: float) -> float:
-    """Seconds of all micro-batches in a pipeline of equal stages; ``micro_batches_s``: their seconds on one rank."""
+    """Seconds of all micro-batches in a pipeline with equal shares per rank; one rank alone needs
+    ``micro_batches_s``."""
     share = micro_batches_s / hybrid.micro_batches / hybrid.pipeline_ranks
     return float(pipeline_s([share * ranks for ranks in hybrid.groups], hybrid.micro_batches, _virtual(hybrid),
                             hybrid.groups))
 
 
 def _virtual(hybrid: Hybrid) -> int:
-    """How many parts of filling and draining a schedule leaves one of. Zero bubble (ZB-H1, Qi et al. 2023) fills two
-    thirds of the bubble with gradients of weights."""
+    """The divisor of the pipeline bubble: stages per rank; three times that for zero bubble, which fills two thirds of
+    the bubble with weight gradients (ZB-H1, Qi et al. 2023)."""
     return hybrid.stages // len(hybrid.groups) * (3 if hybrid.schedule == "zero_bubble" else 1)
 
 
@@ -140,10 +142,10 @@ def _together(stages: Sequence[_Parts]) -> _Parts:
 
 def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[float],
                  strategies: Sequence[Strategy] | None = None) -> float:
-    """Seconds of a step under the schedule: turns in a pipeline, then what is done once, less what of it is hidden
-    (given ``strategies``).
+    """Seconds of a step under the schedule: the pipelined micro-batches, then the work done once per step, less the
+    overlap (if ``strategies`` are given).
 
-    In a turn both stages beside a cut wait for a message: a value goes one way as a gradient comes the other.
+    Per micro-batch both stages at a cut wait for one message: a value in one direction while a gradient comes back.
     """
     hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
     groups, network = hybrid.groups, cluster.group((hybrid.pipeline_ranks, *pricer.space.mesh_shape), 0)
@@ -158,7 +160,7 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[
 
 
 def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[_Parts], found: Found) -> None:
-    """What sites do, once for all that are alike."""
+    """Add the costs of decisions, once per equivalence class."""
     space, codes, numbers = pricer.space, pricer.decision_codes(strategies), pricer.numbers(strategies)
     _, first, which, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
     for kind, (index, count) in enumerate(zip(first.tolist(), counts.tolist(), strict=True)):
@@ -198,7 +200,7 @@ def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, sta
 
 def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[int, int], stage: _Parts,
                 found: Found) -> None:
-    """Tell what a variant exchanges apart from what it computes."""
+    """Move the seconds of a variant's exchange from compute to communication."""
     seconds, exchange = float(inside.seconds[number]), inside.exchange
     if not seconds:
         return
@@ -221,7 +223,7 @@ def _count_use(found: Found, key: tuple[str, str, str], times: int, num_bytes: f
 def _add_live_bytes(
     pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Sequence[_Parts]
 ) -> None:
-    """Bytes live at the end of each stage's forward pass."""
+    """Add the bytes live at the end of each stage's forward pass."""
     counts, num_bytes = pricer.counts, problem.usages.take(problem.cells(pricer.choice_of(strategies)))
     for holders, users in _holders(pricer, problem).items():
         moments = [counts.turning_of(stage) for stage in holders]
@@ -232,7 +234,7 @@ def _add_live_bytes(
 
 
 def _holders(pricer: SpacePricer, problem: Problem) -> Mapping[tuple[int, ...], Sequence[int]]:
-    """The nodes and edges of a problem by the stages that hold what they stand for."""
+    """The numbers of a problem's nodes and edges (nodes first), by the stages that hold their memory."""
     counts = pricer.counts
     if counts.hybrid.stages == 1:
         return {(0,): range(len(problem.intervals))}
@@ -245,7 +247,7 @@ def _holders(pricer: SpacePricer, problem: Problem) -> Mapping[tuple[int, ...], 
 
 
 def _add_host_bytes(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[_Parts]) -> None:
-    """Bytes that wait in the host's memory for backward."""
+    """Add the bytes offloaded to the host's memory."""
     space, counts, numbers = pricer.space, pricer.counts, pricer.numbers(strategies)
     if counts.hybrid.recompute != "offload":
         return
@@ -265,7 +267,7 @@ def _hold(counts: ExecutionCounts, stages: Sequence[_Parts], holders: Sequence[i
 
 
 def _add_uses(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[_Parts], found: Found) -> None:
-    """What links do, once for all that are alike."""
+    """Add the costs of uses, once per equivalence class."""
     moves = pricer.moves(strategies)
     counts, equivalent = Counter(move.kind for move in moves), {move.kind: move for move in reversed(moves)}
     for kind, move in equivalent.items():

@@ -1,4 +1,5 @@
-"""Strategy space x prices x turns -> the search problem. A redistributed copy uses memory on its edge."""
+"""Strategy graph, unit costs and execution counts -> the search problem, with a node per decision and an edge per
+use."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from cost_models import collectives, compute
 
 Allowed = Mapping[int, np.ndarray]
 Made = TypeVar("Made")
-#: Seconds that one fault counts for: more than any step takes.
+#: Seconds per penalty: more than any step takes.
 FAULT_S = 1e3
+#: Largest share of all results' bytes that an op repeated as a side computation may produce.
 SIDE_SHARE = 1e-3
 
 
 class OpSeconds(NamedTuple):
-    """Of an op in a step: forward (with what goes to the host), once more for backward, and backward (with what comes
-    back)."""
+    """Seconds of an op in a step: forward (with moves to the host), recompute, backward (with moves from the host)."""
 
     forward: float
     again: float
@@ -36,7 +37,7 @@ class OpSeconds(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The steps that a link takes, and a number: the same for links of a kind between the same strategies."""
+    """A use, its redistribution steps, and the number of its equivalence class: equal uses between equal strategies."""
 
     use: TensorUse
     path: Sequence[PricedStep]
@@ -44,7 +45,8 @@ class Move(NamedTuple):
 
 
 class Penalties(Protocol):
-    """Choices that should not be taken (see `autoparallel.planning.baselines`): a count by strategy."""
+    """Soft constraints: the number of violations by strategy, and by (source, target) strategy (see
+    `planning.baselines`)."""
 
     def decision_penalties(self, index: int) -> np.ndarray: ...
 
@@ -52,14 +54,14 @@ class Penalties(Protocol):
 
 
 class SpacePricer:
-    """Builds problems for one strategy space: all strategies, or only some labels of each site.
+    """Builds search problems of one strategy graph, with all strategies or a subset for each decision.
 
-    ``allowed`` (choice numbers by site; sites left out are free) holds what pins leave; it binds every problem.
-    ``penalties`` are priced above everything else. ``exposed``: the shares that count of the seconds of gathers of
-    parameters, and of reductions of their gradients (`overlap_simulation.least_exposed`).
+    ``limit_bytes``: the memory limit per device. ``allowed``: strategy numbers by decision that pins leave (other
+    decisions are free); it holds in every problem. ``penalties`` outweigh all costs. ``exposed``: the fractions of the
+    seconds of parameter gathers and of gradient reductions that count (`overlap_simulation.least_exposed`).
 
-    Side computations (positions, causal masks, rotary tables: nothing of the input, no gradient, hardly any bytes) are
-    done on every rank; who needs a piece of one takes it, which is local.
+    Side computations (positions, causal masks, rotary tables: no input, no gradient, few bytes) are repeated on every
+    rank; taking a shard of the result is local.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class SpacePricer:
         return len(self.space)
 
     def choices(self, decision: int) -> np.ndarray:
-        """Choice numbers (into the site's strategies) that pins leave."""
+        """The strategy numbers of a decision that pins allow."""
         return self._choices[decision]
 
     @cached_property
@@ -109,22 +111,23 @@ class SpacePricer:
         return self.axis_strategies(node, axis)[0]
 
     def full(self) -> Problem:
-        """The problem with every strategy that pins leave."""
+        """The problem with all strategies that pins allow."""
         return self._problem(self._choices)
 
     def exposing(self, share: tuple[float, float]) -> SpacePricer:
-        """The same with another ``exposed``."""
+        """A copy with another ``exposed``."""
         other = copy(self)
         other.exposed = share
         return other
 
     def full_like(self, problem: Problem) -> Problem:
-        """The same, made of that of a pricer which differs by ``exposed`` only: links of parameters cost otherwise."""
+        """`full`, from that of a pricer that differs in ``exposed`` only: only edges from parameters are priced
+        again."""
         edges = self._edges(self._choices, self._picks(self._choices))
         return problem.with_edges(edges.followed_by(problem.edges[len(edges):]))
 
     def problem(self, allowed: Sequence[Sequence[Strategy]]) -> Problem:
-        """The problem with exactly these labels; labels that a site does not have are left out."""
+        """The problem with these strategies only, for each decision; strategies that a decision lacks are skipped."""
         chosen = []
         for decision, strategies in enumerate(allowed):
             position, free = self.space.strategy_sets[decision].position, set(self.choices(decision).tolist())
@@ -133,14 +136,14 @@ class SpacePricer:
         return self._problem(chosen)
 
     def choice_of(self, strategies: Sequence[Strategy]) -> tuple[int, ...]:
-        """Choice numbers in `full()` of one label per site."""
+        """The choice in `full()` of one strategy per decision."""
         found = self.numbers(strategies).tolist()
         for decision, left in self.allowed.items():
             found[decision] = int(np.searchsorted(left, found[decision]))
         return tuple(found)
 
     def choice_near(self, strategies: Sequence[Strategy]) -> tuple[int, ...]:
-        """The same for labels that pins may forbid: of such a site the first choice."""
+        """As `choice_of`, with the first allowed strategy for decisions whose strategy pins forbid."""
         found = []
         for decision, strategy in enumerate(strategies):
             places = np.flatnonzero(self.choices(decision) == self.space.strategy_sets[decision].position[strategy])
@@ -148,7 +151,7 @@ class SpacePricer:
         return tuple(found)
 
     def strategies_of(self, choice: Sequence[int]) -> list[Strategy]:
-        """The inverse of `choice_of`."""
+        """The strategies of a choice in `full()`; the inverse of `choice_of`."""
         numbers = list(choice)
         for decision, left in self.allowed.items():
             numbers[decision] = left[numbers[decision]]
@@ -164,20 +167,20 @@ class SpacePricer:
         return Problem(self._nodes(chosen, picks), edges.followed_by(single), self.limit_bytes, "strategy space")
 
     def _picks(self, chosen: Sequence[np.ndarray]) -> np.ndarray:
-        """Numbers of these choices; equal choices, equal number."""
+        """A number for each array of choices; equal arrays have equal numbers."""
         known: dict[bytes, int] = self.once("picks", dict)
         numbers = {id(c): known.setdefault(c.tobytes(), len(known)) for c in {id(c): c for c in chosen}.values()}
         return np.array([numbers[id(c)] for c in chosen], np.int64)
 
     def once(self, key: object, make: Callable[[], Made]) -> Made:
-        """What is made for a key, the first time; what is alike has one."""
+        """Memoise ``make()`` under ``key``."""
         if key not in self._made:
             self._made[key] = make()
         found: Made = self._made[key]
         return found
 
     def _nodes(self, chosen: Sequence[np.ndarray], picks: np.ndarray) -> Repeats[Node]:
-        """One per site; those of a kind with the same choices are made once."""
+        """A node per decision, memoised by equivalence class and choices."""
         intervals, copies = self.counts.decision_intervals
         first, which = firsts(paired(paired(self.decision_kinds, picks), np.unique(copies, return_inverse=True)[1]))
         models = [self.once(("node", int(self.decision_kinds[at]), int(picks[at]), float(copies[at])),
@@ -191,7 +194,7 @@ class SpacePricer:
         return Repeats([unchecked(node, costs=node.costs + more) for node, more in zip(made, penalties, strict=True)])
 
     def _node(self, index: int, numbers: np.ndarray, pick: int, copies: float) -> Node:
-        """Kinds that differ otherwise may share costs, or usages."""
+        """A node; different classes may share costs or usages."""
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
         times, shared = self.counts.op_times(index), self.counts.ranks_with(index)
         key = (id(s), pick, decision.kind, int(self.readers[index]) if decision.kind == "shared_read" else 0)
@@ -202,6 +205,7 @@ class SpacePricer:
         return Node(decision.name, costs, usages, strategies=strategies)
 
     def _decision_s(self, index: int, times: tuple[int, int]) -> np.ndarray:
+        """Seconds of a decision per step, run ``times`` (forward, backward), by strategy."""
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         if kind == "op":
             price, moved = self.prices.op(s), self.offload_s(index)
@@ -213,7 +217,7 @@ class SpacePricer:
         return np.zeros(len(s.strategies))
 
     def op_s(self, index: int, number: int, stage: int) -> OpSeconds:
-        """What a strategy of an op takes in a step, on a rank of the stage."""
+        """Seconds of strategy ``number`` of an op per step, on a rank of the stage."""
         s, times, moves = (
             self.space.strategy_sets[index],
             self.counts.op_times(index, stage),
@@ -229,18 +233,18 @@ class SpacePricer:
         return self.once(("op", id(s), number, times, moves), first)
 
     def parameter_s(self, index: int) -> np.ndarray:
-        """Seconds of the optimizer's step for a parameter, by strategy."""
+        """Seconds of a parameter's optimizer update, by strategy."""
         s = self.space.strategy_sets[index]
         return self.once(("updated", id(s)), lambda: self.prices.parameter_s(s))
 
     def shared_bytes(self, index: int) -> np.ndarray:
-        """Of a parameter's gradient, in the type in which ranks of the pipeline add it up; by strategy."""
+        """Bytes of a parameter's gradient in the dtype in which pipeline ranks sum it, by strategy."""
         s, dtype = self.space.strategy_sets[index], self.counts.hybrid.sum_dtype
         meta = s.output_metas[0]
         return (dtype or meta.dtype).itemsize / meta.dtype.itemsize * self.prices.local_bytes(meta, s.outputs[0])
 
     def shared_s(self, index: int) -> np.ndarray:
-        """Seconds of adding up the gradients that several ranks of the pipeline have of a parameter, by strategy."""
+        """Seconds of summing a parameter's gradients over the pipeline ranks that hold it, by strategy."""
         ranks = self.counts.ranks_with(index)
         if len(ranks) < 2:
             return self._nothing(len(self.space.strategy_sets[index].strategies))[0]
@@ -248,12 +252,12 @@ class SpacePricer:
         return self.prices.bucket_s(self.prices.cluster.group(shape, 0, ranks), self.shared_bytes(index))
 
     def shared_read_s(self, index: int) -> np.ndarray:
-        """Seconds of adding up the gradients from a value's readers once, by strategy."""
+        """Seconds of summing the gradients from a value's readers once, by strategy."""
         s, readers = self.space.strategy_sets[index], int(self.readers[index])
         return self.once(("shared_read", id(s), readers), lambda: self.prices.sum_s(s, readers))
 
     def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds in a step of moving what an op makes to the host, and back for backward, by strategy."""
+        """Seconds per step of moving an op's results (to the host, back for backward), by strategy."""
         if not (times := self.counts.offloads(index)):
             return self._nothing(len(self.space.strategy_sets[index].strategies))
         return self._moved_s(times, self.decision_bytes(index))
@@ -262,7 +266,7 @@ class SpacePricer:
         return self.once(("nothing", size), lambda: (np.zeros(size),) * 2)
 
     def offload_copy_s(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray]:
-        """The same of a redistributed copy, by (strategy of the link's source, of its target)."""
+        """As `offload_s`, for a use's redistributed copy; by (source strategy, target strategy)."""
         times = self.counts.offloads_copy(use)
         return self._moved_s(times, self.prices.use_copies(use))
 
@@ -272,7 +276,7 @@ class SpacePricer:
         return np.where(num_bytes > 0, seconds[0], 0.0), np.where(num_bytes > 0, seconds[1], 0.0)
 
     def decision_bytes(self, index: int) -> np.ndarray:
-        """Bytes that a site holds, once, by strategy."""
+        """Bytes of one copy of a decision's results (for a parameter its whole training state), by strategy."""
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         return self.once(("bytes", id(s), kind), lambda: self._bytes_of(s, kind))
 
@@ -293,12 +297,12 @@ class SpacePricer:
         return total
 
     def _sums_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
-        """Bytes of sums of gradients beside the gradients, for layout numbers of a parameter."""
+        """Bytes of gradient accumulators kept beside the gradients, for layout numbers of a parameter."""
         return self.counts.accumulator_bytes(meta) / meta.dtype.itemsize * self.prices.local_bytes(meta, numbers)
 
     def _copy_bytes(self, use: TensorUse) -> np.ndarray:
-        """Bytes of the redistributed copy that a link makes, and of its gradients' sums where those are apart: instead
-        of the sums of the piece it was made of. By (strategy of the link's source, of its target)."""
+        """Bytes of the redistributed copy of a use, and of its gradient's accumulator where that is separate (it
+        replaces the accumulator of the stored shard). By (source strategy, target strategy)."""
         copies = self.prices.use_copies(use)
         if not self.counts.of_parameter[use.source] or self.counts.hybrid.zero_stage >= 2:
             return copies
@@ -308,7 +312,7 @@ class SpacePricer:
         return np.where(copies > 0, copies + np.maximum(whole[None, :] - local_shard[:, None], 0.0), 0.0)
 
     def _edges(self, chosen: Sequence[np.ndarray], picks: np.ndarray) -> Repeats[Edge]:
-        """One per link; those of a kind between the same choices are made once."""
+        """An edge per use, memoised by equivalence class and choices of its ends."""
         (sources, targets), (intervals, copies), uses = self.use_ends, self.counts.copy_intervals, self.space.uses
         kinds = paired(paired(self.use_kinds, picks[sources]), picks[targets])
         first, which = firsts(paired(kinds, np.unique(copies, return_inverse=True)[1]))
@@ -328,7 +332,7 @@ class SpacePricer:
         return Repeats([unchecked(edge, costs=edge.costs + more) for edge, more in zip(made, penalties, strict=True)])
 
     def _edge(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray, copies: float) -> Edge:
-        """Kinds that differ otherwise may share costs, or usages."""
+        """An edge; different classes may share costs or usages."""
         key, of_parameter = self._use_key(use, rows, columns), self.counts.of_parameter[use.source]
         costs = self._use_costs(use, rows, columns)
 
@@ -339,12 +343,12 @@ class SpacePricer:
         return Edge(use.source, use.target, costs, self.once(("copies", key, copies, of_parameter), held))
 
     def _use_key(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> tuple[object, ...]:
-        """The same for links that are alike between these choices of their ends."""
+        """A key that equivalent uses between these choices share."""
         source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
         return id(source), rows.tobytes(), use.output, id(target), columns.tobytes(), use.position
 
     def _use_costs(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Seconds of a link between these choices of its ends."""
+        """Seconds of a use per step, by (row choice, column choice)."""
         times, (there, back) = self.counts.use_times(use), self.exposed
         counted = (there * times[0], back * times[1]) if self.counts.of_parameter[use.source] else times
         sums, summing, moves = self.counts.sums(use), self.counts.summing(use), self.counts.offloads_copy(use)
@@ -353,8 +357,8 @@ class SpacePricer:
             + (sum(self.offload_copy_s(use)) if moves else 0.0))[np.ix_(rows, columns)])
 
     def moves(self, strategies: Sequence[Strategy]) -> Sequence[Move]:
-        """What links do between the labels of their ends, in the order of their targets; of those that do nothing only
-        those of parameters."""
+        """The redistributions of a plan, ordered by target. Uses without a redistribution are left out, unless they
+        read a parameter."""
         def found() -> list[Move]:
             numbers, kinds = self.numbers(strategies), self.use_kinds
             sources, targets = self.use_ends
@@ -368,19 +372,20 @@ class SpacePricer:
         return self.once(("moves", tuple(strategies)), found)
 
     def each(self, name: object, codes: np.ndarray, make: Callable[[int], Made]) -> tuple[list[Made], np.ndarray]:
-        """What is made for each distinct code, once for all plans, from where it is first; and which each is of."""
+        """``make(first position)`` for each distinct code, memoised under ``name``; and the number of each position's
+        code."""
         values, first, which = np.unique(codes, return_index=True, return_inverse=True)
         made = [self.once((name, code), partial(make, at))
                 for code, at in zip(values.tolist(), first.tolist(), strict=True)]
         return made, which.reshape(-1)
 
     def numbers(self, strategies: Sequence[Strategy]) -> np.ndarray:
-        """Their numbers among the strategies of each site."""
+        """The number of each decision's strategy."""
         return self.once(("numbers", tuple(strategies)), lambda: np.array(
             [s.position[strategy] for s, strategy in zip(self.space.strategy_sets, strategies, strict=True)], np.int64))
 
     def decision_codes(self, strategies: Sequence[Strategy]) -> np.ndarray:
-        """By site a number, the same for sites of a kind (`decision_kinds`) that have the same strategy."""
+        """A number per decision, equal for equivalent decisions (`decision_kinds`) with equal strategies."""
         return self.decision_kinds * self.most_choices + self.numbers(strategies)
 
     @cached_property
@@ -389,27 +394,27 @@ class SpacePricer:
 
     @cached_property
     def use_ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """The sources and the targets of all links."""
+        """(sources, targets) of all uses."""
         return self._uses[:, 0], self._uses[:, 2]
 
     @cached_property
     def _uses(self) -> np.ndarray:
-        """A row (source, output, target, position) per link."""
+        """(source, output, target, position) of all uses; shape (uses, 4)."""
         columns = list(zip(*self.space.uses, strict=True))[:4] or [()] * 4
         return np.stack([np.array(column, np.int64) for column in columns], axis=1)
 
     @cached_property
     def parameter_uses(self) -> np.ndarray:
-        """Whether each link reads a parameter."""
+        """Whether each use reads a parameter."""
         return np.array(self.counts.of_parameter, bool)[self.use_ends[0]]
 
     @cached_property
     def decision_kinds(self) -> np.ndarray:
-        """By site a number, the same for those that work alike: all of their prices are the same."""
+        """The equivalence class of each decision: equal numbers mean equal costs."""
         counts, count = self.counts, len(self.space)
         facts: list[Sequence[Any] | np.ndarray] = [_numbered(map(id, self.space.strategy_sets)), self.readers,
                                                    counts.of_parameter]
-        facts += [fact for fact in (counts.multiplicities, counts.held) if len(set(fact)) > 1]  # of a sketch
+        facts += [fact for fact in (counts.multiplicities, counts.held) if len(set(fact)) > 1]  # of a reduced model
         if not counts.in_one:
             facts.append(_numbered(counts.stages_of))
         if counts.hybrid.recompute != "none":
@@ -418,7 +423,7 @@ class SpacePricer:
 
     @cached_property
     def use_kinds(self) -> np.ndarray:
-        """The same of links."""
+        """The equivalence class of each use; equal numbers mean equal costs."""
         counts, uses, (sources, outputs, targets, positions) = self.counts, self.space.uses, self._uses.T
         facts: list[Sequence[Any] | np.ndarray] = [self.decision_kinds[sources], outputs, self.decision_kinds[targets],
                                                    positions]
@@ -428,7 +433,7 @@ class SpacePricer:
 
     @cached_property
     def readers(self) -> np.ndarray:
-        """How many ops and hubs read what each site makes."""
+        """The number of ops and shared reads that read each decision's results."""
         sources, targets = self.use_ends
         counted = np.array([decision.kind in ("op", "shared_read") for decision in self.space.decisions], bool)
         return np.bincount(sources[counted[targets]], minlength=len(self.space))
@@ -439,7 +444,7 @@ class SpacePricer:
         return self.prices.steps(use.meta, source, target, self.counts.summing(use)) if source != target else ()
 
     def _buffer(self, buffer: Buffer, chosen: Sequence[np.ndarray]) -> Edge:
-        """An edge that costs nothing and takes the bytes of a buffer, by the layout of what is sent."""
+        """A zero-cost edge with the bytes of a message buffer, by the layout of the value sent."""
         use = buffer.use
         s, shape = self.space.strategy_sets[use.source], (len(chosen[use.source]), len(chosen[use.target]))
         num_bytes = self.prices.local_bytes(use.meta, s.outputs[use.output])[chosen[use.source]]
@@ -447,7 +452,7 @@ class SpacePricer:
         return Edge(use.source, use.target, np.zeros(shape), usages, self.counts.buffer_interval(buffer.stage))
 
     def _shards(self, use: TensorUse, chosen: Sequence[np.ndarray]) -> Iterator[Edge]:
-        """An edge that costs nothing and takes the bytes of what is gathered on the way to what the link reads."""
+        """A zero-cost edge with the bytes of intermediate results of a parameter's gathers."""
         rows, columns = chosen[use.source], chosen[use.target]
         usages = self.once(("shards", self._use_key(use, rows, columns)),
                            lambda: self.prices.use_gathered(use)[np.ix_(rows, columns)])
@@ -455,13 +460,14 @@ class SpacePricer:
             yield Edge(use.source, use.target, np.zeros(usages.shape), usages, self.counts.gathered_interval(use))
 
     def sums_s(self, use: TensorUse) -> np.ndarray:
-        """Seconds in which a parameter's gradients of several turns are added up (two reads and a write of each, or one
-        read and both of a more precise sum), by (strategy of the link's source, of its target)."""
+        """Seconds per step of accumulating a parameter's gradients over micro-batches (two reads and a write each; with
+        a separate accumulator one read of the gradient, a read and a write of the accumulator). By (source strategy,
+        target strategy)."""
         source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
         rows, columns = source.outputs[use.output], target.inputs[use.position]
-        if self.counts.hybrid.zero_stage >= 2:  # of the pieces that are stored
+        if self.counts.hybrid.zero_stage >= 2:  # gradients of stored shards
             held = np.broadcast_to(self.prices.local_bytes(use.meta, rows)[:, None], (len(rows), len(columns)))
-        else:  # of what the ops read
+        else:  # gradients of gathered parameters
             held = np.broadcast_to(self.prices.local_bytes(use.meta, columns)[None], (len(rows), len(columns)))
         device, apart = self.prices.cluster.device, self.counts.accumulator_bytes(use.meta) / use.meta.dtype.itemsize
         moved = (1 + 2 * apart if apart else 3) * held
@@ -469,22 +475,22 @@ class SpacePricer:
 
 
 def _equivalent(facts: Sequence[Sequence[Any] | np.ndarray]) -> np.ndarray:
-    """Numbers: equal for those of which all facts are."""
+    """A number per position, equal where all facts are equal."""
     first, *rest = (np.unique(np.asarray(fact), return_inverse=True)[1].reshape(-1) for fact in facts)
     return reduce(paired, rest, first)
 
 
 def _numbered(values: Iterable[object]) -> list[int]:
-    """Equal values, equal number: in the order in which they come, so that it does not depend on where they lie."""
+    """Numbers of values in order of appearance (independent of addresses); equal values have equal numbers."""
     numbers = dict[object, int]()
     return [numbers.setdefault(value, len(numbers)) for value in values]
 
 
 def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:
-    """Ops that read no input and need no gradient, with at most `SIDE_SHARE` of what all ops make on a rank: only
-    repeated."""
+    """The repeated strategies of side computations, by decision: ops that depend on no input, need no gradient, and
+    produce at most `SIDE_SHARE` of a rank's bytes."""
     from_input = {decision.index for decision in space.decisions if decision.kind == "input"}
-    for use in space.uses:  # in the order of their targets
+    for use in space.uses:  # ordered by target
         if use.source in from_input:
             from_input.add(use.target)
     ops = [decision.index for decision in space.decisions if decision.kind == "op" and decision.index not in from_input]
@@ -497,6 +503,6 @@ def _side_computations(space: StrategySpace) -> dict[int, np.ndarray]:
 
 
 def _is_aside(s: StrategySet) -> bool:
-    """Whether ops of these strategies have nothing to do with gradients, and are not made in pieces for nothing."""
+    """Whether an op has no gradient, and is not a plain fill (whose shards cost nothing)."""
     filled = s.rule is not None and not s.input_metas and not s.rule.fixed
     return not filled and not any(m.requires_grad for m in (*s.input_metas, *s.output_metas))

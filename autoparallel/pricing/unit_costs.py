@@ -1,7 +1,8 @@
-"""Seconds and bytes of strategies and redistributions on one cluster: `cost_models` applied to the strategy space.
+"""Unit costs: seconds and bytes of strategies and redistributions on one cluster (`cost_models` applied to strategy
+sets).
 
-Everything is an array over the strategies (or layouts) of one kind of site, made once per kind; sites of the same kind
-share the arrays, so the price of a model hardly grows with its depth.
+Costs are arrays over the strategies or layouts of one strategy set. Decisions with the same set share them, so the time
+to price a model hardly grows with its depth.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from autoparallel.schedule.async_windows import BUCKET_BYTES
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
 from cost_models import Cluster, Group, collectives, compute, memory
 
-#: Tables of the last spaces priced: the next call form, the emission after the search and the next candidate of a joint
-#: search ask for the same ones. On three axes a table takes a few MB.
+#: Redistribution tables of recent strategy graphs, shared by call forms, by lowering and by candidates of a joint
+#: search. A table for three mesh axes takes a few MB.
 _TABLES: dict[tuple[Any, ...], RedistributionTable] = {}
 MOST_TABLES = 256
 
 
 @dataclass(frozen=True)
 class Inside:
-    """What a variant exchanges along an axis, per strategy: bytes, and seconds each time (0 where it is not taken)."""
+    """An exchange inside a variant along a mesh axis: bytes and seconds per execution, by strategy (0: not that
+    variant)."""
 
     variant: str
     axis: int
@@ -41,7 +43,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class OpPrice:
-    """Per strategy of one kind of op: seconds forward and backward; what it exchanges ``inside`` is part of them."""
+    """Seconds of one execution of an op, forward and backward, by strategy; they include the exchanges ``inside``."""
 
     forward_s: np.ndarray
     backward_s: np.ndarray
@@ -53,7 +55,7 @@ class OpPrice:
 
 
 class PricedStep(NamedTuple):
-    """One step of a redistribution: its seconds forward and backward, and the elements of the larger of its pieces."""
+    """One redistribution step: seconds (forward, backward), and elements of the larger of its two local shards."""
 
     step: Step
     seconds: tuple[float, float]
@@ -61,11 +63,11 @@ class PricedStep(NamedTuple):
 
 
 class Prices:
-    """Prices of one strategy space on one cluster; ``optimizer`` names the recipe for state bytes and step time.
+    """Unit costs of one strategy graph on one cluster.
 
-    ``direct``: redistribution takes the fewest steps, not the cheapest (what a classical plan means by its name).
-    ``stages``: the mesh is one of so many on the cluster, one for each rank of a pipeline. ``spread``: ops are priced
-    as if each were cut into so many more even pieces, which is a bound for all meshes of so many devices.
+    ``optimizer``: names the recipe for state bytes and update time. ``direct``: redistributions take the fewest steps
+    instead of the cheapest, as baselines do. ``stages``: the cluster has this many such meshes, one per pipeline rank.
+    ``spread``: divide the work of each op by this number, for a lower bound over all meshes of that many devices.
     """
 
     def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True,
@@ -83,7 +85,7 @@ class Prices:
     # --- redistribution -----------------------------------------------------------------------------------------
 
     def table(self, meta: TensorMeta) -> RedistributionTable:
-        """Cheapest paths between all layouts of a tensor like this, forward and backward together."""
+        """The cheapest redistribution paths between all layouts of a tensor, forward and backward together."""
         grad = meta.requires_grad and self.training
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad)
         if key not in self._tables and (known := _TABLES.get((*self._machine, *key))) is not None:
@@ -102,13 +104,13 @@ class Prices:
         return self._tables[key]
 
     def path(self, meta: TensorMeta, source: Layout, target: Layout) -> Sequence[Step]:
-        """The steps that a link takes; lowering emits exactly these."""
+        """The redistribution steps from layout to layout; lowering emits exactly these."""
         return self.table(meta).path(source, target)
 
     def action_s(
         self, action: str, axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
     ) -> np.ndarray:
-        """Seconds of one action from ``before`` to ``after`` local bytes (arrays), on one axis."""
+        """Seconds of one action on a mesh axis; ``before`` and ``after``: local bytes (arrays)."""
         group, device = self.groups[axis], self.cluster.device
         match action:
             case "none":
@@ -128,7 +130,8 @@ class Prices:
         raise ValueError(f"unknown action {action!r}")
 
     def bucket_s(self, group: Group, num_bytes: np.ndarray) -> np.ndarray:
-        """Seconds of a gradient's part in an all-reduce of many (`lower.overlap`), and of its copy into the bucket."""
+        """Seconds of a gradient of ``num_bytes`` in a bucket: its share of the all-reduce and of the copy into the
+        bucket."""
         whole = collectives.all_reduce_s(BUCKET_BYTES, group)
         whole = whole + collectives.copy_s(BUCKET_BYTES, self.cluster.device)
         alone = collectives.all_reduce_s(num_bytes, group)
@@ -136,8 +139,8 @@ class Prices:
 
     def summed_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
                  after: np.ndarray) -> np.ndarray:
-        """Seconds of backward of a step from ``source`` to ``target`` whose gradients are summed so: whole
-        parameters' in buckets, or in another type, to which and from which they are cast."""
+        """Backward seconds of a step from ``source`` to ``target`` under ``summing``: gradients of unsharded parameters
+        in buckets, and casts to and from another dtype."""
         backward = ACTIONS[source.kind, target.kind][1]
         scale = summing.scale if backward in SUMS else 1.0
         if summing.in_buckets and (source.kind, target.kind) == ("I", "R"):
@@ -149,7 +152,7 @@ class Prices:
         return seconds + collectives.copy_s((1 + scale) / 2 * (after + before), self.cluster.device)
 
     def steps(self, meta: TensorMeta, source: Layout, target: Layout, summing: Summing = ALONE) -> list[PricedStep]:
-        """The steps that a link takes, priced: once for all links that are alike."""
+        """The priced steps from layout to layout, memoised."""
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, source, target, summing)
         if key not in self._steps:
             self._steps[key] = [PricedStep(step, self._step_s(meta, step, summing), self._elements(meta, step))
@@ -161,7 +164,7 @@ class Prices:
         return max(int(space.local_elements[space.index(layout)]) for layout in (step.before, step.after))
 
     def _step_s(self, meta: TensorMeta, step: Step, summing: Summing) -> tuple[float, float]:
-        """(forward, backward) seconds of one step."""
+        """Seconds (forward, backward) of one step."""
         space = self.space.spaces(meta)
         before, after = (
             np.array([space.local_elements[space.index(x)] * meta.dtype.itemsize]) for x in (step.before, step.after)
@@ -173,7 +176,8 @@ class Prices:
         return float(forward[0]), float(backward[0])
 
     def use_s(self, use: TensorUse, times: tuple[float, float] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
-        """Seconds of a link that runs so often (forward, backward), by (strategy of its source, of its target)."""
+        """Seconds of a use's redistribution, run ``times`` (forward, backward); by (source strategy, target
+        strategy)."""
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
         seconds = self._seconds(use.meta, times)
@@ -182,7 +186,7 @@ class Prices:
         return seconds[np.ix_(rows, columns)]
 
     def _more_by(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
-        """Seconds more (or less) for a backward that sums gradients so, between all layouts."""
+        """Extra seconds (or savings) of backward under ``summing``; by (layout, layout)."""
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, summing)
         if key not in self._weighted:
 
@@ -195,7 +199,7 @@ class Prices:
         return self._weighted[key]
 
     def _seconds(self, meta: TensorMeta, times: tuple[float, float]) -> np.ndarray:
-        """Between all layouts, along the paths that are cheapest for one forward and one backward."""
+        """Seconds for ``times`` (forward, backward) along the cheapest path for one of each; by (layout, layout)."""
         table, grad = self.table(meta), meta.requires_grad and self.training
         if times[0] == times[1] or not grad:
             return times[0] * table.seconds
@@ -206,13 +210,13 @@ class Prices:
                 return self.action_s(ACTIONS[source.kind, target.kind][0], axis, source, target, before, after)
 
             self._weighted[key] = table.sum_along(cost)
-        more = times[0] - times[1]  # then the whole as often as the other, and the rest one way
+        more = times[0] - times[1]  # the rest runs in one direction only
         forward = np.minimum(self._weighted[key], table.seconds)
         one_way = forward if more > 0 else table.seconds - np.where(forward < np.inf, forward, 0.0)
         return min(times) * table.seconds + abs(more) * one_way
 
     def use_copies(self, use: TensorUse) -> np.ndarray:
-        """Bytes that the redistributed copy takes, by (strategy of source, strategy of target)."""
+        """Bytes of the redistributed copy (0: no redistribution); by (source strategy, target strategy)."""
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
         elements = self.space.spaces(use.meta).local_elements[columns] * use.meta.dtype.itemsize
@@ -220,7 +224,7 @@ class Prices:
         return np.where(moved, elements[None, :], 0.0)
 
     def use_gathered(self, use: TensorUse) -> np.ndarray:
-        """Bytes of what is gathered on the way to the copy, as `use_copies`."""
+        """Bytes of intermediate results of gathers on the path to the copy; as `use_copies`."""
         meta, table = use.meta, self.table(use.meta)
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "gathered")
         if key not in self._weighted:
@@ -237,14 +241,14 @@ class Prices:
     # --- ops ----------------------------------------------------------------------------------------------------
 
     def op(self, strategy_set: StrategySet) -> OpPrice:
-        """Prices of an op's strategies."""
+        """The unit costs of an op, memoised."""
         key = id(strategy_set)
         if key not in self._ops:
             self._ops[key] = self._price_op(strategy_set)
         return self._ops[key]
 
     def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
-        """Bytes on the fullest rank, for layout numbers of a tensor."""
+        """Bytes on the fullest rank; by layout number in ``numbers``."""
         return self.space.spaces(meta).local_elements[numbers] * meta.dtype.itemsize
 
     def _price_op(self, s: StrategySet) -> OpPrice:
@@ -264,7 +268,7 @@ class Prices:
         return OpPrice(forward, backward, inside)
 
     def _work_s(self, rule: Rule, s: StrategySet) -> tuple[np.ndarray, np.ndarray]:
-        """What the op itself takes, forward and backward."""
+        """Seconds (forward, backward) of the op without its exchanges, by strategy."""
         zeros = np.zeros(len(s.strategies))
         flops = rule.flops * self.share_of_work(s) / self.spread
         inputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.input_metas, s.inputs, strict=True)]
@@ -277,15 +281,15 @@ class Prices:
         if rule.op_class == "elementwise" or not rule.gradient_ops:
             return forward, sum((self._gradient_s(rule, s, i, inputs, outputs) for i in wanted), zeros)
         operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
-        share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias takes no product
+        share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias needs no product
         traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
         traffic = traffic + sum((inputs[i] for i in wanted), zeros)
         backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)
         calls = sum(i in wanted for i in operands) if operands else 1
-        return forward, backward + max(0, calls - 1) * device.launch_s    # one for each gradient
+        return forward, backward + max(0, calls - 1) * device.launch_s    # a kernel for each gradient
 
     def _view_s(self, s: StrategySet) -> np.ndarray:
-        """Seconds in which the gradients of a value's parts are put together; those of a whole are a view."""
+        """Backward seconds of a view, by strategy: gradients of parts are concatenated; of the whole value nothing."""
         metas = [*s.input_metas[:1], *s.output_metas]
         parts = len(metas) > 2 or metas[-1].num_elements < metas[0].num_elements
         if not (parts and self.training and metas[0].requires_grad):
@@ -296,9 +300,9 @@ class Prices:
 
     def _gradient_s(self, rule: Rule, s: StrategySet, number: int, inputs: Sequence[np.ndarray],
                     outputs: Sequence[np.ndarray]) -> np.ndarray:
-        """Seconds of an element-wise op's gradient of one input: the output's gradient and what backward needs are read
-        and as much as the output is written; each further op reads and writes as much; and where the input was
-        broadcast, a sum is left."""
+        """Seconds of an element-wise op's gradient of input ``number``, by strategy: the first kernel reads the
+        output's gradient and the saved tensors and writes one tensor of the output's size; each further kernel reads
+        and writes one; a broadcast input needs a sum."""
         device, dtype, whole = self.cluster.device, dtype_name(_worked_in(s)), outputs[0]
         needs = [inputs[i] for i in rule.saves if i < len(inputs) and (i != number or len(inputs) == 1)]
         read = sum(needs, whole) + (whole if rule.saves_output else 0.0)
@@ -309,7 +313,7 @@ class Prices:
         return sum(seconds, np.zeros(len(s.strategies)))
 
     def sum_s(self, strategy_set: StrategySet, readers: int) -> np.ndarray:
-        """Seconds in which the gradients from several readers of a value are added up, by strategy of the value."""
+        """Seconds of summing the gradients from several readers of a value, by strategy of the value."""
         (meta,), (numbers,) = strategy_set.output_metas, strategy_set.outputs
         if readers < 2 or not (meta.requires_grad and self.training):
             return np.zeros(len(numbers))
@@ -317,7 +321,9 @@ class Prices:
         return (readers - 1) * compute.op_time_s("elementwise", 0.0, nbytes, dtype_name(meta), self.cluster.device)
 
     def share_of_work(self, s: StrategySet) -> np.ndarray:
-        """Largest rank's part of the op's work, by strategy: ceil(size / pieces) / size over the cut factors."""
+        """The largest rank's share of the op's work, by strategy: the product of ceil(size / shards) / size over
+        sharded factors. With k shards of a triangular factor (causal attention) the last one has 2 - 1/k times the
+        mean."""
         known = s.rule.sizes if s.rule is not None else {}
         sizes = {row.factor: known.get(row.factor) or _factor_size(s, number)
                  for number, row in enumerate(s.axis_strategies) if row.factor}
@@ -333,6 +339,7 @@ class Prices:
         return np.where(shards > 1, 2 - 1 / shards, 1.0) * share
 
     def _inside(self, s: StrategySet) -> Iterator[Inside]:
+        """The exchanges of all variants of an op, by mesh axis."""
         for number, row in enumerate(s.axis_strategies):
             for exchange in row.inside:
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
@@ -345,7 +352,7 @@ class Prices:
                         yield Inside(row.variant, axis, exchange, num_bytes, seconds)
 
     def exchanged_bytes(self, s: StrategySet) -> np.ndarray:
-        """Bytes of the exchanged copies of its inputs that an op holds, by strategy."""
+        """Bytes of exchanged copies of inputs that an op keeps, by strategy."""
         total = np.zeros(len(s.strategies))
         for number, row in enumerate(s.axis_strategies):
             for exchange in (e for e in row.inside if e.kept):
@@ -356,7 +363,7 @@ class Prices:
     # --- parameters ---------------------------------------------------------------------------------------------
 
     def parameter_bytes(self, strategy_set: StrategySet) -> np.ndarray:
-        """Parameter, gradient and optimizer state on the fullest rank, by strategy."""
+        """Bytes of parameter, gradient and optimizer state on the fullest rank, by strategy."""
         (meta,), (numbers,) = strategy_set.output_metas, strategy_set.outputs
         elements = self.space.spaces(meta).local_elements[numbers]
         if not (meta.requires_grad and self.training):
@@ -364,7 +371,7 @@ class Prices:
         return memory.training_bytes(elements, dtype_name(meta), self.optimizer)
 
     def parameter_s(self, strategy_set: StrategySet) -> np.ndarray:
-        """Seconds of the optimizer's step on the fullest rank, by strategy."""
+        """Seconds of the optimizer's update on the fullest rank, by strategy."""
         (meta,), (numbers,) = strategy_set.output_metas, strategy_set.outputs
         if not (meta.requires_grad and self.training):
             return np.zeros(len(numbers))
@@ -392,8 +399,8 @@ def _factors(dims: Dims) -> frozenset[str | None]:
 
 
 def _worked_in(s: StrategySet) -> TensorMeta:
-    """The value in whose dtype the op works: a product's first operand (a mixture's results are in that of its
-    weights by token), else what is made."""
+    """The tensor whose dtype the op computes in: the first operand of products (a mixture's result has the dtype of its
+    routing weights), else the result."""
     product = s.rule is not None and s.rule.op_class in ("matmul", "attention", "conv")
     return s.input_metas[0] if product or not s.output_metas else s.output_metas[0]
 
@@ -411,5 +418,5 @@ def _name_of(dtype: Any) -> str:
 
 
 def dtype_name(meta: TensorMeta) -> str:
-    """The dtype by which a device's speed is known; integers count as float32."""
+    """The dtype's name in `cost_models`; integers count as float32."""
     return _name_of(meta.dtype)

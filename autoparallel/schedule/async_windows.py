@@ -1,6 +1,7 @@
-"""Which communication of parameters runs beside compute, and where it begins and ends.
+"""Async windows: where communication of parameters is launched and awaited, to overlap with compute.
 
-`overlap` asks this for a program's lines and `pricing.beside` for a plan's links, so that what is priced is what runs.
+`lower.overlap_pass` applies them to the nodes of a program and `pricing.overlap_simulation` to the tensor uses of a
+plan, so that what is priced is what runs.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
-#: As torch's DistributedDataParallel. So much is on its way ahead of its readers, too, or one parameter at least.
+#: Size of a gradient bucket, as in torch's DistributedDataParallel. Also the limit of pending prefetched bytes (a
+#: single larger parameter is allowed).
 BUCKET_BYTES = 25 * 2**20
 Gather = TypeVar("Gather")
-#: The place before all sites.
+#: The program point before all decisions.
 TOP = -1
 
 
 class Read(NamedTuple):
-    """One step on the way from a parameter to its readers.
+    """One redistribution step on the path from a parameter to its readers.
 
-    ``after``: the step before it, by number (None: the parameter). ``kind``: a "gather", the "reduction" of a gradient
-    (nothing is sent forward), or "" for others. ``num_bytes`` are those of the result on the fullest rank (of others
-    0), so that all ranks post the same in the same order; ``place`` is the site that reads it, or at which that site's
-    block begins.
+    ``after``: the number of the step before it (None: it reads the parameter). ``kind``: "gather"; "reduction" of a
+    gradient (no communication in forward); or "". ``num_bytes``: of the result on the fullest rank (0 if the kind is
+    ""), so that all ranks issue the same collectives in the same order. ``place``: the program point of its reader, or
+    of the start of the reader's block.
     """
 
     after: int | None
@@ -37,7 +39,7 @@ class Read(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Steps that one begin and one end stand for, and before which sites these are."""
+    """An async window: its steps, issued together, and the program points before which it is launched and awaited."""
 
     steps: tuple[int, ...]
     begin: int
@@ -45,22 +47,22 @@ class Pair(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A pair begins, or ends."""
+    """The launch (``begins``) or the wait of an async window."""
 
     begins: bool
     pair: Pair
 
 
 def kind_of(forward: str, backward: str, trainable: bool) -> str:
-    """`Read.kind` of a step by its actions."""
+    """`Read.kind` of a step with these forward and backward actions."""
     if forward == "all_gather":
         return "gather"
     return "reduction" if trainable and (forward, backward) == ("none", "all_reduce") else ""
 
 
 def places(decisions: Iterable[tuple[int, object]]) -> dict[int, int]:
-    """Where what each site reads must be there: of sites and their blocks, in the order of the program, the site itself
-    (where the block is None), or the first of the run of its block."""
+    """The program point at which each decision needs its parameters, from (decision, block) pairs in program order: the
+    decision itself outside blocks (None), else the first of consecutive decisions of its block."""
     found: dict[int, int] = {}
     for block, run in itertools.groupby(decisions, lambda decision: decision[1]):
         members = [index for index, _ in run]
@@ -69,10 +71,11 @@ def places(decisions: Iterable[tuple[int, object]]) -> dict[int, int]:
 
 
 class AsyncWindows:
-    """Reads, in the order of the program, told apart: reduced in buckets, gathered ahead, or waited for.
+    """The async windows of a program's parameter reads, given in program order.
 
-    Reduced are the reductions that a way begins with, many at once by axis, dtype and place on the way; gathered are
-    all gathers, of which a way may have several, one after the other.
+    ``gathered``: one window per gather; a path may have several gathers in sequence. ``reduced``: one window per bucket
+    of gradient reductions with the same axis, dtype and position on their paths; only reductions with which a path
+    begins. All other steps are synchronous (`waited`).
     """
 
     def __init__(self, reads: Sequence[Read]) -> None:
@@ -84,7 +87,7 @@ class AsyncWindows:
         self._follow = [0] * len(reads)
         for number in reversed(range(len(reads))):
             self._follow[number] = max((self._follow[u] + bool(reads[u].kind) for u in self._users[number]), default=0)
-        self._depth: dict[int, int] = {}  # of what is reduced, how many reductions are before
+        self._depth: dict[int, int] = {}  # by reduction, the number of reductions before it on its path
         for number, read in enumerate(reads):
             if read.kind == "reduction" and (read.after is None or read.after in self._depth):
                 self._depth[number] = 0 if read.after is None else self._depth[read.after] + 1
@@ -92,8 +95,8 @@ class AsyncWindows:
         self.reduced = self._reduced()
 
     def _gathered(self) -> list[Pair]:
-        """Gathers end where they are read, or where the next on their way begins. They begin where those before them
-        end, or earlier, as far as no more than `BUCKET_BYTES` are on their way."""
+        """A gather is awaited at its consumer, or where the next gather of the same parameter starts. It is launched
+        where the preceding gather is awaited, or earlier while at most `BUCKET_BYTES` are pending."""
         found, begins = list[Pair](), dict[int, int]()
         steps = sorted((n for n, read in enumerate(self.reads) if read.kind == "gather"), key=self._follow.__getitem__)
         for _, level in itertools.groupby(steps, self._follow.__getitem__):
@@ -110,9 +113,10 @@ class AsyncWindows:
         return self.reads[number].place
 
     def _reduced(self) -> list[Pair]:
-        """Buckets end where the first is read, or where what follows on its way begins: so what comes first backward is
-        done. A way's first reduction begins at the top; others where the bucket before theirs is read, so that backward
-        posts that one, too, before it waits for this one."""
+        """One window per bucket, in forward order (backward launches at ``end`` and waits at ``begin``). It ends at the
+        first read of the bucket, or where a later step of one of its paths begins: there all its gradients exist. The
+        first reduction of a path begins at the top; a later one where the bucket before it is read, so that backward
+        launches that bucket before it waits for this one."""
 
         def kind(number: int) -> tuple[int, str, str, int]:
             read = self.reads[number]
@@ -136,13 +140,14 @@ class AsyncWindows:
                 yield tuple(numbers[i] for i in bucket)
 
     def _needed(self, number: int, begins: Mapping[int, int]) -> int:
-        """The place before which a step must be done: its own, or where what comes after it begins."""
+        """The program point before which a step must be complete: its reader's, or the start of the next step on its
+        path."""
         after = (begins[u] if u in begins else self._needed(u, begins) for u in self._users[number])
         return min([self._place(number), *after])
 
     @cached_property
     def events(self) -> dict[int, list[Event]]:
-        """What begins and ends before each site, in order (backward goes the other way round)."""
+        """Launches and waits before each program point, in order; backward runs them in reverse."""
         found = defaultdict[int, list[Event]](list)
         for depth in sorted(set(self._depth.values())):
             level = [pair for pair in self.reduced if self._depth[pair.steps[0]] == depth]
@@ -154,8 +159,8 @@ class AsyncWindows:
         for pair in self.reduced:
             if not self._follow[pair.steps[0]]:
                 found[pair.end].append(Event(False, pair))
-        ways = sorted(self.gathered, key=lambda pair: -self._follow[pair.steps[0]])  # the first on a way first
-        for _, gather_stages in itertools.groupby(ways, lambda pair: self._follow[pair.steps[0]]):
+        ordered = sorted(self.gathered, key=lambda pair: -self._follow[pair.steps[0]])  # in the order of their paths
+        for _, gather_stages in itertools.groupby(ordered, lambda pair: self._follow[pair.steps[0]]):
             level = list(gather_stages)
             for pair in level:
                 if pair.begin == pair.end:
@@ -168,7 +173,7 @@ class AsyncWindows:
         return found
 
     def gather_stages(self, number: int) -> list[int]:
-        """The gathers on the way to a step, and it, the last first."""
+        """The gathers on the path to a step, the step included, last first."""
         found: list[int] = []
         at: int | None = number
         while at is not None:
@@ -178,11 +183,12 @@ class AsyncWindows:
         return found
 
     def is_last(self, number: int) -> bool:
-        """Whether no step comes after this one on any way."""
+        """Whether the step is the last of its path."""
         return not self._users[number]
 
     def waited(self) -> Iterator[tuple[int, int | None]]:
-        """The other steps, by number, with the place at which they are needed before their reader (None: not)."""
+        """The synchronous steps: number, and the program point at which a later window needs the result before the
+        reader does (None: none does)."""
         begins = {step: pair.begin for pair in (*self.gathered, *self.reduced) for step in pair.steps}
         for number in range(len(self.reads)):
             if number not in begins:
@@ -191,7 +197,8 @@ class AsyncWindows:
 
 
 def in_buckets(sizes: Sequence[float]) -> list[list[int]]:
-    """Numbers of values of so many bytes, in order, in buckets of at most `BUCKET_BYTES` or one value."""
+    """Group values of these sizes, in order, into buckets of at most `BUCKET_BYTES` or one value; returns their
+    numbers."""
     buckets: list[list[int]] = []
     size = 0.0
     for number, num_bytes in enumerate(sizes):
@@ -204,12 +211,12 @@ def in_buckets(sizes: Sequence[float]) -> list[list[int]]:
 
 
 class ToAsk(Generic[Gather]):
-    """Gathers that backward may ask for, by where they are read, the last first; ``left`` tells those that it still
-    will ask for."""
+    """The prefetch order of backward's gathers: by program point, last first. ``left`` tells whether a gather is still
+    to be requested."""
 
     def __init__(self, left: Callable[[Gather], bool]) -> None:
         self._left = left
-        self._places, self._groups = list[int](), list[list[tuple[Gather, float]]]()  # by place, below zero
+        self._places, self._groups = list[int](), list[list[tuple[Gather, float]]]()  # ascending negated program points
 
     def add(self, gather: Gather, place: int, num_bytes: float) -> None:
         at = bisect.bisect_left(self._places, -place)
@@ -219,9 +226,9 @@ class ToAsk(Generic[Gather]):
         self._groups[at].append((gather, num_bytes))
 
     def at(self, place: int, gather_stage: int = 0) -> list[Gather]:
-        """Which gathers are posted where backward asks for what is read at a place: those of that place, and the next
-        as `starts` has it, the other way round. Of what comes so many hops before a gather: that of those which are
-        posted so many places later."""
+        """The gathers to launch when backward requests those of ``place``: these, and the next ones while at most
+        `BUCKET_BYTES` are pending (`starts` in reverse). For ``gather_stage`` s, the gathers whose s-th earlier gather
+        on their path is launched now: those of s program points further on."""
         groups = self._from(place)
         found, num_bytes = [gather for gather, _ in next(itertools.islice(groups, gather_stage, None), ())], 0.0
         for number, group in enumerate(groups):
@@ -232,7 +239,7 @@ class ToAsk(Generic[Gather]):
         return found
 
     def _from(self, place: int) -> Iterator[list[tuple[Gather, float]]]:
-        """What is left of a place, which may be nothing, and of those before it that have any."""
+        """The remaining gathers of a program point (perhaps none), then of the points before it that have any."""
         start = bisect.bisect_left(self._places, -place)
         if self._places[start : start + 1] != [-place]:
             yield []
@@ -243,8 +250,8 @@ class ToAsk(Generic[Gather]):
 
 
 def starts(sizes: Sequence[float]) -> list[int]:
-    """For each group of gathers of so many bytes, the one at whose end it begins (-1: at the top): the one before, or
-    an earlier one, as far as no more than `BUCKET_BYTES` are on their way."""
+    """For each group of gathers, the group at whose end it is launched (-1: at the top): the preceding group, or an
+    earlier one while at most `BUCKET_BYTES` are pending. ``sizes``: bytes of each group."""
     found, oldest, size = [], 0, 0.0
     for number, num_bytes in enumerate(sizes):
         size += num_bytes

@@ -1,4 +1,4 @@
-"""Micro-batches whose activations a pipeline stage holds at once."""
+"""Micro-batches in flight on a pipeline stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved-1f1b"
 
 
 def in_flight(hybrid: Hybrid, stage: int) -> int:
-    """Micro-batches whose activations a stage holds at its fullest moment."""
+    """The largest number of micro-batches whose activations a stage holds at once."""
     if hybrid.stages == 1:
         return 1
     if hybrid.replicas:
@@ -20,6 +20,6 @@ def in_flight(hybrid: Hybrid, stage: int) -> int:
     ranks, count = hybrid.pipeline_ranks, hybrid.stages // hybrid.pipeline_ranks
     chunk, rank = divmod(stage, ranks)
     held = in_flight_micro_batches(SCHEDULES[hybrid.schedule], rank, ranks, hybrid.micro_batches, count)
-    micro_batches = min(ranks, hybrid.micro_batches)  # A rank's stages take turns, for so many micro-batches.
+    micro_batches = min(ranks, hybrid.micro_batches)  # run by one stage of the rank before the next of its stages
     rounds, rest = divmod(held, count * micro_batches)
     return rounds * micro_batches + min(max(rest - chunk * micro_batches, 0), micro_batches)

@@ -1,16 +1,17 @@
-"""The part of a program that one pipeline stage runs."""
+"""The part of a program on one pipeline stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: A value: output number ``[1]`` of site ``[0]``.
+#: A value: (decision, number of its output).
 Value = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one program runs: its sites, the values that come from the part before and those that go to the next."""
+    """The decisions of one stage, the values that it receives from the stage before and those that it sends to the
+    next."""
 
     decisions: frozenset[int]
     received: tuple[Value, ...] = ()

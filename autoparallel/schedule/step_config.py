@@ -1,4 +1,4 @@
-"""What a plan decides beside layouts: stages, micro-batches, when gradients are reduced, what is recomputed."""
+"""The step configuration: pipeline stages, micro-batches, schedule, ZeRO stage, recompute, gradient dtype."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Hybrid:
-    """How one step runs.
+    """The configuration of one training step. Raises PlanError for combinations that cannot run.
 
-    ``micro_batches``: turns over the batch. ``stages``: pipeline stages over the mesh's pipeline axis of
-    ``pipeline_ranks`` (a multiple of it: each rank has ``stages / pipeline_ranks``); ``cuts`` are the sites at which
-    stages 1, 2, ... begin. With ``replicas`` stage s is run by ``replicas[s]`` ranks of that axis, which take its
-    micro-batches in turns (rank j of k runs those with m % k == j). ``zero_stage``: how long a gathered parameter lives
-    and when gradients are reduced:
+    ``micro_batches``: their number. ``stages``: pipeline stages over the mesh's pipeline axis of ``pipeline_ranks``
+    ranks, a multiple of it (each rank has ``stages / pipeline_ranks``). ``cuts``: the decisions at which stages 1, 2,
+    ... begin. ``replicas``: stage s runs on ``replicas[s]`` ranks of that axis, which share its micro-batches (rank j
+    of k runs those with m % k == j). ``zero_stage``: the lifetime of gathered parameters and the time of gradient
+    reduction:
 
-        0, 1   gathered once per step, gradients added up whole and reduced at its end
-        2      gathered once per step, gradients reduced after each turn (only a piece is kept)
-        3      gathered for each use in each turn, forward and again backward; gradients reduced after each turn
+        0, 1   gathered once per step; unsharded gradients accumulate and are reduced at the end of the step
+        2      gathered once per step; gradients are reduced after each micro-batch, and only a shard is kept
+        3      gathered for each use in each micro-batch, and again in backward; gradients are reduced after each
+               micro-batch
 
-    (whether a parameter is stored in pieces at all is its layout's business). ``recompute``: what backward computes
-    again instead of keeping: nothing, all but products, attention and collectives ("selective"), or whole blocks; with
-    "offload" nothing either, but what blocks keep waits for backward in the host's memory. Of the blocks at the paths
-    ``recompute_blocks`` only, unless that is None. ``reduce_dtype``: in which type gradients are summed over ranks, and
-    over micro-batches if that is more precise than the parameter's own; None: in the parameter's own.
+    (Whether a parameter is sharded at all is decided by its layout.) ``recompute``: "none"; "selective", all ops of a
+    block but products, attention and collectives; "full", whole blocks; "offload", no recompute, but a block's saved
+    tensors wait for backward in the host's memory. ``recompute_blocks``: the paths of the blocks that this applies to
+    (None: all). ``reduce_dtype``: the dtype in which gradients are summed over ranks, and over micro-batches if it is
+    more precise than the parameter's (None: the parameter's).
     """
 
     micro_batches: int = 1
@@ -107,24 +108,24 @@ class Hybrid:
 
     @property
     def prefetches(self) -> bool:
-        """Whether what ZeRO-3 gathers is gathered ahead of its readers: not in a pipeline."""
+        """Whether ZeRO-3 prefetches gathered parameters: without a pipeline."""
         return self.zero_stage == 3 and self.stages == 1
 
     @property
     def sum_dtype(self) -> torch.dtype | None:
-        """``reduce_dtype`` as torch's."""
+        """``reduce_dtype`` as a torch dtype."""
         return getattr(torch, self.reduce_dtype) if self.reduce_dtype else None
 
     def recomputed(self, block: str | None) -> bool:
-        """Whether the block at this path keeps no more than its inputs on the device: backward computes the rest again,
-        or gets it back from the host."""
+        """Whether the block at this path keeps only its inputs on the device: backward recomputes its other saved
+        tensors, or fetches them from the host."""
         known = self.recompute_blocks is None or block in self.recompute_blocks
         return self.recompute != "none" and block is not None and known
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
-        """How many neighbours on the pipeline axis have the same stages, group by group (stages are dealt out to the
-        groups in turn)."""
+        """Sizes of the groups of neighbouring ranks on the pipeline axis that have the same stages. Stage s belongs to
+        group ``s % len(groups)``."""
         return self.replicas or (1,) * self.pipeline_ranks
 
     def ranks_of(self, *stages: int) -> tuple[int, ...]:
@@ -134,7 +135,7 @@ class Hybrid:
         return tuple(rank for n in numbers for rank in range(ends[n] - self.groups[n], ends[n]))
 
     def rank_of(self, stage: int, micro_batch: int) -> int:
-        """The rank that runs a micro-batch of a stage."""
+        """The pipeline rank that runs a micro-batch of a stage."""
         ranks = self.ranks_of(stage)
         return ranks[micro_batch % len(ranks)]
 
@@ -143,10 +144,10 @@ class Hybrid:
         return tuple(stage for stage in range(self.stages) if pipeline_rank in self.ranks_of(stage))
 
     def micro_batches_of(self, pipeline_rank: int) -> range:
-        """The micro-batches that one rank of the pipeline axis runs."""
+        """The micro-batches of one rank of the pipeline axis."""
         ranks = self.ranks_of(*self.stages_of(pipeline_rank))
         return range(pipeline_rank - ranks[0], self.micro_batches, len(ranks))
 
     def micro_batches_on(self, stage: int) -> int:
-        """How many micro-batches each rank of a stage runs."""
+        """The number of micro-batches per rank of a stage."""
         return self.micro_batches // self.groups[stage % len(self.groups)]

@@ -1,11 +1,11 @@
-"""The strategy space of a program on a mesh: every decision to be made, and what may be chosen for each.
+"""The strategy graph of a program on a mesh: its decisions, the tensors between them, the strategies of each.
 
-    site      one decision: an op's strategy, a parameter's or input's storage layout, the layout in which a value
-              with several readers is read (a *hub*: what two readers share is redistributed once), an output's layout
-    link      one tensor going from a site to a site: where the layouts differ there is one redistribution, no more
-    label     a strategy of a site: one row number per mesh axis
+    decision      a node: an op's strategy; the storage layout of a parameter, buffer or input; the layout of an output;
+                  a buffer's new value; a shared read (the layout in which a value with several readers is read)
+    tensor use    an edge: one tensor from a decision to a decision; one redistribution where the two layouts differ
+    strategy      a choice for a decision: the number of an axis strategy for each mesh axis
 
-What search prices, the plan records and lowering emits are all these same sites and links.
+The search prices these nodes and edges, the plan records the choices, lowering emits one op or redistribution for each.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ Strategy = tuple[int, ...]
 
 
 class Decision(NamedTuple):
-    """One decision. ``kind``: parameter, buffer, input, op, hub, output or update (a buffer's new value).
+    """A node of the strategy graph.
 
-    ``node`` is the graph node of an op or placeholder, ``ref`` the value of a hub, output or update.
+    ``kind``: parameter, buffer, input, op, shared_read, output or update (a buffer's new value). ``node``: the graph
+    node of an op or placeholder; ``ref``: the value of a shared read, output or update.
     """
 
-    index: int  # type: ignore[assignment]  # of a tuple, a method
+    index: int  # type: ignore[assignment]  # a tuple has a method of this name
     name: str
     kind: str
     node: int = -1
@@ -43,7 +44,8 @@ class Decision(NamedTuple):
 
 
 class TensorUse(NamedTuple):
-    """A tensor from output ``output`` of site ``source`` to input ``position`` of site ``target``."""
+    """An edge of the strategy graph: output ``output`` of decision ``source``, read as input ``position`` of
+    ``target``."""
 
     source: int
     output: int
@@ -53,10 +55,11 @@ class TensorUse(NamedTuple):
 
 
 class StrategySet:
-    """The strategies of one kind of site (shared by all sites with the same signature).
+    """All strategies of a decision; decisions with equal signatures share one set.
 
-    ``axis_strategies`` are the choices of one axis; ``strategies[c]`` is strategy c, the number of an axis strategy per
-    axis; ``inputs[i][c]`` and ``outputs[o][c]`` are layout numbers in the tensor's `LayoutSpace`.
+    ``axis_strategies``: the choices along one mesh axis. ``strategies[c]``: strategy c, the number of an axis strategy
+    for each mesh axis; ``array`` has the same as integers (strategies, axes). ``inputs[i][c]`` and ``outputs[o][c]``:
+    numbers of the layouts of input i and output o in the tensor's `LayoutSpace`. ``known``: the op has a rule.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class StrategySet:
         ]
         grid = list(itertools.product(*allowed))
         strategies = np.array(grid, dtype=np.int64).reshape(len(grid), len(mesh_shape))
-        keep = np.array([self._go_together(strategy) for strategy in grid], dtype=bool)
+        keep = np.array([self._compatible(strategy) for strategy in grid], dtype=bool)
         self.inputs = [
             self._numbers(strategies, s, [axis_strategy.inputs[i] for axis_strategy in self.axis_strategies])
             for i, s in enumerate(spaces_in)
@@ -102,8 +105,8 @@ class StrategySet:
         codes = np.array([space.code(p) for p in placements], dtype=np.int64)  # type: ignore[arg-type]
         return (codes[strategies] * space.radices).sum(axis=1)
 
-    def _go_together(self, strategy: Strategy) -> bool:
-        """Whether the rows may stand on these axes at once."""
+    def _compatible(self, strategy: Strategy) -> bool:
+        """Whether these axis strategies may be combined: none excludes another, and evenly divided sizes stay even."""
         for i, r in enumerate(strategy):
             if self.axis_strategies[r].apart and self.axis_strategies[r].apart & {
                 self.axis_strategies[o].name for o in (*strategy[:i], *strategy[i + 1 :])
@@ -125,7 +128,7 @@ class StrategySet:
         return {strategy: c for c, strategy in enumerate(self.strategies)}
 
     def axis_strategy_named(self, name: str) -> int:
-        """The number of the row of that name; KeyError when there is none."""
+        """The number of the axis strategy of that name. Raises KeyError if there is none."""
         for number, axis_strategy in enumerate(self.axis_strategies):
             if axis_strategy.name == name:
                 return number
@@ -148,7 +151,7 @@ def _even(axis_strategy: AxisStrategy, cuts: tuple[int, ...]) -> bool:
 def _distinct(
     axis_strategies: Sequence[AxisStrategy], inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]
 ) -> tuple[AxisStrategy, ...]:
-    """R becomes I on values without gradient; of rows that then say the same the first stays."""
+    """The axis strategies with I for R on values without gradient, without duplicates (the first of each stays)."""
     found: dict[object, AxisStrategy] = {}
     for axis_strategy in axis_strategies:
         ins = tuple(
@@ -163,7 +166,7 @@ def _distinct(
 
 
 class Spaces:
-    """The `LayoutSpace` of every tensor shape met, made once."""
+    """`LayoutSpace` by tensor shape, memoised."""
 
     def __init__(self, mesh_shape: tuple[int, ...]) -> None:
         self.mesh_shape = mesh_shape
@@ -177,7 +180,7 @@ class Spaces:
 
 
 def _counts(graph: OpGraph) -> list[list[int]]:
-    """By node, how often each of its outputs is read."""
+    """The number of readers of each output, by node."""
     found = [[0] * len(node.outputs) for node in graph]
     for node in graph:
         for ref in node.inputs:
@@ -192,7 +195,11 @@ def _identities(meta: TensorMeta, kinds: str) -> list[AxisStrategy]:
 
 
 class StrategySpace:
-    """All sites and links of a graph on a mesh of ``mesh_shape``, with the strategies of each site."""
+    """The strategy graph of a program on a mesh of ``mesh_shape``.
+
+    ``decisions``; ``uses``, ordered by target and the target's inputs; ``strategy_sets``, one for each decision. Raises
+    MeshError if ``axis_names`` do not match the mesh.
+    """
 
     def __init__(self, graph: OpGraph, mesh_shape: Sequence[int], axis_names: Sequence[str] | None = None) -> None:
         self.graph = graph
@@ -203,7 +210,7 @@ class StrategySpace:
                             "give one for each axis")
         self.spaces = Spaces(self.mesh_shape)
         self.decisions: list[Decision] = []
-        self.uses: list[TensorUse] = []  # in the order of their targets, and of the target's inputs
+        self.uses: list[TensorUse] = []  # ordered by target, then by the target's inputs
         self.strategy_sets: list[StrategySet] = []
         self._sets: dict[object, StrategySet] = {}
         self._readers, self._source = _counts(graph), list[list[tuple[int, int]]]()  # by node and output
@@ -222,7 +229,7 @@ class StrategySpace:
 
     @cached_property
     def uses_by(self) -> Mapping[int, tuple[TensorUse, ...]]:
-        """By site, the links to it, in the order of its inputs (as they were added)."""
+        """The tensor uses of each decision's inputs, in order, by decision."""
         found: dict[int, list[TensorUse]] = {}
         for use in self.uses:
             found.setdefault(use.target, []).append(use)
@@ -230,7 +237,7 @@ class StrategySpace:
 
     @cached_property
     def readers_of(self) -> Mapping[int, tuple[int, ...]]:
-        """The sites that read any of a site's outputs, in order, by site."""
+        """The readers of each decision's outputs, in order, by decision."""
         found: dict[int, list[int]] = {}
         for use in self.uses:
             found.setdefault(use.source, []).append(use.target)
@@ -238,7 +245,7 @@ class StrategySpace:
 
     def _add_decision(self, strategy_set: StrategySet, name: str, kind: str, node: int, ref: Ref | None, path: str,
                   inputs: Sequence[Ref]) -> int:
-        """Its number, once it is there with the links to what it reads."""
+        """Add a decision and the tensor uses of its inputs; returns its number."""
         index, nodes = len(self.decisions), self.graph.nodes
         self.decisions.append(Decision(index, name, kind, node, ref, path))
         self.strategy_sets.append(strategy_set)
