@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoparallel.errors import AutoparallelError, InputError, shown
+from autoparallel.errors import AutoparallelError, InputError, printable, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +52,7 @@ def plan(
     from rich.console import Console
 
     import autoparallel
-    from autoparallel.plans.text import explanation, print_report, sensitivities
+    from autoparallel.plans.text import ReportConsole, explanation, print_report, sensitivities
 
     _check_output(output)
     shape = _mesh_shape(mesh)
@@ -72,7 +72,7 @@ def plan(
         )
     if output is not None:  # first: what follows may fail
         made.save(output)
-    console = Console()
+    console = ReportConsole()
     print_report(made, console)
     if output is not None:
         typer.echo(f"plan written to {output}")
@@ -254,7 +254,7 @@ def main() -> None:
     try:
         app()
     except AutoparallelError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
+        typer.secho(f"error: {printable(str(error))}", fg="red", err=True)
         raise SystemExit(2) from None
 
 

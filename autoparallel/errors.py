@@ -35,8 +35,15 @@ __all__ = [
     "RuleError",
     "SearchError",
     "TimelineError",
+    "printable",
     "shown",
 ]
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: control characters (but for line ends and tabs) as Python writes them, so that a name from a
+    file cannot move the cursor or colour the screen."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def shown(value: Any) -> str:

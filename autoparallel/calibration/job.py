@@ -49,11 +49,11 @@ def _under_torchrun(name: str, nics_per_host: int | None, repeats: int) -> Calib
 
 
 def _tell(found: Calibration, output: Path) -> None:
-    from rich.console import Console
+    from autoparallel.plans.text import ReportConsole
 
     source = f"autoparallel calibrate, {datetime.date.today()}, torch {torch.__version__}"
     write_cluster(output, found.cluster, source)
-    console = Console()
+    console = ReportConsole()
     console.print(_links(found))
     console.print(_residuals(found))
     console.print(f"written to {output}: mean error of collectives {found.mean_error:.1%}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from autoparallel.errors import printable
 from autoparallel.plans.answers import Choice, Sensitivity
 from autoparallel.plans.plan import Plan
 from autoparallel.schedule.step_config import Hybrid
@@ -15,23 +18,33 @@ from autoparallel.schedule.step_config import Hybrid
 MOST_LINES = 40
 
 
+class ReportConsole(Console):
+    """A console that takes strings as plain text: names from models and files are no markup, emoji or escape codes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
 def text_report(plan: Plan, width: int = 100) -> str:
     """The report of a plan as text of ``width`` columns: step time by part, memory, collectives, layouts by block,
     gap."""
-    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console = ReportConsole(file=io.StringIO(), width=width, force_terminal=False)
     print_report(plan, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def print_report(plan: Plan, console: Console) -> None:
+def print_report(plan: Plan, console: ReportConsole) -> None:
     """Print the report on ``console``, in colour on a terminal."""
     mesh = " x ".join(f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh_shape, strict=True))
     evidence, p = plan.evidence, plan.prediction
-    console.print(f"[bold]plan[/bold] for {mesh} on {plan.cluster}, program {plan.fingerprint}")
+    console.print(f"plan for {mesh} on {plan.cluster}, program {plan.fingerprint}", style="bold")
     if plan.hybrid != Hybrid():
-        console.print(_hybrid(plan.hybrid), markup=False)
+        console.print(_hybrid(plan.hybrid))
     if plan.pins:
-        console.print("pins: " + ", ".join(f"{k} = {v}" for k, v in plan.pins.items()), markup=False)
+        console.print("pins: " + ", ".join(f"{k} = {v}" for k, v in plan.pins.items()))
     table = Table(title="predicted step", title_justify="left")
     table.add_column("part")
     table.add_column("time", justify="right")
@@ -50,17 +63,16 @@ def print_report(plan: Plan, console: Console) -> None:
                   + (f"; {bytes_str(p.host_bytes)} in the host's memory" if p.host_bytes else ""))
     console.print(_collectives(plan))
     console.print("strategies and layouts have an entry per mesh axis: S(d) a shard of dim d, R and I replicated "
-                  "(I: not changed by any rank), P a partial sum", highlight=False, markup=False)
+                  "(I: not changed by any rank), P a partial sum", highlight=False)
     for block in plan.blocks:
         console.print(_block(block.paths, block.lines))
     if p.repeated_ops:
-        console.print(f"no rule, so repeated on every rank: {', '.join(p.repeated_ops)}", markup=False)
+        console.print(f"no rule, so repeated on every rank: {', '.join(p.repeated_ops)}")
     console.print(f"search {evidence.solver}: objective {seconds_str(evidence.objective_s)}, lower bound "
                   f"{seconds_str(evidence.lower_bound_s)}, gap {evidence.gap:.2%} ({evidence.stop_reason})")
     if evidence.step_bound_s is not None:
         console.print(f"no combination's step is below {seconds_str(evidence.step_bound_s)} (ops divided evenly, no "
-                      f"communication): at most {1 - evidence.step_bound_s / p.step_s:.0%} less than this plan's",
-                      markup=False)
+                      f"communication): at most {1 - evidence.step_bound_s / p.step_s:.0%} less than this plan's")
     phases = {k: v for k, v in evidence.seconds.items() if not k.startswith("search:")}
     console.print("planning: " + ", ".join(f"{k} {v:.2f} s" for k, v in phases.items()))
 

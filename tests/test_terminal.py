@@ -1,0 +1,54 @@
+"""Names and fields from models and files reach the terminal as text: no markup, no emoji, no escape codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autoparallel
+from autoparallel.cli import main
+from autoparallel.errors import printable
+from autoparallel.plans.text import ReportConsole, print_report
+
+HOSTILE = ["[/red]", "[bold red]x[/bold red]", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", ":smile:", "a\rb", "\u202egnp"]
+
+
+class Named(nn.Module):
+    """A model with a part of this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name.replace(".", "_"), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return next(self.children())(x)
+
+
+def _plan(name: str = "part") -> autoparallel.Plan:
+    return autoparallel.plan(Named(name), autoparallel.Cluster.load("h100-sxm", num_devices=2),
+                             example_inputs=(torch.zeros(8, 4),), mesh_shape=(2,))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_item_18_hostile_names_are_shown_as_they_are(name: str) -> None:
+    made = dataclasses.replace(_plan(name), cluster=name, axis_names=(name,), pins={name: name})
+    file = io.StringIO()
+    print_report(made, ReportConsole(file=file, force_terminal=True, width=200, color_system=None))
+    for text in (made.report(), file.getvalue()):
+        assert printable(name) in text
+        assert not any(c in text.replace("\x1b[1m", "").replace("\x1b[0m", "") for c in "\x1b\x07\r\u202e")
+
+
+def test_item_18_errors_on_the_command_line_are_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "no\x1b[31mmodule:made", "--mesh", "2"])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert "no\\x1b[31mmodule" in said and "\x1b" not in said
