@@ -274,7 +274,7 @@ def compile(
         given = None if placed or plain else plan
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype) if plain else hybrid
         micro = made_equally("a program", lambda: split_batch(capture(model, args, kwargs), how.micro_batches),
-                           lambda made: f"{made.whole.fingerprint} {how}")
+                           lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
         return _compile_call(micro, position, machine, chosen, how, given, placed)
 
     parallel = ParallelModule(model, position, hybrid, compile_call, taken, max_forms)

@@ -43,6 +43,39 @@ def different_models() -> str:
 def test_ranks_with_different_programs_are_told_not_hung(ranks: Any) -> None:
     for said in ranks(2).run(different_models, timeout_s=60):
         assert said.startswith("ranks [1] have a program other than the first rank's of their group")
+        assert "rank 1: 0.weight (parameter)" in said and "sorted(names)" not in said
+
+
+class ByKind(nn.Module):
+    """Heads in the order of a rank, as a loop over a set has them."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        super().__init__()
+        self.heads, self.kinds = nn.ModuleDict({kind: nn.Linear(8, 4) for kind in ("near", "far")}), kinds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = {kind: self.heads[kind](x).relu() for kind in self.kinds}
+        return (made["near"] * made["far"]).sum()
+
+
+def heads_in_another_order(rank: int) -> str:
+    import torch.distributed as dist
+
+    kinds = ["near", "far"][:: -1 if dist.get_rank() == rank else 1]
+    try:
+        autoparallel.compile(ByKind(kinds), mesh_of(2), example_inputs=(torch.ones(4, 8),))
+    except AutoparallelError as error:
+        return str(error)
+    return ""
+
+
+def test_an_order_of_ops_that_differs_is_shown_with_its_likely_reason(ranks: Any) -> None:
+    """The op, its place in the code, and that a set's order is another in each process."""
+    for said in ranks(2).run(heads_in_another_order, 1, timeout_s=60):
+        assert "They differ first at\n    rank 0: linear (aten.linear.default in heads.near)" in said
+        assert "rank 1: linear (aten.linear.default in heads.far)" in said
+        assert "self.heads[kind](x).relu() for kind in self.kinds" in said
+        assert "loop over sorted(names)" in said
 
 
 def an_edited_plan_on_one_rank(rank: int) -> list[str]:

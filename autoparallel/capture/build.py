@@ -23,6 +23,7 @@ from autoparallel.capture.passes.autocast import ambient, without_autocast
 from autoparallel.capture.passes.editing import module_path, source_line, source_of
 from autoparallel.capture.passes.inline_modes import inline_modes
 from autoparallel.capture.passes.normalise import normalise
+from autoparallel.capture.passes.ordering import order_independent
 from autoparallel.capture.sparse import refuse_sparse_gradients
 from autoparallel.capture.tracing.repeated_blocks import Calls, UnlikeError, find_repeated
 from autoparallel.capture.tracing.unfold_blocks import unfold
@@ -170,11 +171,15 @@ class _Builder:
         }
         self._refuse_mutated_inputs(signature)
         mutated = normalise(self.program.graph_module.graph, buffers)
+        parameters = {name for name, spec in specs.items() if spec.kind is InputKind.PARAMETER}
+        constants = {name for name, spec in specs.items() if spec.kind is InputKind.CONSTANT_TENSOR}
+        order_independent(self.program.graph_module.graph, parameters, constants, mutated)
         outputs: tuple[Any, ...] = ()
         leaf_of = self._input_positions(signature)
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
-                if node.name in specs:
+                unread = node.name in constants and not node.users and node not in mutated.values()
+                if node.name in specs and not unread:
                     self._placeholder(node, specs[node.name], leaf_of)
             elif node.op == "call_function":
                 self._op(node)
@@ -190,7 +195,7 @@ class _Builder:
                 raise CaptureError(f"torch.{users[0].target} of functions is not supported"
                                    f"{f' (in {place})' if place else ''}\n"
                                    "  Write torch.where(condition, a, b), or a Python loop of fixed length.")
-        mutations = {buffers[name]: self.refs[value] for name, value in mutated.items()}
+        mutations = {path: self.refs[mutated[name]] for name, path in buffers.items() if name in mutated}
         aliases = {name: first for name, first in self.aliases.items() if name != first}
         return OpGraph(tuple(self.nodes), self.in_spec, self.program.call_spec.out_spec, self.constants, outputs,
                        mutations, aliases, self.constant_tensors, self.dependencies)
@@ -226,6 +231,14 @@ class _Builder:
             if (found := f"{base}_{number}" if number else base) not in self.taken:
                 return found
 
+    def _renumbered(self, constant: str) -> str:
+        """torch.export's name of a constant without one, with the number of its place in the graph."""
+        made = re.fullmatch(r"(.*\blifted_tensor)_\d+", constant)
+        if made is None:
+            return constant
+        self.times[constant := made[1]] += 1
+        return f"{constant}_{self.times[constant] - 1}"
+
     def _placeholder(self, node: FxNode, spec: Any, leaf_of: Mapping[str, int]) -> None:
         kind = PLACEHOLDERS.get(spec.kind)
         if kind is None:
@@ -235,7 +248,7 @@ class _Builder:
             path = str(leaf_of[node.name])
             requires_grad = self.leaves[int(path)].requires_grad
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            path = f"constant.{spec.target}"
+            path = f"constant.{self._renumbered(spec.target)}"
             self.constant_tensors[path] = self.program.constants[spec.target]
         else:
             path = self.aliases[spec.target]

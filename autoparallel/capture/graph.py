@@ -177,13 +177,23 @@ class OpGraph:
     @cached_property
     def fingerprint(self) -> str:
         """Changes when the program, a shape, a dtype or a parameter's name changes; the same on every machine."""
+        return hashlib.sha256("".join(self.lines()).encode()).hexdigest()[:16]
+
+    def described(self) -> list[str]:
+        """What the fingerprint is of, line by line, with each op's place in the user's code."""
+        count, lines = len(self.nodes), self.lines()
+        ops = (f"{node}: {line.strip()} {node.source}" for node, line in zip(self.nodes, lines[:count], strict=True))
+        return [*ops, *(line.strip() for line in lines[count:])]
+
+    def lines(self) -> list[str]:
+        """Each node as a line of text: op, arguments, looks of its outputs; then each update of a buffer."""
         lines, looks = list[str](), dict[int, str]()
         for node in self.nodes:
             if (made := looks.get(id(node.outputs))) is None:
                 made = looks[id(node.outputs)] = str([(m.shape, m.dtype, m.requires_grad) for m in node.outputs])
             kwargs = sorted(node.kwargs.items(), key=str) if node.kwargs else "[]"
             lines.append(f"{node.op_name}|{node.path}|{node.args}|{kwargs}|{made}\n")
-        return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+        return [*lines, *(f"update|{name}|{ref}\n" for name, ref in self.mutations.items())]
 
 
 def op_signature(graph: OpGraph, node: Node, looks: Callable[[int], Sequence[object]] | None = None

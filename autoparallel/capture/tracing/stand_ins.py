@@ -125,9 +125,9 @@ def _batch_norm(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
 def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """Raises CaptureError where it is not what it was before: its parameters would be others from then on."""
     dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
-    others = {t.dtype for t in (*module.parameters(), *module.buffers()) if is_floating(t.dtype)} - {dtype}
+    others = [t.dtype for t in (*module.parameters(), *module.buffers()) if is_floating(t.dtype) and t.dtype != dtype]
     if dtype is not None and others:
-        raise CaptureError(f"the model casts its own {type(module).__name__} from {others.pop()} to {dtype} as it "
+        raise CaptureError(f"the model casts its own {type(module).__name__} from {others[0]} to {dtype} as it "
                            "runs, which changes its parameters\n  Cast it before (model.part.to(dtype)), or "
                            "cast what it reads: F.linear(x, part.weight.to(dtype)).")
     return module

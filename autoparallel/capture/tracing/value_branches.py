@@ -83,7 +83,8 @@ class Branches:
                 exec(_compiled(ast.Module(list(body), []), "exec"), names)
         except _NotChosenError:
             return False
-        for name in {s.targets[0].id for s in body if isinstance(s.targets[0], ast.Name)} & before.keys():
+        written = dict.fromkeys(s.targets[0].id for s in body if isinstance(s.targets[0], ast.Name))  # in order
+        for name in (name for name in written if name in before):
             new, old = names[name], before[name]
             if not (isinstance(new, Tensor) and isinstance(old, Tensor)):
                 return False
