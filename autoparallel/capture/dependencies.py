@@ -31,6 +31,8 @@ ATOMS = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.mem
 _NUMBERS = (float, complex)  # 0.0 equals -0.0, and a NaN nothing
 #: Attributes that every module has; hooks are watched apart from these.
 INTERNAL = frozenset({*dir(nn.Module), *vars(nn.Module())})
+_HOOK_TABLES = frozenset(name for name, value in vars(nn.Module()).items()
+                         if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules"))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH, _NODES, _BYTES = 8, 5_000, 1 << 20  # of a description; larger values are compared by identity
 _NOT_USERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autoparallel", "builtins"})
@@ -149,6 +151,7 @@ class Recorder:
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._read: dict[str, dict[str, None]] = {path: {} for path in self._paths.values()}
         self._assigned: dict[tuple[str, str], Any] = {}
+        self._read_now: set[tuple[str, str]] = set()  # in this trace
         self._read_first: set[tuple[str, str]] = set()
         self._ambient = {name: mode() for name, mode in MODES.items()}
         self._modes: dict[str, bool] = {}
@@ -156,7 +159,7 @@ class Recorder:
         self._before = {module: dict(vars(module)) for module in model.modules()}
         self._contents = {id(value): (value, value.copy()) for values in self._before.values()
                           for name, value in values.items()
-                          if name not in INTERNAL and type(value) in (list, dict, set)}
+                          if name in _HOOK_TABLES or (name not in INTERNAL and type(value) in (list, dict, set))}
         self._numbers = _RandomNumbers()
         self._variables = _variables_of(model)
         self._values = [variable.value() for variable in self._variables]
@@ -165,6 +168,8 @@ class Recorder:
     def recording(self) -> Iterator[Recorder]:
         """While the model is traced; afterwards its attributes are what they were before."""
         key = threading.get_ident()
+        for found in (self._assigned, self._read_now, self._read_first):
+            found.clear()
         with _LOCK:
             _RECORDERS[key] = self
             if len(_RECORDERS) == 1:
@@ -188,11 +193,12 @@ class Recorder:
     def reads(self, module: nn.Module, name: str) -> None:
         if name not in INTERNAL and (path := self._paths.get(id(module))) is not None:
             self._read[path][name] = None
+            self._read_now.add((path, name))
 
     def assigns(self, module: nn.Module, name: str, value: Any) -> None:
         path = self._paths.get(id(module))
         if path is not None and name not in INTERNAL and name not in module._buffers:  # which torch.export follows
-            if (path, name) not in self._assigned and name in self._read[path]:
+            if (path, name) not in self._assigned and (path, name) in self._read_now:
                 self._read_first.add((path, name))
             self._assigned[path, name] = value
 

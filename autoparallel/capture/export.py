@@ -8,13 +8,13 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
+from autoparallel.capture.tracing.frames import OWN
 from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
 from autoparallel.capture.tracing.masked_rows.dispatch import rows_by_value, tensors_of
@@ -22,7 +22,6 @@ from autoparallel.capture.tracing.stand_ins import TracedCalls, flex_attention_a
 from autoparallel.errors import CaptureError
 from autoparallel.ops.user_function import functions_as_ops
 
-_OWN = str(Path(__file__).parent)
 _STDLIB = sysconfig.get_path("stdlib")
 #: Where torch logs of a trace that ends, at length: our message replaces it.
 _TORCH_LOGS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
@@ -96,7 +95,7 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
             "  Required: control flow that depends on shapes and Python values only.\n"
             "  Write torch.where(condition, a, b) instead of `if condition:`."
         )
-    if "capture.rows." in text:
+    if "masked_rows.types." in text:
         return (f"{type(model).__name__} returns rows that their values choose: a shape depends on the data\n"
                 "  Return all rows, and the mask.")
     first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
@@ -117,5 +116,5 @@ def _module_that_raised(model: torch.nn.Module, error: BaseException) -> str:
 
 def _is_users(path: str) -> bool:
     """Whether a line is a user's: not torch's, ours, Python's own, or made up."""
-    return not (path.startswith(("<", _OWN)) or "/torch/" in path
+    return not (path.startswith(("<", OWN)) or "/torch/" in path
                 or (path.startswith(_STDLIB) and "site-packages" not in path))

@@ -11,7 +11,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-_OWN = str(Path(__file__).parent)
+import autoparallel
+
+#: The folder of this package, whose frames are not the user's.
+OWN = str(Path(autoparallel.__file__).parent)
 HANDLERS = frozenset({"__torch_function__", "_called", "_requires_grad", "answer"})
 
 
@@ -49,7 +52,7 @@ def statement_at(frame: FrameType, *kinds: type[Any]) -> Any:
 
 def _is_users(frame: FrameType) -> bool:
     """Whether the frame is of neither torch nor this package."""
-    return not ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(_OWN))
+    return not ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(OWN))
 
 
 def calls(frame: FrameType, name: str) -> bool:
@@ -77,4 +80,4 @@ def function_source(code: CodeType) -> ast.Module:
     return tree
 
 
-__all__ = ["caller", "calls", "function_source", "statement_at", "users_caller"]
+__all__ = ["OWN", "caller", "calls", "function_source", "statement_at", "users_caller"]

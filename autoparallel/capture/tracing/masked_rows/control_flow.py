@@ -11,18 +11,16 @@ import sys
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoparallel.capture.tracing.frames import function_source, statement_at
+from autoparallel.capture.tracing.frames import OWN, function_source, statement_at
 from autoparallel.errors import CaptureError
 
 Tensor = torch.Tensor
-_OWN = str(Path(__file__).parent)
 #: Methods that write rows.
 WRITES = frozenset({"index_add_"})
 
@@ -30,7 +28,7 @@ WRITES = frozenset({"index_add_"})
 def refused(what: str) -> CaptureError:
     """The user's line is what it was asked at."""
     frame = sys._getframe(1)
-    while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(_OWN):
+    while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(OWN):
         if frame.f_back is None:
             break
         frame = frame.f_back
