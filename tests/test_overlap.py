@@ -220,7 +220,7 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
         SpacePricer(prices, counts=ExecutionCounts(space, parallel.plan.hybrid)), parallel.plan.strategies_on(space)
     )
     plan.parameter_steps = [step._replace(again_s=(step.again_s > 0) * read.num_bytes)
-                 for step, read in zip(plan.parameter_steps, plan.reads, strict=True)]
+                            for step, read in zip(plan.parameter_steps, plan.reads, strict=True)]
     again = _Again(step := _Step(), plan)
     told = [("issued" if begins else "waited", sum(plan.reads[n].num_bytes for n in pair.steps))
             for place in (TOP, *range(len(space))) for begins, pair in plan.windows.events.get(place, ())

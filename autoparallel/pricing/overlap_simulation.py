@@ -329,7 +329,7 @@ class _Plan:
 
     def _forward(self, step: _Step, marked: Collection[int] = (), before: Callable[[int], None] = _nothing) -> None:
         """One forward pass; calls ``before`` at the marked decisions."""
-        until, dtimed = self._forward_s, 0
+        until, done = self._forward_s, 0
         for index in sorted({*marked, *self.sent}):
             step.work((until[index] - until[done]) / self.count)
             done = index
@@ -342,7 +342,7 @@ class _Plan:
     def _backward(self, step: _Step, marked: Collection[int], before: Callable[[int], None] = _nothing,
                   after: Callable[[int], None] = _nothing) -> None:
         """One backward pass; calls ``before`` and ``after`` at the marked decisions."""
-        until, dtimed = self._backward_s, len(self.space)
+        until, done = self._backward_s, len(self.space)
         for index in sorted({*marked, *self.sent}, reverse=True):
             step.work((until[done] - until[index + 1]) / self.count)
             done = index
