@@ -766,7 +766,7 @@ def test_axis_names_without_a_mesh_choose_how_many_axes() -> None:
 
 def test_a_joint_search_that_finds_nothing_says_why() -> None:
     """No combination, no memory (what it names as too little is), no time."""
-    says(InfeasibleError, "on 4 devices allows pipeline_stages=3", "fix fewer",
+    says(InfeasibleError, "on 4 devices allows pipeline_stages=3", "fix fewer options",
          of=lambda: planned(joint=True, mesh_shape=None, pipeline_stages=3))
     with pytest.raises(InfeasibleError) as caught:
         planned(joint=True, mesh_shape=None, memory_limit_bytes=10)

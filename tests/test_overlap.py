@@ -1,4 +1,4 @@
-"""Gathers of parameters and reductions of gradients overlap with compute, in buckets: equal numbers, priced as they run."""
+"""Gathers of parameters and reductions of gradients overlap with compute, in buckets; prices match the program."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LEAST_FULL_S = 10.0
 ROUNDS = ((0.4, 0.6), (0.75, 0.85))
 #: Most trial plans; most that are tried without one that fits; factors on expected seconds after a failure, and of
 #: pipelines before the first trial plan; time limit of one trial plan.
-MOST_DRAFTS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, DRAFT_S = 40, 8, 1.5, 1.15, 2.0
+MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.15, 2.0
 #: Candidates expected to exceed the best plan by more than this factor get no full search.
 SEARCH_ON = 1.02
 #: Smallest share of the memory limit that a repeated estimate is given.
@@ -59,20 +59,20 @@ def search_jointly(
     """
     started = time.monotonic()
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes)
-    drafts = _Drafts(in_full, search.estimate)
-    for share_of_estimates, share_of_drafts in ROUNDS:
+    trial_plans = _TrialPlans(in_full, search.estimate)
+    for share_of_estimates, share_of_trials in ROUNDS:
         survey = search.run(started + share_of_estimates * time_limit_s)
-        drafts.add(survey.candidates)
-        drafts.run(started + share_of_drafts * time_limit_s)
-        search.known.update({c.key: c for c in drafts.learnt()})
-    for candidate in drafts.in_order():
+        trial_plans.add(survey.candidates)
+        trial_plans.run(started + share_of_trials * time_limit_s)
+        search.known.update({c.key: c for c in trial_plans.updated()})
+    for candidate in trial_plans.in_order():
         left = started + time_limit_s - time.monotonic()
-        if drafts.best is not None and (left <= 0 or drafts.expected_s(candidate) > SEARCH_ON * drafts.best_s):
+        if trial_plans.best is not None and (left <= 0 or trial_plans.expected_s(candidate) > SEARCH_ON * trial_plans.best_s):
             break
-        drafts.take(candidate, max(LEAST_FULL_S, left))
-    if drafts.best is None:
-        raise drafts.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
-    return JointResult(drafts.best, survey, drafts.planned)
+        trial_plans.take(candidate, max(LEAST_FULL_S, left))
+    if trial_plans.best is None:
+        raise trial_plans.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
+    return JointResult(trial_plans.best, survey, trial_plans.planned)
 
 
 def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: float, time_limit_s: float
@@ -88,15 +88,15 @@ def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: 
         error.needed_bytes = survey.least_bytes  # type: ignore[attr-defined]
         return error
     asked = {name: value for name, value in vars(fixed).items() if value not in (None, ())}
-    return InfeasibleError(f"no combination of pipeline, mesh and micro-batches on {cluster.num_devices} devices allows "
-                           f"{', '.join(f'{name}={value!r}' for name, value in asked.items())}: fix fewer of them")
+    return InfeasibleError(f"no combination of pipeline, mesh and micro-batches on {cluster.num_devices} devices "
+                           f"allows {', '.join(f'{name}={value!r}' for name, value in asked.items())}: fix fewer options")
 
 
 def _needed_bytes(error: AutoparallelError) -> float:
     return float(getattr(error, "needed_bytes", math.inf))
 
 
-class _Drafts:
+class _TrialPlans:
     """Trial plans of the whole model, in order of expected seconds.
 
     Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline
@@ -112,28 +112,28 @@ class _Drafts:
         self.best: Plan | None = None
         self.failure: AutoparallelError | None = None
         self.nearest: AutoparallelError | None = None
-        self.drafted: dict[Candidate, float] = {}
+        self.trial_s: dict[Candidate, float] = {}
         self.plans: dict[Candidate, Plan] = {}
         self.ratios: dict[tuple[int, int, str], float] = {}
         self.failed: dict[Hybrid, float] = {}
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Add candidates; while none has a finite estimate, a few without one are taken."""
-        known = {c.key for c in (*self.drafted, *self.left)}
+        known = {c.key for c in (*self.trial_s, *self.left)}
         new = [c for c in candidates if c.key not in known]
         self.left += [c for c in new if c.estimate_s < math.inf]
-        if not self.left and not self.drafted:
+        if not self.left and not self.trial_s:
             self.left = new[:MOST_FAILED]
 
-    def learnt(self) -> Iterator[Candidate]:
+    def updated(self) -> Iterator[Candidate]:
         """Candidates with the seconds of their trial plans, or with estimates for less memory."""
-        for candidate, seconds in self.drafted.items():
+        for candidate, seconds in self.trial_s.items():
             yield replace(candidate, estimate_s=seconds)
         yield from (c for c in self.left if c.room < 1.0)
 
     @property
     def planned(self) -> int:
-        return len(self.drafted)
+        return len(self.trial_s)
 
     @property
     def best_s(self) -> float:
@@ -147,9 +147,9 @@ class _Drafts:
     def expected_s(self, candidate: Candidate, excess: float = PIPELINE_EXCESS) -> float:
         """The expected seconds of a candidate's plan: those of its trial plan, if one fits. ``excess``: the assumed
         ratio of pipelines to their estimates, before the first trial plan of one."""
-        drafted = self.drafted.get(candidate, math.inf)
-        if drafted < math.inf:
-            return drafted
+        trial_s = self.trial_s.get(candidate, math.inf)
+        if trial_s < math.inf:
+            return trial_s
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
         typical = min(pipelined, default=excess) if candidate.hybrid.stages > 1 else 1.0
         ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
@@ -157,13 +157,13 @@ class _Drafts:
 
     def in_order(self) -> Iterator[Candidate]:
         """Candidates with trial plans, best first; those that do not fit last."""
-        for c in sorted(self.drafted, key=lambda c: (self.drafted[c], c.estimate_s)):
+        for c in sorted(self.trial_s, key=lambda c: (self.trial_s[c], c.estimate_s)):
             yield replace(c, first=self.plans[c].strategies_on) if c in self.plans else c
 
     def run(self, deadline: float) -> None:
         """Make trial plans until no candidate is expected to beat the best; if none fits, a few even after the
         deadline."""
-        while self.left and self.planned < MOST_DRAFTS:
+        while self.left and self.planned < MOST_TRIALS:
             if time.monotonic() >= deadline and (self.best is not None or self.planned >= MOST_FAILED):
                 break
             promising = [c for c in self.left if self.best is None or self.expected_s(c, 1.0) < self.best_s]
@@ -171,8 +171,8 @@ class _Drafts:
                 break
             candidate = min(promising, key=self.expected_s)
             self.left.remove(candidate)
-            step_s = self.take(candidate, DRAFT_S, "local") if candidate.first is not None else math.inf
-            self.drafted[candidate] = step_s
+            step_s = self.take(candidate, TRIAL_S, "local") if candidate.first is not None else math.inf
+            self.trial_s[candidate] = step_s
             if step_s == math.inf and (again := self._tighter(candidate)) is not None:
                 self.left.append(again)
             elif step_s == math.inf:  # estimates may be too low on other meshes as well
