@@ -59,20 +59,20 @@ def search_jointly(
     """
     started = time.monotonic()
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes)
-    trial_plans = _TrialPlans(in_full, search.estimate)
+    trials = _TrialPlans(in_full, search.estimate)
     for share_of_estimates, share_of_trials in ROUNDS:
         survey = search.run(started + share_of_estimates * time_limit_s)
-        trial_plans.add(survey.candidates)
-        trial_plans.run(started + share_of_trials * time_limit_s)
-        search.known.update({c.key: c for c in trial_plans.updated()})
-    for candidate in trial_plans.in_order():
+        trials.add(survey.candidates)
+        trials.run(started + share_of_trials * time_limit_s)
+        search.known.update({c.key: c for c in trials.updated()})
+    for candidate in trials.in_order():
         left = started + time_limit_s - time.monotonic()
-        if trial_plans.best is not None and (left <= 0 or trial_plans.expected_s(candidate) > SEARCH_ON * trial_plans.best_s):
+        if trials.best is not None and (left <= 0 or trials.expected_s(candidate) > SEARCH_ON * trials.best_s):
             break
-        trial_plans.take(candidate, max(LEAST_FULL_S, left))
-    if trial_plans.best is None:
-        raise trial_plans.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
-    return JointResult(trial_plans.best, survey, trial_plans.planned)
+        trials.take(candidate, max(LEAST_FULL_S, left))
+    if trials.best is None:
+        raise trials.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
+    return JointResult(trials.best, survey, trials.planned)
 
 
 def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: float, time_limit_s: float
@@ -89,7 +89,8 @@ def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: 
         return error
     asked = {name: value for name, value in vars(fixed).items() if value not in (None, ())}
     return InfeasibleError(f"no combination of pipeline, mesh and micro-batches on {cluster.num_devices} devices "
-                           f"allows {', '.join(f'{name}={value!r}' for name, value in asked.items())}: fix fewer options")
+                           f"allows {', '.join(f'{name}={value!r}' for name, value in asked.items())}: "
+                           "fix fewer options")
 
 
 def _needed_bytes(error: AutoparallelError) -> float:
