@@ -1,5 +1,4 @@
-"""Candidates of the joint search: combinations of pipeline, mesh, micro-batches, ZeRO stage and recompute, with
-estimates.
+"""Candidates of the joint search: combinations of pipeline, mesh, micro-batches, ZeRO stage and recompute.
 
 Each candidate is estimated on a reduced-depth model, in a fraction of a second, the most promising ones first.
 """
@@ -36,8 +35,7 @@ from cost_models import Cluster
 SOLVE_S, SOLVE_GAP = 3.0, 0.02
 #: Share of the remaining time for the candidates of the first round.
 SHARE_OF_FIRST = 0.7
-#: Largest change of log(estimate / bound) per step between candidates; the ratio assumed for candidates that do not
-#: fit.
+#: Largest change of log(estimate / bound) per step between candidates; largest ratio (that of candidates that do not fit).
 SPREAD, UNFIT = 0.25, 4.0
 #: Steps between ZeRO-3 and other stages, whose ratios say little about each other.
 FAR = 3.0
