@@ -35,7 +35,7 @@ from cost_models import Cluster
 SOLVE_S, SOLVE_GAP = 3.0, 0.02
 #: Share of the remaining time for the candidates of the first round.
 SHARE_OF_FIRST = 0.7
-#: Largest change of log(estimate / bound) per step between candidates; largest ratio (that of candidates that do not fit).
+#: Largest change of log(estimate / bound) per step between candidates; the ratio of candidates that do not fit.
 SPREAD, UNFIT = 0.25, 4.0
 #: Steps between ZeRO-3 and other stages, whose ratios say little about each other.
 FAR = 3.0
