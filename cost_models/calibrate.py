@@ -60,8 +60,8 @@ class MeasuredOp:
 
 @dataclass(frozen=True)
 class MeasuredOverlap:
-    """One measurement of a device that computes beside a collective: seconds of each alone, what share of the compute
-    was done when the collective was posted, and seconds of both."""
+    """One measurement of compute overlapped with a collective, in seconds: ``compute_s`` and ``collective_s`` alone,
+    ``seconds`` together. ``ahead``: the share of the compute that was done when the collective was launched."""
 
     collective: str
     compute_s: float
@@ -261,7 +261,7 @@ def predicted_op_s(device: Device, measured: MeasuredOp) -> float:
 
 
 def fit_overlap_slowdown(measured: Sequence[MeasuredOverlap]) -> float:
-    """`Device.overlap_slowdown` by which simulated steps are nearest to what was measured, to a hundredth.
+    """The `Device.overlap_slowdown` whose simulated seconds are closest to the measured ones, in steps of 0.01.
 
     >>> fit_overlap_slowdown([MeasuredOverlap("all_reduce", 2.0, 1.0, 0.0, 2.25),
     ...                       MeasuredOverlap("all_reduce", 2.0, 2.0, 0.5, 3.25)])
@@ -274,7 +274,7 @@ def fit_overlap_slowdown(measured: Sequence[MeasuredOverlap]) -> float:
 
 
 def predicted_overlap_s(slowdown: float, measured: MeasuredOverlap) -> float:
-    """Seconds that are predicted for a measurement, as for a step."""
+    """The simulated seconds of a measurement."""
     first, rest = measured.ahead * measured.compute_s, (1 - measured.ahead) * measured.compute_s
     tasks = [Task(first), Task(measured.collective_s, "network", after=(0,)), Task(rest)]
     return simulate(tasks, equal_slowdown(["compute", "network"], slowdown)).total_s

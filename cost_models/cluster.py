@@ -261,7 +261,7 @@ class Group:
 
     @cached_property
     def prompt(self) -> Group:
-        """This group where messages take no time beside their bytes."""
+        """This group without latency: messages cost their bytes only."""
         return replace(self, levels=tuple((count, replace(link, alpha_s=0.0)) for count, link in self.levels))
 
     @cached_property

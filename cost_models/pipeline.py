@@ -21,7 +21,7 @@ def pipeline_s(stage_s: Sequence[float], micro_batches: int, virtual: int = 1, r
 
         m max_i t_i + (sum_i t_i - max_i t_i)/v
 
-    Where ``replicas[i]`` ranks take the micro-batches of stage i in turns (PipeDream; Narayanan et al. 2019), it hands
+    Where ``replicas[i]`` ranks share the micro-batches of stage i (PipeDream; Narayanan et al. 2019), it hands
     one on in every t_i/k_i seconds, and the slowest of these, c, counts. What divides all k_i, g, makes g pipelines:
 
         m c + (sum_i t_i - g c)

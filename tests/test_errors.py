@@ -708,7 +708,7 @@ def test_unknown_names_list_the_known(call: Callable[[], Any], error: type[Autop
     ({"axis_names": 3}, MeshError, ("axis_names is 3", "('data', 'model')")),
     ({"joint": "no"}, PlanError, ("joint is 'no'", "True or False")),
     ({"memory_limit_bytes": 10**400}, PlanError, ("memory_limit_bytes is of type int", "bytes per device")),
-    ({"model": torch.jit.script(nn.Linear(32, 32))}, CaptureError, ("torch.jit", "the module that it was made of")),
+    ({"model": torch.jit.script(nn.Linear(32, 32))}, CaptureError, ("torch.jit", "the original module")),
     ({"model": torch.relu}, CaptureError, ("relu", "an instance of torch.nn.Module", "whose forward calls it")),
 ])
 def test_options_and_arguments_of_other_kinds(options: dict[str, Any], error: type[AutoparallelError], parts: Any
@@ -766,7 +766,7 @@ def test_axis_names_without_a_mesh_choose_how_many_axes() -> None:
 
 def test_a_joint_search_that_finds_nothing_says_why() -> None:
     """No combination, no memory (what it names as too little is), no time."""
-    says(InfeasibleError, "on 4 devices goes with pipeline_stages=3", "fix less",
+    says(InfeasibleError, "on 4 devices allows pipeline_stages=3", "fix fewer options",
          of=lambda: planned(joint=True, mesh_shape=None, pipeline_stages=3))
     with pytest.raises(InfeasibleError) as caught:
         planned(joint=True, mesh_shape=None, memory_limit_bytes=10)

@@ -22,7 +22,7 @@ from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchEr
 from autoparallel.partition import split_batch
 from autoparallel.partition.stages import cut_evenly, flow_of, stages_of
 from autoparallel.planning.joint_candidates import WORTH, Candidate, Fixed, JointSearch, _Promise
-from autoparallel.planning.joint_search import _Drafts
+from autoparallel.planning.joint_search import _TrialPlans
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Hybrid
@@ -639,7 +639,7 @@ def test_estimates_count_what_runs_beside_compute() -> None:
         assert found.estimate_s == pytest.approx(made.prediction.step_s, rel=0.01)
 
 
-def test_drafts_go_by_what_their_kind_took() -> None:
+def test_trial_plans_are_ordered_by_the_ratios_of_their_kind() -> None:
     """Pipelines are expected to take longer than estimated, until one did not; one that does not fit holds back only
     what runs like it; without an estimate that fits, all are searched in full."""
     case, machine = CASES["mlp"], Cluster.load("h100-sxm", num_devices=2)
@@ -660,41 +660,41 @@ def test_drafts_go_by_what_their_kind_took() -> None:
 
     alone, two, four, six = candidate(1, 1, 1.1), candidate(2, 8, 1.0), candidate(4, 8, 1.2), candidate(2, 16, 0.9)
     took.update({alone: 1.2, two: 1.0})
-    drafts = _Drafts(in_full, lambda candidate, best_s: candidate)
-    drafts.add([alone, two, four, six])
-    drafts.run(math.inf)
-    assert order == [six, alone, two] and drafts.best_s == pytest.approx(1.0)
-    assert list(drafts.in_order()) == [two, alone, six]
-    lost = _Drafts(in_full, lambda candidate, best_s: candidate)
+    trial_plans = _TrialPlans(in_full, lambda candidate, best_s: candidate)
+    trial_plans.add([alone, two, four, six])
+    trial_plans.run(math.inf)
+    assert order == [six, alone, two] and trial_plans.best_s == pytest.approx(1.0)
+    assert list(trial_plans.in_order()) == [two, alone, six]
+    lost = _TrialPlans(in_full, lambda candidate, best_s: candidate)
     lost.add([dataclasses.replace(two, estimate_s=math.inf, first=None)])
     lost.run(-math.inf)
     assert len(list(lost.in_order())) == 1 and lost.best is None
 
 
 def test_what_takes_more_memory_than_its_sketch_is_estimated_with_less_room() -> None:
-    """As much less as the draft took too much; what cannot be estimated so is left."""
+    """A trial plan that does not fit is estimated again with less memory, by the factor of its excess, if possible."""
     case, machine = CASES["mlp"], Cluster.load("h100-sxm", num_devices=2)
     some = autoparallel.plan(case.build(), machine, example_inputs=case.inputs(8)[0], mesh_shape=(2,))
     rooms: list[float] = []
 
     def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
         if candidate.room == 1.0:
-            raise NotRepairedError("a draft", 125.0, 100.0)
+            raise NotRepairedError("a trial plan", 125.0, 100.0)
         return some
 
     def estimate(candidate: Candidate, best_s: float) -> Candidate:
         rooms.append(candidate.room)
         return dataclasses.replace(candidate, estimate_s=2.0 if candidate.hybrid.micro_batches == 8 else math.inf)
 
-    def drafts_of(micro_batches: int) -> _Drafts:
-        drafts = _Drafts(in_full, estimate)
-        drafts.add([Candidate(Hybrid(micro_batches, 2, 2), (2,), 1.0, lambda space: [])])
-        drafts.run(math.inf)
-        return drafts
+    def trial_plans_of(micro_batches: int) -> _TrialPlans:
+        trial_plans = _TrialPlans(in_full, estimate)
+        trial_plans.add([Candidate(Hybrid(micro_batches, 2, 2), (2,), 1.0, lambda space: [])])
+        trial_plans.run(math.inf)
+        return trial_plans
 
-    found, lost = drafts_of(8), drafts_of(4)
+    found, lost = trial_plans_of(8), trial_plans_of(4)
     assert found.best == some and lost.best is None and rooms == [0.8, 0.8]
-    assert [c.estimate_s for c in found.learnt()] == [math.inf, some.prediction.step_s]
+    assert [c.estimate_s for c in found.updated()] == [math.inf, some.prediction.step_s]
     assert isinstance(lost.failure, NotRepairedError)
 
 

@@ -1,4 +1,4 @@
-"""Parameters are gathered and gradients reduced beside compute, in buckets: the same numbers, and priced as it runs."""
+"""Gathers of parameters and reductions of gradients overlap with compute, in buckets; prices match the program."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
         SpacePricer(prices, counts=ExecutionCounts(space, parallel.plan.hybrid)), parallel.plan.strategies_on(space)
     )
     plan.parameter_steps = [step._replace(again_s=(step.again_s > 0) * read.num_bytes)
-                 for step, read in zip(plan.parameter_steps, plan.reads, strict=True)]
+                            for step, read in zip(plan.parameter_steps, plan.reads, strict=True)]
     again = _Again(step := _Step(), plan)
     told = [("issued" if begins else "waited", sum(plan.reads[n].num_bytes for n in pair.steps))
             for place in (TOP, *range(len(space))) for begins, pair in plan.windows.events.get(place, ())
@@ -405,7 +405,7 @@ def test_the_faster_step_is_taken_and_not_the_smaller_sum() -> None:
 
     made, others = planned(), [planned(baseline=name) for name in ("ddp", "fsdp", "tensor_parallel")]
     assert made.prediction.step_s <= min(other.prediction.step_s for other in others) * (1 + 1e-9)
-    assert made.evidence.stop_reason == "faster beside compute" and made.evidence.gap > 0
+    assert made.evidence.stop_reason == "faster with overlap" and made.evidence.gap > 0
     assert made.evidence.objective_s == pytest.approx(made.prediction.added_s)
     assert made.evidence.objective_s > made.evidence.lower_bound_s
     together = replace(cluster, device=replace(device, overlap_slowdown=2.0))
@@ -422,7 +422,7 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
         return autoparallel.plan(case.build(), Cluster.load("h100-sxm", num_devices=4), example_inputs=args,
                                  example_kwargs=kwargs, mesh_shape=(4,), **options)
 
-    told = "; not searched for what runs beside compute: "
+    told = "; not searched with overlap: "
     assert told not in planned().evidence.stop_reason
     solve = one_mesh.solve
 
@@ -434,7 +434,7 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(one_mesh, "solve", only_the_first)
     made = planned()
     assert f"{told}no plan that fits was found" in made.evidence.stop_reason
-    assert "not searched for what runs beside compute" in " ".join(made.report().split())
+    assert "not searched with overlap" in " ".join(made.report().split())
     assert f"{told}the first search took the 0 s" in planned(time_limit_s=0.0).evidence.stop_reason
 
 
@@ -459,7 +459,7 @@ def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert planned(1).evidence.stop_reason == "interrupted" and len(begun) == 1
     made = planned(2)
-    assert made.evidence.stop_reason.endswith("not searched for what runs beside compute: interrupted")
+    assert made.evidence.stop_reason.endswith("not searched with overlap: interrupted")
     assert len(begun) == 2 and made.evidence.gap == 0
 
 

@@ -1,4 +1,4 @@
-"""One program becomes several: micro-batches, pipeline stages, ZeRO storage. See README.md."""
+"""One program -> programs of micro-batches and pipeline stages; ZeRO storage. See README.md."""
 
 from autoparallel.partition.microbatch import MicroBatches, split_batch
 from autoparallel.partition.stages import Stages, place_cuts, stages_of

@@ -1,14 +1,14 @@
-"""Micro-batches: one step's batch in pieces that take turns, with the numbers of the whole batch.
+"""Micro-batches: the program of one part of the batch, whose results combine to exactly those of the whole batch.
 
-A piece in time is a piece on a mesh axis whose ranks take turns, so the rules say how each value lies along it, as for
-any axis. Only what taking turns can do is allowed on the way:
+Micro-batches are treated as ranks of a mesh axis that run one after the other, so the rules give the placement of each
+value along that axis. Only these redistributions are possible between micro-batches:
 
-    I -> R                                      nothing to do: gradients accumulate
-    any step of a value that needs neither      done once for the whole batch, in the prologue (how many tokens count,
-    parameters nor a gradient                   the positions of all of them)
-    P or S at the end                           the loss is the sum of the turns' losses, an output their concatenation
+    I -> R                                   nothing to do: gradients accumulate
+    any, of a value that needs neither       computed once for the whole batch, in the prologue (the number of valid
+    parameters nor a gradient                tokens, all positions)
+    P or S of an output                      the loss is the sum of the micro-batches' losses, an output is concatenated
 
-What else a model does across its batch (batch norm's statistics) cannot be split, and is refused by name.
+Anything else that a model computes across its batch (statistics of batch norm) is refused by name.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from autoparallel.search import solve
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import Cluster
 
-LITTLE, FAULT = 1e-2, 1.0
+#: Penalties: of a value in the prologue (scaled by its size), and of a redistribution that is impossible.
+PROLOGUE, IMPOSSIBLE = 1e-2, 1.0
 
 
 @dataclass(frozen=True)
 class Feed:
-    """An input of the micro-batch's program: value ``ref`` of the whole program, cut along ``dim`` (-1: whole)."""
+    """An input of the micro-batch program: value ``ref`` of the whole program, split along ``dim`` (-1: not split)."""
 
     ref: Ref
     dim: int = -1
@@ -43,11 +44,11 @@ class Feed:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A program in ``count`` turns.
+    """A program split into ``count`` micro-batches.
 
-    ``body`` is one turn's program, whose inputs are ``feeds`` in order; ``results`` says how the turns' outputs become
-    the whole program's: P their sum, S(d) joined along d, I any of them. ``loss`` is the number of the output that
-    backward starts from (None: the program has no scalar loss).
+    ``whole``: the program of the batch. ``body``: the program of one micro-batch, with inputs ``feeds`` in order.
+    ``results``: how the outputs combine: P summed, S(d) concatenated along d, I any of them. ``loss``: the number of
+    the output from which backward starts (None: there is no scalar loss).
     """
 
     whole: OpGraph
@@ -59,7 +60,8 @@ class MicroBatches:
 
 
 def loss_output(graph: OpGraph) -> int | None:
-    """Which output is the loss: the only one if it is a scalar, else the one named ``loss``, else a leading scalar."""
+    """The number of the loss output: the only output, or the one named ``loss``, or the first; None if it is not a
+    scalar."""
     numbers = _numbered(graph.out_spec)
     found = numbers if isinstance(numbers, int) else getattr(numbers, "loss", None)
     if found is None and isinstance(numbers, Mapping):
@@ -72,7 +74,8 @@ def loss_output(graph: OpGraph) -> int | None:
 
 
 def _numbered(spec: pytree.TreeSpec) -> Any:
-    """A call's result with numbers for its tensors, and None for what is nested (caches cannot hold numbers)."""
+    """The output structure with output numbers for tensors, and None for nested structures (caches cannot hold
+    numbers)."""
     if spec.is_leaf():
         return 0
     values: list[int | None] = []
@@ -85,7 +88,7 @@ def _numbered(spec: pytree.TreeSpec) -> Any:
 
 
 def batch_size(graph: OpGraph) -> int:
-    """Length of dim 0 of the first input that has dims. Raises InputError when there is none."""
+    """The length of dim 0 of the first input with dims. Raises InputError if there is none."""
     for node in graph.of_kind("input"):
         if node.outputs[0].shape:
             return node.outputs[0].shape[0]
@@ -93,10 +96,10 @@ def batch_size(graph: OpGraph) -> int:
 
 
 def split_batch(graph: OpGraph, count: int) -> MicroBatches:
-    """The program in ``count`` turns over its batch.
+    """Split a program into ``count`` micro-batches.
 
-    Raises InputError when the count does not divide the batch, InfeasibleError when the model computes something
-    across the samples of a batch that turns cannot.
+    Raises InputError if ``count`` does not divide the batch, InfeasibleError if the model computes across samples in a
+    way that micro-batches cannot.
     """
     if count == 1:
         return _unsplit(graph)
@@ -120,7 +123,7 @@ def _unsplit(graph: OpGraph) -> MicroBatches:
 
 
 class _BatchAxis:
-    """Faults of layouts along the axis of turns (see `pricing.Penalties`)."""
+    """Penalties on placements along the micro-batch axis (see `pricing.Penalties`)."""
 
     def __init__(self, space: StrategySpace, batch: int) -> None:
         self.space, self.batch = space, batch
@@ -141,25 +144,27 @@ class _BatchAxis:
         s, t = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
         sources = [s.output_layout(x, use.output)[0] for x in s.strategies]
         targets = [t.input_layout(x, use.position)[0] for x in t.strategies]
-        return np.array([[self.fault(use, p, q) for q in targets] for p in sources])
+        return np.array([[self.penalty(use, p, q) for q in targets] for p in sources])
 
-    def fault(self, use: TensorUse, source: Placement, target: Placement) -> float:
+    def penalty(self, use: TensorUse, source: Placement, target: Placement) -> float:
+        """The penalty of a use between two placements; `IMPOSSIBLE` if micro-batches cannot do it."""
         decision = self.space.decisions[use.target]
         if decision.kind == "output" and int(decision.path) == self.loss:
-            return FAULT if source.kind != "P" and use.meta.requires_grad else 0.0
+            return IMPOSSIBLE if source.kind != "P" and use.meta.requires_grad else 0.0
         if source == target or (source.kind, target.kind) == ("I", "R") or decision.kind == "output":
             return 0.0
         if use.source not in self.free or target.kind == "P":
-            return FAULT
-        return LITTLE * use.meta.num_elements / self.most  # a prologue's value lies whole on every rank
+            return IMPOSSIBLE
+        return PROLOGUE * use.meta.num_elements / self.most  # a prologue's value is held whole
 
     def check(self, strategies: Sequence[Strategy]) -> None:
-        """Raises InfeasibleError naming what the chosen layouts still do across turns."""
+        """Raises InfeasibleError naming the ops that still communicate between micro-batches under the chosen
+        strategies."""
         found = []
         for use in self.space.uses:
             source = self.space.strategy_sets[use.source].output_layout(strategies[use.source], use.output)[0]
             target = self.space.strategy_sets[use.target].input_layout(strategies[use.target], use.position)[0]
-            if self.fault(use, source, target) >= FAULT:
+            if self.penalty(use, source, target) >= IMPOSSIBLE:
                 found.append(self._describe(use))
         for index, strategy in enumerate(strategies):
             if self.decision_penalties(index)[self.space.strategy_sets[index].position[strategy]]:
@@ -177,20 +182,20 @@ class _BatchAxis:
 
 
 def _free_of_parameters(space: StrategySpace) -> frozenset[int]:
-    """Sites whose values need neither parameters, nor gradients, nor random numbers."""
+    """Decisions whose values depend neither on parameters nor on random numbers, and need no gradient."""
     found: set[int] = set()
     for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
         uses = space.uses_by.get(decision.index, ())
-        own = decision.kind in ("input", "buffer") or (
+        plain = decision.kind in ("input", "buffer") or (
             decision.kind == "op" and not (s.rule is not None and s.rule.random)
         )
-        if own and not any(m.requires_grad for m in s.output_metas) and all(k.source in found for k in uses):
+        if plain and not any(m.requires_grad for m in s.output_metas) and all(k.source in found for k in uses):
             found.add(decision.index)
     return frozenset(found)
 
 
 class _Splitter:
-    """Writes one turn's program."""
+    """Builds the program of one micro-batch from the chosen strategies."""
 
     def __init__(
         self, space: StrategySpace, micro_batches: _BatchAxis, strategies: Sequence[Strategy], count: int
@@ -234,7 +239,8 @@ class _Splitter:
         return MicroBatches(self.graph, self.count, body, tuple(self.feeds), results, self.micro_batches.loss)
 
     def _reads(self, node: Node) -> list[Ref | Feed]:
-        """What the node's turn reads, in argument order: the value itself, or a feed in its place."""
+        """The inputs of a node in the micro-batch program, in argument order: the value itself, or a feed of the
+        prologue."""
         found: list[Ref | Feed] = []
         decision = self.decision_of[node.index]
         strategy_set = self.space.strategy_sets[decision]

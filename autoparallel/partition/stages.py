@@ -1,9 +1,9 @@
-"""Pipeline stages: a program cut anywhere between its ops into parts that run on different devices.
+"""Pipeline stages: a program cut between any two ops into parts that run on different devices.
 
-All stages share one strategy space and one plan, so a value that crosses a cut has one layout. What does not depend on
-the inputs (views of weights) goes to every stage that reads it, and so does what depends neither on parameters nor on
-a gradient (masks, positions): computing it again is cheaper than sending it. A value that is read further down (skip
-connections, an encoder's output) travels through the stages between.
+All stages share one strategy graph and one plan, so a value that crosses a cut has one layout. Ops that do not depend
+on the inputs (views of weights), or on neither parameters nor gradients (masks, positions), are repeated on every stage
+that reads them, which is cheaper than sending. A value read several stages later (skip connections, an encoder's
+output) passes through the stages between.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from autoparallel.schedule.stage import Part, Value
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import collectives
 
-#: After so many moves of each cut on average the stages are as even as they will be.
+#: Largest average number of moves per cut in the final improvement.
 MOST_MOVES = 10
+#: How many bounds of the bytes sent are tried, the smallest first.
 MOST_LIMITS = 16
 
 
 @dataclass(frozen=True)
 class Stages:
-    """``parts`` in order."""
+    """The stages of a pipeline, in order."""
 
     parts: tuple[Part, ...]
 
@@ -39,14 +40,14 @@ class Stages:
         return len(self.parts)
 
     def of_decisions(self, num_decisions: int) -> list[tuple[int, ...]]:
-        """The stages that have each site, in order; what no stage needs counts on the first."""
+        """By decision, the stages that have it, in order; decisions that no stage needs count on the first."""
         if len(self) == 1:
             return [(0,)] * num_decisions
         return [tuple(s for s, part in enumerate(self.parts) if index in part.decisions) or (0,)
                 for index in range(num_decisions)]
 
     def sent_bytes(self, space: StrategySpace, strategies: Sequence[Strategy]) -> list[float]:
-        """Bytes that one rank sends over each cut for one micro-batch, one way."""
+        """Bytes that one rank sends over each cut per micro-batch, in one direction."""
         found = []
         for part in self.parts[:-1]:
             metas = [(space.strategy_sets[decision], strategies[decision], output) for decision, output in part.sent]
@@ -59,8 +60,8 @@ class Stages:
 
 @dataclass(frozen=True)
 class Flow:
-    """What a program computes from what: ``main`` sites in order (ops and hubs on the way from input to loss),
-    and ``repeated`` ones, which every stage that needs them runs itself."""
+    """The data flow of a program: ``main`` decisions in order (ops and shared reads on the path from input to loss),
+    and ``repeated`` ones, which each stage that needs them runs itself."""
 
     space: StrategySpace
     main: tuple[int, ...]
@@ -68,10 +69,10 @@ class Flow:
 
 
 def flow_of(space: StrategySpace, loss: int) -> Flow:
-    """The sites on which the loss and the buffers' new values depend."""
+    """The data flow to the loss (output ``loss``) and to the new values of buffers."""
     needed = _needed(space, [s.index for s in space.decisions if s.kind == "update" or s.name == f"output:{loss}"])
-    fed: set[int] = set()  # from an input, through something with a gradient or a parameter
-    plain: set[int] = set()  # neither parameters nor gradients
+    fed: set[int] = set()  # depends on an input, and on a parameter, a gradient or random numbers
+    plain: set[int] = set()  # depends on neither parameters nor gradients
     for decision in space.decisions:
         sources = [k.source for k in space.uses_by.get(decision.index, ())]
         s = space.strategy_sets[decision.index]
@@ -91,6 +92,7 @@ def flow_of(space: StrategySpace, loss: int) -> Flow:
 
 
 def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
+    """The decisions on which ``ends`` depend, and ``ends``."""
     needed: set[int] = set()
     stack = list(ends)
     while stack:
@@ -103,8 +105,11 @@ def _needed(space: StrategySpace, ends: Sequence[int]) -> set[int]:
 
 def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Sequence[Strategy] | None = None
                ) -> tuple[str, ...]:
-    """Names of the sites at which stages 1 .. begin, so that the slowest rank of the pipeline has least to compute and
-    to send: of a plan with ``strategies``, or else at the ops' best."""
+    """The names of the decisions at which stages 1, 2, ... begin, minimising the seconds (compute and sends) of the
+    slowest pipeline rank. Costs are those of ``strategies``, or of each op's cheapest strategy if None.
+
+    Raises InputError without a scalar loss, InfeasibleError if there are fewer ops than stages.
+    """
     space = prices.space
     if strategies is None:
         seconds = np.array([prices.op(s).total_s.min() if decision.kind == "op" else 0.0
@@ -122,7 +127,7 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
 
 
 def _equivalent(space: StrategySpace, seconds: np.ndarray) -> np.ndarray:
-    """With the mean over equal blocks at each of their sites: which of them memory makes slower is decided after the
+    """``seconds`` by decision, averaged over equal blocks: which of them recompute slows down is decided after the
     cuts."""
     decision_of = {
         (decision.kind, decision.node if decision.ref is None else decision.ref.node): decision.index
@@ -138,7 +143,7 @@ def _equivalent(space: StrategySpace, seconds: np.ndarray) -> np.ndarray:
 
 
 def _local_bytes(space: StrategySpace, use: TensorUse, strategies: Sequence[Strategy] | None) -> float:
-    """Of the value that a link reads, on a rank; of an even piece where no labels say how it lies."""
+    """Bytes per rank of the value that a use reads; of an even shard if no strategies are given."""
     if strategies is None:
         return use.meta.num_bytes / math.prod(space.mesh_shape)
     s = space.strategy_sets[use.source]
@@ -147,9 +152,9 @@ def _local_bytes(space: StrategySpace, use: TensorUse, strategies: Sequence[Stra
 
 
 def stages_of(space: StrategySpace, loss: int | None, hybrid: Hybrid) -> Stages:
-    """The stages of a plan; a program without a pipeline is one stage of all sites.
+    """The stages with the cuts of ``hybrid``; without a pipeline one stage with all decisions.
 
-    Raises PlanError when a cut is not at an op on the way to the loss.
+    Raises PlanError if a cut is not an op on the path to the loss, or occurs twice; InputError without a scalar loss.
     """
     if hybrid.stages == 1:
         return Stages((Part(frozenset(range(len(space)))),))
@@ -159,7 +164,7 @@ def stages_of(space: StrategySpace, loss: int | None, hybrid: Hybrid) -> Stages:
     cuts = sorted(places[name] for name in hybrid.cuts if name in places)
     if unknown or len(set(cuts)) != hybrid.stages - 1:
         raise PlanError(f"cuts {list(hybrid.cuts)} do not make {hybrid.stages} stages: "
-                        + (f"{unknown} are no ops on the way to the loss" if unknown else "each must be another op"))
+                        + (f"{unknown} are no ops on the path to the loss" if unknown else "each must be another op"))
     return cut(flow, cuts, _loss(loss))
 
 
@@ -178,12 +183,12 @@ def cut_evenly(
     num_bytes: Callable[[TensorUse], float],
     send_s: Callable[[np.ndarray], np.ndarray],
 ) -> tuple[int, ...]:
-    """Sites at which stages 1 .. count - 1 begin: of all places that send at most so much those that make the slowest
-    stage fastest, for that so much with which the slowest rank is; then moved while that is better still. Stages are
-    dealt out to ``groups`` of so many ranks, which share the seconds of theirs. ``seconds`` by site; ``send_s`` of
-    bytes, for which both stages beside a cut wait.
+    """The decisions at which stages 1, ..., count - 1 begin, so that the slowest rank takes least.
 
-    Raises InfeasibleError when there are fewer ops than stages.
+    For each bound on the bytes sent, the cuts that make the slowest stage fastest are found by bisection; the best of
+    these is improved by moving single cuts. ``seconds``: by decision. ``groups``: ranks of each group of stages, which
+    share its seconds; stage s belongs to group ``s % len(groups)``. ``send_s``: seconds of sending bytes, for which
+    both stages at a cut wait. Raises InfeasibleError if there are fewer ops than stages.
     """
     ops = [i for i in flow.main if flow.space.decisions[i].kind == "op"]
     if len(ops) < count:
@@ -199,8 +204,8 @@ def cut_evenly(
 
 @dataclass(frozen=True, eq=False)
 class _Loads:
-    """Seconds that ranks take: ``before[c]`` is computed before place c, a cut there takes both stages ``sends[c]``;
-    ranks of one of the ``groups`` share what its stages take."""
+    """Seconds per rank. A cut at position c has ``before[c]`` seconds of compute before it, and costs both stages
+    ``sends[c]``; the ranks of a group share the seconds of its stages."""
 
     before: np.ndarray
     sends: np.ndarray
@@ -210,13 +215,14 @@ class _Loads:
         return int(self.groups[stage % len(self.groups)])
 
     def of_ranks(self, cuts: np.ndarray) -> np.ndarray:
+        """Seconds per rank of each group, with these cuts."""
         places = np.concatenate([[0], cuts, [len(self.before) - 1]])
         stages = np.diff(self.before[places]) + self.sends[places[:-1]] + self.sends[places[1:]]
         of_group = np.array([stages[g :: len(self.groups)].sum() for g in range(len(self.groups))])
         return of_group / self.groups
 
     def even(self, places: np.ndarray, count: int) -> np.ndarray:
-        """The count - 1 places whose slowest stage takes least; of equally good ones those nearest to even parts."""
+        """The ``count - 1`` of ``places`` that minimise the slowest stage; among equals the most even ones."""
         end = len(self.before) - 1
         stops = np.append(places, end)
         ranks = np.cumsum([self._ranks(stage) for stage in range(count)])
@@ -237,8 +243,8 @@ class _Loads:
         return places[cuts]
 
     def _furthest(self, stops: np.ndarray, most_s: float) -> dict[int, np.ndarray]:
-        """By number of ranks, from the beginning and from each stop on: the last stop that a stage reaches, each of its
-        ranks in at most so many seconds."""
+        """By number of ranks: for a stage that begins at the start or at each stop, the last stop that it reaches in at
+        most ``most_s`` seconds per rank."""
         reached = np.minimum.accumulate((self.before[stops] + self.sends[stops])[::-1])[::-1]
         begins = np.append(0, stops)
         starts = self.before[begins] - self.sends[begins]
@@ -246,7 +252,7 @@ class _Loads:
                 for ranks in set(self.groups.tolist())}
 
     def _enough(self, stops: np.ndarray, most_s: float, count: int) -> bool:
-        """Whether so many stages of at most so many seconds of each rank reach the end."""
+        """Whether ``count`` stages of at most ``most_s`` seconds per rank cover the program."""
         furthest, begin = self._furthest(stops, most_s), 0
         for stage in range(count):
             last = int(furthest[self._ranks(stage)][begin])
@@ -258,7 +264,7 @@ class _Loads:
         return False
 
     def _reaching(self, furthest: Mapping[int, np.ndarray], count: int) -> list[int]:
-        """For each stage, the number of the first stop from which it and those after it reach the end."""
+        """For each stage, the first stop from which it and the later stages reach the end."""
         numbers = np.arange(len(furthest[self._ranks(0)]))  # of the beginning and of each stop
         reaches, found = numbers == numbers[-1], [0] * count
         for stage in range(count - 1, 0, -1):
@@ -268,7 +274,7 @@ class _Loads:
         return found
 
     def evened(self, cuts: np.ndarray) -> np.ndarray:
-        """Move one cut of the slowest rank after the other, while that and its neighbour then take less."""
+        """Move single cuts of the slowest rank while that makes the slower of the two ranks at the cut faster."""
         cuts = cuts.copy()
         for _ in range(MOST_MOVES * len(cuts)):
             loads = self.of_ranks(cuts)
@@ -282,7 +288,7 @@ class _Loads:
         return cuts
 
     def _best_place(self, cuts: np.ndarray, loads: np.ndarray, number: int) -> tuple[float, int, int]:
-        """(what the slower of the ranks beside a cut takes, the cut's number, its place), at the best place."""
+        """The best position of cut ``number``: (seconds of the slower of its two ranks, number, position)."""
         around = np.concatenate([[0], cuts, [len(self.before) - 1]])
         low, here, high = around[number : number + 3]
         places = np.arange(low + 1, high)
@@ -295,14 +301,14 @@ class _Loads:
 
 
 def _sent_bytes(flow: Flow, ops: Sequence[int], num_bytes: Callable[[TensorUse], float]) -> np.ndarray:
-    """Bytes that a cut before each of the ops sends."""
+    """Bytes that a cut before each op sends."""
     space, main = flow.space, frozenset(flow.main)
     last: dict[tuple[int, int], int] = {}
     sizes: dict[tuple[int, int], float] = {}
     for use in space.uses:
         if {use.source, use.target} <= main and space.decisions[
             use.target
-        ].kind != "shared_read":  # a hub lies with its value
+        ].kind != "shared_read":  # a shared read stays with its value
             value = (use.source, use.output)
             last[value] = max(last.get(value, 0), use.target)
             sizes[value] = num_bytes(use)
@@ -314,10 +320,10 @@ def _sent_bytes(flow: Flow, ops: Sequence[int], num_bytes: Callable[[TensorUse],
 
 
 def cut(flow: Flow, cuts: Sequence[int], loss: int) -> Stages:
-    """The stages that begin at these sites (the first begins with the program)."""
+    """The stages that begin at ``cuts`` (the first begins with the program)."""
     space, count = flow.space, len(cuts) + 1
     stage_of = {index: bisect_right(cuts, index) for index in flow.main}
-    for index in flow.main:  # a hub reads where its value is made
+    for index in flow.main:  # a shared read stays with its value
         if space.decisions[index].kind == "shared_read":
             stage_of[index] = stage_of[space.uses_by[index][0].source]
     for decision in space.decisions:
@@ -340,7 +346,7 @@ def cut(flow: Flow, cuts: Sequence[int], loss: int) -> Stages:
 
 
 def _with_repeated(flow: Flow, own: set[int], stage_of: dict[int, int]) -> set[int]:
-    """The stage's own sites and all repeated ones on which they depend."""
+    """A stage's own decisions and the repeated ones on which they depend."""
     found, stack = set(own), list(own)
     while stack:
         for use in flow.space.uses_by.get(stack.pop(), ()):
@@ -352,7 +358,7 @@ def _with_repeated(flow: Flow, own: set[int], stage_of: dict[int, int]) -> set[i
 
 def _crossing(space: StrategySpace, decisions: Sequence[set[int]], stage_of: dict[int, int]
               ) -> dict[Value, tuple[int, int]]:
-    """For each value that a later stage reads: (the stage that makes it, the last that reads it), in order."""
+    """For each value that a later stage reads, in order: (its stage, the last stage that reads it)."""
     last: dict[Value, int] = {}
     for stage, members in enumerate(decisions):
         for index in members:

@@ -1,4 +1,4 @@
-"""Where parameters are stored: as ops read them (ZeRO-0), or each in as many pieces as it can be cut into."""
+"""Storage layouts of parameters: as ops read them (ZeRO-0), or sharded over as many axes as possible (ZeRO-1 to 3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoparallel.strategies.space import StrategySpace, TensorUse
 
 
 def stored_sharded(space: StrategySpace) -> dict[int, np.ndarray]:
-    """For each parameter that learns, its choices with the most axes sharded."""
+    """The strategy numbers with the most sharded axes, by trainable parameter's decision."""
     found = {}
     for decision in space.decisions:
         s = space.strategy_sets[decision.index]
@@ -24,7 +24,7 @@ def stored_sharded(space: StrategySpace) -> dict[int, np.ndarray]:
 
 @dataclass(frozen=True, eq=False)
 class Ungathered:
-    """Faults of gathering a parameter (see `pricing.Penalties`): it is stored as the ops read it."""
+    """Penalties on gathers of parameters, for ZeRO-0 (see `pricing.Penalties`)."""
 
     space: StrategySpace
 

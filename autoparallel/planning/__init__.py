@@ -1,0 +1,1 @@
+"""Which plan: one mesh, baselines, the joint search, questions to a plan. See README.md."""

@@ -1,21 +1,21 @@
-"""The classical plans, as restrictions of the same strategy space: ddp, fsdp, tensor_parallel, sequence_parallel.
+"""Classical plans as restrictions of the same strategy space: ddp, fsdp, tensor_parallel, sequence_parallel.
 
-A baseline gives each mesh axis a role. A role says how parameters lie and which steps their links and the activations'
-links may take; whatever else a plan does is counted as a fault, and the search finds the plan with the fewest faults
-(none, where the model allows the classical plan) and among those the cheapest.
+A baseline assigns a role to each mesh axis. A role fixes the layouts of parameters and the redistributions that
+parameters and activations may take; any other counts as a penalty. The search finds the plan with the fewest penalties
+(none, if the model allows the classical plan), and the cheapest among those.
 
-    | role     | parameters                | their links           | activations' links                    |
+    | role     | parameters                | their redistributions | activations' redistributions          |
     |----------|---------------------------|-----------------------|---------------------------------------|
-    | data     | whole                     | I -> R (all-reduce of | none (P -> I for batch statistics)    |
+    | data     | replicated                | I -> R (all-reduce of | none (P -> I for batch statistics)    |
     |          |                           | the gradient)         |                                       |
     | shard    | S(first dim that can; of  | S -> R                | the same                              |
     |          | several axes: any)        |                       |                                       |
-    | tensor   | matrices S, the rest whole| none                  | I -> R, P -> I                        |
+    | tensor   | matrices S, others I      | none                  | I -> R, P -> I                        |
     | sequence | the same                  | I -> R                | S(1) -> R, P -> S(1)                  |
 
-With several axes, tensor and sequence parallelism take the last (the fastest links) and data parallelism the others.
-A gather over all axes at once (FSDP's) sends a rank's own piece through the slow links, and so do two that go over the
-slow axis first: pieces along another dim than the fast axis has allow that.
+With several axes, tensor and sequence parallelism take the last one (the fastest links) and data parallelism the
+others. FSDP gathers over all axes at once, so each rank's own shard crosses the slow links. Two gathers do the same if
+the slow axis comes first, which is possible if the two axes shard different dims.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from autoparallel.layout import Placement, RedistributionTable
 from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES
 from autoparallel.strategies.space import StrategySpace, TensorUse
 
+#: Penalties: of what a role may need, and the upper bound of an edge's penalties.
 LITTLE, IMPOSSIBLE = 1e-2, 1e6
 NAMES = ("ddp", "fsdp", "tensor_parallel", "sequence_parallel")
 _ROLES = {"ddp": ("data", "data"), "fsdp": ("shard", "shard"), "tensor_parallel": ("data", "tensor"),
@@ -39,7 +40,7 @@ _ROLES = {"ddp": ("data", "data"), "fsdp": ("shard", "shard"), "tensor_parallel"
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """Faults of choices and links under one role per mesh axis."""
+    """Penalties of strategies and redistributions under one role per mesh axis (see `pricing.Penalties`)."""
 
     name: str
     space: StrategySpace
@@ -47,17 +48,19 @@ class Baseline:
     _made: dict[tuple[bool, TensorMeta], np.ndarray] = field(default_factory=dict, repr=False)
 
     def decision_penalties(self, index: int) -> np.ndarray:
-        """Faults by strategy of a site: a parameter or input that lies otherwise than its role says."""
+        """Penalties of a decision, by strategy: mesh axes on which a parameter or input is not laid out as the role
+        says."""
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
         penalties = np.zeros(len(s.strategies))
         if decision.kind not in ("parameter", "input"):
             return penalties
         for axis, role in enumerate(self.roles):
-            good = self._good_rows(index, axis, role)
-            penalties += ~np.array([r in good for r in s.array[:, axis]], dtype=bool)
+            allowed = self._allowed_by_role(index, axis, role)
+            penalties += ~np.array([r in allowed for r in s.array[:, axis]], dtype=bool)
         return penalties
 
-    def _good_rows(self, index: int, axis: int, role: str) -> set[int]:
+    def _allowed_by_role(self, index: int, axis: int, role: str) -> set[int]:
+        """The axis strategies of a parameter or input that its role allows."""
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
         rows = {row.outputs[0]: r for r, row in enumerate(s.axis_strategies)}
         possible = {s.axis_strategies[r].outputs[0]: r for r in set(s.array[:, axis].tolist())}
@@ -68,7 +71,7 @@ class Baseline:
         if role == "shard" and shards:
             return {possible[p] for p in (shards if len(self.roles) > 1 else shards[:1])}
         if role in ("tensor", "sequence") and shards and index in self._matrices:
-            vector = len(s.output_metas[0].shape) < 2  # the bias of a matrix lies as the matrix makes it
+            vector = len(s.output_metas[0].shape) < 2  # a bias is laid out as the product's result
             return {possible[p] for p in shards} | (whole if vector else set())
         return whole
 
@@ -77,7 +80,8 @@ class Baseline:
         return _matrix_parameters(self.space)
 
     def use_penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
-        """Faults by (strategy of source, strategy of target): steps on the way that the roles do not allow."""
+        """Penalties of a use, by (source strategy, target strategy): redistribution steps that the roles do not
+        allow."""
         rows = self.space.strategy_sets[use.source].outputs[use.output]
         columns = self.space.strategy_sets[use.target].inputs[use.position]
         return np.minimum(self._penalties(use, table)[np.ix_(rows, columns)], IMPOSSIBLE)
@@ -88,10 +92,12 @@ class Baseline:
         key = (of_parameter, meta)
         if key not in self._made:
 
-            def fault(axis: int, source: Placement, target: Placement, before: np.ndarray, _: np.ndarray) -> np.ndarray:
+            def penalty(
+                axis: int, source: Placement, target: Placement, before: np.ndarray, _: np.ndarray
+            ) -> np.ndarray:
                 return np.full(len(before), step_penalty(self.roles[axis], of_parameter, meta, source, target))
 
-            self._made[key] = table.sum_along(fault)
+            self._made[key] = table.sum_along(penalty)
         return self._made[key]
 
     def _is_parameter_read(self, index: int) -> bool:
@@ -101,10 +107,10 @@ class Baseline:
 
 
 def step_penalty(role: str, of_parameter: bool, meta: TensorMeta, source: Placement, target: Placement) -> float:
-    """0 for a local step and for what the role is made of, little for what it may need, 1 for anything else."""
+    """0 for local steps and the role's own communication, `LITTLE` for what it may need, 1 for anything else."""
     actions = ACTIONS[source.kind, target.kind]
     pair = source.kind + target.kind
-    if pair == "SP":  # the way round: zeros and a sum instead of a gather
+    if pair == "SP":  # zeros and a sum instead of a gather
         return 1.0
     if meta.num_elements <= 1 or not (set(actions) if meta.requires_grad else {actions[0]}) & COLLECTIVES:
         return 0.0
@@ -118,19 +124,19 @@ def step_penalty(role: str, of_parameter: bool, meta: TensorMeta, source: Placem
 
 
 def _matrix_parameters(space: StrategySpace) -> frozenset[int]:
-    """Parameters that a matrix product or convolution reads, also through views."""
+    """Decisions of parameters that matrix products or convolutions read, also through views."""
     found: set[int] = set()
     for use in reversed(space.uses):
         rule = space.strategy_sets[use.target].rule
         passes_on = (rule is not None and rule.alias) or space.decisions[use.target].kind == "shared_read"
-        heavy = rule is not None and rule.op_class in ("matmul", "conv")
-        if heavy or (passes_on and use.target in found):
+        product = rule is not None and rule.op_class in ("matmul", "conv")
+        if product or (passes_on and use.target in found):
             found.add(use.source)
     return frozenset(found)
 
 
 def baseline(name: str, space: StrategySpace) -> Baseline:
-    """The baseline of that name for a strategy space. Raises PlanError for an unknown name."""
+    """The baseline ``name`` on a strategy graph. Raises PlanError for an unknown name."""
     if name not in _ROLES:
         raise PlanError(f"unknown baseline {name!r}; there are {list(NAMES)}")
     outer, last = _ROLES[name]

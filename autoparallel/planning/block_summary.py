@@ -1,4 +1,4 @@
-"""Layouts block by block: equal blocks with equal strategies are told once."""
+"""Layouts by block; equal blocks with equal strategies share an entry."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from autoparallel.layout import layout_str
 from autoparallel.plans import BlockLayouts
 from autoparallel.strategies.space import Strategy, StrategySpace
 
-#: Ops worth a line: those that cost something or join the others.
-_DULL = ("aten.reshape.", "aten.permute.", "aten.expand.", "aten.slice.", "aten.select.", "aten.detach.")
+#: Op name prefixes left out of the summary: views.
+_OMITTED = ("aten.reshape.", "aten.permute.", "aten.expand.", "aten.slice.", "aten.select.", "aten.detach.")
 
 
 def block_layouts(space: StrategySpace, strategies: Sequence[Strategy]) -> tuple[BlockLayouts, ...]:
-    """One entry per distinct block and set of strategies, in execution order; everything outside blocks comes first."""
+    """One entry per distinct block and its strategies, in execution order; ops outside blocks come first."""
     blocks, nodes = find_blocks(space.graph), space.graph.nodes
     decision_of = {decision.node: decision.index for decision in space.decisions if decision.kind == "op"}
     inside = {index for block in blocks for index in block.nodes}
     outside = [index for index in decision_of if index not in inside and _is_told(nodes[index])]
     found: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
-    told: dict[int, list[int]] = {}  # which ops of the blocks of a template
+    listed: dict[int, list[int]] = {}  # by template, positions of the listed ops in a block
     known: dict[object, tuple[tuple[str, str, str], ...]] = {}
 
     def lines(ops: Sequence[int], path: str) -> tuple[tuple[str, str, str], ...]:
@@ -31,9 +31,9 @@ def block_layouts(space: StrategySpace, strategies: Sequence[Strategy]) -> tuple
     if outside:
         found[lines(outside, "")] = ["outside blocks"]
     for block in blocks:
-        if block.template not in told:
-            told[block.template] = [place for place, index in enumerate(block.nodes) if _is_told(nodes[index])]
-        ops = [block.nodes[place] for place in told[block.template]]
+        if block.template not in listed:
+            listed[block.template] = [place for place, index in enumerate(block.nodes) if _is_told(nodes[index])]
+        ops = [block.nodes[place] for place in listed[block.template]]
         seen = (block.template, tuple([strategies[decision_of[index]] for index in ops]),
                 tuple([nodes[index].module_path[len(block.path):] for index in ops]))
         if seen not in known:
@@ -43,10 +43,10 @@ def block_layouts(space: StrategySpace, strategies: Sequence[Strategy]) -> tuple
 
 
 def _is_told(node: Node) -> bool:
-    return any(m.requires_grad for m in node.outputs) and not node.op_name.startswith(_DULL)
+    return any(m.requires_grad for m in node.outputs) and not node.op_name.startswith(_OMITTED)
 
 
 def _name(node: Node, path: str) -> str:
-    """Where in its block an op is, and what it is."""
+    """Module path within the block, and op name."""
     where = node.module_path.removeprefix(path).lstrip(".")
     return f"{where} {node.op_name.removeprefix('aten.').rsplit('.', 1)[0]}".strip()

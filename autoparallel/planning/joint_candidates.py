@@ -1,6 +1,6 @@
-"""What combinations there are of pipeline, mesh, micro-batches, ZeRO and recompute, and the seconds of each.
+"""Candidates of the joint search: combinations of pipeline, mesh, micro-batches, ZeRO stage and recompute.
 
-Every combination is priced on a sketch of the model, in a fraction of a second, those first that promise most.
+Each candidate is estimated on a reduced-depth model, in a fraction of a second, the most promising ones first.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 
+#: Time limit and gap of one estimate's search.
 SOLVE_S, SOLVE_GAP = 3.0, 0.02
+#: Share of the remaining time for the candidates of the first round.
 SHARE_OF_FIRST = 0.7
-#: How much of the logarithm of estimate / bound another candidate need not share, for each step between the two.
+#: Largest change of log(estimate / bound) per step between candidates; the ratio of candidates that do not fit.
 SPREAD, UNFIT = 0.25, 4.0
-#: Steps between gathering parameters for each use and not: what the one takes says little of the other.
+#: Steps between ZeRO-3 and other stages, whose ratios say little about each other.
 FAR = 3.0
-#: Above so many times the best estimate a bound is enough.
+#: Above this multiple of the best estimate a lower bound suffices.
 WORTH = 1.35
+#: Limits: pipeline ranks, inner mesh axis, micro-batches, rounds of micro-batches over a pipeline, stages per rank.
 MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the user decides; None is searched."""
+    """The user's choices; None is searched."""
 
     micro_batches: int | None = None
     pipeline_stages: int | None = None
@@ -56,14 +59,17 @@ class Fixed:
     replicas: tuple[int, ...] = ()
 
 
-#: Labels for the sites of a space of the whole model.
+#: Makes the strategies with which a search on the whole model's strategy graph begins.
 First = Callable[[StrategySpace], Sequence[Strategy]]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination, with its estimated seconds (inf: does not fit) and the plan of a sketch that they are of, which
-    was given ``room``, a share of the memory limit."""
+    """One combination of step configuration and stage mesh.
+
+    ``estimate_s``: estimated seconds of a step, or a lower bound (inf: no plan that fits). ``first``: the strategies of
+    the estimate's plan (None: there is none). ``room``: the share of the memory limit that the estimate was given.
+    """
 
     hybrid: Hybrid
     mesh_shape: tuple[int, ...]
@@ -73,20 +79,23 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Hybrid, tuple[int, ...]]:
-        """What it combines."""
+        """The combination, without its estimate."""
         return self.hybrid, self.mesh_shape
 
     @property
     def is_bound(self) -> bool:
-        """Whether the seconds are a bound, of no plan."""
+        """Whether ``estimate_s`` is a lower bound, without a plan."""
         return self.first is None and self.estimate_s < math.inf
 
 
 @dataclass(frozen=True)
 class Survey:
-    """Candidates that were estimated, the best first; how many more cannot fit or have a bound above the best estimate,
-    for how many there was no time, below how many seconds no step of any that may fit can be, and bytes that each
-    needs at least."""
+    """The result of a joint search's estimates.
+
+    ``candidates``: those estimated, best first. ``pruned``: the number of others that cannot fit, or whose bound
+    exceeds the best estimate. ``left``: the number for which there was no time. ``bound_s``: a lower bound of the step
+    over all candidates that may fit. ``least_bytes``: the smallest memory that any candidate needs.
+    """
 
     candidates: tuple[Candidate, ...]
     pruned: int
@@ -96,7 +105,7 @@ class Survey:
 
     @property
     def without_plan(self) -> int:
-        """For how many no plan that fits was found (there is none, or it takes longer than an estimate may)."""
+        """The number of candidates without a plan that fits (none exists, or the estimate's search ran out of time)."""
         return sum(c.estimate_s == math.inf for c in self.candidates)
 
 
@@ -105,7 +114,7 @@ def divisors(n: int) -> list[int]:
 
 
 class JointSearch:
-    """Estimates combinations for one program on one cluster."""
+    """Enumerates and estimates candidates for one program on one cluster."""
 
     def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float) -> None:
         self.known: dict[tuple[Hybrid, tuple[int, ...]], Candidate] = {}
@@ -117,11 +126,11 @@ class JointSearch:
         self._live: dict[str, Mapping[tuple[str, bool], float]] = {}
         self._least: dict[int, tuple[float, float]] = {}
 
-    # --- what there is ----------------------------------------------------------------------------------------------
+    # --- enumeration ------------------------------------------------------------------------------------------------
 
     def shapes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """(pipeline ranks, mesh of a stage): pipelines of all lengths, stages of one or two axes, the last within
-        hosts' reach."""
+        """All (pipeline ranks, mesh of a stage): pipelines of all lengths, stages of one or two axes, the inner axis of
+        at most `MOST_INNER` ranks."""
         count, fixed = self.cluster.num_devices, self.fixed
         if fixed.mesh_shape is not None:
             whole = fixed.pipeline_stages in (None, 1)
@@ -132,7 +141,7 @@ class JointSearch:
                 continue
             rest = count // ranks
             for inner in divisors(rest):
-                if inner == rest > 1:  # the same single axis as with 1
+                if inner == rest > 1:  # the same mesh as with inner == 1
                     continue
                 if inner <= MOST_INNER and (rest <= 8 or inner in (1, 2, 4, 8, 16, 32, 64)):
                     yield ranks, (rest,) if inner == 1 else (rest // inner, inner)
@@ -144,7 +153,7 @@ class JointSearch:
         return stages is None or (stages % ranks == 0 and (ranks > 1) == (stages > 1))
 
     def micro_batches(self, ranks: int) -> list[int]:
-        """Counts of micro-batches: for a pipeline whole rounds over its ranks, if the batch has such divisors."""
+        """Possible numbers of micro-batches; for a pipeline multiples of its ranks, if the batch has such divisors."""
         if self.fixed.micro_batches is not None:
             return [self.fixed.micro_batches]
         found = [m for m in divisors(self.batch) if m <= max(MOST_TURNS, MOST_ROUNDS * ranks)]
@@ -155,8 +164,8 @@ class JointSearch:
         return [m for m in found if m % ranks == 0] or [m for m in found if m >= ranks][:3] or found[-1:]
 
     def hybrids(self, ranks: int, micro_batches: int) -> Iterator[Hybrid]:
-        """The first round: 1F1B, and interleaved with several stages on a rank (what a long pipeline needs that has not
-        many times more micro-batches than ranks); parameters gathered per step or per use."""
+        """The first round's step configurations: 1F1B, and interleaved with several stages per rank (for long pipelines
+        with few micro-batches per rank); parameters gathered per step or per use."""
         fixed = self.fixed
         for (schedule, stages), recompute, zero in itertools.product(
             self._schedules(ranks),
@@ -168,13 +177,13 @@ class JointSearch:
     def _valid(
         self, micro_batches: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str
     ) -> Iterator[Hybrid]:
-        """The combination, if it is one."""
+        """The step configuration, if it is valid; else nothing."""
         with suppress(PlanError):
             yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
-        """Schedules of the first round, with their stages."""
+        """The first round's schedules and their numbers of stages."""
         fixed = self.fixed
         several = self._chunks(ranks)
         even = [c for c in several if self.reduced_model.num_blocks % (c * ranks) == 0]
@@ -185,8 +194,8 @@ class JointSearch:
         return [(fixed.schedule or ("1f1b" if n == ranks else "interleaved"), n) for n in counts]
 
     def around(self, best: Candidate) -> Iterator[Candidate]:
-        """What the first round left out around one of its best: other schedules, ZeRO stages and recompute; half and
-        twice the micro-batches and inner axis, with as many stages on a rank as there may be."""
+        """Neighbours of a candidate that the first round leaves out: other schedules, ZeRO stages and recompute; and
+        half or twice the micro-batches and the inner axis, with all possible numbers of stages per rank."""
         h, fixed, ranks = best.hybrid, self.fixed, best.hybrid.pipeline_ranks
         recompute = [fixed.recompute] if fixed.recompute else ["none", "selective", "full"]
         counts = [fixed.pipeline_stages] if fixed.pipeline_stages else [c * ranks for c in self._chunks(ranks)]
@@ -198,7 +207,7 @@ class JointSearch:
                 for hybrid in self._valid(h.micro_batches, count, ranks, schedule, zero, again):
                     yield Candidate(hybrid, best.mesh_shape)
         for micro_batches, shape, again, count in itertools.product(
-            _beside(h.micro_batches, self.micro_batches(ranks)),
+            _neighbours(h.micro_batches, self.micro_batches(ranks)),
             [shape for count, shape in self.shapes() if count == ranks and _near(shape, best.mesh_shape)],
             recompute, counts,
         ):
@@ -207,11 +216,11 @@ class JointSearch:
                 yield Candidate(hybrid, shape)
 
     def _chunks(self, ranks: int) -> list[int]:
-        """How many stages a rank of so many may have."""
+        """The possible numbers of stages per rank."""
         most = MOST_CHUNKS if ranks > 1 else 1
         return [c for c in range(1, most + 1) if c * ranks <= max(1, self.reduced_model.num_blocks)]
 
-    # --- what it costs ----------------------------------------------------------------------------------------------
+    # --- estimates --------------------------------------------------------------------------------------------------
 
     def _micro(self, count: int) -> MicroBatches:
         if count not in self._split:
@@ -226,7 +235,7 @@ class JointSearch:
         return self._prices[key]
 
     def estimate(self, candidate: Candidate, best_s: float = math.inf) -> Candidate:
-        """The candidate with its estimated seconds; with a bound only (and no `first`) above `WORTH` times the best."""
+        """The candidate with its estimate; above `WORTH` times ``best_s`` with a lower bound only (`first` is None)."""
         h, limit = candidate.hybrid, candidate.room * self.limit
         prices = self._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
         counts, held = self.reduced_model.counts(prices.space), self.reduced_model.held(prices.space, h)
@@ -234,13 +243,13 @@ class JointSearch:
         problem = pricer.full()
         if least_live_bytes(problem, len(prices.space)) > limit:
             return replace(candidate, estimate_s=math.inf)
-        least = min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)  # seconds of a step for one of all its ranks
-        ways = [pricer]  # what may run beside compute counts as hidden as far as it may, then not at all
+        least = min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)  # step seconds per second of work on one rank
+        pricers = [pricer]  # first with overlap counted as far as possible, then without
         if (share := least_exposed(pricer)) != pricer.exposed:
-            ways.insert(0, pricer.exposing(share))
+            pricers.insert(0, pricer.exposing(share))
         made = []
-        for way in ways:
-            found = plan_within(way.full_like(problem), SOLVE_GAP, SOLVE_S, way, WORTH * best_s / least)
+        for priced in pricers:
+            found = plan_within(priced.full_like(problem), SOLVE_GAP, SOLVE_S, priced, WORTH * best_s / least)
             if found is not None and found.choice is not None:
                 made.append(self._judged(candidate, pricer, found))
             elif not made:
@@ -248,30 +257,31 @@ class JointSearch:
         return min(made, key=lambda c: c.estimate_s)
 
     def _judged(self, candidate: Candidate, pricer: SpacePricer, found: Outcome) -> Candidate:
-        """The candidate with a plan of its sketch, and the seconds of a step of that."""
+        """The candidate with a plan of the reduced-depth model, and the step seconds of that."""
         assert found.choice is not None
         strategies = pricer.strategies_of(found.choice)
         first = partial(self.reduced_model.strategies, small=pricer.space, strategies=strategies)
-        # Many blocks that do not all do the same come near the bound, which the few of a sketch cannot.
+        # Many blocks with different strategies can come near the bound; the few of the reduced-depth model cannot.
         share = found.lower_bound / found.objective if self.reduced_model.twins else 1.0
         return replace(candidate, estimate_s=share * estimate(pricer, strategies), first=first)
 
     def least_bytes(self, candidate: Candidate) -> float:
-        """A bound below the peak: parameters, and what lives from forward to backward, cut evenly over all devices."""
+        """A lower bound of peak bytes: state and tensors live between forward and backward, divided evenly over all
+        devices."""
         h = candidate.hybrid
         kept = self._kept(h.recompute)
         chunks = range(0, h.stages, h.pipeline_ranks)
         copies = sum(in_flight(h, stage) for stage in chunks) / len(chunks)
         always = kept["state", True] / h.pipeline_ranks + kept["state", False]
-        copies = 0.0 if h.recompute == "offload" else copies  # which lie on the host
+        copies = 0.0 if h.recompute == "offload" else copies  # they are in the host's memory
         micro_batches = (
             kept["micro_batch", True] * copies / h.pipeline_ranks + kept["micro_batch", False]
         ) / h.micro_batches
         return (always + micro_batches) / math.prod(candidate.mesh_shape)
 
     def _kept(self, recompute: str) -> Mapping[tuple[str, bool], float]:
-        """Bytes of the whole program that are there between forward and backward: of the state or of a turn, and inside
-        the blocks or not."""
+        """Bytes of the whole program that live between forward and backward, by ("state" or "micro_batch", whether
+        inside blocks)."""
         if recompute not in self._live:
             space = self._whole
             inside = self.reduced_model.inside(space)
@@ -290,16 +300,16 @@ class JointSearch:
 
     @cached_property
     def _whole(self) -> StrategySpace:
-        """The program of the whole batch on one device."""
+        """The strategy graph of the whole batch on one device."""
         return StrategySpace(self.reduced_model.graph, (1,))
 
     def _whole_prices(self, spread: int) -> Prices:
         return Prices(self._whole, self.cluster, self.optimizer, stages=self.cluster.num_devices, spread=spread)
 
     def oddity(self, candidate: Candidate) -> float:
-        """Factors of two by which a candidate is not what people would try: its inner axis is not a host, a turn has
-        fewer samples than pieces to make of them, and (four times, for what does not fit is of no use) what its bound
-        leaves of memory is less than half. An order to begin with, and no more."""
+        """How unusual a candidate is, in factors of two: an inner axis that is not a host, fewer samples per
+        micro-batch than shards of them, and (weight 4) a memory bound above half the limit. It only sets the initial
+        order."""
         shape, host = candidate.mesh_shape, self.cluster.links[0].num_devices
         inner = shape[-1] if len(shape) > 1 or shape[0] <= host else 1
         samples, shards = self.batch / candidate.hybrid.micro_batches, math.prod(shape) / inner
@@ -308,15 +318,15 @@ class JointSearch:
         return abs(math.log2(inner / min(host, math.prod(shape)))) + few + 4 * full
 
     def floor(self, candidate: Candidate) -> float:
-        """A bound below the estimate: each op of the whole batch cut evenly over all devices of its stage, and no
-        communication."""
+        """A lower bound of the estimate, in seconds: each op of the batch divided evenly over the devices of its stage,
+        without communication."""
         h = candidate.hybrid
         forward, backward = self._least_compute(h.micro_batches * math.prod(candidate.mesh_shape))
         again = 2.0 if h.recompute == "full" else 1.0
         return equal_stages_s(h, h.micro_batches * (again * forward + backward))
 
     def _least_compute(self, shards: int) -> tuple[float, float]:
-        """Seconds (forward, backward) of one of so many even pieces of the program's ops."""
+        """Seconds (forward, backward) of the program's ops, each divided evenly into ``shards``."""
         if shards not in self._least:
             space, found, prices = self._whole, [0.0, 0.0], self._whole_prices(shards)
             for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
@@ -328,8 +338,8 @@ class JointSearch:
         return self._least[shards]
 
     def run(self, deadline: float = math.inf) -> Survey:
-        """All candidates worth an estimate, best first; those known already are not estimated again. One of each length
-        of pipeline comes before all others."""
+        """Estimate the promising candidates, until ``deadline`` (`time.monotonic`); known ones are not estimated again.
+        One candidate of each pipeline length comes first."""
         first = [
             Candidate(hybrid, shape)
             for ranks, shape in self.shapes()
@@ -340,7 +350,7 @@ class JointSearch:
         seen = {c.hybrid.pipeline_ranks for c in self.known.values()}
         for ranks in sorted({c.hybrid.pipeline_ranks for c in first} - seen):
             self._estimate_all([c for c in first if c.hybrid.pipeline_ranks == ranks], deadline, math.inf, most=1)
-        for patience in (1.0, math.inf):  # what promises to be better, then whatever may be
+        for patience in (1.0, math.inf):  # first those expected to be better, then those that may be
             now = time.monotonic()
             self._estimate_all(first, now + SHARE_OF_FIRST * (deadline - now), patience)
             expanded: set[object] = set()
@@ -359,14 +369,14 @@ class JointSearch:
                       bound_s, min(map(self.least_bytes, tried.values()), default=math.inf))
 
     def _best_outside(self, seen: set[object]) -> Candidate | None:
-        """Of the three best that fit one that was not seen yet."""
+        """One of the three best candidates that fit whose key is not in ``seen``, or None."""
         fit = [c for c in self.known.values() if c.estimate_s < math.inf]
         return next((c for c in sorted(fit, key=lambda c: c.estimate_s)[:3] if c.key not in seen), None)
 
     def _estimate_all(self, candidates: Sequence[Candidate], deadline: float, patience: float, most: float = math.inf
                       ) -> None:
-        """Estimate those whose bound is below the best estimate and that may fit, the most promising first, as long as
-        they promise less than ``patience`` times the best; at ``most`` so many."""
+        """Estimate at most ``most`` of those that may fit and whose bound is below the best estimate, the most
+        promising first, while their expected seconds are below ``patience`` times the best."""
         best = min((c.estimate_s for c in self.known.values()), default=math.inf)
         new = [c for c in candidates if c.key not in self.known and self.least_bytes(c) <= self.limit]
         order = _Promise(new, self.floor, self.oddity, self.least_bytes)
@@ -380,11 +390,11 @@ class JointSearch:
 
 
 class _Promise:
-    """Which candidate to estimate next: the one with the least expected seconds.
+    """The order of estimates: by expected seconds, bound times expected ratio of estimate to bound.
 
-    Estimates exceed bounds by what is sent and what does not divide, alike for candidates that are alike: each factor
-    of two in ranks, axes or micro-batches, and each other difference, is a step, and the excess (as a logarithm) is
-    expected to fall by at most `SPREAD` a step. What is odd (`JointSearch.oddity`) is expected to be dear at first.
+    The ratio (communication, uneven division) is similar for similar candidates. Each factor of two in ranks, axes or
+    micro-batches, and each other difference, is one step; log(ratio) changes by at most `SPREAD` per step. Before any
+    estimate, unusual candidates (`JointSearch.oddity`) are expected to be expensive.
     """
 
     def __init__(self, candidates: Sequence[Candidate], floor: Callable[[Candidate], float],
@@ -392,12 +402,13 @@ class _Promise:
         self.candidates, self.floor, self.least_bytes = list(candidates), floor, least_bytes
         self.bytes = np.array([least_bytes(c) for c in self.candidates])
         self.floors = np.array([floor(c) for c in self.candidates])
-        self.places = np.array([_place(c) for c in self.candidates])
+        self.coordinates = np.array([_coordinates(c) for c in self.candidates])
         self.excess = SPREAD * np.array([oddity(c) for c in self.candidates])
         self.open = np.ones(len(self.candidates), bool)
 
     def next(self, best_s: float, patience: float) -> Candidate | None:
-        """None where all have a bound above the best estimate, or promise more than ``patience`` times it."""
+        """The open candidate with the least expected seconds; None if all bounds exceed ``best_s``, or all expected
+        seconds ``patience`` times that."""
         expected = np.where(self.open & (self.floors < best_s), self.floors * np.exp(self.excess), math.inf)
         if min(expected, default=math.inf) >= patience * best_s:
             return None
@@ -406,23 +417,23 @@ class _Promise:
         return self.candidates[number]
 
     def learn(self, candidate: Candidate) -> None:
-        """Take an estimate into account; what does not fit counts as `UNFIT` times its bound, for what needs as much
-        memory or more."""
+        """Update expected ratios by an estimate. One that does not fit counts as `UNFIT`, for candidates that need as
+        much memory or more."""
         if not len(self.candidates):
             return
-        steps = np.abs(self.places - np.array(_place(candidate))).sum(axis=1)
+        steps = np.abs(self.coordinates - np.array(_coordinates(candidate))).sum(axis=1)
         excess = math.log(min(candidate.estimate_s / self.floor(candidate), UNFIT)) - SPREAD * steps
         equivalent = (candidate.estimate_s < math.inf) | (self.bytes >= self.least_bytes(candidate))
         self.excess = np.where(equivalent, np.maximum(self.excess, excess), self.excess)
 
 
 def _keeping_all(candidate: Candidate) -> Candidate:
-    """Without recompute: a plan may do it for some blocks only."""
+    """The candidate without recompute, for a bound: a plan may recompute some blocks only."""
     return replace(candidate, hybrid=replace(candidate.hybrid, recompute="none"))
 
 
-def _place(candidate: Candidate) -> tuple[float, ...]:
-    """Coordinates in which a step is one difference (gathering parameters for each use is `FAR` from not)."""
+def _coordinates(candidate: Candidate) -> tuple[float, ...]:
+    """Coordinates in which each difference is one step (ZeRO-3 is `FAR` from other stages)."""
     h, shape = candidate.hybrid, candidate.mesh_shape
     inner = shape[-1] if len(shape) > 1 else 1
     sizes = (h.pipeline_ranks, h.stages / h.pipeline_ranks, h.micro_batches, inner)
@@ -430,20 +441,20 @@ def _place(candidate: Candidate) -> tuple[float, ...]:
             float(h.schedule == "zero_bubble"))
 
 
-def _beside(count: int, counts: Sequence[int]) -> list[int]:
-    """The count, the one before it and the one after it."""
+def _neighbours(count: int, counts: Sequence[int]) -> list[int]:
+    """The neighbours of ``count`` in ``counts``, and itself."""
     place = counts.index(count) if count in counts else 0
     return list(counts[max(0, place - 1) : place + 2])
 
 
 def _near(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether the inner axis is the same, half or twice the other."""
+    """Whether the inner axes are equal or differ by a factor of two."""
     inner, by = (s[-1] if len(s) > 1 else 1 for s in (shape, other))
     return max(inner, by) <= 2 * min(inner, by)
 
 
 def least_live_bytes(problem: Problem, micro_batch: int) -> float:
-    """A lower bound on the peak: what must live at the turn from forward to backward, at its smallest."""
+    """A lower bound of peak bytes: each node's smallest strategy, of those live between forward and backward."""
     count = len(problem.nodes)
     begin, end = problem.intervals[:count].T
     return float(problem.usages[:count].each(np.min)[(begin <= micro_batch) & (micro_batch < end)].sum())

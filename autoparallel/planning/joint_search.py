@@ -1,7 +1,7 @@
-"""The joint search: pipeline, mesh, micro-batches, ZeRO, recompute and sharding together.
+"""The joint search of pipeline, mesh, micro-batches, ZeRO stage, recompute and sharding.
 
-Of the combinations with the best estimates, what their sketches do is done in the whole model (a draft), until no
-estimate left is better than the best draft; the search goes on from that.
+The combinations with the best estimates are planned for the whole model: a trial plan takes the strategies of the
+reduced-depth model. This ends when no estimate beats the best trial plan; a full search continues from there.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ from autoparallel.plans import Hybrid, Plan
 from autoparallel.search import NotRepairedError
 from cost_models import Cluster
 
+#: Smallest time limit of the final full search.
 LEAST_FULL_S = 10.0
-#: Until which share of the time there are estimates, and drafts, the first and the second time.
+#: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round.
 ROUNDS = ((0.4, 0.6), (0.75, 0.85))
-MOST_DRAFTS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, DRAFT_S = 40, 8, 1.5, 1.15, 2.0
-#: A candidate that is expected to take so many times as long as the best plan is not searched on.
+#: Most trial plans; most that are tried without one that fits; factors on expected seconds after a failure, and of
+#: pipelines before the first trial plan; time limit of one trial plan.
+MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.15, 2.0
+#: Candidates expected to exceed the best plan by more than this factor get no full search.
 SEARCH_ON = 1.02
-#: What a sketch is given of the memory at least, where plans in full need more than sketches say.
+#: Smallest share of the memory limit that a repeated estimate is given.
 LEAST_ROOM = 0.5
 
 
 @dataclass(frozen=True)
 class JointResult:
-    """The best plan, what was looked at, and how many were planned in full."""
+    """The best plan, the survey of candidates, and the number of trial plans."""
 
     plan: Plan
     survey: Survey
@@ -39,7 +42,7 @@ class JointResult:
 
 
 class InFull(Protocol):
-    """Plans a candidate for the whole model, from what its sketch found on: by a search named, or the user's."""
+    """Plans a candidate for the whole model, beginning with its strategies; by the named search, or the user's."""
 
     def __call__(self, candidate: Candidate, seconds: float, search: str = ...) -> Plan: ...
 
@@ -48,56 +51,61 @@ def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
     in_full: InFull,
 ) -> JointResult:
-    """Estimate all combinations, make drafts of the best until no estimate left beats the best draft, both once more
-    with what the drafts turned out to be, and search on from the best.
+    """The best plan over all combinations that ``fixed`` leaves open.
 
-    A draft does in each block what the sketch's did, made to fit. Raises InfeasibleError when nothing fits.
+    Candidates are estimated, and the best of them get trial plans until no estimate beats the best trial plan. A second
+    round does the same with what the trial plans have shown. The remaining time goes to a full search from the best
+    ones. Raises InfeasibleError if nothing fits, or nothing was planned in time.
     """
     started = time.monotonic()
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes)
-    drafts = _Drafts(in_full, search.estimate)
-    for share_of_estimates, share_of_drafts in ROUNDS:
+    trials = _TrialPlans(in_full, search.estimate)
+    for share_of_estimates, share_of_trials in ROUNDS:
         survey = search.run(started + share_of_estimates * time_limit_s)
-        drafts.add(survey.candidates)
-        drafts.run(started + share_of_drafts * time_limit_s)
-        search.known.update({c.key: c for c in drafts.learnt()})
-    for candidate in drafts.in_order():
+        trials.add(survey.candidates)
+        trials.run(started + share_of_trials * time_limit_s)
+        search.known.update({c.key: c for c in trials.updated()})
+    for candidate in trials.in_order():
         left = started + time_limit_s - time.monotonic()
-        if drafts.best is not None and (left <= 0 or drafts.expected_s(candidate) > SEARCH_ON * drafts.best_s):
+        if trials.best is not None and (left <= 0 or trials.expected_s(candidate) > SEARCH_ON * trials.best_s):
             break
-        drafts.take(candidate, max(LEAST_FULL_S, left))
-    if drafts.best is None:
-        raise drafts.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
-    return JointResult(drafts.best, survey, drafts.planned)
+        trials.take(candidate, max(LEAST_FULL_S, left))
+    if trials.best is None:
+        raise trials.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
+    return JointResult(trials.best, survey, trials.planned)
 
 
 def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: float, time_limit_s: float
                    ) -> InfeasibleError:
-    """Why no combination came as far as a plan: there is none, none fits, or there was no time."""
+    """The error that says why there is no plan: no combination exists, none fits, or time ran out."""
     if survey.left:
         return InfeasibleError(f"no combination was planned within time_limit_s={time_limit_s:g}: give more time")
     if survey.pruned:
         error = InfeasibleError(
             f"none of {survey.pruned} combinations of pipeline, mesh and micro-batches fits in {limit_bytes:,.0f} "
             f"bytes: each needs more than {survey.least_bytes:,.0f} bytes on a device (parameters, optimizer state and "
-            "what backward needs, cut evenly). Raise memory_limit_bytes or use more devices.")
+            "saved tensors, divided evenly). Raise memory_limit_bytes or use more devices.")
         error.needed_bytes = survey.least_bytes  # type: ignore[attr-defined]
         return error
     asked = {name: value for name, value in vars(fixed).items() if value not in (None, ())}
-    return InfeasibleError(f"no combination of pipeline, mesh and micro-batches on {cluster.num_devices} devices goes "
-                           f"with {', '.join(f'{name}={value!r}' for name, value in asked.items())}: fix less of it")
+    return InfeasibleError(f"no combination of pipeline, mesh and micro-batches on {cluster.num_devices} devices "
+                           f"allows {', '.join(f'{name}={value!r}' for name, value in asked.items())}: "
+                           "fix fewer options")
 
 
 def _needed_bytes(error: AutoparallelError) -> float:
     return float(getattr(error, "needed_bytes", math.inf))
 
 
-class _Drafts:
-    """Plans of the whole model, those first that are expected to be best: by their estimate, times what plans of their
-    kind of pipeline turned out to be over theirs. (Stages are never quite equal, and the more of them the less.) Of a
-    kind of pipeline not tried yet the least that others turned out to be over theirs is expected, and at first
-    `PIPELINE_EXCESS`; of what was given less room nothing more. What a sketch says fits, and in full does not (some
-    stage has more than its share), is estimated again with as much less room."""
+class _TrialPlans:
+    """Trial plans of the whole model, in order of expected seconds.
+
+    Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline
+    (stages are never quite equal, the less so the more there are). For a kind not tried yet it is the smallest ratio
+    seen with other pipelines, at first `PIPELINE_EXCESS`; for candidates estimated with less memory it is 1. A
+    candidate that fits as a reduced-depth model but not in full (a stage has more than its share) is estimated again
+    with less memory.
+    """
 
     def __init__(self, in_full: InFull, estimate: Callable[[Candidate, float], Candidate]) -> None:
         self.in_full, self.estimate = in_full, estimate
@@ -105,28 +113,28 @@ class _Drafts:
         self.best: Plan | None = None
         self.failure: AutoparallelError | None = None
         self.nearest: AutoparallelError | None = None
-        self.drafted: dict[Candidate, float] = {}
+        self.trial_s: dict[Candidate, float] = {}
         self.plans: dict[Candidate, Plan] = {}
         self.ratios: dict[tuple[int, int, str], float] = {}
         self.failed: dict[Hybrid, float] = {}
 
     def add(self, candidates: Sequence[Candidate]) -> None:
-        """More to make drafts of; while none has an estimate that fits, a few of those that have none."""
-        known = {c.key for c in (*self.drafted, *self.left)}
+        """Add candidates; while none has a finite estimate, a few without one are taken."""
+        known = {c.key for c in (*self.trial_s, *self.left)}
         new = [c for c in candidates if c.key not in known]
         self.left += [c for c in new if c.estimate_s < math.inf]
-        if not self.left and not self.drafted:
+        if not self.left and not self.trial_s:
             self.left = new[:MOST_FAILED]
 
-    def learnt(self) -> Iterator[Candidate]:
-        """Candidates with the seconds of their drafts, or with estimates for less room."""
-        for candidate, seconds in self.drafted.items():
+    def updated(self) -> Iterator[Candidate]:
+        """Candidates with the seconds of their trial plans, or with estimates for less memory."""
+        for candidate, seconds in self.trial_s.items():
             yield replace(candidate, estimate_s=seconds)
         yield from (c for c in self.left if c.room < 1.0)
 
     @property
     def planned(self) -> int:
-        return len(self.drafted)
+        return len(self.trial_s)
 
     @property
     def best_s(self) -> float:
@@ -138,24 +146,25 @@ class _Drafts:
         return h.stages, h.pipeline_ranks, h.schedule
 
     def expected_s(self, candidate: Candidate, excess: float = PIPELINE_EXCESS) -> float:
-        """Seconds of the plan of a candidate: of its draft, where there is one that fits. ``excess``: by what pipelines
-        exceed their estimates, before there is a draft of any."""
-        drafted = self.drafted.get(candidate, math.inf)
-        if drafted < math.inf:
-            return drafted
+        """The expected seconds of a candidate's plan: those of its trial plan, if one fits. ``excess``: the assumed
+        ratio of pipelines to their estimates, before the first trial plan of one."""
+        trial_s = self.trial_s.get(candidate, math.inf)
+        if trial_s < math.inf:
+            return trial_s
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
         typical = min(pipelined, default=excess) if candidate.hybrid.stages > 1 else 1.0
         ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
         return candidate.estimate_s * ratio * self.failed.get(candidate.hybrid, 1.0)
 
     def in_order(self) -> Iterator[Candidate]:
-        """What was drafted, with its draft, the best first; what did not come to fit last."""
-        for c in sorted(self.drafted, key=lambda c: (self.drafted[c], c.estimate_s)):
+        """Candidates with trial plans, best first; those that do not fit last."""
+        for c in sorted(self.trial_s, key=lambda c: (self.trial_s[c], c.estimate_s)):
             yield replace(c, first=self.plans[c].strategies_on) if c in self.plans else c
 
     def run(self, deadline: float) -> None:
-        """Drafts, until none is expected to beat the best; without one that fits, a few when time is up too."""
-        while self.left and self.planned < MOST_DRAFTS:
+        """Make trial plans until no candidate is expected to beat the best; if none fits, a few even after the
+        deadline."""
+        while self.left and self.planned < MOST_TRIALS:
             if time.monotonic() >= deadline and (self.best is not None or self.planned >= MOST_FAILED):
                 break
             promising = [c for c in self.left if self.best is None or self.expected_s(c, 1.0) < self.best_s]
@@ -163,18 +172,18 @@ class _Drafts:
                 break
             candidate = min(promising, key=self.expected_s)
             self.left.remove(candidate)
-            step_s = self.take(candidate, DRAFT_S, "local") if candidate.first is not None else math.inf
-            self.drafted[candidate] = step_s
+            step_s = self.take(candidate, TRIAL_S, "local") if candidate.first is not None else math.inf
+            self.trial_s[candidate] = step_s
             if step_s == math.inf and (again := self._tighter(candidate)) is not None:
                 self.left.append(again)
-            elif step_s == math.inf:  # on other meshes it may need more than sketches say too
+            elif step_s == math.inf:  # estimates may be too low on other meshes as well
                 self.failed[candidate.hybrid] = FAILED_RATIO * self.failed.get(candidate.hybrid, 1.0)
             elif math.isfinite(candidate.estimate_s):
                 self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
 
     def _tighter(self, candidate: Candidate) -> Candidate | None:
-        """What was just found not to fit, estimated so that it should; None where that is not known, or comes to
-        nothing."""
+        """A candidate that did not fit, estimated with less memory; None if its need is unknown or too large, or if the
+        estimate finds no plan."""
         error = self.failure if candidate.first is not None else None
         if not isinstance(error, NotRepairedError):
             return None
@@ -185,7 +194,8 @@ class _Drafts:
         return again if again.first is not None and again.estimate_s < math.inf else None
 
     def take(self, candidate: Candidate, seconds: float, *search: str) -> float:
-        """Plan it, with the stages of its draft if it has one; returns its seconds (inf: none that fits was found)."""
+        """Plan a candidate for the whole model, with the configuration of its trial plan if it has one; returns the
+        step's seconds (inf: no plan that fits was found)."""
         again = candidate
         if candidate in self.plans:
             again = replace(candidate, hybrid=replace(self.plans[candidate].hybrid, cuts=candidate.hybrid.cuts))

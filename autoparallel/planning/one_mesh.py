@@ -1,4 +1,4 @@
-"""One plan, on one mesh: program -> strategy space -> prices -> problem -> solution -> plan."""
+"""One plan on one mesh: program -> strategy graph -> unit costs -> problem -> solution -> plan."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from autoparallel.search.model.problem import Problem, Solution, evaluate
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 
-#: Into how many searches recompute="auto" divides its time.
+#: The number of searches among which recompute="auto" divides its time limit.
 RECOMPUTE_TRIES = 4
-#: The plan by which stages are cut: as good as that, or as good as can be found in so many seconds.
+#: The gap and the time limit of the search whose plan places the cuts.
 ROUGH_GAP, ROUGH_S = 0.02, 3.0
 
 
@@ -44,7 +44,11 @@ def plan_on(
     hybrid: Hybrid,
     first: First | None = None,
 ) -> Plan:
-    """Space, prices, problem, solution, plan; with the CPU seconds of each."""
+    """Plan a program on a mesh of ``cluster``, as `plan_in`, on a new strategy graph.
+
+    ``first`` gives the strategies to begin with. Raises InfeasibleError if nothing fits, SearchError if the time was
+    too short.
+    """
     clock = _Clock()
     space = StrategySpace(micro.body, mesh_shape, axis_names)
     clock.lap("strategies")
@@ -55,7 +59,11 @@ def plan_on(
 def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
              placed: Mapping[str, Layout], hybrid: Hybrid, clock: _Clock | None = None,
              first: First | None = None) -> Plan:
-    """The plan that a search finds; ``first`` gives labels for it to begin with, where pins allow them."""
+    """The best plan found on a strategy graph; ``Plan.evidence.seconds`` has the CPU seconds of each phase.
+
+    ``placed``: layouts of parameters that lie on the mesh already, which stay. ``first``: the strategies with which the
+    search begins, where pins allow them. Raises InfeasibleError (it names conflicting pins), PinError, SearchError.
+    """
     if options.recompute == "auto":
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
     clock = clock or _Clock()
@@ -86,7 +94,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     except InfeasibleError as error:
         raise _naming_pins(error, pricer, options) from None
     clock.lap("search")
-    if penalties is not None:  # told apart from the price of the plan that they led to
+    if penalties is not None:  # the plan is priced without penalties
         strategies, pricer = (
             pricer.strategies_of(solution.choice),
             SpacePricer(prices, limit, allowed, counts=pricer.counts),
@@ -102,7 +110,8 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
 
 def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,
                placed: Mapping[str, Layout], stages: Stages, cluster: Cluster, limit_bytes: float, held: bool) -> Plan:
-    """A solution (if held), or the best plan, for other machines or another memory limit. Raises as `plan` does."""
+    """The solution as a plan (if ``held``), or the best plan, on another cluster or memory limit. Raises as
+    `plan_in`."""
     options = replace(options, memory_limit_bytes=limit_bytes, progress=None,
                       time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
     space, hybrid = pricer.space, pricer.counts.hybrid
@@ -115,38 +124,38 @@ def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, opt
 
 def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock
                    ) -> Solution:
-    """Of a solution, and the one where communication of parameters runs beside compute as far as it may, the faster
-    when run; the latter is judged by the problem where nothing does."""
+    """The faster of two solutions, with overlap simulated: ``solution``, and one searched with only the exposed part of
+    parameter communication counted. The evidence of the second is its additive cost in ``problem``."""
     share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
     if share == (1.0, 1.0) or solution.stop_reason == "interrupted":
         return solution
     hiding = pricer.exposing(share)
     try:
         if left <= 0:
-            raise SearchError(f"the first search took the {options.time_limit_s:g} s that both have")
+            raise SearchError(f"the first search took the {options.time_limit_s:g} s of both")
         found = solve(hiding.full_like(problem), options.search, left, hiding, options.progress, solution.choice)
     except (InfeasibleError, SearchError, KeyboardInterrupt) as error:
-        reason = f"{solution.stop_reason}; not searched for what runs beside compute: {str(error) or 'interrupted'}"
+        reason = f"{solution.stop_reason}; not searched with overlap: {str(error) or 'interrupted'}"
         return replace(solution, stop_reason=reason)
     finally:
-        clock.lap("search beside compute")
+        clock.lap("search with overlap")
     if found.choice == solution.choice:
         return solution
     judged = evaluate(problem, found.choice)
     rival = replace(solution, choice=found.choice, objective=judged.objective, peak_bytes=judged.peak_bytes,
-                    stop_reason="faster beside compute")
+                    stop_reason="faster with overlap")
     return min(solution, rival, key=lambda one: one.objective - hidden_s(pricer, pricer.strategies_of(one.choice)))
 
 
 def _rough_strategies(pricer: SpacePricer) -> list[Strategy] | None:
-    """Labels of about the plan that will be found, by which to cut stages evenly."""
+    """Strategies of an approximate plan, found quickly, for placing the cuts; None if there is none."""
     found = plan_within(pricer.full(), ROUGH_GAP, ROUGH_S, pricer)
     return pricer.strategies_of(found.choice) if found is not None and found.choice is not None else None
 
 
 def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
                       placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
-    """The plan without recompute, if one fits; else the fastest that computes some blocks again."""
+    """The plan without recompute if one fits, else the fastest plan found that recomputes some blocks."""
     started = time.monotonic()
     within = replace(options, recompute=None, time_limit_s=options.time_limit_s / RECOMPUTE_TRIES)
     make = partial(plan_in, space, micro, cluster, within, placed)
@@ -160,7 +169,7 @@ def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluste
 
 
 def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) -> InfeasibleError:
-    """The error; where pins leave no plan, it names a smallest set of them that does."""
+    """The error; if pins are the cause, its message names a smallest conflicting set of them."""
     free = SpacePricer(pricer.prices, pricer.limit_bytes, counts=pricer.counts)
     pins = {
         pattern: {decision: np.searchsorted(free.choices(decision), numbers).tolist()
@@ -188,6 +197,7 @@ def _plan_of(
     clock: _Clock,
     stages: Stages,
 ) -> Plan:
+    """The plan of ``strategies``, with the evidence of ``solution`` and its prediction."""
     space = pricer.space
     judged = evaluate(problem, pricer.choice_of(strategies))
     named = f"baseline {options.baseline}" if options.baseline else "zero_stage=0" if options.zero_stage == 0 else ""
@@ -220,7 +230,7 @@ def _plan_of(
 
 
 def _check_host(prediction: Prediction, cluster: Cluster) -> None:
-    """Raises InfeasibleError when a device's share of its host's memory cannot hold what is offloaded."""
+    """Raises InfeasibleError if the offloaded bytes exceed a device's share of its host's memory."""
     share = cluster.host.memory_bytes / min(cluster.links[0].num_devices, cluster.num_devices)
     if share and prediction.host_bytes > share:
         raise InfeasibleError(f"recompute='offload' needs {prediction.host_bytes:.3g} bytes of the host's memory for "
@@ -229,7 +239,7 @@ def _check_host(prediction: Prediction, cluster: Cluster) -> None:
 
 
 def _placed_choices(space: StrategySpace, placed: Mapping[str, Layout]) -> dict[int, np.ndarray]:
-    """Parameters that lie on the mesh already stay where they are."""
+    """The strategy numbers of parameters that lie on the mesh already: those with their present layout."""
     found = {}
     for decision in space.decisions:
         if decision.kind == "parameter" and decision.path in placed:

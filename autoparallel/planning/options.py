@@ -1,4 +1,4 @@
-"""What users give `plan` and `compile` beside a cluster or mesh: options and calls, checked as they come."""
+"""Options and example calls of `plan` and `compile`, and their checks."""
 
 from __future__ import annotations
 
@@ -78,12 +78,13 @@ class Options:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """``stage_replicas`` as a plan has it: nothing where each stage has one rank."""
+        """``stage_replicas`` as in `Hybrid`: empty if each stage has one rank."""
         found = tuple(self.stage_replicas or ())
         return found if any(ranks != 1 for ranks in found) or len(found) != self.stages else ()
 
     def hybrid(self, pipeline_ranks: int) -> Hybrid:
-        """How a step runs, on so many ranks of the pipeline axis. Raises PlanError for what does not go together."""
+        """The step configuration on ``pipeline_ranks`` ranks of the pipeline axis. Raises PlanError for invalid
+        combinations."""
         micro_batches = 1 if self.micro_batches is None else self.micro_batches
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
@@ -91,7 +92,7 @@ class Options:
                       reduce_dtype=self.reduce_dtype, replicas=self.replicas)
 
     def limit_bytes(self, cluster: Cluster) -> float:
-        """Bytes that a plan may take on a device."""
+        """The memory limit of a plan per device, in bytes."""
         return cluster.device.usable_bytes if self.memory_limit_bytes is None else self.memory_limit_bytes
 
 
@@ -121,7 +122,7 @@ def with_options(function: Callable[P, T]) -> Callable[P, T]:
 def options_of(given: Mapping[str, Any]) -> Options:
     """The options among a function's arguments by name, checked.
 
-    Raises PlanError (of ``search`` SearchError, of ``pins`` PinError) that names the option that cannot be.
+    Raises PlanError that names an unknown or invalid option (SearchError for ``search``, PinError for ``pins``).
     """
     given = {f.name: given[f.name] for f in fields(Options) if f.name in given}
     for name, value in given.items():
@@ -137,7 +138,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What an option may be, in words and as a question."""
+    """The valid values of an option: a description, and a predicate."""
 
     text: str
     holds: Callable[[Any], bool]
@@ -152,7 +153,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_amount(value: Any) -> bool:
-    return _is_number(value) and (0 <= value < 1e300 or value == math.inf)  # what a float can be
+    return _is_number(value) and (0 <= value < 1e300 or value == math.inf)  # the range of a float
 
 
 def _are_counts(value: Any) -> bool:
@@ -170,14 +171,14 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "time_limit_s": _Wanted("seconds as a number, 0 or more", _is_amount),
     "micro_batches": _COUNT,
     "pipeline_stages": _COUNT,
-    "stage_replicas": _Wanted("how many ranks take turns on each stage, for example (1, 3)", _are_counts),
+    "stage_replicas": _Wanted("the number of ranks of each stage, for example (1, 3)", _are_counts),
     "schedule": SCHEDULES,
     "recompute": (*RECOMPUTE, "auto"),
     "zero_stage": (0, 1, 2, 3),
     "reduce_dtype": REDUCE_DTYPES,
     "progress": _Wanted("a function", callable),
 }
-#: Keywords that only one of `plan` and `compile` has, given to the other: whose they are, and what to write.
+#: Keywords of only one of `plan` and `compile`, when given to the other: the owner, and what to write.
 _ELSEWHERE = {
     "joint": "plan: write plan = autoparallel.plan(model, cluster, example_inputs=..., joint=True), then "
              "autoparallel.compile(model, mesh, plan=plan)",
@@ -193,20 +194,21 @@ _ELSEWHERE = {
 _ERRORS: Mapping[str, type[AutoparallelError]] = {"search": SearchError, "pins": PinError}
 
 
-#: Modules that run on several ranks by themselves.
+#: Modules that are distributed already.
 PARALLEL = frozenset({"autoparallel.runtime.module.ParallelModule",
                       "torch.nn.parallel.distributed.DistributedDataParallel",
                       "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"})
 
 
 def check_call(model: Any, inputs: Any, keywords: Any) -> None:
-    """Raises CaptureError for what is no module of one process, InputError for examples that are no arguments."""
+    """Raises CaptureError if ``model`` is not a plain module, InputError if the example arguments have the wrong
+    types."""
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is {shown(model)}: give an instance of torch.nn.Module; of a function, write a "
                            "module whose forward calls it")
     for kind in {type(part): None for part in model.modules()}:
         if issubclass(kind, torch.jit.ScriptModule):
-            raise CaptureError(f"the model has a {kind.__name__} of torch.jit: give the module that it was made of")
+            raise CaptureError(f"the model has a {kind.__name__} of torch.jit: give the original module")
         if not PARALLEL.isdisjoint(f"{base.__module__}.{base.__name__}" for base in kind.__mro__):
             raise CaptureError(f"the model has a {kind.__name__}, which is on several ranks already: give the module "
                                "that it was made of")
@@ -228,12 +230,12 @@ def check_call(model: Any, inputs: Any, keywords: Any) -> None:
 
 
 def check_cluster(cluster: Any) -> Cluster:
-    """A cluster of a name, a file or itself. Raises ClusterError."""
+    """The cluster of a name or a file; a `Cluster` is returned as it is. Raises ClusterError."""
     return cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
 
 
 def check_axes(shape: Any, names: Any, num_devices: int) -> None:
-    """Raises MeshError for what is no mesh, ClusterError for one that is larger than the cluster."""
+    """Raises MeshError for an invalid mesh shape or axis names, ClusterError if the mesh exceeds the cluster."""
     if shape is not None:
         if not _are_counts(shape):
             raise MeshError(f"mesh_shape is {shown(shape)}: give the sizes of the axes, each 1 or more, for example "

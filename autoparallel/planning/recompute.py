@@ -1,4 +1,4 @@
-"""As little recompute as memory allows: which blocks backward computes again, and which keep what they made."""
+"""recompute="auto": the fewest recomputed blocks that memory allows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoparallel.strategies.space import StrategySpace
 
 
 def blocks_by_stage(space: StrategySpace, stages: Stages) -> list[list[str]]:
-    """Paths of the blocks of each stage, in order; a block on several stages is the first one's."""
+    """Paths of the blocks of each stage, in order; a block on several stages belongs to the first."""
     found: list[list[str]] = [[] for _ in range(len(stages))]
     seen: set[str] = set()
     for decision, on in zip(space.decisions, stages.of_decisions(len(space)), strict=True):
@@ -27,11 +27,11 @@ def blocks_by_stage(space: StrategySpace, stages: Stages) -> list[list[str]]:
 
 def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable[[tuple[str, ...]], Plan],
                       deadline: float = float("inf")) -> Plan:
-    """The fastest of the plans that recompute some of the blocks, beginning with ``whole``, which recomputes all.
+    """The fastest plan found that recomputes some blocks; ``whole`` recomputes all of them.
 
-    A stage that holds h micro-batches keeps what b/h of its blocks made, for one number b of all stages: the largest
-    for which ``make(blocks recomputed)`` finds a plan (there must be some), by bisection until `time.monotonic` is at
-    ``deadline``. The first blocks of a stage are those recomputed.
+    A stage with h micro-batches in flight keeps the activations of b / h blocks, for one b of all stages. The largest b
+    for which ``make(paths of recomputed blocks)`` finds a plan is searched by bisection, until `time.monotonic` reaches
+    ``deadline``. At least one block is recomputed; a stage recomputes its first blocks.
     """
     held = [in_flight(whole.hybrid, stage) for stage in range(len(blocks))]
     budgets = sorted({k * h for of_stage, h in zip(blocks, held, strict=True) for k in range(len(of_stage) + 1)})[:-1]
@@ -42,7 +42,7 @@ def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callab
                       for path in of_stage[: max(0, len(of_stage) - budgets[middle] // h)])
         try:
             made = make(again)
-        except (InfeasibleError, SearchError):  # does not fit, or nothing that does was found in time
+        except (InfeasibleError, SearchError):  # does not fit, or no plan was found in time
             high = middle - 1
             continue
         low = middle

@@ -1,7 +1,7 @@
-"""A sketch of a model: of many equal blocks the first, one that stands for all in between, and the last.
+"""The reduced-depth model: of many equal blocks the first, one that stands for all between, and the last.
 
-Prices of a sketch are those of the model (what stands for k blocks counts k times), found in a time that does not grow
-with depth.
+Its costs are those of the model (a block that stands for k blocks counts k times), computed in a time that does not
+grow with depth.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 
 @dataclass(frozen=True)
 class ReducedModel:
-    """``graph`` has fewer nodes than the model; ``stands_for`` says by node name how many nodes of the model each is,
-    for the nodes of equal blocks and what only they read (others are one). ``twins``: the node that stands for each
-    that the sketch lacks."""
+    """A program with fewer blocks than the model.
+
+    ``stands_for``: by node name, the number of the model's nodes that it represents, for nodes of equal blocks and
+    placeholders that only one block reads (other nodes: 1). ``twins``: by name of a removed node, its representative.
+    """
 
     graph: OpGraph
     stands_for: Mapping[str, int]
@@ -31,15 +33,16 @@ class ReducedModel:
     twins: Mapping[str, str]
 
     def counts(self, space: StrategySpace) -> list[int]:
-        """For how many sites of the model each site counts."""
+        """The number of the model's decisions that each decision represents."""
         return [self.stands_for.get(_node_name(decision), 1) for decision in space.decisions]
 
     def inside(self, space: StrategySpace) -> list[bool]:
-        """Whether each site is in a block, or is what only one reads."""
+        """Whether each decision is in a block, or is read by a single block only."""
         return [_node_name(decision) in self.stands_for for decision in space.decisions]
 
     def strategies(self, space: StrategySpace, small: StrategySpace, strategies: Sequence[Strategy]) -> list[Strategy]:
-        """Labels of the model's sites, from those of a sketch's: what a node stands for does as it does."""
+        """Strategies on the model's strategy graph ``space``, copied from ``strategies`` of the representatives on
+        ``small``."""
         known = {decision.name: strategy for decision, strategy in zip(small.decisions, strategies, strict=True)}
         found = []
         for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
@@ -48,13 +51,13 @@ class ReducedModel:
         return found
 
     def held(self, space: StrategySpace, hybrid: Hybrid) -> list[float]:
-        """How much of each site's values the fullest rank of a pipeline holds, in those of one site that has as many
-        micro-batches in flight as the first stage has.
+        """By decision, the number of its values on the fullest pipeline rank, relative to one decision of the first
+        stage (with as many micro-batches in flight).
 
-        Each rank has an even share of the blocks, and of a stage's on several ranks each has all; the first has what
-        comes before them, the last what comes after. One rank is taken to have both, which is a little more than any
-        has. Of a zero-bubble pipeline the last rank has the most gradients of products with parameters that wait for
-        the weights' turn (where blocks run again, all that these need: see `ExecutionCounts`).
+        Each rank has an even share of the blocks; every rank of a replicated stage has all of the stage's. The first
+        rank has what comes before the blocks, the last what comes after; one rank is assumed to have both, a slight
+        overestimate. With zero bubble the last rank holds the most output gradients of deferred weight gradients (with
+        recompute, all saved tensors that these need: see `ExecutionCounts`).
         """
         first, groups = in_flight(hybrid, 0), hybrid.groups
         chunks = range(0, hybrid.stages, len(groups))
@@ -62,8 +65,8 @@ class ReducedModel:
         if hybrid.replicas:
             share = max(ranks * in_flight(hybrid, stage) for stage, ranks in enumerate(groups)) / max(groups) / first
         counted = hybrid.schedule == "zero_bubble" and hybrid.recompute == "none"
-        put_off = (hybrid.pipeline_ranks - 1) / first if counted else 0.0
-        weighed = {use.target for use in space.uses if space.decisions[use.source].kind == "parameter"}
+        deferred = (hybrid.pipeline_ranks - 1) / first if counted else 0.0
+        products = {use.target for use in space.uses if space.decisions[use.source].kind == "parameter"}
         last = in_flight(hybrid, hybrid.stages - 1) / first
         inside = self.inside(space)
         end = max((i for i, held in enumerate(inside) if held), default=len(inside))
@@ -71,7 +74,7 @@ class ReducedModel:
         for decision, count in zip(space.decisions, self.counts(space), strict=True):
             kept = decision.kind in ("parameter", "buffer", "input")
             if inside[decision.index]:
-                copies = share * (1 + put_off * (decision.index in weighed))
+                copies = share * (1 + deferred * (decision.index in products))
                 found.append(count * max(groups) / hybrid.pipeline_ranks * (1.0 if kept else copies))
             else:
                 found.append(1.0 if kept or decision.index <= end else last)
@@ -83,7 +86,7 @@ def _node_name(decision: Decision) -> str:
 
 
 def reduced_model(graph: OpGraph) -> ReducedModel:
-    """The sketch of a program; a program with at most three equal blocks is its own."""
+    """The reduced-depth model of a program; programs with at most three equal blocks stay as they are."""
     templates = equal_blocks(graph)
     twin: dict[int, int] = {}
     stands_for: dict[str, int] = {}
@@ -97,7 +100,7 @@ def reduced_model(graph: OpGraph) -> ReducedModel:
 
 
 def _fold(graph: OpGraph, equivalent: list[Block], twin: dict[int, int], stands_for: dict[str, int]) -> None:
-    """Give each node of the blocks between the second and the last its twin in the second."""
+    """Fill ``twin``: nodes of the blocks between the second and the last are represented by the second's."""
     kept = equivalent[1]
     members = [*kept.nodes, *_parameters(graph, kept)]
     for block in equivalent[2:-1]:
@@ -106,7 +109,7 @@ def _fold(graph: OpGraph, equivalent: list[Block], twin: dict[int, int], stands_
 
 
 def _parameters(graph: OpGraph, block: Block) -> list[int]:
-    """Placeholders that only this block reads, in the order of reading."""
+    """Parameters and buffers that only this block reads, in the order of their first read."""
     inside = set(block.nodes)
     found = dict.fromkeys(
         ref.node for index in block.nodes for ref in graph.nodes[index].inputs

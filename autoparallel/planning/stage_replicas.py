@@ -1,4 +1,4 @@
-"""Stages on several ranks: where a pipeline cannot be cut evenly, fewer stages whose ranks take turns may be faster."""
+"""Replicated stages: if a pipeline cannot be cut evenly, fewer stages on several ranks each may be faster."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from autoparallel.partition.stages import place_cuts, stages_of
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s, step_s
 
-#: A pipeline that takes no more than so many times as long as one of equal stages is even enough.
+#: A pipeline within this factor of one with equal stages counts as even.
 EVEN = 1.05
-#: Of longer pipelines there are too many ways to deal out the ranks.
+#: Longer pipelines have too many ways to distribute their ranks.
 MOST_RANKS = 4
 
 
 def is_uneven(plan: Plan) -> bool:
-    """Whether a pipeline with a rank for each stage, which may be dealt out anew, takes longer than equal stages."""
+    """Whether a pipeline without replicated stages takes longer than `EVEN` times one with equal stages, and is short
+    enough to redistribute its ranks."""
     hybrid, predicted = plan.hybrid, plan.prediction
     equal_s = equal_stages_s(hybrid, hybrid.pipeline_ranks * (predicted.step_s - predicted.waiting_s))
     return not hybrid.replicas and 2 < hybrid.pipeline_ranks <= MOST_RANKS and predicted.step_s > EVEN * equal_s
 
 
 def on_several_ranks(plan: Plan, prices: Prices, loss: int | None) -> Hybrid | None:
-    """The stages on several ranks with which the layouts of a plan, whose stages have a rank each, take least; None
-    where that is no less."""
+    """The fastest configuration with replicated stages for the strategies of ``plan``; None if none is faster than the
+    plan."""
     strategies, best_s, best = plan.strategies_on(prices.space), plan.prediction.step_s, None
     for other in dealt_out(plan.hybrid):
         placed = replace(other, cuts=place_cuts(prices, loss, other, strategies))
@@ -42,8 +43,8 @@ def on_several_ranks(plan: Plan, prices: Prices, loss: int | None) -> Hybrid | N
 
 
 def dealt_out(hybrid: Hybrid) -> Iterator[Hybrid]:
-    """Fewer stages on the same ranks, in all ways for which there are micro-batches. (What divides all stages' ranks
-    could as well be an axis of the stages' mesh.)"""
+    """All configurations with fewer stages on the same ranks that the number of micro-batches allows. (A common divisor
+    of the stages' ranks could be a mesh axis instead, so it is skipped.)"""
     ranks, schedule = hybrid.pipeline_ranks, "gpipe" if hybrid.schedule == "gpipe" else "1f1b"
     for stages in range(2, ranks):
         for ends in itertools.combinations(range(1, ranks), stages - 1):

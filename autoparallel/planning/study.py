@@ -1,4 +1,4 @@
-"""Questions to a plan whose search is still at hand: what else was there, and why this."""
+"""Questions to a plan whose search problem is still in memory: alternatives, costs of strategies, sensitivity."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from autoparallel.search.model.problem import Problem, Solution
 from autoparallel.strategies.space import Strategy
 from cost_models import Cluster
 
-MEANINGFUL = 0.02  # of all ops must run otherwise for a plan to count as another one
+#: Fraction of all ops that must have another strategy for a plan to count as an alternative.
+MEANINGFUL = 0.02
 TIME_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """The problem behind a plan; ``plan_of`` makes a plan of a solution, ``elsewhere`` this plan (if held) or the best
-    one for another cluster and memory limit, with pipeline, mesh and micro-batches as they are."""
+    """The search problem behind a plan, and its solution (implements `plans.answers.Study`).
+
+    ``plan_of``: makes a plan of strategies and a solution. ``elsewhere(cluster, limit_bytes, held)``: this plan (if
+    held) or the best plan on another cluster and memory limit, with the same pipeline, mesh and micro-batches.
+    """
 
     pricer: SpacePricer
     problem: Problem
@@ -32,9 +36,9 @@ class Study:
     elsewhere: Callable[[Cluster, float, bool], Plan]
 
     def alternatives(self, k: int) -> list[Plan]:
-        """The k best plans found in which at least `MEANINGFUL` of the ops run otherwise, cheapest first.
+        """The ``k`` best plans found in which a fraction of at least `MEANINGFUL` of the ops differs, cheapest first.
 
-        Raises PlanError for less than one.
+        Raises PlanError if ``k`` is below 1.
         """
         if not isinstance(k, int) or k < 1:
             raise PlanError(f"alternatives({k!r}): say how many, 1 or more")
@@ -44,9 +48,9 @@ class Study:
         return [self.plan_of(self.pricer.strategies_of(s.choice), s) for s in found]
 
     def explain(self, name: str) -> list[Choice]:
-        """What every strategy of a site (an op, a parameter, an input) would cost, the chosen one first.
+        """The cost of every strategy of a decision (an op, a parameter, an input), the chosen one first.
 
-        The three cheapest others are searched for again with them fixed. Raises PlanError for an unknown name.
+        For the three cheapest others the best plan with them is searched. Raises PlanError for an unknown name.
         """
         space = self.pricer.space
         if not isinstance(name, str) or name not in space.decision_named:
@@ -63,9 +67,9 @@ class Study:
         return [Choice(s.names(s.strategies[int(choices[o.pick])]), o.alone, o.least, o.resolved) for o in options]
 
     def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
-        """What so much more or less bandwidth of each link that ranks use, and memory, would change.
+        """The step time with the bandwidth of each link that the plan crosses, or the memory limit, times each factor.
 
-        Raises PlanError for factors that are none.
+        Raises PlanError for factors that are not positive numbers.
         """
         numbers = isinstance(factors, Sequence) and all(isinstance(f, (int, float)) for f in factors)
         if not numbers or not all(0 < f < math.inf for f in factors):
@@ -87,7 +91,7 @@ class Study:
         return found
 
     def _changes(self, factors: Sequence[float]) -> Iterator[tuple[str, float, Cluster, float]]:
-        """What is changed, by how much, and the cluster and memory limit then."""
+        """(what changes, factor, cluster, memory limit) of each variation."""
         cluster, limit = self.pricer.prices.cluster, self.pricer.limit_bytes
         crossed = {link.name for group in self.pricer.prices.groups for _, link, _ in group.crossed}
         for link in cluster.links:

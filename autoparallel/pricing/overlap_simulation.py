@@ -426,7 +426,7 @@ class _Again:
             self._wait(asked)
 
     def _issue(self, path: Sequence[int]) -> None:
-        """Launch the first gather of ``path`` (last first), after launching and awaiting those before it."""
+        """Launch the gather ``path[0]``; those before it on its path (last first) are launched and awaited."""
         if path[0] in self.still:
             self.still.remove(path[0])
             if path[1:]:

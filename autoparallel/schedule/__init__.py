@@ -1,0 +1,1 @@
+"""When things run in a step: configuration, stages, async windows. See README.md."""
