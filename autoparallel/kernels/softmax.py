@@ -1,4 +1,5 @@
-"""Softmax and its kin, maxima and their places along a cut dim: the ranks exchange a few numbers of each row."""
+"""Softmax, log-softmax, log-sum-exp, and max, min, argmax, argmin along a cut dim: a few numbers per row are exchanged.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ LEAST = (aten.argmin.default, aten.min.dim)
 
 def softmax_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
                       sizes: tuple[tuple[int, int], ...], **kwargs: Any) -> Tensor:
-    """The op (softmax, log_softmax, logsumexp) on a piece of the dims ``dims``, which it goes along; of logsumexp the
-    result is whole."""
+    """softmax, log_softmax or logsumexp ``op`` along cut dims: dim ``dims[i]`` is cut over axis ``axes[i]``. The result
+    is sharded like the input; that of logsumexp is the whole value."""
     given = arguments(op, args, kwargs)
     x: Tensor = given["self"]
     dtype = given.get("dtype") or x.dtype
@@ -45,9 +46,11 @@ def softmax_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[in
 
 def places_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
                      sizes: tuple[tuple[int, int], ...], start: int, **kwargs: Any) -> Any:
-    """The op (argmax, argmin; max and min, which have values too) where dim ``dims[0]``, of which the rank's piece
-    begins at ``start``, is one that it goes along (argmax without a dim: all). Of equal values the first is the one, as
-    in one process."""
+    """argmax, argmin, or max and min with indices, along the cut dim ``dims[0]`` (argmax without a dim: over all).
+
+    ``start``: global offset of the rank's shard; ``sizes[0][0]``: global length. Indices are global; of equal values
+    the first counts, as in one process.
+    """
     given = arguments(op, args, kwargs)
     x: Tensor = given["self"]
     dim, least = dims[0], op in LEAST
@@ -81,7 +84,7 @@ def _place(x: Tensor, dim: int, least: bool) -> Tensor:
 
 
 def _in_order(x: Tensor, dim: int, length: int, start: int, least: bool) -> tuple[Tensor, Tensor]:
-    """Best value of all, and its place in the whole's elements in order, of which dim ``dim`` has ``length``."""
+    """The best value of a shard and its index in the flattened whole tensor, whose dim ``dim`` has ``length``."""
     flat = x.flatten()
     best = _place(flat, 0, least)
     inner = math.prod(x.shape[dim + 1:])
