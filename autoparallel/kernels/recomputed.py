@@ -62,7 +62,7 @@ class _Again:
             self.count += 1
             return self.count - 1
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: self._found()[place]):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda number: self._found()[number]):
             return self.run(*self.values)
 
     def _found(self) -> list[torch.Tensor]:
@@ -94,10 +94,10 @@ def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
     moved: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the tensor, so that its address is not reused
 
     def pack(value: torch.Tensor) -> Any:
-        place = value.untyped_storage().data_ptr()
-        if place in kept or not value.numel():
+        address = value.untyped_storage().data_ptr()
+        if address in kept or not value.numel():
             return value.detach()
-        key = place, value.storage_offset(), value.shape, value.stride(), value.dtype
+        key = address, value.storage_offset(), value.shape, value.stride(), value.dtype
         if key not in moved:
             moved[key] = value, host_copy(value)
         return value.device, moved[key][1]

@@ -56,37 +56,37 @@ def places_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int
     dim, least = dims[0], op in LEAST
     with torch.no_grad():
         if given["dim"] is None:
-            value, place = _in_order(x, dim, sizes[0][0], start, least)
+            value, index = _in_order(x, dim, sizes[0][0], start, least)
         else:
-            place = _place(x, dim, least)
-            value, place = x.gather(dim, place), place + start
+            index = _index(x, dim, least)
+            value, index = x.gather(dim, index), index + start
         for name in axes:
             axis = groups.current(name)
             counts = (1,) * axis.size
-            values, places = (all_gather_tensor(t.unsqueeze(0), axis, 0, counts) for t in (value, place))
-            value = values.gather(0, _place(values, 0, least))
-            equivalent = (values == value) | (values.isnan() & value.isnan())
-            place = torch.where(equivalent, places, torch.iinfo(places.dtype).max).amin(0)
+            values, indices = (all_gather_tensor(t.unsqueeze(0), axis, 0, counts) for t in (value, index))
+            value = values.gather(0, _index(values, 0, least))
+            is_best = (values == value) | (values.isnan() & value.isnan())
+            index = torch.where(is_best, indices, torch.iinfo(indices.dtype).max).amin(0)
             value = value.squeeze(0)
     if given["dim"] is None:
-        return place.reshape((1,) * x.dim() if given["keepdim"] else ())
+        return index.reshape((1,) * x.dim() if given["keepdim"] else ())
     if op in (aten.max.dim, aten.min.dim):
-        own = (place >= start) & (place < start + x.shape[dim])
-        value = x.gather(dim, torch.where(own, place - start, 0)).masked_fill(~own, 0)
+        own = (index >= start) & (index < start + x.shape[dim])
+        value = x.gather(dim, torch.where(own, index - start, 0)).masked_fill(~own, 0)
         for name in axes:
             value = redistribute(value, name, "P", "I")
-        return (value, place) if given["keepdim"] else (value.squeeze(dim), place.squeeze(dim))
-    return place if given["keepdim"] else place.squeeze(dim)
+        return (value, index) if given["keepdim"] else (value.squeeze(dim), index.squeeze(dim))
+    return index if given["keepdim"] else index.squeeze(dim)
 
 
-def _place(x: Tensor, dim: int, least: bool) -> Tensor:
+def _index(x: Tensor, dim: int, least: bool) -> Tensor:
     return x.argmin(dim, keepdim=True) if least else x.argmax(dim, keepdim=True)
 
 
 def _in_order(x: Tensor, dim: int, length: int, start: int, least: bool) -> tuple[Tensor, Tensor]:
     """The best value of a shard and its index in the flattened whole tensor, whose dim ``dim`` has ``length``."""
     flat = x.flatten()
-    best = _place(flat, 0, least)
+    best = _index(flat, 0, least)
     inner = math.prod(x.shape[dim + 1:])
     row, rest = best // inner, best % inner
     outer, own = row // x.shape[dim], row % x.shape[dim]

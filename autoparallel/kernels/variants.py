@@ -66,10 +66,10 @@ def class_cross_entropy(
     top = x.detach().amax(dim=1)
     for name in axes:
         top = all_reduce_tensor(top, groups.current(name), "max")
-    place = target - start
-    own = (place >= 0) & (place < logits.shape[1])
+    column = target - start
+    own = (column >= 0) & (column < logits.shape[1])
     exponentials = torch.exp(x - top.unsqueeze(1)).sum(dim=1)
-    picked = x.gather(1, place.masked_fill(~own, 0).unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
+    picked = x.gather(1, column.masked_fill(~own, 0).unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
     for name in axes:
         exponentials = redistribute(exponentials, name, "P", "I")
         picked = redistribute(picked, name, "P", "I")
