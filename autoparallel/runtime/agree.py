@@ -1,7 +1,5 @@
-"""Ranks agree before they run: one program, one plan, one order of collectives.
-
-A disagreement is an error on every rank, instead of a hang.
-"""
+"""Agreement before a run: ranks compare program, plan and order of collectives, so that a difference is an error on
+every rank instead of a hang."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Failure(NamedTuple):
-    """An error as it travels: whatever its constructor takes, it arrives with its message and its facts."""
+    """An error in picklable form: class, message, attributes. (The class's constructor may take anything.)"""
 
     kind: type[AutoparallelError]
     message: str
@@ -38,10 +36,10 @@ class _Failure(NamedTuple):
 
 
 def agree(what: str, mine: str | _Failure, among: int = 0) -> None:
-    """Compare a digest over all ranks that give the same ``among``.
+    """Compare the digest ``mine`` of ``what`` over the ranks with the same ``among``. All ranks call this.
 
-    Raises LoweringError on every rank, naming those that differ from the first of theirs; where a rank has a failure
-    instead, that.
+    Raises LoweringError on every rank with the ranks that differ from the first of their group; if a rank gives a
+    failure instead of a digest, raises that error.
     """
     found: list[Any] = [None] * dist.get_world_size()
     with reached():
@@ -59,7 +57,10 @@ def agree(what: str, mine: str | _Failure, among: int = 0) -> None:
 
 
 def made_equally(what: str, make: Callable[[], T], digest: Callable[[T], str], among: int = 0) -> T:
-    """What every rank makes for itself. Raises its own error where it fails, and where others do or differ theirs."""
+    """The result of ``make()`` on this rank, if all ranks succeed with equal digests. All ranks call this.
+
+    Raises this rank's own error if its ``make`` fails, else another rank's, or LoweringError if digests differ.
+    """
     try:
         made = make()
     except Exception as error:
@@ -71,7 +72,7 @@ def made_equally(what: str, make: Callable[[], T], digest: Callable[[T], str], a
 
 
 def decide_once(decide: Callable[[], T]) -> T:
-    """What rank 0 decides, on every rank; an error that it meets is raised on every rank."""
+    """The result of ``decide()`` on rank 0, broadcast to all. Its error is raised on every rank."""
     box: list[Any] = [None]
     mine: Exception | None = None
     if dist.get_rank() == 0:
