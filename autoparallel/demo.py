@@ -1,7 +1,4 @@
-"""The main job on a small real model: plan it, train it on local processes, compare with one process.
-
-Run by ``autoparallel demo``.
-"""
+"""``autoparallel demo``: plans a small Llama, trains it on local processes, compares with one process."""
 
 from __future__ import annotations
 
@@ -19,7 +16,8 @@ BATCH, SEQUENCE = 8, 64
 
 @dataclass(frozen=True)
 class Measured:
-    """Losses by step, largest relative difference of a parameter after the last step, seconds per step."""
+    """One rank's run: loss per step, largest relative difference of a parameter after the last step, median seconds per
+    step, the plan's report."""
 
     losses: tuple[float, ...]
     parameter_error: float
@@ -40,12 +38,13 @@ def small_llama() -> nn.Module:
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
+    """Random token ids of a step, equal on all ranks."""
     ids = torch.randint(0, 2048, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids}
 
 
 def train(model: nn.Module) -> tuple[list[float], float]:
-    """Losses of `STEPS` AdamW steps, and the median seconds of a step."""
+    """The losses of `STEPS` AdamW steps, and the median seconds of a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     losses, times = [], []
     for step in range(STEPS):
@@ -60,13 +59,13 @@ def train(model: nn.Module) -> tuple[list[float], float]:
 
 
 def parallel_run(mesh_shape: tuple[int, ...], reference: dict[str, torch.Tensor]) -> Measured:
-    """What each rank does."""
+    """One rank's job: compile, train, compare parameters with ``reference`` by name."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
 
     import autoparallel
 
-    # Gathering parameters for the comparison takes a collective per axis, and torch would say so.
+    # full_tensor() communicates once per axis, for which torch logs warnings
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     names = ("data", "model")[-len(mesh_shape):]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,7 +81,7 @@ def parallel_run(mesh_shape: tuple[int, ...], reference: dict[str, torch.Tensor]
 
 
 def main(num_ranks: int, mesh_shape: tuple[int, ...]) -> bool:
-    """Run the demo and print it; True when every number agrees with the single process."""
+    """Run the demo and print it. True if losses agree with one process to 1e-5 and parameters to 1e-4, relatively."""
     from rich.console import Console
     from rich.table import Table
 

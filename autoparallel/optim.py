@@ -1,8 +1,8 @@
-"""Optimizers whose numbers are reductions over whole parameters, for parameters that lie on a mesh.
+"""Optimizers with reductions over whole parameters (Adafactor), for parameters that are DTensors.
 
-Element-wise optimizers (Adam, SGD, ...) are torch's own: `autoparallel/runtime/README.md` has the table. Adafactor
-keeps a mean per row and per column of each matrix, which DTensor leaves unreduced where it is cut, and which torch's
-code then writes to in place. Here every reduction is done at once, and rows and columns are cut as their matrix is.
+Element-wise optimizers (Adam, SGD, ...) are torch's own; `autoparallel/runtime/README.md` has the table. Adafactor
+keeps a mean per row and column of each matrix. DTensor leaves such means partial where the matrix is sharded, and
+torch's code writes to them in place. Here partial results are reduced at once, and the means are sharded as the matrix.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Adafactor(torch.optim.Adafactor):
-    """As `torch.optim.Adafactor`, with the same options and state; each step is that of one process, under every plan.
+    """`torch.optim.Adafactor` under every plan: same options, state and steps as in one process.
 
-    State of a parameter [..., n, m]: ``row_var`` [..., n, 1] and ``col_var`` [..., 1, m], cut as the parameter is.
+    State of a parameter [..., n, m]: ``row_var`` [..., n, 1] and ``col_var`` [..., 1, m], sharded as the parameter.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -43,8 +43,8 @@ class Adafactor(torch.optim.Adafactor):
 
 
 def transformers_adafactor(params: Iterable[Any], **options: Any) -> _Transformers:
-    """`transformers.optimization.Adafactor`, with its options and state; each step is that of one process, under every
-    plan. Raises InputError where transformers is not installed."""
+    """`transformers.optimization.Adafactor` under every plan: same options, state and steps as in one process. Raises
+    InputError if transformers is not installed."""
     try:
         from transformers.optimization import Adafactor as Own
     except ImportError as error:
@@ -75,7 +75,7 @@ def transformers_adafactor(params: Iterable[Any], **options: Any) -> _Transforme
 
 
 class _ReducedAtOnce(TorchFunctionMode):
-    """Sums that DTensor leaves as a summand per rank are added up when they are made."""
+    """Within, results of torch functions that are partial DTensors are all-reduced at once."""
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return pytree.tree_map_only(DTensor, _reduced, function(*args, **(kwargs or {})))
@@ -88,7 +88,8 @@ def _reduced(value: DTensor) -> DTensor:
 
 
 def _mean_state(p: Tensor, dim: int, *, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros for a mean over a dim of a parameter: cut as the parameter is, but whole along axes that cut this dim."""
+    """Zeros for a mean over dim ``dim`` (negative) of a parameter: sharded as the parameter, replicated over axes that
+    cut this dim."""
     at = p.dim() + dim
     shape = [*p.shape[:at], *([1] if keepdim else []), *p.shape[at + 1 :]]
     if not isinstance(p, DTensor):
@@ -110,7 +111,7 @@ def _called(closure: Callable[[], Any] | None) -> Any:
 
 
 def _plain_step(kind: type[torch.optim.Optimizer]) -> Any:
-    """The method without torch's hooks, which go around the subclass's."""
+    """The class's step without torch's profiling hooks, which wrap the subclass's step already."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 

@@ -28,12 +28,12 @@ from cost_models.calibrate import (
 
 def calibrate_two() -> tuple[Cluster, int, int]:
     measure.SIZES, measure.SIDES, measure.TRAFFIC = (2**12, 2**16, 2**18), (32, 64), (2**10, 2**16)
-    measure.BESIDE_SIDES, measure.BESIDE_BYTES = {"cpu": 64}, 2**18
+    measure.OVERLAP_SIDES, measure.OVERLAP_BYTES = {"cpu": 64}, 2**18
     found = measure.calibrate("two ranks", ranks_per_host=2, repeats=2)
-    orders = [(m.collective, m.ahead) for m in found.beside]
-    assert set(orders) == {(kind, ahead) for kind in measure.BESIDE_KINDS for ahead in (0.0, 0.5)}
+    orders = [(m.collective, m.ahead) for m in found.overlapped]
+    assert set(orders) == {(kind, ahead) for kind in measure.OVERLAP_KINDS for ahead in (0.0, 0.5)}
     assert len(orders) == len(found.overlap_residuals) == 2 * 3 * 3
-    assert found.cluster.device.overlap_slowdown == fit_overlap_slowdown(found.beside)
+    assert found.cluster.device.overlap_slowdown == fit_overlap_slowdown(found.overlapped)
     assert len(found.residuals) == len(found.measured) and len(found.op_residuals) == len(found.ops)
     return found.cluster, len(found.measured), len(found.ops)
 

@@ -1,4 +1,4 @@
-"""``autoparallel calibrate``: the machines at hand, measured; a description written, fit and residuals shown."""
+"""``autoparallel calibrate``: measures the machines at hand, writes a cluster description, prints fit and residuals."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 
 def main(output: Path, ranks: int, nics_per_host: int | None, repeats: int) -> None:
-    """Measure and write; under torchrun every rank comes here, and rank 0 writes."""
+    """Measure and write ``output``. Under torchrun all ranks call this and rank 0 writes; else ``ranks`` local
+    processes are started (InputError for fewer than two)."""
     if "WORLD_SIZE" in os.environ:
         found = _under_torchrun(output.stem, nics_per_host, repeats)
     else:
         from autoparallel.runtime.launch import launch
 
         if ranks < 2:
-            raise InputError(f"--ranks {ranks}: collectives take two processes or more")
+            raise InputError(f"--ranks {ranks}: collectives need at least two processes")
         found = launch(_measured, ranks, output.stem, ranks, nics_per_host, repeats)[0]
     if int(os.environ.get("RANK", 0)) == 0:
         _tell(found, output)
@@ -73,12 +74,12 @@ def _links(found: Calibration) -> Any:
     table.add_row(device.name, f"launch {device.launch_s * 1e6:.1f} us",
                   f"{device.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s", "",
                   f"{device.peak_flops_per_s['float32'] / 1e9:.0f} GFLOP/s in float32; {device.overlap_slowdown:.2f} "
-                  "beside communication")
+                  "while communicating")
     return table
 
 
 def _residuals(found: Calibration) -> Any:
-    """By collective and group, and by op class: the mean absolute residual and the worst."""
+    """Mean absolute and worst residual, by collective and group, by op class, and of overlap."""
     from rich.table import Table
 
     groups: dict[str, list[float]] = {}
@@ -87,9 +88,9 @@ def _residuals(found: Calibration) -> Any:
         groups.setdefault(f"{m.collective}, axis {m.axis} of {mesh}", []).append(residual)
     for op, residual in zip(found.ops, found.op_residuals, strict=True):
         groups.setdefault(op.op_class, []).append(residual)
-    for both, residual in zip(found.beside, found.overlap_residuals, strict=True):
-        order = "behind half of it" if both.ahead else "posted first"
-        groups.setdefault(f"compute beside {both.collective}, {order}", []).append(residual)
+    for both, residual in zip(found.overlapped, found.overlap_residuals, strict=True):
+        order = "issued after half of it" if both.ahead else "issued first"
+        groups.setdefault(f"compute overlapped with {both.collective}, {order}", []).append(residual)
     table = Table(title="predicted against measured", title_justify="left")
     for column in ("what", "cases", "mean error", "worst"):
         table.add_column(column, justify="left" if column == "what" else "right")

@@ -1,7 +1,7 @@
-"""Measuring a machine: seconds of collectives on any process group, and of ops on one device.
+"""Measuring a machine: seconds of collectives on process groups, of ops on a device, and of both overlapped.
 
-`cost_models.calibrate` fits what is measured here. All groups along a mesh axis work at the same time, as they do in a
-program, so that what they share (a network card) counts.
+`cost_models.calibrate` fits these measurements. All groups along a mesh axis run at the same time, as in a program, so
+that a shared network card counts.
 """
 
 from __future__ import annotations
@@ -38,40 +38,39 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Call = Callable[[], object]
-#: Waits until all ranks are ready, and returns when (`time.monotonic`) the measured call began.
+#: Waits until all ranks are ready; returns the start time of the measured call (`time.monotonic`).
 Start = Callable[[], float]
 WARM_UP = 1
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SIZES = tuple(2**k for k in (10, 12, 14, 16, 18, 20, 22, 24))
-#: Which of the repeats counts: what else a machine does only adds to them.
+#: Quantile of the repeats that is reported: other work on the machine only adds time.
 QUIET = 0.25
-#: Bytes per second that no link reaches.
+#: Bytes per second above any link's: the bandwidth before it is fitted.
 ANY_RATE = 1e15
-#: Sides of square products, and bytes read by an element-wise op.
+#: Sides of square matrix products, and bytes read by an element-wise op.
 SIDES, TRAFFIC = (64, 128, 256, 512, 1024), tuple(2**k for k in (10, 14, 18, 20, 22, 24))
-#: What runs beside what, to see how much longer both take: layers of a product by so many rows and columns (of a fourth
-#: as many) and three small ops, for so many times as long as a collective of so many bytes takes alone.
-BESIDE_SIDES, BESIDE_BYTES, BESIDE_TIMES = {"cpu": 512, "cuda": 2048}, 2**24, (0.5, 1.0, 2.0)
-BESIDE_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+#: Overlap measurement: side n of the layers' products ([n / 4, n] times [n, n], with three element-wise ops), bytes of
+#: the collective, and compute time as multiples of the collective's own.
+OVERLAP_SIDES, OVERLAP_BYTES, OVERLAP_TIMES = {"cpu": 512, "cuda": 2048}, 2**24, (0.5, 1.0, 2.0)
+OVERLAP_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A machine as measured: the cluster that fits best, and what it was fitted to; residuals are (predicted -
-    measured)/measured."""
+    """A measured machine: the fitted cluster, the measurements, and residuals (predicted - measured) / measured."""
 
     cluster: Cluster
     measured: tuple[Measured, ...]
     residuals: tuple[float, ...]
     ops: tuple[MeasuredOp, ...] = ()
     op_residuals: tuple[float, ...] = ()
-    beside: tuple[MeasuredOverlap, ...] = ()
+    overlapped: tuple[MeasuredOverlap, ...] = ()
 
     @property
     def overlap_residuals(self) -> tuple[float, ...]:
-        """Of what ran beside compute."""
+        """Residuals of collectives overlapped with compute."""
         slowdown = self.cluster.device.overlap_slowdown
-        return tuple(predicted_overlap_s(slowdown, m) / m.seconds - 1 for m in self.beside)
+        return tuple(predicted_overlap_s(slowdown, m) / m.seconds - 1 for m in self.overlapped)
 
     @property
     def mean_error(self) -> float:
@@ -80,9 +79,10 @@ class Calibration:
 
 
 def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, repeats: int = 9) -> Calibration:
-    """Measure the machines of this process group: ops on all its devices at once, collectives within and across hosts.
+    """Measure the machines of the default process group: ops on all devices at once, collectives within and across
+    hosts, and both overlapped. All ranks call this and get the same result.
 
-    All ranks call this, and get the same. ``nics_per_host``: as in `cost_models.Link`.
+    ``name``: of the cluster; ``nics_per_host``: network cards that a host's devices share, as in `cost_models.Link`.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -95,15 +95,15 @@ def calibrate(name: str, ranks_per_host: int, nics_per_host: int | None = None, 
     links = [Link("inside a host", ranks_per_host, 0.0, ANY_RATE)] * (ranks_per_host > 1)
     links += [Link("between hosts", UNLIMITED, 0.0, ANY_RATE, nics_per_host=nics_per_host)] * (world > ranks_per_host)
     device = fit_device(torch.cuda.get_device_name() if kind == "cuda" else "one process", ops, memory_bytes(kind))
-    beside = time_overlapped(init_device_mesh(kind, (world,)), BESIDE_SIDES[kind], BESIDE_BYTES, repeats)
-    device = replace(device, overlap_slowdown=fit_overlap_slowdown(beside))
+    overlapped = time_overlapped(init_device_mesh(kind, (world,)), OVERLAP_SIDES[kind], OVERLAP_BYTES, repeats)
+    device = replace(device, overlap_slowdown=fit_overlap_slowdown(overlapped))
     cluster, residuals = fit_links(Cluster(name, device, tuple(links), world, ("ring",)), measured)
     op_residuals = tuple(predicted_op_s(device, op) / op.seconds - 1 for op in ops)
-    return Calibration(cluster, tuple(measured), residuals, tuple(ops), op_residuals, tuple(beside))
+    return Calibration(cluster, tuple(measured), residuals, tuple(ops), op_residuals, tuple(overlapped))
 
 
 def group_shapes(hosts: int, ranks_per_host: int) -> list[tuple[tuple[int, ...], int]]:
-    """(mesh, axis) of different groups: within hosts, across them and sharing their cards, and both."""
+    """(mesh shape, axis) of groups to measure: within a host, across hosts (sharing network cards), and mixed."""
     count, whole = hosts * ranks_per_host, (hosts, ranks_per_host)
     found: list[tuple[tuple[int, ...], int]] = [(whole, 1), (whole, 0)] if hosts > 1 else []
     found.append(((count,), 0))
@@ -113,14 +113,15 @@ def group_shapes(hosts: int, ranks_per_host: int) -> list[tuple[tuple[int, ...],
 
 
 def memory_bytes(kind: str) -> float:
-    """Of one device: a GPU's own, or this process's share of the host's."""
+    """Memory of one device in bytes: the GPU's, or this process's share of the host's."""
     if kind == "cuda":
         return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / dist.get_world_size()
 
 
 def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
-    """Square products and element-wise sums in float32, on all ranks at once. Lower quartiles of the slowest rank's."""
+    """Seconds of square matrix products and element-wise sums in float32, on all ranks at once: the lower quartile over
+    repeats of the slowest rank."""
     found = []
     for side in SIDES:
         x = torch.ones(side, side, device=device)
@@ -132,25 +133,25 @@ def time_ops(device: torch.device, repeats: int = 5) -> list[MeasuredOp]:
 
 
 def _op(op_class: str, size: float, call: Call, repeats: int, device: torch.device) -> MeasuredOp:
-    """Seconds of one call among so many that the clock is fine enough."""
+    """Seconds of one call, timed over ten calls in a row for the clock's resolution."""
     times = 10
     several = partial(_in_a_row, call, times)
     return MeasuredOp(op_class, size, _slowest(_timed(several, repeats, after_barrier, device), device) / times)
 
 
 def after_barrier() -> float:
-    """All ranks start when the barrier lets them go: late by its own unevenness, but on any machines."""
+    """Start after a barrier: ranks start as unevenly as the barrier releases them, but it works on any machines."""
     dist.barrier()
     return time.monotonic()
 
 
 def time_collectives(mesh: DeviceMesh, axis: int, kinds: Sequence[str], sizes: Sequence[int], repeats: int = 5,
                      start: Start = after_barrier, in_a_row: int = 4, quantile: float = QUIET) -> list[Measured]:
-    """Each collective of ``kinds`` along one axis, for each size in bytes (as `cost_models.collectives` counts them).
+    """Seconds of each collective of ``kinds`` along one axis, for each size in bytes (of `cost_models.collectives`).
 
-    All ranks of the mesh call this, and all its groups work at once. Where ``start`` is not exact, calls are timed
-    ``in_a_row``; else one by one, for groups that share a card soon take turns in a row of calls. Seconds are the
-    ``quantile`` over repeats of the slowest rank's.
+    All ranks of the mesh call this; all groups of the axis run at once. ``in_a_row``: calls per timing, several where
+    ``start`` is not exact; 1 where it is, since groups that share a network card soon alternate in a row of calls.
+    Seconds are the ``quantile`` over repeats of the slowest rank.
     """
     device = _device_of(mesh)
     name = groups.axis_names(mesh)[axis]
@@ -172,10 +173,10 @@ def _in_a_row(call: Call, times: int, started: float) -> None:
 def time_overlapped(mesh: DeviceMesh, side: int, nbytes: int, repeats: int = 5, start: Start = after_barrier,
                 under: Callable[[float], AbstractContextManager[None]] = lambda started: nullcontext(),
                 quantile: float = QUIET) -> list[MeasuredOverlap]:
-    """Collectives of parameters beside compute along the mesh's one axis, in both orders: posted ahead of all compute
-    that they do not depend on, as gathers are, and behind its first half, as sums of gradients are.
+    """Seconds of collectives overlapped with compute along the mesh's one axis, in two orders: issued before the
+    compute, as prefetched gathers are, and after its first half, as gradient reductions are.
 
-    ``under`` is where both run, given when they began.
+    ``under``: start time -> context in which both run.
     """
     device = _device_of(mesh)
     begin = _begun(groups.bind(mesh)[groups.axis_names(mesh)[0]], nbytes, device)
@@ -195,9 +196,9 @@ def time_overlapped(mesh: DeviceMesh, side: int, nbytes: int, repeats: int = 5, 
         return _slowest(_timed(run, repeats, start, device), device, quantile)
 
     layer_s, found = seconds(8) / 8, []
-    for kind in BESIDE_KINDS:
+    for kind in OVERLAP_KINDS:
         alone_s = seconds(0, kind)
-        for times in BESIDE_TIMES:
+        for times in OVERLAP_TIMES:
             half = max(1, round(times * alone_s / layer_s / 2))
             compute_s = seconds(2 * half)
             found += [MeasuredOverlap(kind, compute_s, alone_s, share, seconds(ahead, kind, 2 * half - ahead))
@@ -212,7 +213,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def _begun(axis: Axis, nbytes: int, device: torch.device) -> dict[str, Callable[[], Callable[[], object]]]:
-    """What programs post ahead, on float32 tensors."""
+    """The collectives that programs issue asynchronously, on float32 tensors, by the cost models' names."""
     local_shard = max(1, nbytes // 4 // axis.size)
     whole, part = torch.zeros(axis.size * local_shard, device=device), torch.zeros(local_shard, device=device)
     equal = (local_shard,) * axis.size
@@ -224,14 +225,14 @@ def _begun(axis: Axis, nbytes: int, device: torch.device) -> dict[str, Callable[
 
 
 def _calls(axis: Axis, group: dist.ProcessGroup, nbytes: int, device: torch.device) -> dict[str, Call]:
-    """What programs call, on float32 tensors, by the cost models' names."""
+    """The collectives of programs, on float32 tensors, by the cost models' names."""
     whole = torch.zeros(max(1, nbytes // 4 // axis.size) * axis.size, device=device)
     equal = (len(whole) // axis.size,) * axis.size
-    turn = count()
+    calls = count()
     waited = {kind: _at_once(begin) for kind, begin in _begun(axis, nbytes, device).items()}
     return waited | {
         "all_to_all": lambda: collectives.all_to_all_tensor(whole, axis, 0, equal, 0, equal),
-        "send_recv": lambda: _pass_on(whole, axis, group, -1 if next(turn) % 2 else 1),
+        "send_recv": lambda: _pass_on(whole, axis, group, -1 if next(calls) % 2 else 1),
     }
 
 
@@ -240,8 +241,8 @@ def _at_once(begin: Callable[[], Callable[[], object]]) -> Call:
 
 
 def _pass_on(tensor: torch.Tensor, axis: Axis, group: dist.ProcessGroup, by: int) -> None:
-    """Each rank but the last sends to the next (``by`` 1), all at once; or back (-1). Taken in turns: else the first
-    rank runs ahead of its messages, and what it does next hides them."""
+    """Every rank sends to the next at once (``by`` 1), or to the previous (-1). Calls alternate between the two: else
+    the first rank, which receives nothing, would run ahead, and its next work would hide the messages."""
     works = []
     source, target = axis.rank - by, axis.rank + by
     if 0 <= source < axis.size:
@@ -265,7 +266,7 @@ def _timed(call: Callable[[float], object], repeats: int, start: Start, device: 
 
 
 def _slowest(seconds: Sequence[float], device: torch.device, quantile: float = QUIET) -> float:
-    """Of what the slowest rank took."""
+    """The ``quantile`` over repeats of the slowest rank's seconds."""
     together = torch.tensor(seconds, device=device)
     dist.all_reduce(together, dist.ReduceOp.MAX)
     return float(together.sort().values[int(quantile * len(seconds))])

@@ -1,6 +1,6 @@
 """Collectives issued at one program point and awaited at another, forward and backward.
 
-A redistribution of a parameter is a pair of calls, `begin_...` and `end`, with compute between them:
+A redistribution of a parameter is a pair of calls, `begin_...` and `end`, with compute between the two:
 
     forward     begin: the gather is issued           end: it is awaited
     backward    end: the reduction is issued          begin: it is awaited
@@ -32,20 +32,21 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class Sending(Protocol):
-    """What one pair of `begin` and `end` sends: each method posts it, and returns the way to its results."""
+    """The communication of one pair of `begin` and `end`. Each method issues it and returns a function that awaits
+    it."""
 
     def forward(self, values: Values) -> Callable[[], Values]: ...
 
     def backward(self, gradients: Gradients) -> Callable[[], Gradients]: ...
 
     def backward_at_once(self, gradients: Gradients) -> Gradients:
-        """The same, in a way that can be differentiated again."""
+        """Gradients of the values, synchronously and differentiably (for double backward)."""
         ...
 
 
 @dataclass(frozen=True)
 class Reductions:
-    """I -> R of several parameters: nothing forward; backward one all_reduce."""
+    """I -> R of several parameters: no communication forward; one all-reduce of all gradients backward."""
 
     axis: Axis
     sum_dtype: torch.dtype | None
@@ -76,7 +77,7 @@ class Reductions:
 
 @dataclass(frozen=True)
 class Gather:
-    """S -> R or I of one parameter: all_gather; backward reduce_scatter, or of an invariant value the rank's piece."""
+    """S -> R or I of one parameter: all-gather forward; backward reduce-scatter (R), or this rank's slice (I)."""
 
     axis: Axis
     source: Placement
@@ -109,10 +110,10 @@ class Gather:
 
 @dataclass
 class _Pending:
-    """What `begin` and `end` share beside autograd's edges, along which only stand-ins of the values' shapes go.
+    """State that `_Begin` and `_End` share outside autograd's graph, whose edges between them carry placeholders only.
 
-    ``early``: which gradients are on their way before backward comes to `end` (`issue_gradients`), and the way to
-    them."""
+    ``values``, ``gradients``: await the issued communication. ``early``: which gradients `issue_gradients` sent before
+    backward reached `end`, and the function that awaits them."""
 
     sending: Sending
     values: Callable[[], Values] | None = None
@@ -120,7 +121,7 @@ class _Pending:
     early: tuple[tuple[bool, ...], Callable[[], Gradients]] | None = None
 
     def send(self, gradients: Gradients) -> Callable[[], Gradients]:
-        """Those that are not on their way yet; the way to all."""
+        """Issue the gradients that `issue_gradients` has not; returns a function that awaits all of them."""
         if self.early is None:
             return self.sending.backward(gradients)
         (sent, finish), self.early = self.early, None
@@ -133,70 +134,72 @@ class _Pending:
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _Pending, *values: torch.Tensor) -> Values:
-        ctx.way = way
+    def forward(ctx: Any, pending: _Pending, *values: torch.Tensor) -> Values:
+        ctx.pending = pending
         ctx.set_materialize_grads(False)
-        way.values = way.sending.forward(values)
+        pending.values = pending.sending.forward(values)
         return tuple(x.view_as(x) for x in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        finish, ctx.way.gradients = ctx.way.gradients, None
+        finish, ctx.pending.gradients = ctx.pending.gradients, None
         return None, *(finish() if finish is not None else gradients)
 
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _Pending, *values: torch.Tensor) -> Values:
-        ctx.way, ctx.shapes = way, [x.shape for x in values]
-        ctx.set_materialize_grads(False)  # what is read under no_grad only has no gradient, rather than zeros
-        assert way.values is not None
-        finish, way.values = way.values, None
+    def forward(ctx: Any, pending: _Pending, *values: torch.Tensor) -> Values:
+        ctx.pending, ctx.shapes = pending, [x.shape for x in values]
+        ctx.set_materialize_grads(False)  # a value read only under no_grad has no gradient, rather than zeros
+        assert pending.values is not None
+        finish, pending.values = pending.values, None
         return tuple(made.view_as(made) for made in finish())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return None, *ctx.way.sending.backward_at_once(gradients)
-        ctx.way.gradients = ctx.way.send(gradients)
+            return None, *ctx.pending.sending.backward_at_once(gradients)
+        ctx.pending.gradients = ctx.pending.send(gradients)
         return None, *(None if g is None else g.new_zeros(()).expand(shape)
                        for g, shape in zip(gradients, ctx.shapes, strict=True))
 
 
 @dataclass(frozen=True)
 class Begun:
-    """Values on their way; ``again``: what is known of making them again in backward."""
+    """Result of `begin_...`, argument of `end`: values being gathered. ``again``: how `regather` repeats the gather."""
 
-    way: _Pending
+    pending: _Pending
     values: Values
     again: Any = None
 
 
 def _begin(sending: Sending, *values: torch.Tensor) -> Begun:
-    way = _Pending(sending)
-    return Begun(way, _Begin.apply(way, *values))
+    pending = _Pending(sending)
+    return Begun(pending, _Begin.apply(pending, *values))
 
 
 def begin_reductions(axis: str, *values: torch.Tensor, sum_dtype: torch.dtype | None = None) -> Begun:
-    """I -> R for several parameters, whose gradients are reduced together, in ``sum_dtype`` if given."""
+    """I -> R for several parameters; their gradients are reduced in one all-reduce, in ``sum_dtype`` if given."""
     return _begin(Reductions(groups.current(axis), sum_dtype), *values)
 
 
 def begin_gather(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (),
                  target_sizes: Sizes = (), sum_dtype: torch.dtype | None = None) -> Begun:
-    """S -> R or I of one parameter, as `collectives.all_gather`."""
+    """S -> R or I of one parameter, issued asynchronously; arguments as `collectives.all_gather`."""
     return _begin(Gather(groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes,
                          sum_dtype), x)
 
 
 def end(begun: Begun) -> Values:
-    """The values, here: gathered, and whose gradients are on their way from here on."""
-    return _End.apply(begun.way, *begun.values)
+    """Await the communication and return the values. In backward, this issues the reduction of their gradients."""
+    return _End.apply(begun.pending, *begun.values)
 
 
 def issue_gradients(values: Values, gradients: Gradients) -> None:
-    """Send the gradients of what one `end` returned now; backward must come to it with the same ones later, and may
-    with some that are None here."""
-    way = values[0].grad_fn.way  # type: ignore[union-attr]
+    """Issue the reduction of the gradients of one `end`'s values before backward reaches it.
+
+    Backward must then reach `end` with the same gradients; those that are None here may have a value then.
+    """
+    pending = values[0].grad_fn.pending  # type: ignore[union-attr]
     with torch.no_grad():
-        way.early = tuple(g is not None for g in gradients), way.sending.backward(gradients)
+        pending.early = tuple(g is not None for g in gradients), pending.sending.backward(gradients)

@@ -1,9 +1,8 @@
-"""Differentiable redistribution steps: what the emitted program calls, one line for each.
+"""Differentiable redistribution steps, which emitted programs call one line each.
 
-Each function changes the placement on one axis; its backward is the step between the gradients' placements, so that it
-can be differentiated again. Actions come from the one table in `autoparallel.layout.redistribution`. ``sizes`` are the
-lengths of the ranks' pieces along the dims that are cut (``source_sizes`` along the source's dim, ``target_sizes``
-along the target's), so uneven pieces need nothing special.
+A step changes the placement on one mesh axis. Its backward is the step between the gradients' placements, so it can be
+differentiated twice. The table of actions is in `autoparallel.layout.redistribution`. ``source_sizes`` and
+``target_sizes`` are the lengths of all ranks' shards along the source's and the target's cut dim; they may be uneven.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from autoparallel.layout import Placement, dual
 from autoparallel.layout.redistribution import ACTIONS
 
 Sizes = tuple[int, ...]
-#: Waits for a collective that was begun, and returns its result.
+#: Awaits an issued collective and returns its result.
 Finish = Callable[[], torch.Tensor]
 _c10d = torch.ops._c10d_functional
 
@@ -34,7 +33,7 @@ def _leading(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor, length: int) -> torch.Tensor:
-    """x with its first dim filled up to ``length`` with zeros."""
+    """x, zero-padded along dim 0 to ``length``."""
     if x.shape[0] == length:
         return x
     return torch.cat([x, x.new_zeros((length - x.shape[0], *x.shape[1:]))])
@@ -45,18 +44,18 @@ def begin_all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> Finish:
 
 
 def begin_all_reduce_own(x: torch.Tensor, axis: Axis) -> Finish:
-    """The sum, written over x, of which nobody else may have the memory (a copy of a bucket costs as much as it)."""
+    """All-reduce in place. Nobody else may hold the memory of ``x``. (Saves the copy of a gradient bucket.)"""
     return _begin(_c10d.all_reduce_, x, "sum", axis.group_name)
 
 
 def _begin_whole(x: torch.Tensor, axis: Axis) -> Finish:
-    """Gather equal pieces along dim 0, into memory made here.
+    """All-gather equal shards along dim 0 into memory allocated here.
 
-    The same operator without ``out`` is "ALLGATHER_COALESCED" to gloo. Its threads write down the name of what they
-    ended last without a lock (``ProcessGroupGloo::runLoop``, torch 2.13), and a name of more than 15 letters lies on
-    the heap: two that end at once free it twice. Every other collective used here has a shorter name.
+    Without ``out`` gloo calls the operator "ALLGATHER_COALESCED". Its threads store the name of the last finished
+    collective without a lock (``ProcessGroupGloo::runLoop``, torch 2.13), and a name of more than 15 letters lies on
+    the heap: two threads that finish at once free it twice. The other collectives used here have shorter names.
     """
-    if x.is_complex():  # gloo exchanges real numbers only
+    if x.is_complex():  # gloo sends real numbers only
         real = _begin_whole(torch.view_as_real(x.resolve_conj()), axis)
         return lambda: torch.view_as_complex(real())
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
@@ -100,8 +99,8 @@ def all_gather_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> to
 def all_to_all_tensor(
     x: torch.Tensor, axis: Axis, source: int, source_sizes: Sizes, target: int, target_sizes: Sizes
 ) -> torch.Tensor:
-    """Cut along ``target``, send each rank its piece, join what comes along ``source``."""
-    if x.is_complex():  # gloo exchanges real numbers only
+    """All-to-all: split along dim ``target``, send part r to rank r, concatenate received parts along ``source``."""
+    if x.is_complex():  # gloo sends real numbers only
         real = torch.view_as_real(x.resolve_conj())
         return torch.view_as_complex(all_to_all_tensor(real, axis, source, source_sizes, target, target_sizes))
     shards = [p.contiguous() for p in x.split(list(target_sizes), dim=target)]
@@ -113,7 +112,7 @@ def all_to_all_tensor(
 
 
 def shifted(values: Sequence[torch.Tensor], axis: Axis) -> tuple[torch.Tensor, ...]:
-    """The values of the rank before, of the same shapes and one dtype; in one message."""
+    """The values of the previous rank of a ring, in one message. All ranks' values have these shapes and one dtype."""
     numel = sum(value.numel() for value in values)
     counts = [[numel if r == (axis.rank + by) % axis.size else 0 for r in range(axis.size)] for by in (-1, 1)]
     message = _all_to_all(torch.cat([value.reshape(-1) for value in values]), axis, *counts)
@@ -122,11 +121,11 @@ def shifted(values: Sequence[torch.Tensor], axis: Axis) -> tuple[torch.Tensor, .
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks; their gradients come back."""
+    """All-to-all of rows (dim 0) with any counts; backward sends the rows' gradients back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
-        ctx.way_back = axis, sent, received
+        ctx.reverse = axis, sent, received
         width = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
         counts = [[n * width for n in numbers] for numbers in (received, sent)]
         made = _all_to_all(x.reshape(-1), axis, *counts)
@@ -134,11 +133,12 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return exchanged_rows(gradient, *ctx.way_back), None, None, None
+        return exchanged_rows(gradient, *ctx.reverse), None, None, None
 
 
 def exchanged_rows(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
-    """The first ``sent[0]`` rows of x go to the first rank, and so on; ``received[r]`` rows come from rank r."""
+    """Send the first ``sent[0]`` rows of x to rank 0, and so on; returns ``received[r]`` rows of each rank r, in order.
+    Differentiable."""
     return _Exchange.apply(x, axis, received, sent)
 
 
@@ -154,7 +154,7 @@ def pad_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Ten
 
 def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
          ) -> torch.Tensor:
-    """Carry out one action that takes a value from placement a to placement b."""
+    """Run one action of the redistribution table, from placement a to placement b."""
     match action:
         case "none":
             return x
@@ -193,7 +193,7 @@ class _Redistribute(torch.autograd.Function):
 
 def act(x: torch.Tensor, axis: Axis, source: Placement, target: Placement, source_sizes: Sizes = (),
         target_sizes: Sizes = (), sum_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`redistribute`, where the axis is at hand."""
+    """`redistribute` on an `Axis` and parsed placements."""
     return _Redistribute.apply(x, axis, source, target, source_sizes, target_sizes, sum_dtype)
 
 
@@ -201,8 +201,8 @@ def redistribute(
     x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = (),
     sum_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Take the local piece of a tensor from one placement on ``axis`` (``"S(0)"``, ``"R"``, ...) to another, backward
-    in ``sum_dtype`` if given."""
+    """Change the placement of a local shard on mesh axis ``axis`` (``"S(0)"``, ``"R"``, ...). Gradients are summed in
+    ``sum_dtype`` if given."""
     return act(x, groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes, target_sizes,
                sum_dtype)
 
@@ -220,13 +220,13 @@ def _named(name: str, doc: str) -> Callable[..., torch.Tensor]:
 
 all_gather = _named("all_gather", "S -> R or I: the whole tensor on every rank of the axis.")
 all_reduce = _named("all_reduce", "P -> I or R: the sum on every rank of the axis.")
-reduce_scatter = _named("reduce_scatter", "P -> S: each rank a piece of the sum.")
-all_to_all = _named("all_to_all", "S -> S': cut along another dim.")
-take_shard = _named("take_shard", "I or R -> S: each rank its piece; local forward.")
-place_shard = _named("place_shard", "S -> P: the piece among zeros; local.")
-only_first = _named("only_first", "I or R -> P: the value on the first rank, zeros elsewhere; local.")
-reduce_gradient = _named("reduce_gradient", "I -> R: nothing forward; backward all_reduce.")
-share_gradient = _named("share_gradient", "R -> I: nothing forward; backward keeps the first rank's.")
+reduce_scatter = _named("reduce_scatter", "P -> S: one shard of the sum on each rank.")
+all_to_all = _named("all_to_all", "S -> S': shards along another dim.")
+take_shard = _named("take_shard", "I or R -> S: each rank slices its shard; no communication forward.")
+place_shard = _named("place_shard", "S -> P: the shard, zero-padded to the whole; no communication.")
+only_first = _named("only_first", "I or R -> P: the value on the first rank, zeros elsewhere; no communication.")
+reduce_gradient = _named("reduce_gradient", "I -> R: identity forward; all-reduce backward.")
+share_gradient = _named("share_gradient", "R -> I: identity forward; backward keeps the first rank's gradient.")
 
 STEP_FUNCTIONS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
     ("S", "R"): all_gather,
@@ -246,5 +246,5 @@ STEP_FUNCTIONS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
 
 
 def item(values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-    """One result of an op that returns several."""
+    """Result number ``index`` of an op with several results."""
     return values[index]

@@ -1,6 +1,7 @@
-"""Expert dispatch: tokens and experts cut over the same axis; rows travel to their experts' ranks and back.
+"""Expert dispatch (expert parallelism): tokens and experts are sharded over one axis; rows are sent to the ranks of
+their experts and back.
 
-How many rows go where depends on the data, so the ranks tell one another first (and the program waits for the numbers).
+The row counts depend on the data: ranks exchange them first, and the host waits for them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from autoparallel.ops.routed_experts import body_of, routed_experts
 
 def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_row: list[torch.Tensor],
                        weights: list[torch.Tensor], first: int = 0, *, axes: tuple[str, ...]) -> torch.Tensor:
-    """`capture.experts.routed_experts` of this rank's tokens by all experts, of which each rank has its piece."""
+    """`ops.routed_experts` of this rank's tokens over all experts; each rank holds the weights of a shard of experts.
+
+    ``tokens`` [t, ...], ``ids`` [t * k] the expert of each row, ``by_row`` tensors with one row per id, ``weights`` the
+    shard's. ``axes``: the one mesh axis. Returns [t * k, ...], rows in the order of ``ids``.
+    """
     (name,) = axes
     axis = groups.current(name)
     lengths = shards(body_of(body).num_experts, axis.size)
@@ -28,7 +33,7 @@ def dispatched_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_ro
     sent, received = counts.tolist(), exchanged_rows(counts, axis, each, each).tolist()
     rows = exchanged_rows(tokens[order // (ids.shape[0] // tokens.shape[0])], axis, received, sent)
     theirs = exchanged_rows(ids[order], axis, received, sent)
-    beside = [exchanged_rows(value[order], axis, received, sent) for value in by_row]
-    made = routed_experts(body, rows, theirs, beside, weights, first)
+    row_values = [exchanged_rows(value[order], axis, received, sent) for value in by_row]
+    made = routed_experts(body, rows, theirs, row_values, weights, first)
     back = exchanged_rows(made, axis, sent, received)
     return torch.zeros_like(back).index_copy(0, order, back)

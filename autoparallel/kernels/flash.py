@@ -1,7 +1,7 @@
-"""The one place that calls torch's attention kernels by their internal names: with the logarithms of the rows' sums,
-from which results for pieces of the keys can be joined.
+"""Attention with its log-sum-exp per query, from which results over shards of the keys are combined.
 
-On CPU the flash kernel; on CUDA in half precision the flash kernel too (not yet run on one); else plain products.
+The one file that calls torch's attention kernels by their internal names: the flash kernel on CPU, and on CUDA in half
+precision (the latter not tested on a machine yet); else plain matrix products.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ Tensor = torch.Tensor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
-    """(result, logarithm of each row's sum of exponentials, what backward needs to know besides)."""
+    """(attention, log-sum-exp of each query's scores [batch, heads, queries], further state for `attend_backward`).
+
+    ``q`` [batch, heads, queries, d]; ``k`` and ``v`` may have fewer heads (grouped queries).
+    """
     k, v = (_for_heads(x, q.shape[1]) for x in (k, v))
     match _kernel(q, v):
         case "cpu":
@@ -31,7 +34,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 
 def attend_backward(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, causal: bool,
                     scale: float, state: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v; ``out`` and ``logs`` may be those of more keys than k."""
+    """Gradients of q, k, v. ``out`` and ``logs`` may cover more keys than ``k`` has: those of the whole sequence give
+    the shard's part of the gradient."""
     heads = k.shape[1]
     k, v = (_for_heads(x, q.shape[1]) for x in (k, v))
     match _kernel(q, v):
@@ -66,7 +70,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _for_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values of grouped queries, once for each head."""
+    """Keys or values [batch, groups, ...] of grouped queries, repeated to ``heads``."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 

@@ -1,7 +1,6 @@
-"""Mesh axes at run time: the process group, size and rank behind an axis name.
+"""Mesh axes at run time: process group, size and rank of an axis name.
 
-The emitted program names axes only; `bind` resolves them for the mesh that it runs on. (This file is the one place
-that asks torch for process groups.)
+Emitted programs name axes; `bind` resolves the names on a mesh. The one file that asks torch for process groups.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ def bind(mesh: DeviceMesh) -> dict[str, Axis]:
 
 @dataclass(frozen=True)
 class MeshPosition:
-    """Where this rank stands: its place on the pipeline axis, and the mesh that its stage is sharded over.
+    """This rank's coordinate on the pipeline axis, and the mesh over which its stage is sharded.
 
-    ``whole`` is the mesh as given; ``mesh`` is the same without its first axis when that is a pipeline.
+    ``whole``: the mesh as given. ``mesh``: the same, without its first axis if that is the pipeline's.
     """
 
     whole: DeviceMesh
@@ -81,9 +80,9 @@ class MeshPosition:
 
 
 def position_on(mesh: DeviceMesh, pipeline_ranks: int) -> MeshPosition:
-    """This rank's place; the first axis is the pipeline's when that has several ranks.
+    """This rank's position; the mesh's first axis is the pipeline's if ``pipeline_ranks`` > 1.
 
-    Raises MeshError when the first axis has another size than the pipeline.
+    Raises MeshError when the first axis has another size than ``pipeline_ranks``, or this rank is not on the mesh.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -105,7 +104,7 @@ def position_on(mesh: DeviceMesh, pipeline_ranks: int) -> MeshPosition:
 
 @contextmanager
 def use(axes: Mapping[str, Axis]) -> Iterator[None]:
-    """Run emitted code on these axes."""
+    """Make these axes current for emitted code."""
     token = _current.set(axes)
     try:
         yield
@@ -114,11 +113,12 @@ def use(axes: Mapping[str, Axis]) -> Iterator[None]:
 
 
 def bound() -> Mapping[str, Axis]:
-    """The axes that emitted code runs on now."""
+    """The current axes by name; empty outside `use`."""
     return _current.get() or {}
 
 
 def current(name: str) -> Axis:
+    """The current axis of this name. Raises MeshError outside `use`."""
     axes = _current.get()
     if axes is None or name not in axes:
         raise MeshError(f"mesh axis {name!r} is not bound: run the module through autoparallel.compile, or in "

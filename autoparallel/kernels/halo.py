@@ -1,8 +1,7 @@
-"""Halo exchange: convolution and pooling of a piece of space, for which the ranks send one another border rows; and
-slices and paddings of a piece of the dim that they shorten or lengthen a little.
+"""Halo exchange: convolution, pooling, slices and constant padding on shards of the dims that they window.
 
-Each rank makes the output places of its piece. The input places that these read it takes from whoever holds them; what
-lies outside is filled up; and the op runs on that without padding. Backward sends the gradients of the rows back.
+Each rank computes its shard of the output. It collects the input rows that the shard reads from the ranks that hold
+them, pads what lies outside the tensor, and runs the op without padding. Backward sends the rows' gradients back.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from autoparallel.rules.families.windows import Window, arguments, of_each, wind
 Tensor = torch.Tensor
 Span = tuple[int, int]
 aten = torch.ops.aten
-#: The same op with numbers for the name of its padding.
+#: Convolutions whose padding is a name ("same", "valid") -> the overload with numbers.
 IN_NUMBERS = {aten.conv1d.padding: aten.conv1d.default, aten.conv2d.padding: aten.conv2d.default,
               aten.conv3d.padding: aten.conv3d.default}
 
 
 @dataclass(frozen=True)
 class Borders:
-    """Rows along ``dim`` of the ranks' pieces: this rank holds ``length``, needs its ``own`` (start, length), sends
-    ``sent[r]`` (start, length) of them to rank r and gets ``received[r]`` rows from it, none to and from itself."""
+    """One halo exchange along ``dim``: this rank holds ``length`` rows, keeps ``own`` (start, length), sends
+    ``sent[r]`` (start, length) to rank r and receives ``received[r]`` rows from it; none to and from itself."""
 
     axis: Axis
     dim: int
@@ -47,7 +46,7 @@ class Borders:
         return [length for _, length in self.sent]
 
     def collect(self, x: Tensor) -> Tensor:
-        """All rows that this rank needs, in their order."""
+        """All rows that this rank needs, in global order."""
         gone = torch.cat([x.narrow(self.dim, *span).movedim(self.dim, 0) for span in self.sent])
         came = exchanged_rows(gone, self.axis, self.received, self._sent_rows)
         parts = [rows.movedim(0, self.dim) for rows in came.split(list(self.received))]
@@ -55,7 +54,7 @@ class Borders:
         return torch.cat(parts, self.dim)
 
     def give_back(self, rows: Tensor) -> Tensor:
-        """Collected rows, added up where they come from."""
+        """The transpose of `collect`: collected rows, summed at the ranks and rows they came from."""
         counts = list(self.received)
         counts[self.axis.rank] = self.own[1]
         parts = [part.movedim(self.dim, 0) for part in rows.split(counts, self.dim)]
@@ -68,7 +67,7 @@ class Borders:
 
 
 class _Moved(torch.autograd.Function):
-    """Rows to where they are needed, or back; their gradients go the other way."""
+    """`Borders.collect`, or ``back`` `Borders.give_back`; each is the other's backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, borders: Borders, back: bool) -> Tensor:
@@ -81,11 +80,11 @@ class _Moved(torch.autograd.Function):
 
 
 def exchanged_borders(x: Tensor, axis: Axis, dim: int, held: Sequence[Span], needed: Sequence[Span]) -> Tensor:
-    """The rows (first, end) of ``dim`` that this rank needs, where rank r holds rows ``held[r]``, x, and needs
-    ``needed[r]``. Nothing is sent where all have what they need."""
+    """The rows ``needed[axis.rank]`` of dim ``dim``. Spans are (first, end) of global rows, one per rank; ``x`` is this
+    rank's ``held`` rows. No communication if every rank holds what it needs."""
 
     def both(holder: int, reader: int) -> Span:
-        """(start within the holder's piece, length) of what the reader needs."""
+        """(start within the holder's shard, length) of the rows that the reader needs."""
         first, end = max(held[holder][0], needed[reader][0]), min(held[holder][1], needed[reader][1])
         return (first - held[holder][0], end - first) if first < end else (0, 0)
 
@@ -99,8 +98,8 @@ def exchanged_borders(x: Tensor, axis: Axis, dim: int, held: Sequence[Span], nee
 
 def on_windows(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...], sizes: tuple[Span, ...],
                **kwargs: Any) -> Tensor:
-    """The op, a convolution (also a transposed one) or a pooling, on pieces of space: dim ``dims[i]`` of input and
-    output is cut over axis ``axes[i]``; ``sizes[i]`` are its lengths in the whole input and output."""
+    """A convolution, transposed convolution or pooling ``op`` on spatial shards. Dim ``dims[i]`` of input and output is
+    cut over axis ``axes[i]``; ``sizes[i]`` are its global lengths (input, output)."""
     given = arguments(op, args, kwargs)
     name, windows = next(iter(given)), windows_of(op, given)
     first = given[name].dim() - len(windows)
@@ -116,7 +115,7 @@ def on_windows(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...]
 
 def _spread(op: Any, given: dict[str, Any], read: Tensor, axes: Sequence[str], dims: Sequence[int],
             sizes: Sequence[Span], windows: Sequence[Window]) -> Tensor:
-    """A transposed convolution of what was read, of which the places of this rank's piece are kept."""
+    """A transposed convolution of the rows ``read``, narrowed to this rank's shard of the output."""
     first = read.dim() - len(windows)
     padding, more = ([0 if first + d in dims else of_each(given[name], len(windows))[d] for d in range(len(windows))]
                      for name in ("padding", "output_padding"))
@@ -131,7 +130,7 @@ def _spread(op: Any, given: dict[str, Any], read: Tensor, axes: Sequence[str], d
 
 def on_rows(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...], sizes: tuple[Span, ...], **kwargs: Any
             ) -> Tensor:
-    """The op, a slice or a padding by a constant, on pieces of the dims ``dims`` that it shortens or lengthens."""
+    """A slice or constant padding ``op`` on shards of the dims whose length it changes; arguments as `on_windows`."""
     given = arguments(op, args, kwargs)
     x: Tensor = next(iter(given.values()))
     moved = [window_of_rows(op, given, dim, x.dim()) for dim in range(x.dim())]
@@ -142,7 +141,8 @@ def on_rows(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...], s
 
 def _read(x: Tensor, axes: Sequence[str], dims: Sequence[int], sizes: Sequence[Span], windows: Sequence[Window]
           ) -> tuple[Tensor, dict[int, Span]]:
-    """What this rank's piece of the output reads, and of each dim how much of that lies outside, before and after."""
+    """The input rows that this rank's shard of the output reads; by dim, the lengths (before, after) that lie outside
+    the tensor."""
     outside: dict[int, Span] = {}
     for name, dim, (size, made), window in zip(axes, dims, sizes, windows, strict=True):
         axis = groups.current(name)
@@ -157,9 +157,11 @@ def _read(x: Tensor, axes: Sequence[str], dims: Sequence[int], sizes: Sequence[S
 
 
 def _filled(x: Tensor, outside: Mapping[int, Span], value: float) -> Tensor:
+    """x, padded by ``outside`` (before, after) of each dim with ``value``."""
     ends = [n for dim in reversed(range(x.dim())) for n in outside.get(dim, (0, 0))]
     return F.pad(x, ends, value=value) if any(ends) else x
 
 
 def _shards(size: int, axis: Axis) -> list[Span]:
+    """(start, length) of every rank's shard."""
     return [shard_of(size, axis.size, rank) for rank in range(axis.size)]

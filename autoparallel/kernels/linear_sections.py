@@ -1,7 +1,7 @@
-"""Linear layers cut section by section: the weight is stored in plain pieces, and used in pieces of each section.
+"""Fused linear layers (QKV, gate and up) cut section by section: each rank computes its shard of every section.
 
-The rows that a rank lacks come from the others by one all-to-all, of as many bytes as its piece of the weight has: far
-fewer than the activations that would otherwise be gathered before they are taken apart.
+The weight is stored as plain shards of all rows. One all-to-all of the shard's size fetches the rows that a rank lacks:
+far fewer bytes than gathering the activations before they are split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Sizes = tuple[int, ...]
 
 @functools.cache
 def _stretches(sizes: Sizes, num_ranks: int, owner: int, user: int) -> tuple[tuple[int, int], ...]:
-    """(start, end), within the owner's piece of all rows, of those that are in the user's piece of some section."""
+    """(start, end), within the owner's shard of all rows, of the rows in the user's shard of some section."""
     first, length = shard_of(sum(sizes), num_ranks, owner)
     found = []
     for offset, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
@@ -35,7 +35,7 @@ def _stretches(sizes: Sizes, num_ranks: int, owner: int, user: int) -> tuple[tup
 
 
 def _used(x: torch.Tensor, axis: Axis, sizes: Sizes) -> torch.Tensor:
-    """Of plain pieces of rows, x, the rows of this rank's pieces of all sections, in the order of the whole."""
+    """From plain shards of rows ``x``, the rows of this rank's shard of each section, in global order."""
     sent = [_stretches(sizes, axis.size, axis.rank, user) for user in range(axis.size)]
     received = [_stretches(sizes, axis.size, owner, axis.rank) for owner in range(axis.size)]
     order = [row for stretches in sent for start, end in stretches for row in range(start, end)]
@@ -49,7 +49,8 @@ def _length(stretches: Sequence[tuple[int, int]]) -> int:
 
 def cut_sections(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: list[int], *,
                  axes: tuple[str, ...]) -> list[torch.Tensor]:
-    """`capture.sections.linear_sections` for a piece of each section: ``weight`` [piece of n, k], cut over one axis."""
+    """`ops.linear_sections` for a shard of each section. ``weight`` [n / ranks, k] and ``bias`` are plain shards over
+    the one axis of ``axes``; ``sizes`` are global. Returns one tensor [..., shard of sizes[i]] per section."""
     (name,) = axes
     axis = groups.current(name)
     own = [shard_of(size, axis.size, axis.rank)[1] for size in sizes]

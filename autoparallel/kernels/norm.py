@@ -1,4 +1,4 @@
-"""Norms along a dim that is cut: the ranks add up what each row's statistics need, forward and backward."""
+"""Norms along a cut dim: each row's statistics are all-reduced, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ aten = torch.ops.aten
 
 
 class _Normed(torch.autograd.Function):
-    """Rows [rows, piece of what is normed] over their deviation: from their mean where ``centred``, else from zero.
+    """Normalised rows of x [rows, shard of the normed elements]: ``centred`` as layer norm, else as RMS norm.
 
-    The gradient is that of layer norm (Ba et al. 2016): g less its mean and less what of it goes along the result.
+    ``count``: elements of a whole row. Backward is that of layer norm (Ba et al. 2016), with y the result:
+    (g - y * mean(g * y) [- mean(g) if centred]) / deviation.
     """
 
     @staticmethod
@@ -53,8 +54,9 @@ def _total(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
 
 def norm_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
                    sizes: tuple[tuple[int, int], ...], **kwargs: Any) -> Tensor:
-    """The op, a layer, RMS, group or instance norm, on pieces of the dims ``dims`` that it norms along, which have the
-    lengths ``sizes`` in the whole input and result. Weight and bias of a layer norm are pieces too."""
+    """A layer, RMS, group or instance norm ``op`` on shards of the dims that it norms along. Dim ``dims[i]`` is cut
+    over axis ``axes[i]``, its global lengths are ``sizes[i]`` (input, result). Weight and bias of a layer norm are
+    shards."""
     given = arguments(op, args, kwargs)
     x: Tensor = given["input"]
     whole = list(x.shape)
@@ -70,7 +72,7 @@ def norm_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, 
         parameters = torch.Size((x.shape[1], *(1 for _ in x.shape[2:])))
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     eps = given["eps"] if given["eps"] is not None else torch.finfo(x.dtype).eps
-    along = tuple(groups.current(name) for name in axes)  # now: backward may run where no axes are bound
+    along = tuple(groups.current(name) for name in axes)  # resolved here: backward may run outside groups.use
     made = _Normed.apply(wide.reshape(rows, -1), along, normed, eps, op is not aten.rms_norm.default).view_as(wide)
     if given["weight"] is not None:
         made = made * given["weight"].reshape(parameters)

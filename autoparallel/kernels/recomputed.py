@@ -1,4 +1,4 @@
-"""Blocks whose activations backward computes again, or fetches from host memory."""
+"""Activation recompute and offload of a block."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from autoparallel.kernels import groups, rng
 
-#: What "selective" keeps (`pricing.micro_batches.KEPT_CLASSES` prices it).
+#: Ops whose results "selective" recompute keeps (`KEPT_CLASSES` in pricing is the same list for prices).
 _KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::convolution",
          "aten::_flash_attention", "aten::_efficient_attention", "_c10d_functional::",
          "aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 class Recomputed(nn.Module):
-    """A block that is computed again in backward, under the same random numbers and axes; or, with ``mode`` offload,
-    whose values are brought back then. ``in_parts``: backward comes in several parts, and what the first computed again
-    is kept for the others."""
+    """A block recomputed in backward, with the same random numbers and axes (``mode`` "full" or "selective"), or whose
+    saved tensors are offloaded to the host ("offload").
+
+    ``in_parts``: backward runs in several parts (zero bubble); the recomputed tensors are kept until the last part."""
 
     def __init__(self, body: GraphModule, mode: str, in_parts: bool = False) -> None:
         super().__init__()
@@ -48,9 +49,9 @@ class Recomputed(nn.Module):
 
 
 class _Again:
-    """One run of a block, and what backward needs of it once that has been computed again, for as long as any part of
-    backward is to come. (torch's `checkpoint` computes it again for each part; of a zero-bubble stage, whose gradients
-    of weights are made layer by layer, for each layer.)"""
+    """One run of a block, recomputed once for all parts of its backward; keeps the recomputed tensors as long as
+    autograd holds its hooks. (torch's `checkpoint` recomputes for each part: of a zero-bubble stage, for each
+    layer.)"""
 
     def __init__(self, run: Callable[..., Any], values: Sequence[torch.Tensor]) -> None:
         self.run, self.values, self.count = run, values, 0
@@ -61,7 +62,7 @@ class _Again:
             self.count += 1
             return self.count - 1
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: self._found()[place]):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda number: self._found()[number]):
             return self.run(*self.values)
 
     def _found(self) -> list[torch.Tensor]:
@@ -71,31 +72,32 @@ class _Again:
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda value: found.append(value.detach()), _unused)
             with torch.enable_grad(), hooks:
                 self.run(*inputs)
-            assert len(found) == self.count, "a block saves the same each time"
+            assert len(found) == self.count, "a block saves the same tensors each time"
             self.saved = found
         return self.saved
 
 
 def _unused(_: None) -> torch.Tensor:
-    raise AssertionError("only what the first run made goes backward")
+    raise AssertionError("backward goes through the first run only")
 
 
 def host_copy(value: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, pinned and asynchronous for a GPU tensor."""
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value, non_blocking=True)
 
 
 @contextmanager
 def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
-    """What autograd saves inside is moved to the host (pinned, for a GPU) and back at its use, each value once; but not
-    ``own``, which others keep anyway. (torch's `save_on_cpu` moves all that is saved, as often as it is.)"""
+    """Offload the tensors that autograd saves inside to host memory (pinned for a GPU), each tensor once, and copy them
+    back at their use. ``own``, kept alive elsewhere, stay. (torch's `save_on_cpu` moves all of them, at every save.)"""
     kept = {value.untyped_storage().data_ptr() for value in own}
-    moved: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # with the value itself, so that its place stays its own
+    moved: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the tensor, so that its address is not reused
 
     def pack(value: torch.Tensor) -> Any:
-        place = value.untyped_storage().data_ptr()
-        if place in kept or not value.numel():
+        address = value.untyped_storage().data_ptr()
+        if address in kept or not value.numel():
             return value.detach()
-        key = place, value.storage_offset(), value.shape, value.stride(), value.dtype
+        key = address, value.storage_offset(), value.shape, value.stride(), value.dtype
         if key not in moved:
             moved[key] = value, host_copy(value)
         return value.device, moved[key][1]

@@ -1,8 +1,8 @@
-"""ZeRO-3's second half: a parameter gathered for forward is not kept for backward, but gathered again there.
+"""Reshard after forward (ZeRO-3): a parameter gathered for forward is not kept for backward, but gathered again.
 
-While a program runs under `regathering`, what autograd would save of a gathered parameter is replaced by the way to
-gather it (torch.autograd.graph.saved_tensors_hooks). What forward gathers ahead of its readers, backward gathers ahead
-of where it asks for it, too: the other way round, by the same rule (`schedule.async_windows.starts`).
+While a program runs under `regathering`, a gathered parameter that autograd would save is replaced by a recipe that
+gathers it again (torch.autograd.graph.saved_tensors_hooks). Gathers that forward prefetches, backward prefetches as
+well, in reverse order and by the same rule (`schedule.async_windows.starts`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _current_backward = torch._C._current_graph_task_id
 
 @dataclass(eq=False)
 class _Gathered:
-    """A gathered parameter, and how to gather it anew, of ``source`` (which may be gathered, too).
+    """A gathered parameter and the recipe that gathers it again from ``source`` (possibly gathered itself).
 
-    ``place``: where forward reads it, if it is gathered ahead of that (else -1), of so many bytes on the fullest rank;
-    ``uses``: how often backward is still to ask for it; ``pending``: its value, if it is."""
+    ``place``: program point of its reader, if prefetched (else -1); ``num_bytes`` on the fullest rank; ``uses``: reads
+    left in backward; ``pending``: awaits an issued gather."""
 
     begin: Callable[[torch.Tensor], Finish]
     source: torch.Tensor | _View
@@ -39,17 +39,18 @@ class _Gathered:
     pending: Finish | None = None
 
     def gather_stages(self) -> list[_Gathered]:
-        """What is gathered ahead on its way, the last first."""
+        """The prefetched gathers on the path from the shard to this tensor, the last first."""
         before = self.source.gathered.gather_stages() if isinstance(self.source, _View) else []
         return [self, *before] if self.place >= 0 else before
 
     def issue(self) -> None:
+        """Issue the gather unless it is pending; a gathered source is awaited first."""
         if self.pending is None:
             source = self.source
             self.pending = self.begin(source.of(source.gathered.made()) if isinstance(source, _View) else source)
 
     def made(self) -> torch.Tensor:
-        """The value; `_Run.made` also posts what comes next."""
+        """The gathered tensor, awaited. (`_Run.made` issues the next gathers as well.)"""
         self.issue()
         finish, self.pending = self.pending, None
         assert finish is not None
@@ -58,8 +59,8 @@ class _Gathered:
 
 @dataclass
 class _Run:
-    """One forward: what it gathered, by the memory that has it (while the tensor lives, nothing else has that); and
-    what it gathered ahead, in order."""
+    """The gathers of one forward. ``found``: by address of the result's memory, which is unique while the tensor lives;
+    ``ahead``: prefetched ones, in order; ``backward``: id of the running backward."""
 
     found: dict[int, tuple[weakref.ref[torch.Tensor], _Gathered]] = field(default_factory=dict)
     ahead: list[_Gathered] = field(default_factory=list)
@@ -80,7 +81,7 @@ class _Run:
         return gathered if alive is not None and alive() is not None else None
 
     def made(self, asked: _Gathered) -> torch.Tensor:
-        """What backward asks for; what it asks for next is on its way then."""
+        """The gathered tensor that backward reads; issues the prefetches that are due at this program point."""
         if asked.place < 0 or asked.uses < 1 or _current_backward() < 0:
             return asked.made()
         if self.backward != _current_backward():
@@ -88,14 +89,14 @@ class _Run:
             torch.autograd.Variable._execution_engine.queue_callback(self.settle)
         for gather_stage in range(self.most_gather_stages):
             for gathered in self.to_ask.at(asked.place, gather_stage):
-                way = gathered.gather_stages()
-                if len(way) > gather_stage and not any(nearer.pending for nearer in way[:gather_stage]):
-                    way[gather_stage].issue()
+                path = gathered.gather_stages()
+                if len(path) > gather_stage and not any(nearer.pending for nearer in path[:gather_stage]):
+                    path[gather_stage].issue()
         asked.uses -= 1
         return asked.made()
 
     def settle(self) -> None:
-        """Wait for what was posted, and no backward asked for."""
+        """Await issued gathers that backward did not read."""
         for gathered in self.ahead:
             finish, gathered.pending = gathered.pending, None
             if finish is not None:
@@ -104,7 +105,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _View:
-    """A view of a gathered tensor, which autograd saved, or that is gathered further."""
+    """A view of a gathered tensor: one that autograd saved, or the source of a further gather."""
 
     gathered: _Gathered
     size: tuple[int, ...]
@@ -117,7 +118,8 @@ class _View:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd saved. (Views do not know the run: it has what is gathered of them, and would not be let go.)"""
+    """In place of a tensor that autograd saved. (`_View` has no reference to the run: that would be a cycle, and memory
+    would not be freed.)"""
 
     run: _Run
     view: _View
@@ -128,7 +130,7 @@ _run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 @contextmanager
 def regathering() -> Iterator[None]:
-    """Run a forward whose `gather` and `begin_gather` results are made again in backward."""
+    """Run a forward whose `gather` and `begin_gather` results are gathered again in backward."""
     token = _run.set(_Run())
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
@@ -140,7 +142,7 @@ def regathering() -> Iterator[None]:
 def _pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
     kept, run = _kept(tensor), _run.get()
     if run is None or not isinstance(kept, _View):
-        return tensor.detach()  # a result that its own op keeps would otherwise keep the op
+        return tensor.detach()  # an op that saves its own result would otherwise be a reference cycle
     kept.gathered.uses += 1
     return _Saved(run, kept)
 
@@ -153,7 +155,7 @@ def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor | _View:
-    """What is kept of a tensor for backward: how to make it again, if it was gathered."""
+    """The recipe of a gathered tensor; any other tensor, detached."""
     run = _run.get()
     if run is None or (found := run.find(tensor)) is None:
         return tensor.detach()
@@ -161,7 +163,7 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor | _View:
 
 
 def gather(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`redistribute`, whose result is to be made again in backward."""
+    """`redistribute`, whose result is gathered again in backward."""
     axes, run, kept = groups.bound(), _run.get(), _kept(value)
     made = redistribute(value, *args, **kwargs)
 
@@ -177,7 +179,10 @@ def gather(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def begin_gather(value: torch.Tensor, axis: str, source: str, target: str, *, source_sizes: Sizes, place: int,
                  num_bytes: float, **kwargs: Any) -> async_communication.Begun:
-    """`async_communication.begin_gather`, whose result (`end`) is to be made again in backward."""
+    """`async_communication.begin_gather`, whose result (from `end`) is gathered again in backward, with prefetch.
+
+    ``place``: program point of its reader; ``num_bytes``: of the fullest rank's result.
+    """
     where, run, kept = groups.current(axis), _run.get(), _kept(value)
     begun = async_communication.begin_gather(value, axis, source, target, source_sizes, **kwargs)
     if run is None:
@@ -189,7 +194,7 @@ def begin_gather(value: torch.Tensor, axis: str, source: str, target: str, *, so
 
 
 def end(begun: async_communication.Begun) -> tuple[torch.Tensor, ...]:
-    """`async_communication.end`."""
+    """`async_communication.end`; notes the recipe of its result."""
     made, run = async_communication.end(begun), _run.get()
     if run is not None and begun.again is not None:
         run.add(made[0], begun.again)

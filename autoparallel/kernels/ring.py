@@ -1,7 +1,7 @@
-"""Ring attention: queries, keys and values all cut along the sequence; keys and values go once around the ring.
+"""Ring attention (Liu, Zaharia, Abbeel 2023): queries, keys and values are cut along the sequence.
 
-Each rank attends to one piece of the keys after the other and joins the results by the logarithms of their sums
-(Liu, Zaharia, Abbeel 2023). Backward goes around again, with the gradients of keys and values riding along.
+Keys and values pass once around the ring. Each rank attends to one shard of keys per round and combines the results by
+their log-sum-exp. Backward passes them around again, together with the gradients of keys and values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 def _around(axis: Axis, causal: bool) -> Iterator[tuple[int, bool, bool]]:
-    """(turn, whether this rank sees the piece that it then holds, whether that is its own) of one time around."""
+    """For each round: (round, whether the mask lets this rank see the shard it holds, whether that is its own)."""
     for step in range(axis.size):
         source = (axis.rank - step) % axis.size
         yield step, not causal or source <= axis.rank, source == axis.rank
@@ -68,6 +68,7 @@ def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: float | None = None, enable_gqa: bool = False, axes: tuple[str, ...],
 ) -> Tensor:
-    """Attention of pieces [batch, heads, sequence / n, head dim] of even lengths, cut over the one axis of ``axes``."""
+    """Attention of even shards [batch, heads, sequence / n, head dim] over the one axis of ``axes``. No mask, no
+    dropout."""
     (name,) = axes
     return _Ring.apply(q, k, v, groups.current(name), is_causal, q.shape[-1] ** -0.5 if scale is None else scale)

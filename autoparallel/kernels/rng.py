@@ -1,7 +1,7 @@
-"""Random ops: ranks that hold the same value draw the same numbers, ranks with different pieces different ones.
+"""Random ops: replicas draw equal numbers, shards different ones.
 
-Every random op of every call has its own seed, made of the run's seed (rank 0's, shared once), the call's number, the
-op and the piece. The global generator is left as it was.
+The seed of a random op is a hash of the run's seed (rank 0's), the number of the call, the op and the shard. The global
+generator keeps its state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _call_seed: ContextVar[int] = ContextVar("call_seed", default=0)
 
 @contextmanager
 def use_seed(seed: int) -> Iterator[None]:
-    """Give the random ops of one call their seed."""
+    """Set the seed of the random ops of one call."""
     token = _call_seed.set(seed)
     try:
         yield
@@ -28,7 +28,7 @@ def use_seed(seed: int) -> Iterator[None]:
 
 
 def call_seed() -> int:
-    """The seed that random ops of this call have now."""
+    """The seed set by `use_seed`; 0 outside."""
     return _call_seed.get()
 
 
@@ -39,7 +39,7 @@ def mix(*parts: int) -> int:
 
 
 def random_op(op: Any, decision: int, local_shard: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op with the seed of (call, decision, piece)."""
+    """Run a random op with the seed of (call, decision, shard)."""
     device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
     devices = [] if device.type in ("cpu", "meta") else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):

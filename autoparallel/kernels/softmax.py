@@ -1,4 +1,5 @@
-"""Softmax and its kin, maxima and their places along a cut dim: the ranks exchange a few numbers of each row."""
+"""Softmax, log-softmax, log-sum-exp, and max, min, argmax, argmin along a cut dim: a few numbers per row are exchanged.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ LEAST = (aten.argmin.default, aten.min.dim)
 
 def softmax_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
                       sizes: tuple[tuple[int, int], ...], **kwargs: Any) -> Tensor:
-    """The op (softmax, log_softmax, logsumexp) on a piece of the dims ``dims``, which it goes along; of logsumexp the
-    result is whole."""
+    """softmax, log_softmax or logsumexp ``op`` along cut dims: dim ``dims[i]`` is cut over axis ``axes[i]``. The result
+    is sharded like the input; that of logsumexp is the whole value."""
     given = arguments(op, args, kwargs)
     x: Tensor = given["self"]
     dtype = given.get("dtype") or x.dtype
@@ -45,45 +46,47 @@ def softmax_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[in
 
 def places_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, ...],
                      sizes: tuple[tuple[int, int], ...], start: int, **kwargs: Any) -> Any:
-    """The op (argmax, argmin; max and min, which have values too) where dim ``dims[0]``, of which the rank's piece
-    begins at ``start``, is one that it goes along (argmax without a dim: all). Of equal values the first is the one, as
-    in one process."""
+    """argmax, argmin, or max and min with indices, along the cut dim ``dims[0]`` (argmax without a dim: over all).
+
+    ``start``: global offset of the rank's shard; ``sizes[0][0]``: global length. Indices are global; of equal values
+    the first counts, as in one process.
+    """
     given = arguments(op, args, kwargs)
     x: Tensor = given["self"]
     dim, least = dims[0], op in LEAST
     with torch.no_grad():
         if given["dim"] is None:
-            value, place = _in_order(x, dim, sizes[0][0], start, least)
+            value, index = _in_order(x, dim, sizes[0][0], start, least)
         else:
-            place = _place(x, dim, least)
-            value, place = x.gather(dim, place), place + start
+            index = _index(x, dim, least)
+            value, index = x.gather(dim, index), index + start
         for name in axes:
             axis = groups.current(name)
             counts = (1,) * axis.size
-            values, places = (all_gather_tensor(t.unsqueeze(0), axis, 0, counts) for t in (value, place))
-            value = values.gather(0, _place(values, 0, least))
-            equivalent = (values == value) | (values.isnan() & value.isnan())
-            place = torch.where(equivalent, places, torch.iinfo(places.dtype).max).amin(0)
+            values, indices = (all_gather_tensor(t.unsqueeze(0), axis, 0, counts) for t in (value, index))
+            value = values.gather(0, _index(values, 0, least))
+            is_best = (values == value) | (values.isnan() & value.isnan())
+            index = torch.where(is_best, indices, torch.iinfo(indices.dtype).max).amin(0)
             value = value.squeeze(0)
     if given["dim"] is None:
-        return place.reshape((1,) * x.dim() if given["keepdim"] else ())
+        return index.reshape((1,) * x.dim() if given["keepdim"] else ())
     if op in (aten.max.dim, aten.min.dim):
-        own = (place >= start) & (place < start + x.shape[dim])
-        value = x.gather(dim, torch.where(own, place - start, 0)).masked_fill(~own, 0)
+        own = (index >= start) & (index < start + x.shape[dim])
+        value = x.gather(dim, torch.where(own, index - start, 0)).masked_fill(~own, 0)
         for name in axes:
             value = redistribute(value, name, "P", "I")
-        return (value, place) if given["keepdim"] else (value.squeeze(dim), place.squeeze(dim))
-    return place if given["keepdim"] else place.squeeze(dim)
+        return (value, index) if given["keepdim"] else (value.squeeze(dim), index.squeeze(dim))
+    return index if given["keepdim"] else index.squeeze(dim)
 
 
-def _place(x: Tensor, dim: int, least: bool) -> Tensor:
+def _index(x: Tensor, dim: int, least: bool) -> Tensor:
     return x.argmin(dim, keepdim=True) if least else x.argmax(dim, keepdim=True)
 
 
 def _in_order(x: Tensor, dim: int, length: int, start: int, least: bool) -> tuple[Tensor, Tensor]:
-    """Best value of all, and its place in the whole's elements in order, of which dim ``dim`` has ``length``."""
+    """The best value of a shard and its index in the flattened whole tensor, whose dim ``dim`` has ``length``."""
     flat = x.flatten()
-    best = _place(flat, 0, least)
+    best = _index(flat, 0, least)
     inner = math.prod(x.shape[dim + 1:])
     row, rest = best // inner, best % inner
     outer, own = row // x.shape[dim], row % x.shape[dim]

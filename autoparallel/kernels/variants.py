@@ -1,7 +1,7 @@
-"""Strategies that are not the op itself on pieces but programs of their own.
+"""Strategies that are not the op itself on shards but functions of their own.
 
-A variant is called with the op's own arguments, as pieces; with ``axes``, the names of the mesh axes that it is taken
-on; and with what else it asks for (`Variant`).
+A variant is called with the op's arguments as local shards, with ``axes``, the names of the mesh axes that it is used
+on, and with the further keywords that its `Variant` asks for.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from autoparallel.ops.embedding_bag import embedding_bag
 def vocabulary_embedding(
     weight: torch.Tensor, ids: torch.Tensor, padding_idx: int = -1, *_: Any, start: int, axes: tuple[str, ...] = ()
 ) -> torch.Tensor:
-    """Rows of ids that lie in this rank's piece of the vocabulary, zeros for the rest: a summand of the embedding.
+    """Embedding of the ids in this rank's shard of the vocabulary, zeros for the others: a summand of the whole.
 
-    ``weight``: [piece, hidden], whose first row is row ``start`` of the whole table.
+    ``weight``: [shard, hidden], its first row is row ``start`` of the whole table. Returns [*ids, hidden].
     """
     own = (ids >= start) & (ids < start + weight.shape[0])
     rows = F.embedding((ids - start).masked_fill(~own, 0), weight)
@@ -43,9 +43,9 @@ def vocabulary_bags(
     weight: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, offsets: torch.Tensor | None, mode: int,
     last: bool, padding_idx: int | None, *, start: int, axes: tuple[str, ...] = ()
 ) -> torch.Tensor:
-    """Sums over the ids of each bag that lie in this rank's piece of the vocabulary: a summand of the whole sums.
+    """Embedding bags summed over the ids in this rank's shard of the vocabulary: a summand of the whole.
 
-    ``weight``: [piece, hidden], whose first row is row ``start`` of the whole table.
+    ``weight``: [shard, hidden], its first row is row ``start`` of the whole table. Returns [bags, hidden].
     """
     own = (ids >= start) & (ids < start + weight.shape[0])
     if padding_idx is not None:
@@ -58,18 +58,18 @@ def class_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, weight: None = None, reduction: int = 2, ignore_index: int = -100,
     *_: Any, start: int, axes: tuple[str, ...]
 ) -> torch.Tensor:
-    """Summed cross-entropy of logits [n, piece of the classes] cut over ``axes``; target [n]; the same on every rank.
+    """Summed cross-entropy of logits [n, shard of the classes], cut over ``axes``, with target [n]; equal on all ranks.
 
-    Exchanges three numbers per target: maximum, sum of exponentials, the target's own logit.
+    Exchanges three numbers per target: the maximum, the sum of exponentials, the target's logit.
     """
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = x.detach().amax(dim=1)
     for name in axes:
         top = all_reduce_tensor(top, groups.current(name), "max")
-    place = target - start
-    own = (place >= 0) & (place < logits.shape[1])
+    column = target - start
+    own = (column >= 0) & (column < logits.shape[1])
     exponentials = torch.exp(x - top.unsqueeze(1)).sum(dim=1)
-    picked = x.gather(1, place.masked_fill(~own, 0).unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
+    picked = x.gather(1, column.masked_fill(~own, 0).unsqueeze(1)).squeeze(1).masked_fill(~own, 0)
     for name in axes:
         exponentials = redistribute(exponentials, name, "P", "I")
         picked = redistribute(picked, name, "P", "I")
@@ -82,7 +82,7 @@ def causal_queries(
     is_causal: bool = True, *, scale: float | None = None, enable_gqa: bool = False, start: int,
     axes: tuple[str, ...] = (),
 ) -> torch.Tensor:
-    """Causal attention of a piece of the queries, the first of which is query ``start``, to all keys up to its own."""
+    """Causal attention of a shard of queries, which begins at query ``start``, over all keys up to the shard's end."""
     seen = start + q.shape[2]
     return F.scaled_dot_product_attention(q, k[:, :, :seen], v[:, :, :seen], causal_lower_right(q.shape[2], seen),
                                           scale=scale, enable_gqa=enable_gqa)
@@ -90,9 +90,10 @@ def causal_queries(
 
 @dataclass(frozen=True)
 class Variant:
-    """``start``: the (position, dim) of the operand the beginning of whose piece the function asks for (dim None: that
-    which is cut); ``cuts``: it asks for the op, and for the dim cut on each axis, with its lengths in the whole first
-    operand and result."""
+    """The function of a variant, and the keywords that `emit` passes to it.
+
+    ``start``: pass the global offset of the shard of this (operand, dim); dim None: the cut one. ``cuts``: pass ``op``,
+    ``dims`` (the cut dim of each axis) and ``sizes`` (its global lengths in first operand and result)."""
 
     function: Callable[..., Any]
     start: tuple[int, int | None] | None = None

@@ -1,4 +1,4 @@
-"""Lowering: a plan becomes one program per rank. See README.md."""
+"""Lowering: plan -> one program per rank. See README.md."""
 
 from autoparallel.lower.check import check, count_collectives, order_digest
 from autoparallel.lower.emit import Program, emit

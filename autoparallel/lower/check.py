@@ -1,7 +1,7 @@
-"""The check before anything runs: every value's layout against the rules, every step against the table.
+"""Check of an emitted program before it runs: layouts against the rules, redistribution steps against the table.
 
-It reads the emitted program alone (layouts as annotated, functions and arguments as they will run) and asks for each
-op whether, axis by axis, the rules have a row from these input placements to these output placements.
+The input is the program alone: annotated layouts, functions and arguments. For each op and mesh axis, some axis
+strategy of its rule must take these input placements to this output placement.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _VARIANTS: dict[Any, str] = {variant.function: name for name, variant in VARIANT
 
 
 def check(program: Program, space: StrategySpace, coordinate: Sequence[int]) -> None:
-    """Raises LoweringError, naming the line of the program, when a value's layout does not follow from its inputs'."""
+    """Raises LoweringError with the program's line where a value's layout does not follow from its inputs' layouts.
+
+    ``coordinate``: of the rank on the mesh.
+    """
     for node in program.module.graph.nodes:
         if node.op == "output":
             _check_results(program, node)
@@ -49,7 +52,7 @@ def check(program: Program, space: StrategySpace, coordinate: Sequence[int]) -> 
 
 
 def order_digest(program: Program) -> str:
-    """Equal on two ranks exactly when their programs issue the same collectives in the same order."""
+    """A hash of the program's collectives in order; equal on ranks that issue the same ones in the same order."""
     digest = hashlib.sha256()
     for node in program.module.graph.nodes:
         if node.target in _STEPS:
@@ -122,7 +125,7 @@ def _check_results(program: Program, node: Any) -> None:
 
 
 def count_collectives(program: Program) -> dict[tuple[str, str], int]:
-    """How often the program runs each collective: {("forward" or "backward", kind): count}, scalars left out."""
+    """Collectives that the program runs, by (``"forward"`` or ``"backward"``, kind). Scalars are not counted."""
     counts: dict[tuple[str, str], int] = {}
     for node in program.module.graph.nodes:
         if node.target not in _STEPS or node.meta["global_meta"].num_elements <= 1:

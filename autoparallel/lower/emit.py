@@ -1,9 +1,9 @@
-"""Emission: strategy space and a label per site -> one rank's program, a readable torch.fx.GraphModule.
+"""Emission: strategy space and one strategy per decision -> one rank's program, a readable torch.fx.GraphModule.
 
-Every op runs on local pieces with local sizes; every link whose layouts differ becomes a chain of redistribution
-steps, each one line that names its axis and its placements. Node metadata: ``layout``, ``global_meta``, ``decision``,
-``val`` (a meta tensor of the local shape), and ``reads`` (of a parameter and the steps that take it to its readers).
-Steps also have ``step`` and ``num_bytes`` (of the fullest rank's result: the same on all ranks).
+Ops run on local shards with local sizes. A tensor use whose layouts differ becomes a path of redistribution steps, one
+line each. Node metadata: ``layout``, ``global_meta``, ``decision`` (index), ``block``, ``val`` (meta tensor of the
+local shape), and ``reads`` (true for a parameter and the steps of its path to a reader). Steps also have ``step`` and
+``num_bytes`` (of the fullest rank's result, so equal on all ranks).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from autoparallel.rules.rule import AxisStrategy
 from autoparallel.schedule.stage import Part, Value
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace, TensorUse
 
-#: The cheapest steps between two layouts of a tensor.
+#: (tensor, source layout, target layout) -> redistribution steps between the two.
 PathFinder = Callable[[TensorMeta, Layout, Layout], Sequence[Step]]
 
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's program (of one part of the model, where that is cut into stages).
+    """One rank's program, of the whole model or of one pipeline stage.
 
-    ``module(*placeholders, *received)`` takes local tensors and returns (local outputs, new values of the buffers in
-    ``updates``, local values to send). An output that another part makes is None.
+    ``module(*placeholders, *received)`` takes local tensors and returns (local outputs, new values of the buffers
+    ``updates``, local values to send). Outputs of other stages are None.
     """
 
     module: GraphModule
@@ -62,7 +62,11 @@ def emit(
     device: torch.device | str = "cpu",
     part: Part | None = None,
 ) -> Program:
-    """Write the program of the rank at ``coordinate`` for one label per site; of one part of the sites if given."""
+    """The program of the rank at mesh coordinate ``coordinate``, given one strategy per decision.
+
+    ``path`` finds redistribution steps; ``part`` restricts the program to one stage's decisions; ops that create
+    tensors do so on ``device``.
+    """
     part = part or Part(frozenset(range(len(space))))
     return _Emitter(space, strategies, path, tuple(coordinate), torch.device(device)).run(part)
 
@@ -70,7 +74,8 @@ def emit(
 def step_sizes(shape: tuple[int, ...], step: Step, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[
     tuple[int, ...], tuple[int, ...]
 ]:
-    """Lengths of the pieces along the source's and the target's cut dim, for the ranks of this rank's group."""
+    """Shard lengths along the source's and the target's cut dim, for all ranks of this rank's group on the step's axis;
+    ``()`` for a placement that is not a shard."""
     found: list[tuple[int, ...]] = []
     for placement, layout in ((step.source, step.before), (step.target, step.after)):
         if not placement.is_shard:
@@ -149,7 +154,7 @@ class _Emitter:
         return layout
 
     def _read(self, use: TensorUse) -> FxNode:
-        """The link's tensor in the layout that its target asks for."""
+        """The tensor use's value in the layout that its target reads; emits the redistribution steps."""
         value = self.values[use.source, use.output]
         wanted = self.space.strategy_sets[use.target].input_layout(self.strategies[use.target], use.position)
         for step in self.path(use.meta, value.meta["layout"], wanted):
@@ -230,14 +235,14 @@ class _Emitter:
         return self.graph.call_function(variant.function, tuple(args), keywords)
 
     def _shard_number(self, axis_strategies: Sequence[AxisStrategy]) -> int:
-        """Numbers the pieces of a random op: equal where ranks repeat the same work."""
+        """The index of this rank's shard of a random op; equal on ranks that compute the same shard."""
         number = 0
         for axis_strategy, n, rank in zip(axis_strategies, self.space.mesh_shape, self.coordinate, strict=True):
             number = number * n + (rank if axis_strategy.factor else 0)
         return number
 
     def _offsets(self, operand: FxNode) -> tuple[int, ...]:
-        """Where this rank's piece of a value begins."""
+        """Global offsets of this rank's shard, by dim."""
         meta = operand.meta
         return local_box(meta["global_meta"].shape, meta["layout"], self.space.mesh_shape, self.coordinate)[0]
 

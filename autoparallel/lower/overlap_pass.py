@@ -1,13 +1,13 @@
-"""Communication of parameters beside compute: gathered before they are read, gradients reduced while backward goes on.
+"""Parameter communication overlapped with compute: prefetched gathers, gradient reductions during backward.
 
-A step that takes a parameter to its readers becomes two lines, `begin_...` and `end`, with compute between them:
+A redistribution step of a parameter becomes two lines, `begin_...` and `end`, with compute between the two:
 
-    forward     begin: a gather is posted          end: it is waited for
-    backward    end: a reduction is posted         begin: it is waited for
+    forward     begin: the gather is issued           end: it is awaited
+    backward    end: the reduction is issued          begin: it is awaited
 
-Autograd runs backward of what was made last first, so the place of `begin` in the program says both how early a gather
-is posted and how late a reduction is waited for. Gradients of whole parameters (nothing is sent forward) begin at the
-top, many in one bucket; of the others, the next to be read are on their way (`windows.py` says which).
+Autograd runs in reverse order of the program, so the position of `begin` fixes both how early a gather is issued and
+how late a reduction is awaited. All-reduces of whole parameters (no communication forward) begin at the top of the
+program, in buckets; gathers begin as far ahead of their reader as `schedule/async_windows.py` says.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from autoparallel.kernels.collectives import (
 )
 from autoparallel.schedule.async_windows import TOP, AsyncWindows, Event, Pair, Read, kind_of, places
 
-#: The block that a node belongs to, if any.
+#: node -> the name of its block, or None.
 BlockOf = Callable[[FxNode], str | None]
 
 
 def ended_together(module: GraphModule) -> list[list[int]]:
-    """For each `end` of whose values the program makes nothing, which of its results they are."""
+    """For each `end` whose values are program outputs only: their indices among the outputs."""
     output = module.graph.output_node()
-    place = {node: number for number, node in enumerate(output.all_input_nodes)}
+    index = {node: number for number, node in enumerate(output.all_input_nodes)}
     items = [sorted(node.users, key=lambda made: made.args[1]) for node in module.graph.nodes if node.target is end]
-    return [[place[made] for made in made_here] for made_here in items
+    return [[index[made] for made in made_here] for made_here in items
             if all(set(made.users) == {output} for made in made_here)]
 
 
 def overlap(module: GraphModule, block_of: BlockOf | None = None) -> GraphModule:
-    """The same program, in which communication of parameters runs beside compute.
+    """The same program with parameter communication overlapped with compute.
 
-    ``block_of``: blocks of which each must stay one run of nodes, so that what they read is there when they begin.
+    ``block_of``: recomputed blocks. Each stays contiguous, so gathers that it reads end before it begins.
     """
     steps, reads = reads_of(module, block_of or (lambda node: None))
     events, writer = AsyncWindows(reads).events, _Writer(module, steps, reads)
@@ -55,7 +55,7 @@ def overlap(module: GraphModule, block_of: BlockOf | None = None) -> GraphModule
 
 
 def reads_of(module: GraphModule, block_of: BlockOf) -> tuple[list[FxNode], list[Read]]:
-    """The steps from parameters to their readers, in order, and what `AsyncWindows` asks of them."""
+    """The redistribution steps of parameters in program order, and the same steps as `AsyncWindows` takes them."""
     made = [node for node in module.graph.nodes if node.op == "call_function"]
     place = places((node.meta["decision"], block_of(node)) for node in made)
     steps = [node for node in made if "step" in node.meta and node.meta["reads"]]
@@ -69,8 +69,8 @@ def reads_of(module: GraphModule, block_of: BlockOf) -> tuple[list[FxNode], list
 
 
 class _Writer:
-    """Writes a program anew; ``made`` are its nodes by the old ones', ``steps`` and ``reads`` what pairs' numbers
-    mean."""
+    """Copies a program with `begin_...` and `end` in place of steps. ``made``: old node -> new node; ``steps`` and
+    ``reads`` are indexed by the numbers in a `Pair`."""
 
     def __init__(self, module: GraphModule, steps: Sequence[FxNode], reads: Sequence[Read]) -> None:
         self.graph, self.made, self.begun = Graph(), dict[FxNode, FxNode](), dict[Pair, FxNode]()
@@ -80,7 +80,7 @@ class _Writer:
                 self.copy(node)
 
     def copy(self, node: FxNode) -> FxNode:
-        """The node, and what it needs that is not there yet (steps before a gather)."""
+        """The node's copy; inputs that have none yet (steps before a gather) are copied first."""
         if node not in self.made:
             self.made[node] = self.graph.node_copy(node, self.copy)
         return self.made[node]

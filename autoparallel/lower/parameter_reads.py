@@ -1,9 +1,9 @@
-"""Parameters read once per step: redistribution of parameters is taken out of the part of a program that takes turns.
+"""Parameter reads once per step: redistribution of parameters is split off the part that runs per micro-batch.
 
-    reads   local parameters -> the values that the turns read     (all-gathers; backward: reductions of gradients)
-    turn    these values, inputs, received values -> results
+    reads         local parameters -> values that micro-batches read     (all-gathers; backward: gradient reductions)
+    micro_batch   these values, inputs, received values -> results
 
-Between the two, gradients of all turns add up, and are reduced once, or after each turn.
+Gradients accumulate between the two, and are reduced once per step (ZeRO 0 and 1) or after each micro-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoparallel.lower.emit import Program
 
 @dataclass(frozen=True)
 class SplitProgram:
-    """A program in two: ``reads(*parameters)`` gives the values that ``micro_batch(*values, *rest)`` takes; ``rest``
+    """A program in two parts: ``reads(*parameters)`` returns the values of ``micro_batch(*values, *rest)``; ``rest``
     are the other placeholders, in order."""
 
     reads: GraphModule
@@ -29,17 +29,17 @@ class SplitProgram:
 
 
 def is_read(node: FxNode) -> bool:
-    """Whether the node is a step on the way from a parameter to its readers."""
+    """Whether the node is a redistribution step on the path from a parameter to a reader."""
     return "step" in node.meta and bool(node.meta["reads"])
 
 
 def gathers_parameter(node: FxNode) -> bool:
-    """Whether the node makes a whole parameter of its pieces (what ZeRO-3 does anew for every turn)."""
+    """Whether the node communicates on the path from a parameter to a reader; ZeRO-3 repeats it per micro-batch."""
     return is_read(node) and node.meta["step"].forward in COLLECTIVES
 
 
 def sum_gradients_in(program: Program, dtype: torch.dtype | None) -> None:
-    """Let the steps by which parameters are read sum their gradients in this type (None: in the gradients' own)."""
+    """Sum parameters' gradients in ``dtype`` (None: in the gradients' own). Changes the program in place."""
     for node in program.module.graph.nodes:
         trainable = is_read(node) and node.meta["global_meta"].requires_grad
         if dtype is not None and trainable and node.meta["step"].backward in SUMS:
@@ -48,8 +48,8 @@ def sum_gradients_in(program: Program, dtype: torch.dtype | None) -> None:
 
 
 def split_reads(program: Program, stays: Callable[[FxNode], bool] = lambda node: False) -> SplitProgram:
-    """Take the redistribution of parameters apart from the rest; steps for which ``stays`` is true stay (and all after
-    them)."""
+    """Split the redistribution of parameters off the rest. Steps for which ``stays`` is true remain in the rest, with
+    all later steps of their path."""
     nodes = list(program.module.graph.nodes)
     parameters = [n for n in nodes if n.op == "placeholder" and n.meta["reads"]]
     early: dict[FxNode, None] = dict.fromkeys(parameters)

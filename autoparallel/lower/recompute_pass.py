@@ -1,9 +1,8 @@
-"""Recompute: blocks of a program that keep their inputs only, and run again when backward needs what was inside.
+"""Activation recompute (checkpointing): blocks keep their inputs only and run again in backward.
 
-A block is everything under one index of a module list (`capture.blocks`), as far as it is one piece of the program.
-"full" computes all of it again, collectives too; "selective" keeps the results of matrix products, attention and
-collectives and computes the rest again. "offload" computes nothing again: what backward needs waits in the host's
-memory.
+A block is a contiguous run of nodes under one index of a module list (`capture.blocks`). "full" recomputes all of it,
+collectives included; "selective" keeps results of matrix products, attention and collectives; "offload" recomputes
+nothing and keeps saved tensors in host memory.
 """
 
 from __future__ import annotations
@@ -24,8 +23,11 @@ from autoparallel.lower import overlap_pass
 
 def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], str | None],
                    in_parts: bool = False) -> GraphModule:
-    """The same program with each run of nodes of one block as a module that is recomputed (full, selective) or
-    offloaded; ``in_parts``: backward does not come all at once."""
+    """The same program with each contiguous run of a block's nodes as a `Recomputed` module.
+
+    ``mode``: "full", "selective" or "offload"; ``block_of``: the block of a node, None for nodes that are not
+    recomputed; ``in_parts``: backward runs in several parts (zero bubble).
+    """
     graph = Graph()
     made: dict[FxNode, FxNode] = {}
     blocks: dict[str, nn.Module] = {}
@@ -61,8 +63,8 @@ def _block(members: Sequence[FxNode], inputs: Sequence[FxNode], outputs: Sequenc
 
 
 def gather_again(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphModule:
-    """The same program with the steps for which ``gathers`` is true, and what it gathers ahead, made again in
-    backward."""
+    """Let backward repeat the steps for which ``gathers`` is true and the prefetched gathers (ZeRO-3). Changes and
+    returns ``program``."""
     for node in program.graph.nodes:
         if node.target is overlap_pass.begin_gather:
             node.target = begin_gather

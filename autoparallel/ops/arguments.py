@@ -1,4 +1,4 @@
-"""Arguments of ops that give sizes or numbers of groups, and their values for a shard."""
+"""Op arguments that are sizes or numbers of groups, and their values for a shard."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from autoparallel.layout.shapes import Shape
 aten = torch.ops.aten
 
 
-#: Position of the argument that gives the result's sizes.
+#: Position of the argument that is the result's shape.
 SIZE_ARGUMENT = {aten.reshape.default: 1, aten.expand.default: 1, aten.full.default: 0, aten.zeros.default: 0,
                  aten.ones.default: 0}
-#: Ops whose channels, dim 1 of the result, are cut with their groups: position of the number of groups.
+#: Ops whose channels (dim 1 of the result) are cut together with their groups: position of the number of groups.
 GROUPS_ARGUMENT = {aten.conv1d.default: 6, aten.conv2d.default: 6, aten.conv3d.default: 6, aten.group_norm.default: 1,
                    aten.conv_transpose1d.default: 6, aten.conv_transpose2d.input: 6, aten.conv_transpose3d.input: 6}
 
 
 def fitted(target: Any, args: Sequence[Any], made: Shape, whole: Shape) -> list[Any]:
-    """The op's arguments on pieces, which make a result of shape ``made`` and not ``whole``: its sizes, and groups."""
+    """The op's arguments for a shard: sizes become the local result shape ``made``, groups are scaled by
+    ``made[1] / whole[1]``. ``whole``: the global result shape."""
     local = list(args)
     if target in SIZE_ARGUMENT:
         local[SIZE_ARGUMENT[target]] = list(made)

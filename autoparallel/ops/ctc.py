@@ -1,8 +1,8 @@
-"""The loss of connectionist temporal classification as an op by sample:
+"""The CTC loss (connectionist temporal classification) as an op with one loss per sample:
 
     log_probs[t, b, c], targets[b, s], input_lengths[b], target_lengths[b] -> y[b]
 
-Torch's own has a second result whose shape depends on the lengths, which no trace can follow.
+Torch's own op has a second result whose shape depends on the lengths, which cannot be traced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _library.define("ctc_losses(Tensor log_probs, Tensor targets, Tensor input_lengt
 
 def _losses(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor, target_lengths: torch.Tensor,
             blank: int, zero_infinity: bool) -> torch.Tensor:
-    if isinstance(log_probs, FakeTensor) or log_probs.is_meta:  # of which only the shape matters
+    if isinstance(log_probs, FakeTensor) or log_probs.is_meta:  # only the shape matters
         return log_probs.sum((0, 2))
     return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
 
@@ -34,7 +34,8 @@ def ctc_loss_as_op(
     log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Lengths, target_lengths: Lengths, blank: int = 0,
     reduction: str = "mean", zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """`torch.nn.functional.ctc_loss` while a model is traced. A mean is of losses over the lengths of their targets."""
+    """Replaces `torch.nn.functional.ctc_loss` while a model is traced; same arguments and result. ``reduction="mean"``
+    divides each loss by its target's length before the mean, as torch does."""
     inputs, lengths = (x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in (input_lengths, target_lengths))
     batched = log_probs.dim() == 3
     if not batched:

@@ -1,4 +1,4 @@
-"""A mixture of experts as one op, whose body runs on rows sorted by expert."""
+"""A mixture of experts as one op; its body runs on rows sorted by expert."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from torch.fx import GraphModule
 
 @dataclass(frozen=True)
 class Body:
-    """What happens to sorted rows: ``module(rows, experts, ends, *by_row, *weights)``, where ``experts`` has each row's
-    expert and ``ends`` where each expert's rows end. Results have sizes ``width`` per row; bytes and FLOP are per
-    row."""
+    """The experts' computation on sorted rows: ``module(rows, experts, ends, *by_row, *weights)`` -> [rows, *width].
+
+    ``experts``: the expert of each row; ``ends``: where each expert's rows end. ``flops`` and ``made_bytes`` (bytes of
+    intermediate results) are per row.
+    """
 
     module: GraphModule
     num_experts: int
@@ -29,21 +31,26 @@ _library.define("routed_experts(str body, Tensor tokens, Tensor ids, Tensor[] by
 
 
 def body_of(name: str) -> Body:
+    """The body behind the op's first argument."""
     return _BODIES[name]
 
 
 def _routed_experts(body: str, tokens: torch.Tensor, ids: torch.Tensor, by_row: list[torch.Tensor],
                     weights: list[torch.Tensor], first: int = 0) -> torch.Tensor:
-    """``ids``: the expert of each row, [tokens x rows per token]; the weights are those of experts ``first`` on."""
+    """Rows of all tokens through their experts -> [tokens * k, *width].
+
+    ``ids`` [tokens * k]: the expert of each row; ``by_row``: tensors with one row per id; ``weights``: of the experts
+    from ``first`` on. Rows of other experts are zero.
+    """
     known, count = _BODIES[body], weights[0].shape[0]
     if tokens.is_meta:
         return tokens.new_empty((ids.shape[0], *known.width), dtype=known.dtype)
-    place, some = ids - first, count < known.num_experts
+    local, some = ids - first, count < known.num_experts
     if some:
-        place = torch.where((place >= 0) & (place < count), place, count)
-    experts, order = torch.sort(place)
+        local = torch.where((local >= 0) & (local < count), local, count)
+    experts, order = torch.sort(local)
     ends = torch.searchsorted(experts, torch.arange(count, device=ids.device), right=True).to(torch.int32)
-    if some:  # how many rows there are depends on the data, and the others' are not computed
+    if some:  # rows of other experts are not computed; their number depends on the data
         own = int(ends[-1])
         experts, order = experts[:own], order[:own]
     rows = tokens[order // max(1, ids.shape[0] // max(1, tokens.shape[0]))]

@@ -1,8 +1,8 @@
 """Users' torch.autograd.Functions as ops.
 
-A trace would look through ``apply`` at the forward's ops, whose own gradients need not be what the user's backward says
-(a straight-through estimator's are zero). So while tracing, ``apply`` becomes the op ``autoparallel::user_function``,
-which calls the Function when it runs.
+A plain trace would record the ops of the user's forward and lose the user's backward (a straight-through estimator
+would get zero gradients). While tracing, ``apply`` therefore records the op ``autoparallel::user_function``, which
+calls the Function at run time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoparallel.errors import CaptureError
 
-#: Functions of torch's own that only arrange for autograd what is traced anyway.
+#: Modules of torch's own Functions, which are traced as their forward's ops.
 LOOKED_THROUGH = ("torch._", "torch.autograd", "torch.utils.checkpoint", "torch.fx", "torch.distributed")
 PLAIN = (int, float, complex, str, bool, type(None), torch.dtype, torch.device)
 _HERE = torch.autograd.function._SingleLevelFunction
@@ -42,7 +42,7 @@ class Call:
 _CALLS: dict[str, Call] = {}
 _library = torch.library.Library("autoparallel", "FRAGMENT")
 _library.define("user_function(str call, Tensor[] tensors) -> Tensor[]",
-                tags=(torch.Tag.nondeterministic_seeded,))  # it may draw numbers: the same on ranks that repeat it
+                tags=(torch.Tag.nondeterministic_seeded,))  # it may draw random numbers: equal on replicas
 
 
 def _user_function(call: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def _user_function(call: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]
     return list(made) if isinstance(made, tuple) else [made]
 
 
-#: The frame in which users' Functions run.
+#: The code object of the frame in which users' Functions run.
 RUNS = _user_function.__code__
 _library.impl("user_function", _user_function, "CompositeImplicitAutograd")
 user_function = torch.ops.autoparallel.user_function.default
@@ -63,7 +63,8 @@ def function_of(call: str) -> type[torch.autograd.Function]:
 
 @contextmanager
 def functions_as_ops() -> Iterator[None]:
-    """While a model is traced. (`Function.apply` asks its base class for the ``apply`` that is put there.)"""
+    """Within, users' Functions are recorded as ops. (`Function.apply` looks up its base class's ``apply``, which this
+    replaces.)"""
     inside = False
 
     def plain(cls: type[torch.autograd.Function], *args: Any) -> Any:
@@ -94,7 +95,7 @@ def _recorded(function: type[torch.autograd.Function], args: tuple[Any, ...]) ->
     for value in pytree.tree_leaves(kept):
         if not isinstance(value, PLAIN):
             raise CaptureError(f"{function.__name__}.apply is given a {type(value).__name__}, which may hide tensors\n"
-                               "  Give its tensors by themselves, and besides them numbers, strings and dtypes only.")
+                               "  Pass its tensors as arguments of their own; others must be numbers, strings, dtypes.")
     call = Call(function, kept, tuple(isinstance(a, torch.Tensor) for a in args))
     versions = [t._version for t in tensors]
     made = user_function(_named(call), tensors)
@@ -104,7 +105,7 @@ def _recorded(function: type[torch.autograd.Function], args: tuple[Any, ...]) ->
 
 
 def _named(call: Call) -> str:
-    """The same name for the same call, in every process."""
+    """The name of a call; equal calls have equal names, in every process."""
     name = f"{call.function.__module__}.{call.function.__qualname__}{call.arguments}"
     for number in itertools.count():
         key = f"{name}#{number}" if number else name

@@ -1,1 +1,1 @@
-"""Run time: the parallel module, process groups, random numbers, state. See README.md."""
+"""Run time: the parallel module, its calls, state and data. See README.md."""

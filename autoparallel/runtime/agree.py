@@ -1,7 +1,5 @@
-"""Ranks agree before they run: one program, one plan, one order of collectives.
-
-A disagreement is an error on every rank, instead of a hang.
-"""
+"""Agreement before a run: ranks compare program, plan and order of collectives, so that a difference is an error on
+every rank instead of a hang."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Failure(NamedTuple):
-    """An error as it travels: whatever its constructor takes, it arrives with its message and its facts."""
+    """An error in picklable form: class, message, attributes. (The class's constructor may take anything.)"""
 
     kind: type[AutoparallelError]
     message: str
@@ -100,7 +98,7 @@ def made_equally(what: str, make: Callable[[], T], digest: Callable[[T], str], a
 
 
 def decide_once(decide: Callable[[], T]) -> T:
-    """What rank 0 decides, on every rank; an error that it meets is raised on every rank."""
+    """The result of ``decide()`` on rank 0, broadcast to all. Its error is raised on every rank."""
     box: list[Any] = [None]
     mine: Exception | None = None
     if dist.get_rank() == 0:

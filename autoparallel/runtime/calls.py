@@ -1,4 +1,4 @@
-"""Runs compiled calls on this rank: values in, the program, values out, and the buffers that it writes."""
+"""Runs compiled calls on this rank: local inputs, the program, global outputs, buffer updates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autoparallel.strategies.space import StrategySpace
 
 
 class Calls:
-    """Calls of a module with these parameters and buffers; ``leaves`` are a call's arguments, flat."""
+    """Calls of a parallel module. ``leaves``: a call's arguments, flattened."""
 
     def __init__(self, module: nn.Module, state: State) -> None:
         self.module, self._state = module, state
@@ -37,11 +37,11 @@ class Calls:
         self._shared_gradients: WeakKeyDictionary[Compiled, SharedGradients] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
-        """Runners are made when they are needed: these are of this one's programs."""
+        """Runners are not copied: they belong to this module's programs and are made on demand."""
         return Calls(deepcopy(self.module, memo), deepcopy(self._state, memo))
 
     def forward(self, compiled: Compiled, leaves: Sequence[Any]) -> Any:
-        """Forward of a form that is one stage in one turn; returns what the original returns."""
+        """Forward of a form with one stage and one micro-batch; returns the original's output structure."""
         with self._state.together.call():
             outputs = self._run(compiled, leaves)
             results = [
@@ -57,7 +57,7 @@ class Calls:
             return run(compiled, leaves)
 
     def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Forward of a form that is one stage in one turn; returns this rank's outputs."""
+        """Forward of a form with one stage and one micro-batch; returns this rank's local outputs."""
         state, program, space = self._state, compiled.program, compiled.space
         with groups.use(state.axes):
             local = initialise.local_shards(
@@ -65,7 +65,7 @@ class Calls:
                     self._local_input(leaves[int(decision.path)], layout)
                     if decision.kind == "input"
                     else self._state_of(decision.path, space.graph).clone()
-                    if decision.path in program.updates  # backward reads it
+                    if decision.path in program.updates  # backward reads the old value
                     else self._state_of(decision.path, space.graph)
                     for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
                 ]
@@ -77,7 +77,7 @@ class Calls:
         return cast(Sequence[Any], outputs)
 
     def _whole_step(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
-        """A step of a form that is one stage in one turn."""
+        """A step of a form with one stage and one micro-batch."""
         loss = scaled(self._run(compiled, leaves)[loss_of(compiled.micro.loss)])
         if torch.is_grad_enabled():
             with autocast.without_autocast(), groups.use(self._state.axes):
@@ -85,7 +85,7 @@ class Calls:
         return loss.detach()
 
     def _in_micro_batches(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
-        """A step in turns or stages."""
+        """A step in micro-batches or pipeline stages."""
         state, key = self._state, compiled
         if key not in self._runners:
             self._runners[key] = StepRunner(
@@ -123,20 +123,20 @@ class Calls:
         return loss
 
     def _update(self, names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
-        with torch.no_grad():  # a new value may be another buffer's old one
+        with torch.no_grad():  # cloned first: a new value may alias another buffer's old one
             for name, value in zip(names, [value.clone() for value in values], strict=True):
                 self.module.get_buffer(name).copy_(value)
 
     def _share_written(self, compiled: Compiled) -> None:
-        """Give the buffers that one stage has written to the others, which may read them in the next step."""
+        """Broadcast buffers that one pipeline stage wrote; other stages may read them in the next step."""
         if (group := self._state.position.pipeline_group) is not None:
             for name, rank in compiled.written.items():
                 dist.broadcast(self.module.get_buffer(name), dist.get_global_rank(group, rank), group=group)
 
     def _feeds(self, compiled: Compiled, leaves: Sequence[Any]) -> list[list[Any]]:
-        """Each input of the turns' program, turn by turn."""
+        """For each input of the micro-batch program, its value per micro-batch."""
         state, micro = self._state, compiled.micro
-        if state.position.pipeline_ranks > 1:  # each stage reads some of the inputs, which all of them have rows of
+        if state.position.pipeline_ranks > 1:  # stages read whole inputs, whose rows are sharded over all stages
             leaves = [
                 leaf.full_tensor() if isinstance(leaf, DTensor) and leaf.device_mesh == state.position.whole else leaf
                 for leaf in leaves
@@ -157,7 +157,7 @@ class Calls:
         ]
 
     def _state_of(self, path: str, graph: OpGraph) -> torch.Tensor:
-        """A parameter, buffer or constant."""
+        """A parameter, buffer or constant tensor by its dotted name. Raises InputError on the meta device."""
         if path in graph.constant_tensors:
             return graph.constant_tensors[path].to(self._state.device)
         owner, leaf = initialise.container(self.module, path)
@@ -167,6 +167,7 @@ class Calls:
         return value
 
     def _local_input(self, value: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """This rank's shard of an input, which is a global tensor or a DTensor."""
         if value.is_meta:
             raise InputError("an input is on the meta device, and has no values to compute with: give real ones, "
                              "or plan without running: autoparallel.plan")

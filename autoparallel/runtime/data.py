@@ -1,4 +1,4 @@
-"""Data loaders: the same global batches on all ranks, of which each keeps its shards, and a place to go on from."""
+"""Data loaders: equal global batches on all ranks, of which each keeps its shards; the position can be saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _VERSION = 1
-#: Options of torch's DataLoader that would go unheard, and what to write instead.
+#: Options of torch's DataLoader that have no effect here, and what to write instead.
 _DECIDED_HERE = {
     "sampler": "all ranks draw one order from shuffle, seed and the epoch; of a sampler, give the dataset in its order "
                "(torch.utils.data.Subset)",
@@ -34,10 +34,10 @@ _DECIDED_HERE = {
 
 @dataclass
 class Order:
-    """Batches of a dataset's samples, in an order that all ranks draw alike from (seed, epoch).
+    """Batches of a dataset's samples in an order drawn from (seed, epoch), equal on all ranks.
 
-    ``rows``: which rows of a batch of so many samples this rank reads. ``start``: how many samples the next iteration
-    leaves out.
+    ``rows``: number of samples of a batch -> rows that this rank reads. ``are_checked``: check the first batch of each
+    iteration (see `Batch.checked`). ``start``: samples that the next iteration skips.
     """
 
     num_samples: int
@@ -71,9 +71,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Form:
-    """The layouts in which the program reads a batch of the example's structure: by the number of the leaf.
+    """Structure of a batch and the layouts in which the program reads it, by leaf number.
 
-    ``whole``: each rank reads whole batches; else the rows that its shards are cut from.
+    ``whole``: each rank reads whole batches; else only the rows of its shards.
     """
 
     layouts: Mapping[int, Layout]
@@ -90,14 +90,15 @@ class Form:
 
     @property
     def is_cut_alike(self) -> bool:
-        """Whether all tensors are cut into rows over the same axes: two ranks read the same rows, or no common one."""
+        """Whether all tensors are cut along dim 0 over the same axes: two ranks read the same rows or disjoint ones."""
         return len({tuple(p.is_shard and p.dim == 0 for p in layout) for layout in self.layouts.values()}) < 2
 
     def box(self, number: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offsets, lengths) of this rank's shard of leaf ``number`` with global shape ``shape``."""
         return local_box(shape, self.layouts[number], self.mesh.shape, self.mesh.get_coordinate() or ())
 
     def rows(self, num_samples: int) -> range:
-        """Which rows of a batch this rank reads; one at least, of which it may keep none."""
+        """The rows of a batch that this rank reads: at least one, also if its shards are empty."""
         if self.whole:
             return range(num_samples)
         found = []
@@ -108,17 +109,17 @@ class Form:
         return range(min(r.start for r in found), max(r.stop for r in found)) if found else range(1)
 
     def fits(self, leaves: Sequence[Any], spec: Any) -> bool:
-        """Whether a batch has the example's structure; shapes may be others."""
+        """Whether a batch has the example's structure and numbers of dims; lengths may differ."""
         dims = [leaf.dim() if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         return bool(spec == self.spec) and dims == [None if shape is None else len(shape) for shape in self.shapes]
 
 
 @dataclass
 class ShardedLoader:
-    """Iterates over an epoch; batches have the structure of the model's call, with DTensors as the program reads them.
+    """Iterates over an epoch; batches have the structure of the model's call, with DTensors in the program's layouts.
 
-    ``set_epoch(n)`` draws another order. ``state_dict()`` says where it is, also within an epoch: after
-    ``load_state_dict`` the next iteration goes on there, also on another number of ranks.
+    ``set_epoch(n)`` draws another order. ``state_dict()`` is the position, also within an epoch; after
+    ``load_state_dict`` the next iteration continues there, also on another number of ranks.
     """
 
     loader: DataLoader[Any]
@@ -131,25 +132,24 @@ class ShardedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that is drawn."""
+        """The current epoch."""
         return self.order.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch from which the order is drawn; where it is another one, it starts from its first sample."""
+        """Set the epoch from which the order is drawn. A new epoch starts at its first sample."""
         if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
             raise InputError(f"epoch is {shown(epoch)}: give its number, 0 or more")
         if epoch != self.order.epoch:
             self.order.epoch, self.order.start, self._position = epoch, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, samples of it that were given out (of all ranks together), and what the order is drawn from; the same
-        on all ranks."""
+        """Epoch, samples read in it (over all ranks), and the parameters of the order; equal on all ranks."""
         order = self.order
         return {"version": _VERSION, "epoch": order.epoch, "samples": self._position, "seed": order.seed,
                 "shuffle": order.shuffle, "num_samples": order.num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state says. Raises InputError for what is none, or is another dataset's or order's."""
+        """Continue at the state's position. Raises InputError for an invalid state, or another dataset's or order's."""
         order = self.order
         check_state("the loader's state", state, _VERSION, ("epoch", "samples", "seed", "num_samples"), ("shuffle",))
         for name, mine in (("shuffle", order.shuffle), ("num_samples", order.num_samples)):
@@ -169,8 +169,8 @@ class ShardedLoader:
         self._position, at = order.start, f"epoch {order.epoch}, seed {order.seed}, from sample {order.start}"
         of = f"batches of {order.batch_size} of {order.num_samples} samples, shuffle {order.shuffle}"
         if (found := all_have(f"{at}, {of}, drop_last {order.drop_last}", self.device)) is not None:
-            raise InputError(f"ranks read different data: {found}\n  Make the loader alike on all ranks, of the whole "
-                             "dataset, and call set_epoch on all.")
+            raise InputError(f"ranks read different data: {found}\n  Make the loader with the same arguments on all "
+                             "ranks, of the whole dataset, and call set_epoch on all.")
         batches, order.start = iter(self.loader), 0
         for number, (rows, wrong) in enumerate(batches):
             if number == 0 and order.are_checked and (found := all_have(wrong, self.device, "")) is not None:
@@ -201,7 +201,7 @@ class ShardedLoader:
                                      torch.Size(shape))
 
     def _whole(self, value: Any) -> Any:
-        """What is not cut; where plain tensors would be taken as this rank's rows, it says that it is whole."""
+        """A leaf that is not cut, on the device; as a replicated DTensor if plain tensors mean this rank's rows."""
         if not isinstance(value, torch.Tensor) or isinstance(value, initialise.DTensor):
             return value
         value = value.to(self.device)
@@ -212,8 +212,8 @@ class ShardedLoader:
 def sharded_loader(dataset: Dataset[Any], form: Form, device: torch.device, batch_size: int, *, shuffle: bool,
                    seed: int, collate: Callable[[list[Any]], Any] | None, drop_last: bool, as_dtensors: bool,
                    options: Mapping[str, Any]) -> ShardedLoader:
-    """A loader of batches of this form. Raises InputError for options that torch's DataLoader does not take, or that
-    would go unheard here."""
+    """A loader of batches of this form. ``options``: of torch's DataLoader; raises InputError for unknown ones and for
+    those that have no effect here."""
     order = Order(len(cast(Sized, dataset)), batch_size, form.rows, shuffle, seed, drop_last,
                   collate is not None and not form.whole)
     reader = Reader(dataset, collate, form.is_cut_alike)
@@ -232,10 +232,10 @@ def sharded_loader(dataset: Dataset[Any], form: Form, device: torch.device, batc
 
 def example_batch(dataset: Dataset[Any], batch_size: int, collate: Callable[[list[Any]], Any] | None, by_row: bool
                   ) -> Any:
-    """A batch of the right form, made of the first sample; ``by_row``: its tensors have a row for each sample.
+    """An example batch made of copies of the first sample. ``by_row``: require one row per sample in each tensor.
 
-    Raises InputError for a batch size below 1, when the dataset has no length or too few samples, or a collated tensor
-    has no row per sample.
+    Raises InputError for a batch size below 1, a dataset without length or with too few samples, or a collated tensor
+    without one row per sample.
     """
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise InputError(f"{type(dataset).__name__} has no length or no items by number: give a map-style dataset")
@@ -254,7 +254,7 @@ def example_batch(dataset: Dataset[Any], batch_size: int, collate: Callable[[lis
 
 
 def check_options(**options: Any) -> None:
-    """Raises InputError for options of a loader that are of another kind."""
+    """Raises InputError for loader options of the wrong type."""
     for name, value in options.items():
         if name == "seed":
             if isinstance(value, bool) or not isinstance(value, int):

@@ -1,8 +1,8 @@
-"""A rank that fails in a call takes the others out of it: nobody waits for what will not come.
+"""Failure of one rank in a call ends the call on all ranks, instead of a hang.
 
-It writes to the process group's store why it failed, and closes its connections. Whoever waits for it, or comes to it
-later, gets an error from its collective, finds the reason in the store, and closes its own connections in turn. While
-nothing fails, nothing is sent and nothing is watched. (The one file that closes process groups.)
+The failed rank writes the reason to the process group's store and closes its connections. A rank that waits for it gets
+an error from its collective, reads the reason in the store, and closes its own connections. Calls that do not fail send
+nothing for this. (The one file that closes process groups.)
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoparallel.errors import InputError, MeshError, PeerError
 
 _KEY = "autoparallel/failed"
-_LONGEST = 4_000  # letters of a message
-_TAG = 2**30 + 1  # nobody sends with it
+_LONGEST = 4_000  # characters of a message
+_TAG = 2**30 + 1  # of a receive that nobody sends for
 _ANEW = ("call torch.distributed.destroy_process_group() and init_process_group(...) on all ranks and compile again, "
          "or restart them.")
-_NO_MORE = f"  The process groups are closed, and of no use any more: {_ANEW}"
+_NO_MORE = f"  The process groups are closed and cannot be used again: {_ANEW}"
 
 
 class _World:
-    """What is known of the process group of all ranks, which goes with it: models of it fail together."""
+    """Failure state of the default process group, shared by all models on it and dropped with it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.store = group.get_group_store()
         self.calls: WeakSet[Together] = WeakSet()
         self.failed: tuple[int, str] | None = None
-        self.old = b""  # what an earlier process group left in the store; of this one only what has compiled can fail
+        self.old = b""  # a failure that an earlier process group left in the same store
         with suppress(RuntimeError):  # torch's fake process groups have a store that does nothing
             self.old = self.store.get(_KEY) if self.store.check([_KEY]) else b""
 
     def first(self, why: str) -> tuple[int, str] | None:
-        """Who failed first, and why: this rank, if no other and there is a ``why``."""
+        """(rank, reason) of the first failure, None if there is none. With a ``why``, this rank enters the store unless
+        another rank has."""
         said = own = f"{dist.get_rank()} {why}" if why else ""
-        with suppress(RuntimeError):  # the process that has the store is gone
+        with suppress(RuntimeError):  # the process that hosts the store may have ended
             if why:
                 said = self.store.compare_set(_KEY, self.old.decode(), own).decode()
             elif self.store.check([_KEY]) and (found := self.store.get(_KEY)) != self.old:
@@ -49,7 +50,8 @@ class _World:
         return (int(rank), why) if said else None
 
     def close(self, failed: tuple[int, str]) -> None:
-        """Let all that wait for this rank, in calls of whatever model, know that it will not come."""
+        """Note the failure and close the process groups of all models, so that ranks that wait for this one get an
+        error."""
         self.failed = failed
         for calls in self.calls:
             calls.close()
@@ -67,7 +69,7 @@ def _world() -> _World:
 
 
 def check_groups() -> None:
-    """Raises PeerError where a failure has closed the process groups."""
+    """Raises PeerError if a failure has closed the process groups."""
     if (failed := _world().failed) is not None:
         rank, why = failed
         raise PeerError(f"rank {rank} failed in an earlier call: {why}\n{_NO_MORE}", rank)
@@ -75,8 +77,8 @@ def check_groups() -> None:
 
 @contextmanager
 def reached() -> Iterator[None]:
-    """What ranks tell one another between calls. Raises PeerError where a failure has closed the process groups,
-    MeshError where they do not reach each other for another reason."""
+    """Context of communication between calls. Raises PeerError if a failure has closed the process groups, MeshError if
+    communication fails for another reason."""
     check_groups()
     try:
         yield
@@ -90,7 +92,7 @@ def reached() -> Iterator[None]:
 
 
 class Together:
-    """The ranks of a mesh, which end a call together. ``groups`` are closed when one fails (more may be added)."""
+    """The ranks of a mesh, whose calls fail together. ``groups``: closed on a failure; more may be appended."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         assert dist.group.WORLD is not None
@@ -103,7 +105,7 @@ class Together:
             _close(group, self._on_cpu)
 
     def check(self) -> None:
-        """Raises PeerError where a rank failed before, MeshError where the process groups are there no more."""
+        """Raises PeerError if a rank failed before, MeshError if the process groups have been destroyed."""
         if dist.group.WORLD is not self.groups[0]:
             raise MeshError("the model was compiled for process groups that have been destroyed since: after "
                             "init_process_group(...), make the mesh and compile again")
@@ -111,8 +113,8 @@ class Together:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """What all ranks do. Raises PeerError where another rank has failed. No rank goes on after an error of this one
-        (but an InputError, which all ranks raise before anything is sent)."""
+        """Context of a call that all ranks make. An error of this rank ends the call on all ranks; an error because
+        another rank failed becomes a PeerError. InputError passes: all ranks raise it before anything is sent."""
         try:
             yield
         except InputError:
@@ -130,19 +132,19 @@ class Together:
 
 
 def _cause(error: BaseException) -> str:
-    """What began it: torch's pipelines wrap what they meet."""
+    """The root of a chain of errors, as text. (torch's pipelines wrap errors.)"""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"[:_LONGEST]
 
 
 def _close(group: dist.ProcessGroup, on_cpu: bool) -> None:
-    """Let whoever waits for this rank in the group, and this rank's own collectives under way, end in an error."""
+    """Close a process group: ranks that wait for this one, and this rank's pending collectives, get an error."""
     if not on_cpu:
         group.abort()
         return
     for rank in dist.get_process_group_ranks(group):
-        if rank != dist.get_rank():  # gloo cannot abort, but closes all connections when a receive comes too late
+        if rank != dist.get_rank():  # gloo has no abort, but closes all connections when a receive times out
             with suppress(RuntimeError):
                 work = dist.irecv(torch.empty(1), src=rank, group=group, tag=_TAG)
                 assert work is not None

@@ -1,4 +1,4 @@
-"""The form of a call (what makes two calls the same program), and what `compile` makes of one."""
+"""The form of a call, that is what tracing fixes, and the compiled programs by form."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autoparallel.strategies.space import StrategySpace
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """One traced call form: its plan, the strategy space of one turn, and this rank's programs by stage."""
+    """One compiled call form: plan, strategy space of one micro-batch, and this rank's programs by stage."""
 
     plan: Plan
     space: StrategySpace
@@ -38,14 +38,14 @@ class Compiled:
 
     @property
     def program(self) -> Program:
-        """The program of a form that is one stage."""
+        """The program of a form with one stage. Raises InputError for a pipeline."""
         if len(self.stages) > 1:
             raise InputError(f"the model is cut into {len(self.stages)} pipeline stages: it runs by step(...)")
         return self.programs[0]
 
     @cached_property
     def forward(self) -> nn.Module:
-        """The program of a form that is one stage, as it runs: parameters are on their way beside compute."""
+        """The program of a form with one stage as it runs: parameter communication overlapped, recompute applied."""
         hybrid = self.plan.hybrid
         if hybrid.recompute == "none" and hybrid.zero_stage < 3:
             return overlap(self.program.module)
@@ -53,7 +53,7 @@ class Compiled:
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
-        """Layouts of the parameters that this rank has."""
+        """Layouts of the parameters that this rank's stages read, by name."""
         return {
             decision.path: layout
             for program in self.programs.values()
@@ -63,7 +63,7 @@ class Compiled:
 
     @property
     def elsewhere(self) -> set[str]:
-        """Parameters that only other stages have."""
+        """Names of parameters that only other stages read."""
         read = {decision.path for decision in self.space.decisions if decision.kind == "parameter"}
         return read - set(self.parameter_layouts) if len(self.stages) > 1 else set()
 
@@ -80,7 +80,7 @@ class Compiled:
 
     @cached_property
     def written(self) -> dict[str, int]:
-        """Buffers that the program writes, with the first rank of the pipeline that computes what."""
+        """Buffers that the program writes: name -> first pipeline rank of the stage that computes the new value."""
         return {decision.path: self.plan.hybrid.ranks_of(stage)[0] for stage, part in enumerate(self.stages.parts)
                 for decision in self.space.decisions if decision.kind == "update" and decision.index in part.decisions}
 
@@ -104,7 +104,7 @@ class Forms:
         return self._first
 
     def find(self, key: Any, leaves: Sequence[Any]) -> Compiled | None:
-        """The program of a call of this form, if there is one for the model as it is."""
+        """The program of this form whose guards hold for the model now, or None."""
         for guards, compiled in reversed(self._by_key.get(key, ())):
             if guards.hold(leaves):
                 self._used[compiled] = self._used.pop(compiled)
@@ -112,7 +112,7 @@ class Forms:
         return None
 
     def changes(self, key: Any, leaves: Sequence[Any]) -> list[str]:
-        """Since the last trace of a call of this form, in words."""
+        """Descriptions of what changed since the last trace of this form."""
         known = self._by_key.get(key)
         return list(dict.fromkeys(known[-1][0].failing(leaves))) if known else []
 
@@ -131,13 +131,13 @@ class Forms:
             del self._by_key[key]
 
 
-#: (model in the right mode, args, kwargs, layouts of parameters placed already, whether the form is plain: in one turn
-#: and one stage whatever the plan) -> Compiled
+#: (model in the right mode, args, kwargs, layouts of placed parameters, whether to compile one forward without
+#: micro-batches and stages whatever the plan has) -> Compiled
 Compile = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], Mapping[str, Layout], bool], Compiled]
 
 
 def form_of(leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
-    """What of a call's arguments, and of the autocast around it, is fixed when it is traced."""
+    """The part of a call that tracing fixes: structure, shapes, dtypes, plain values, autocast and default dtype."""
     refuse_other_layouts(leaves)
     casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in autocast.DEVICES]
     return (str(spec), *map(_form, leaves), *casts, torch.get_default_dtype(), torch.get_default_device())
@@ -150,7 +150,7 @@ def _form(leaf: Any) -> Any:
 
 
 def as_plain(leaf: Any, device: torch.device) -> Any:
-    """A DTensor as a tensor of its global shape, for tracing; of a meta-device model every tensor is a shape only."""
+    """An argument for tracing: a DTensor as an empty tensor of its global shape; on the meta device any tensor so."""
     if isinstance(leaf, DTensor):
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
     if isinstance(leaf, torch.Tensor) and device.type == "meta":

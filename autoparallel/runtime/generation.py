@@ -1,4 +1,4 @@
-"""Models that generate text keep doing so: Hugging Face's ``generate`` on a parallel module."""
+"""Hugging Face's ``generate`` on a parallel module."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from autoparallel.runtime.state import State
 
 @cache
 def generating(module: Any, original: Any) -> Any:
-    """The class ``module`` (ParallelModule), also of the class of a model that generates: Hugging Face's ``generate``
-    looks there for its methods and for what ``forward`` takes. The calls that it makes return whole tensors; all ranks
-    draw alike."""
+    """A subclass of ``module`` (ParallelModule) and of the model's class ``original``, where ``generate`` looks for its
+    methods and for the signature of ``forward``. Within ``generate``, calls return whole tensors and all ranks draw the
+    same numbers."""
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

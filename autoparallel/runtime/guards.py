@@ -1,8 +1,8 @@
-"""Guards: whether a compiled program is still that of the model.
+"""Guards: whether a compiled program is still valid for the model.
 
-What the trace read (`capture/dependencies.py`) is fixed in the program: numbers in attributes and globals, modes,
-hooks. The parallel module's parts and the original's modules share their attributes (`SharedAttributes`): a change of
-one is a change of both. Guards are checked at each call; those that fail say what has changed.
+A program fixes what its trace read (`capture/dependencies.py`): values of attributes and globals, modes, hooks. Guards
+compare them at each call and describe changes. The parallel module's parts share the attributes of the original's
+modules (`SharedAttributes`): setting one sets both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autoparallel.errors import InputError, shown
 
 
 class NotAlone:
-    """In place of the forward of a part of a parallel module, which has no program of its own."""
+    """The forward of a submodule of a parallel module, which has no program of its own: raises InputError."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,8 +44,8 @@ class NotAlone:
 
 
 class SharedAttributes:
-    """Plain attributes of the original's modules and of the parallel module's parts, which are one: what is set on
-    either is taken over to the other. (The root has none of its own: it reads and sets the original's.)"""
+    """Keeps plain attributes of the original's modules and of the parallel module's parts equal: a value set on one is
+    copied to the other. (The root has none of its own: it reads and sets the original's.)"""
 
     def __init__(self, parts: Mapping[nn.Module, nn.Module]) -> None:
         model, *modules = parts
@@ -56,7 +56,7 @@ class SharedAttributes:
             vars(part)["forward"] = NotAlone(self.names[module])
 
     def merge(self) -> None:
-        """Take over what has been set since. Raises InputError where both were set, and differ."""
+        """Copy attributes set since the last call. Raises InputError if both sides were set to different values."""
         for number, (module, part) in enumerate(self.pairs):
             before, ours, theirs = self.before[number], vars(part), vars(module)
             self._merge_forward(module, part)
@@ -67,7 +67,7 @@ class SharedAttributes:
                 if a is not was and b is not was and description(a) != description(b):
                     raise InputError(f"{self.names[module]}.{name} is {_shown(a)} in the parallel module and "
                                      f"{_shown(b)} in the model that it was made of, which share their attributes: set "
-                                     "it once")
+                                     "it on one of them")
                 new, target = (a, theirs) if a is not was else (b, ours)
                 if new is Missing:
                     target.pop(name, None)
@@ -76,7 +76,7 @@ class SharedAttributes:
             self.before[number] = _plain_attributes(module)
 
     def _merge_forward(self, module: nn.Module, part: nn.Module) -> None:
-        """A forward that was put on a part becomes the original module's, of whose parameters programs are traced."""
+        """Move a forward that was set on a part to the original's module, which is the one that is traced."""
         given = vars(part).get("forward")
         if not isinstance(given, NotAlone):
             if given is not None:
@@ -89,14 +89,14 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 class Places:
-    """The parameters, buffers and modules of the parallel module as they were placed: programs read them there."""
+    """The parameters, buffers and submodules of the parallel module at the time they were placed."""
 
     def __init__(self, root: nn.Module) -> None:
         self.tables = [(table, dict(table), path) for path, part in root.named_modules()
                        for table in (part._modules, part._parameters, part._buffers)]
 
     def check(self) -> None:
-        """Raises InputError where one was replaced by another that programs cannot read."""
+        """Raises InputError if one was replaced by an object that compiled programs cannot read."""
         for number, (table, placed, path) in enumerate(self.tables):
             if len(table) == len(placed) and all(map(is_, table.values(), placed.values())):
                 continue
@@ -112,7 +112,7 @@ class Places:
 
 
 def _fits(old: Any, new: Any) -> bool:
-    """Whether programs that read the one can read the other."""
+    """Whether compiled programs can read ``new`` in place of ``old``: tensors of equal shape, dtype and placements."""
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return False
     if isinstance(old, DTensor) != isinstance(new, DTensor) or (old.shape, old.dtype) != (new.shape, new.dtype):
@@ -128,7 +128,7 @@ def _told(value: Any) -> str:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A variable with its value when a program was traced."""
+    """A global or closure variable with its value at the time of a trace."""
 
     variable: Variable
     value: Any
@@ -146,12 +146,11 @@ class _Seen:
         return description(new) == (description(self.value) if self.content is None else self.content)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
-        return self  # functions are not copied, nor is what they read
+        return self  # functions are not copied, nor their variables
 
 
 class Guards:
-    """Whether the program of one trace is still that of the model. A check compares object by object: for a model of
-    400 modules it takes about a tenth of a millisecond."""
+    """Compares the model with its state at the time of one trace, object by object (0.1 ms for 400 modules)."""
 
     def __init__(self, parts: Mapping[nn.Module, nn.Module], dependencies: Dependencies, leaves: Sequence[Any]) -> None:
         model = next(iter(parts))
@@ -171,11 +170,11 @@ class Guards:
         self.contents = [(value, description(value), name) for value, name in contents.values()]
 
     def hold(self, leaves: Sequence[Any]) -> bool:
-        """Whether the program is that of a call with these arguments, of the model as it is."""
+        """Whether the traced program is valid for a call with these arguments on the model now."""
         return next(self.failing(leaves), None) is None
 
     def failing(self, leaves: Sequence[Any]) -> Iterator[str]:
-        """All that has changed, in words."""
+        """Descriptions of the changes since the trace."""
         for holder, path, names, values in self.attributes:
             now = holder.__dict__
             for name, value in zip(names, values, strict=True):
@@ -198,7 +197,7 @@ class Guards:
 
 
 def _strides(leaves: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
-    """Of the arguments; None for those that are contiguous, and for those on several ranks."""
+    """Strides of the arguments; None for contiguous tensors and DTensors."""
     return tuple(leaf.stride() if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
                  and not leaf.is_contiguous() else None for leaf in leaves)
 

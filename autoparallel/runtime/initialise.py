@@ -1,4 +1,4 @@
-"""Values of parameters on a mesh: their local pieces, and initial weights of meta-device models."""
+"""Values of parameters on a mesh: local shards, setting values, initial weights of meta-device models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tuple[int, ...] | None = None) -> DTensor:
-    """The DTensor whose piece here is ``local``; ``shape`` is the global shape (uneven pieces need it)."""
+    """The DTensor with local shard ``local``. ``shape``: the global shape, needed for uneven shards."""
     if shape is None:
         return DTensor.from_local(local, mesh, to_torch(layout), run_check=False)
     stride = torch.empty(shape, device="meta").stride()
@@ -32,7 +32,7 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: tup
 
 
 class _LocalShards(torch.autograd.Function):
-    """`DTensor.to_local` of many at once: as one node of autograd it takes a quarter of the time."""
+    """`DTensor.to_local` of many DTensors in one autograd node, which is four times as fast."""
 
     @staticmethod
     def forward(ctx: Any, *values: DTensor) -> tuple[torch.Tensor, ...]:
@@ -46,28 +46,28 @@ class _LocalShards(torch.autograd.Function):
 
 
 def _gradient(local: torch.Tensor, spec: Any) -> DTensor:
-    """Contiguous, as parameters are: torch's fused optimizers read both by one stride."""
+    """A local gradient as a contiguous DTensor: torch's fused optimizers assume the parameter's strides."""
     local = local.contiguous()
-    if torch.is_grad_enabled():  # to be differentiated again
+    if torch.is_grad_enabled():  # double backward
         return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape,
                                   stride=spec.stride)
     return DTensor(local, copy.copy(spec), requires_grad=False)
 
 
 def local_shards(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same tensors, with this rank's piece of each DTensor."""
+    """The tensors with each DTensor replaced by its local shard; differentiable."""
     trainable = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
     shards = iter(_LocalShards.apply(*trainable) if trainable else ())
     return [v if not isinstance(v, DTensor) else next(shards) if v.requires_grad else v.to_local() for v in values]
 
 
 def shared_seed(seed: int) -> int:
-    """Rank 0's seed."""
+    """Rank 0's ``seed``, on all ranks."""
     return decide_once(lambda: seed)
 
 
 def local_shard(value: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.Tensor:
-    """This rank's piece of a global tensor."""
+    """This rank's shard of a global tensor (a view)."""
     offsets, shape = local_box(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ())
     for dim, (start, length) in enumerate(zip(offsets, shape, strict=True)):
         value = value.narrow(dim, start, length)
@@ -75,10 +75,10 @@ def local_shard(value: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> torch.
 
 
 def set_value(parallel: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Give a parameter or buffer of the parallel module a value: a global one, or a DTensor (then all ranks call this).
+    """Set a parameter or buffer of the parallel module to a global tensor or a DTensor (then all ranks call this).
 
-    One on the meta device stays the same object, which optimizers and hooks know. Raises InputError for another shape,
-    and where something else refers to its memory.
+    The tensor stays the same object, also one on the meta device, so optimizers and hooks keep it. Raises InputError
+    for an unknown name, another shape, or a meta tensor with weak references.
     """
     owner, leaf = container(parallel, name)
     old = owner._parameters.get(leaf) if leaf in owner._parameters else owner._buffers.get(leaf)
@@ -105,7 +105,7 @@ def set_value(parallel: nn.Module, name: str, value: torch.Tensor, device: torch
 
 
 def _become(name: str, old: torch.Tensor, made: torch.Tensor) -> None:
-    """Make of a tensor on the meta device another one, which has values; it keeps its hooks and attributes."""
+    """Turn the meta tensor ``old`` into ``made`` in place; hooks and attributes stay."""
     check_unwatched(name, old)
     kept, hooks, hooks_after = dict(vars(old)), old._backward_hooks, old._post_accumulate_grad_hooks
     torch.utils.swap_tensors(old, made)
@@ -117,20 +117,21 @@ def _become(name: str, old: torch.Tensor, made: torch.Tensor) -> None:
 
 
 def check_unwatched(name: str, old: torch.Tensor) -> None:
-    """Raises InputError for a tensor on the meta device that cannot become one with values."""
+    """Raises InputError if a meta tensor has weak references: torch cannot swap it for one with values."""
     if weakref.getweakrefcount(old):
         raise InputError(f"{name} is on the meta device, and gets no values while there is a weak reference to it: "
                          "make those (weakref.ref, WeakKeyDictionary) after init_weights() or load_state_dict(...)")
 
 
 def names_of(module: nn.Module) -> set[str]:
-    """Of its parameters and buffers."""
+    """Names of all parameters and buffers, duplicates included."""
     named = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
     return {name for name, _ in named}
 
 
 def init_weights(model: nn.Module, parallel: nn.Module, mesh: DeviceMesh, device: torch.device, seed: int) -> None:
-    """Initialise module by module: one module's whole tensors exist at a time, of which the local pieces are kept."""
+    """Initialise meta parameters and buffers module by module: whole tensors of one module exist at a time, of which
+    the local shards are kept. All ranks draw from ``seed``."""
     for name, parameter in parallel.named_parameters():
         if parameter.is_meta:
             check_unwatched(name, parameter)
@@ -145,7 +146,7 @@ def init_weights(model: nn.Module, parallel: nn.Module, mesh: DeviceMesh, device
 
 
 def lost_buffers(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Values of meta-device buffers that no state dict holds (rotary frequencies), as their modules make them."""
+    """Fresh values of non-persistent meta buffers (rotary frequencies), which no state dict has, by name."""
     found = {}
     for path, module in model.named_modules():
         lost = {leaf for leaf in module._non_persistent_buffers_set
@@ -165,7 +166,10 @@ def _fill(model: nn.Module, module: nn.Module, path: str, parallel: nn.Module, l
 
 
 def _initialised(model: nn.Module, module: nn.Module, path: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """The module's own tensors with fresh values; the module itself is left on the meta device."""
+    """The module's own parameters and buffers with initial values; the module itself stays on the meta device.
+
+    Uses the model's ``_init_weights(module)``, else ``module.reset_parameters()``; InputError if there is neither.
+    """
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     try:
         module._apply(lambda t: torch.empty_like(t, device=device), recurse=False)

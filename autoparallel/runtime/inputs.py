@@ -1,6 +1,6 @@
-"""How the plain tensors of a call are taken: as global values, which all ranks must agree on, or as each rank's rows.
+"""Plain tensors of a call: global values, equal on all ranks, or each rank's own rows.
 
-What ranks compare is one number, a hash of all that must be equal; only where it differs they say more.
+Ranks compare one number, a hash of everything that must be equal; only if it differs do they exchange details.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.errors import InputError, PlanError, shown
 
-#: Calls at the beginning that are all checked.
+#: The first calls, all of which are checked.
 FIRST_CALLS = 3
 _KINDS = ("global", "local")
-_WORDS = 2**24  # hashed at a time
+_WORDS = 2**24  # elements hashed at a time
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _REMEDY = ("  A plain tensor is the global value, the same on all ranks. Where each rank has rows of its own "
            "(DistributedSampler): autoparallel.compile(..., inputs=\"local\"), or parallel.local_batch(batch) for one "
@@ -34,9 +34,10 @@ _REMEDY = ("  A plain tensor is the global value, the same on all ranks. Where e
 
 @dataclass
 class Inputs:
-    """How plain tensors are taken: ``default``, or by the name of the argument.
+    """Kind of the plain tensors of each argument, "global" or "local": ``by_name``, else ``default``.
 
-    ``period``: every so many calls ranks compare the values of global tensors, and in the first calls (0: never).
+    ``period``: ranks compare the values of global tensors every ``period`` calls and in the first ones (0: never).
+    ``rest``: name of further positional arguments.
     """
 
     positional: tuple[str, ...]
@@ -48,7 +49,7 @@ class Inputs:
 
     @staticmethod
     def of(model: nn.Module, how: Any, period: Any) -> Inputs:
-        """What users write as ``inputs`` and ``check_inputs``. Raises PlanError for what cannot be."""
+        """From the options ``inputs`` and ``check_inputs`` of `compile`. Raises PlanError for invalid ones."""
         if isinstance(period, bool) or not isinstance(period, int) or period < 0:
             raise PlanError(f"check_inputs is {shown(period)}: give a number of calls, every so many of which ranks "
                             "compare their inputs; 0 for never")
@@ -70,7 +71,7 @@ class Inputs:
 
     @property
     def are_local(self) -> bool:
-        """Whether any argument may be."""
+        """Whether any argument may be local."""
         return "local" in (self.default, *self.by_name.values())
 
     def kind(self, name: str) -> str:
@@ -82,23 +83,23 @@ class Inputs:
         return [*zip(names, args, strict=True), *kwargs.items()]
 
     def are_compared(self) -> bool:
-        """Whether ranks compare the values of this call; counts it."""
+        """Count a call; whether ranks compare its values."""
         self.calls += 1
         return self.period > 0 and (self.calls <= FIRST_CALLS or self.calls % self.period == 0)
 
     def of_all(self, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int
                ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call of the form that so many ranks make together, for planning: local tensors so many times."""
+        """The global call of ``ranks`` ranks, for planning: local tensors are repeated ``ranks`` times along dim 0."""
         values = [pytree.tree_map(lambda leaf: torch.cat([leaf] * ranks) if _has_rows(leaf) else leaf, value)
                   if self.kind(name) == "local" else value for name, value in self.named(args, kwargs)]
         return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
     def taken(self, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh, device: torch.device,
               compared: bool, all_global: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same call with each local tensor as a DTensor: this rank's rows of what ``mesh`` has together.
+        """The call with each local tensor as a DTensor of the global batch, sharded along dim 0 over ``mesh``.
 
-        ``compared``: global values are compared over the ranks. Raises InputError on all ranks where they differ, or
-        where ranks have local tensors of different shapes. All ranks call this.
+        ``compared``: compare global values over the ranks. Raises InputError on all ranks if they differ, or if local
+        tensors have different shapes. All ranks call this.
         """
         local = [not all_global and self.kind(name) == "local" for name, _ in self.named(args, kwargs)]
         if mesh.size() > 1 and (compared or self.are_local):
@@ -109,9 +110,9 @@ class Inputs:
 
 
 def local_batch(batch: Any, mesh: DeviceMesh, device: torch.device) -> Any:
-    """A structure of tensors with each as a DTensor, whose rows here they are.
+    """A structure of this rank's rows as DTensors of the global batch.
 
-    Raises InputError on all ranks where they have tensors of different shapes.
+    Raises InputError on all ranks if their tensors have different shapes.
     """
     if mesh.size() > 1:
         _compare([("batch", batch)], [True], False, device)
@@ -119,7 +120,7 @@ def local_batch(batch: Any, mesh: DeviceMesh, device: torch.device) -> Any:
 
 
 def as_rows(value: Any, mesh: DeviceMesh, device: torch.device) -> Any:
-    """A structure with each plain tensor of rows as a DTensor: those of all ranks of the mesh, one after the other."""
+    """A structure with each plain tensor as a DTensor: the rows of all ranks of the mesh, in rank order."""
 
     def placed(leaf: Any) -> Any:
         if not _has_rows(leaf):
@@ -133,16 +134,16 @@ def as_rows(value: Any, mesh: DeviceMesh, device: torch.device) -> Any:
 
 
 def _has_rows(leaf: Any) -> bool:
-    """Of a structure on the whole mesh, DTensors say themselves what they are."""
+    """Whether a leaf is a plain tensor with rows. (DTensors have placements of their own.)"""
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim() > 0
 
 
-#: What must be equal on all ranks, by the leaf's name: its form, and its values' hash where they are compared.
+#: Leaf name -> (form, hash of the values, or 0 if they are not compared); must be equal on all ranks.
 _Description = dict[str, tuple[str, int]]
 
 
 def _compare(named: Sequence[tuple[str, Any]], local: Sequence[bool], compared: bool, device: torch.device) -> None:
-    """Raises InputError on all ranks where they differ; one small collective where they do not."""
+    """Raises InputError on all ranks if calls differ. Costs one all-reduce of two numbers if they do not."""
     leaves = {f"{name}{pytree.keystr(path)}": (leaf, rows) for (name, value), rows in zip(named, local, strict=True)
               for path, leaf in pytree.tree_flatten_with_path(value)[0]}
     hashed = {name: digest(leaf) for name, (leaf, rows) in leaves.items() if compared and _has_values(leaf)
@@ -158,8 +159,8 @@ def _compare(named: Sequence[tuple[str, Any]], local: Sequence[bool], compared: 
 
 
 def _is_same(number: int, device: torch.device) -> bool:
-    """Whether all ranks have the same number. On the host, where the process group has a backend for it: the device is
-    not waited for."""
+    """Whether all ranks have the same number. Compared on the host if the process group has a CPU backend, which avoids
+    waiting for the device."""
     assert dist.group.WORLD is not None
     on_host = torch.device("cpu") in dist.group.WORLD._device_types
     both = torch.tensor([number, -number], device="cpu" if on_host else device)
@@ -169,7 +170,7 @@ def _is_same(number: int, device: torch.device) -> bool:
 
 
 def all_have(text: str, device: torch.device, right: str | None = None) -> str | None:
-    """None where all ranks have the same text (which is ``right``, if that is given); else who has which.
+    """None if all ranks have the same text (equal to ``right``, if given); else each text with its ranks.
 
     All ranks call this.
     """
@@ -185,7 +186,7 @@ def all_have(text: str, device: torch.device, right: str | None = None) -> str |
 
 
 def _has_values(leaf: Any) -> bool:
-    """Whether a leaf can be hashed: other kinds of tensors are refused later."""
+    """Whether a leaf is a dense tensor that can be hashed; others are refused later."""
     return (isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and not leaf.is_meta
             and leaf.layout == torch.strided and not leaf.is_nested)
 
@@ -198,27 +199,27 @@ def _form(leaf: Any) -> str:
 
 
 def hash_of(value: Any) -> int:
-    """Of what a value is written as: 56 bits, the same in all processes."""
+    """A 56-bit hash of ``repr(value)``, equal in all processes."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "little")
 
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A hash of a tensor's bits and their order, as an int64 on its device."""
+    """A hash of a tensor's bits in order, as an int64 scalar on its device."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
     words = flat.view(torch.int64) if flat.numel() % 8 == 0 else flat
     total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)
     for number, part in enumerate(words.split(_WORDS)):
-        place = torch.arange(part.numel(), dtype=torch.int64, device=part.device)
-        mixed = (part.to(torch.int64) + number) * (place * 0x9E3779B97F4A7C1 | 1)  # wraps around
+        index = torch.arange(part.numel(), dtype=torch.int64, device=part.device)
+        mixed = (part.to(torch.int64) + number) * (index * 0x9E3779B97F4A7C1 | 1)  # wraps around
         total = total * 31 + (mixed ^ (mixed >> 29)).sum()
     return total
 
 
 def _difference(found: Sequence[_Description], local: set[str]) -> str:
-    """How ranks differ; ``local``: tensors of which only the form must be the same."""
+    """The message for calls that differ. ``local``: names of tensors of which only the form must be equal."""
     if odd := [rank for rank, mine in enumerate(found) if mine.keys() != found[0].keys()]:
         return (f"ranks {odd} call with other arguments than rank 0: {list(found[odd[0]])} on rank {odd[0]}, "
                 f"{list(found[0])} on rank 0\n  All ranks must make the same calls.")
@@ -233,6 +234,6 @@ def _difference(found: Sequence[_Description], local: set[str]) -> str:
                                         if len(forms) > 1 else f"ranks {others} have other values than rank 0"))
     said = "ranks call with different inputs: " + "; ".join(texts)
     if shapes:
-        return (f"{said}\n  Local tensors are as many rows on every rank: leave out a shorter last batch, "
+        return (f"{said}\n  Local tensors need the same number of rows on every rank: leave out a shorter last batch, "
                 "DataLoader(..., drop_last=True), or fill it up.")
     return f"{said}\n{_REMEDY}"

@@ -1,4 +1,4 @@
-"""Values of an operator graph computed as they stand, op by op: what a step needs before its first micro-batch."""
+"""Interprets an operator graph op by op, for values that a step needs before its first micro-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from autoparallel.errors import InputError
 
 def values_of(graph: OpGraph, wanted: Iterable[Ref], known: Mapping[Ref, torch.Tensor], device: torch.device
               ) -> dict[Ref, torch.Tensor]:
-    """The wanted values and all on the way, from those known (at least the placeholders that they need)."""
+    """The values ``wanted`` with all intermediate ones, computed from ``known``, which must have the placeholders
+    needed (else InputError)."""
     found = dict(known)
     needed: set[int] = set()
     stack = [ref for ref in wanted if ref not in found]

@@ -1,4 +1,4 @@
-"""Starting local ranks: one process per rank on this machine, over gloo (or NCCL where there are GPUs)."""
+"""Local ranks: one process per rank on this machine, over gloo, or NCCL if there is a GPU per rank."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 
 
 def free_port() -> int:
+    """A TCP port that is free now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

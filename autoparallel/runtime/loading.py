@@ -1,6 +1,6 @@
-"""Loading a state dict: all of it is checked, on all ranks, before anything is written.
+"""Loading a state dict: all values are checked on all ranks before anything is written.
 
-A DTensor knows its place on the mesh, and one that another rank saved keeps that rank's: it is refused.
+A saved DTensor keeps the mesh coordinate of the rank that saved it. One that another rank saved is refused.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from autoparallel.runtime.inputs import digest, hash_of
 _OF_ONE = ": one rank saved it, and all load it"
 _REMEDY = ("\n  Save and load by torch.distributed.checkpoint, or save whole tensors, which any rank can: value."
            "full_tensor() of each DTensor, called on all ranks.")
-_SAMPLE = 64  # elements of a tensor that ranks compare
-_NAMED = 3  # in a message
+_SAMPLE = 64  # elements of a tensor that ranks compare, about
+_NAMED = 3  # names in a message
 
 
 def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], position: MeshPosition,
                     device: torch.device, strict: bool) -> Any:
-    """Load global values by name; of a pipeline stage its own. With ``strict``, names that are missing here, or that
-    the original ``model`` has not, are errors. All ranks call this.
+    """Load global tensors or DTensors by name; a pipeline stage takes its own. All ranks call this.
 
-    Raises InputError on all ranks, with everything as it was, where a value cannot be loaded or ranks have different
-    ones.
+    ``strict``: names that are missing, or that the original ``model`` does not have, are errors. Raises InputError on
+    all ranks, with nothing changed, if a value cannot be loaded or ranks have different values.
     """
 
     def check() -> tuple[dict[str, torch.Tensor], list[str], list[str], Mapping[str, torch.Tensor]]:
@@ -43,7 +42,7 @@ def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, A
 
     values, missing, unexpected, lost = made_equally("a state dict", check, lambda _: "")
     _compare(values, position)
-    for name, value in sorted(values.items()):  # in one order: DTensors are redistributed
+    for name, value in sorted(values.items()):  # one order on all ranks: redistribution of DTensors is collective
         initialise.set_value(parallel, name, value, device)
     for name, value in lost.items():
         initialise.set_value(parallel, name, value, device)
@@ -51,14 +50,15 @@ def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, A
 
 
 def load_original(model: nn.Module, state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-    """Load values into a model that is not on the mesh yet, as its own ``load_state_dict`` does; where that fails,
-    all is as it was. Where there are DTensors, all ranks call this.
+    """``model.load_state_dict`` of a model that is not on the mesh yet; if it fails, nothing has changed. If there are
+    DTensors, all ranks call this.
 
-    Raises InputError for DTensors that are not this rank's, and for a model on the meta device, which keeps no values.
+    Raises InputError for DTensors of other ranks, and for a model on the meta device, which cannot keep values.
     """
     if not assign and any(p.is_meta for p in model.parameters()):
-        raise InputError("the model is on the meta device and has not been traced, so values have no place yet: call "
-                         "it once, or give example_inputs or example_kwargs to autoparallel.compile, and load then")
+        raise InputError("the model is on the meta device and has not been traced, so its parameters have no layout "
+                         "yet: call it once, or give example_inputs or example_kwargs to autoparallel.compile, and "
+                         "load then")
     if isinstance(state, Mapping) and any(isinstance(value, DTensor) for value in state.values()):
         state = _with_whole(state)
     before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
@@ -76,13 +76,13 @@ def load_original(model: nn.Module, state: Mapping[str, Any], strict: bool, assi
 
 
 class _StateDict(dict[str, Any]):
-    """A dict that can carry the versions of modules, as torch's state dicts do."""
+    """A dict with ``_metadata`` (versions of modules), as torch's state dicts."""
 
     _metadata: Any
 
 
 def _with_whole(state: Mapping[str, Any]) -> _StateDict:
-    """The same state dict with the whole tensor of each DTensor. All ranks call this."""
+    """The state dict with each DTensor as its whole tensor. All ranks call this."""
 
     def check() -> dict[str, Any]:
         return {name: _of_this_rank(name, value) if isinstance(value, DTensor) else value
@@ -97,7 +97,7 @@ def _with_whole(state: Mapping[str, Any]) -> _StateDict:
 
 def _checked(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], strict: bool, position: MeshPosition
              ) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
-    """What is to be loaded here, and the names that are missing and unexpected."""
+    """(values to load on this rank by name, missing names, unexpected names). Raises InputError for invalid values."""
     if not isinstance(state, Mapping):
         raise InputError(f"a state dict is a mapping of names to tensors, not of type {type(state).__name__}")
     here = dict((*parallel.named_parameters(remove_duplicate=False), *parallel.named_buffers(remove_duplicate=False)))
@@ -113,7 +113,7 @@ def _checked(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], st
                          "strict=False loads the rest")
     values = {}
     for name in filter(here.__contains__, state):
-        old, value = here[name], state[name]  # of a DTensor what torch computes, also detach(), may lie on another mesh
+        old, value = here[name], state[name]  # DTensors are not detached yet: the result may lie on another mesh
         if tuple(old.shape) != tuple(value.shape):
             raise InputError(f"{name} has shape {list(old.shape)}, the value given {list(value.shape)}")
         if old.is_meta:
@@ -123,7 +123,7 @@ def _checked(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], st
 
 
 def _on_mesh(name: str, value: DTensor, position: MeshPosition) -> torch.Tensor:
-    """The same value, on the mesh of this model if it is cut. Raises InputError where it is not this rank's."""
+    """A DTensor's value on the model's mesh; plain if replicated. Raises InputError if it is another rank's."""
     if _is_whole(value):
         return value.to_local()
     if value.device_mesh == position.mesh:
@@ -144,18 +144,19 @@ def _is_whole(value: DTensor) -> bool:
 
 
 def _of_this_rank(name: str, value: DTensor) -> torch.Tensor:
-    """A DTensor whose shards can be brought together, or a plain value. Raises InputError where it is neither."""
+    """A DTensor whose mesh can communicate, or a plain tensor if replicated. Raises InputError if it is another rank's
+    or its mesh has no process groups here."""
     if _is_whole(value):
         return value.to_local()
     _check_place(name, value)
     if not _is_connected(value.device_mesh):
         raise InputError(f"{name} is a DTensor that was saved on another mesh, {value.device_mesh}: its shards cannot "
-                         f"be brought together here{_REMEDY}")
+                         f"be gathered here{_REMEDY}")
     return value
 
 
 def _check_place(name: str, value: DTensor) -> None:
-    """Raises InputError where the DTensor is another rank's: it keeps, also in a file, where it was made."""
+    """Raises InputError if the DTensor's mesh coordinate, which a file keeps, is not this rank's."""
     mesh = value.device_mesh
     here = (mesh.mesh == dist.get_rank()).nonzero().tolist()
     place = mesh.get_coordinate()
@@ -165,7 +166,7 @@ def _check_place(name: str, value: DTensor) -> None:
 
 
 def _local_shape(value: DTensor) -> torch.Size:
-    """What this rank has of a tensor so cut."""
+    """Shape of this rank's shard under the DTensor's placements."""
     shape, mesh = list(value.shape), value.device_mesh
     for axis, placement in enumerate(value.placements):
         if type(placement) is Shard:
@@ -178,8 +179,8 @@ def _local_shape(value: DTensor) -> torch.Size:
 
 
 def _is_connected(mesh: DeviceMesh) -> bool:
-    """Whether the mesh's process groups are those of its ranks: one that was loaded from a file may have none, or
-    others of the same name."""
+    """Whether the mesh's process groups exist and have its ranks. A mesh loaded from a file may have none, or groups of
+    the same name with other ranks."""
     (place,) = (mesh.mesh == dist.get_rank()).nonzero().tolist()
     for axis in range(mesh.ndim):
         index: list[Any] = list(place)
@@ -194,10 +195,8 @@ def _is_connected(mesh: DeviceMesh) -> bool:
 
 
 def _compare(values: Mapping[str, torch.Tensor], position: MeshPosition) -> None:
-    """Raises InputError on all ranks where those of a pipeline stage have different global values, or all of them the
-    same shards: a DTensor of which something was computed does not tell any more that another rank saved it.
-
-    What they compare is a sample of each tensor.
+    """Compare a sample of each tensor over the ranks of a pipeline stage. Raises InputError on all ranks if their
+    global values differ, or if all have equal shards (a DTensor computed from another rank's has lost its coordinate).
     """
     samples = {name: _sample(value.to_local() if isinstance(value, DTensor) else value)
                for name, value in sorted(values.items())}
@@ -219,7 +218,7 @@ def _compare(values: Mapping[str, torch.Tensor], position: MeshPosition) -> None
 
 
 def _different(found: Sequence[tuple[int, Mapping[str, int]]]) -> str:
-    """The names whose hashes differ from those of the first rank of the pipeline stage, and on which ranks."""
+    """The names whose hashes differ from those of the first rank of the same stage, with the ranks, as text."""
     first: dict[int, Mapping[str, int]] = {}
     names: dict[str, list[int]] = {}
     for rank, (stage, theirs) in enumerate(found):
@@ -232,7 +231,7 @@ def _different(found: Sequence[tuple[int, Mapping[str, int]]]) -> str:
 
 
 def _sample(value: torch.Tensor) -> torch.Tensor:
-    """Some of a tensor's elements, from all over it."""
+    """About `_SAMPLE` elements at equal distances."""
     flat = value.view(-1) if value.is_contiguous() else value.reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)]
 

@@ -1,4 +1,4 @@
-"""What `autoparallel.compile` returns: a module with the original's names whose calls run on the whole mesh."""
+"""`ParallelModule`, which `autoparallel.compile` returns: the original's names, with calls that run on the mesh."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from autoparallel.runtime.placing import place
 from autoparallel.runtime.state import State
 
 _LOG = logging.getLogger("autoparallel")
-#: Attributes of a parallel module itself.
+#: Attributes of the parallel module itself; all others are the original's.
 _OWN = frozenset({"__class__", "_state", "_calls", *vars(nn.Module())})
 
 
 class ParallelModule(nn.Module):
-    """A model on a mesh.
+    """A model on a mesh; call it like the original.
 
-    Call it like the original. Plain tensors are global values, the same on all ranks, or with ``inputs="local"`` of
-    `autoparallel.compile` each rank's rows; DTensors are what their placements say. Parameters are DTensors under the
-    original names. A call of another form (shapes, structure, train or eval mode of any part, which parameters learn)
-    is traced and planned anew, with the parameters where they are.
+    Plain tensor arguments are global values, equal on all ranks, or with ``inputs="local"`` of `autoparallel.compile`
+    each rank's rows; DTensors are what their placements say. Parameters are DTensors under the original names. A call
+    of a new form (shapes, structure, train or eval mode of a module, trainable parameters) is traced and planned anew
+    with the parameters' layouts fixed.
     """
 
     def __init__(self, model: nn.Module, position: groups.MeshPosition, hybrid: Hybrid, compile_call: Compile,
@@ -57,22 +57,22 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the first call form. Raises InputError before there is one."""
+        """The plan of the first call form. Raises InputError before the first trace."""
         return self._first().plan
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh as given (parameters lie on it, or on this rank's stage of it)."""
+        """The mesh as given to `compile`. (With a pipeline, parameters lie on the stage's submesh.)"""
         return self._state.position.whole
 
     def program(self) -> torch.fx.GraphModule:
-        """This rank's (first) program, for reading: ``parallel.program().print_readable()``."""
+        """This rank's first program: ``parallel.program().print_readable()`` shows it."""
         return next(iter(self._first().programs.values())).module
 
     def trace(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, step: bool = True) -> Compiled:
-        """Trace, plan and lower the call ``self(*args, **kwargs)``, and place the parameters, without running it.
+        """Trace, plan and lower the call ``self(*args, **kwargs)`` and place the parameters, without running it.
 
-        ``step``: as `step` runs it, in its turns and stages; else as one forward.
+        ``step``: as `step` runs it, in micro-batches and stages; else as one forward. Known forms are not traced again.
         """
         state = self._state
         state.together.check()
@@ -92,7 +92,7 @@ class ParallelModule(nn.Module):
             shapes = [as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(shapes, spec)
             call = call_text(args, kwargs)
-            if state.forms and dist.get_rank() == 0:  # it takes seconds
+            if state.forms and dist.get_rank() == 0:  # compiling takes seconds
                 changes = state.forms.changes(key, leaves)
                 why = f", since {'; '.join(changes)}" if changes else ""
                 _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
@@ -105,7 +105,7 @@ class ParallelModule(nn.Module):
                     error.args = (f"{error}\n  Traced before: {'; '.join(state.calls_traced)}",)
                 raise
             if not state.forms:
-                with torch.inference_mode(False):  # parameters learn later
+                with torch.inference_mode(False):  # parameters must be normal tensors, trainable later
                     place(self, state, compiled)
             dependencies = compiled.micro.whole.dependencies
             assert dependencies is not None
@@ -115,9 +115,9 @@ class ParallelModule(nn.Module):
 
     def taken(self, args: Sequence[Any], kwargs: Mapping[str, Any], compared: bool = False
               ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call as users make it, as `trace` takes it: local tensors (``inputs="local"``) become DTensors.
+        """A user's call in the form that `trace` takes: local tensors (``inputs="local"``) become DTensors.
 
-        Raises InputError on all ranks where these have other shapes, or (``compared``) other global values.
+        Raises InputError on all ranks if local shapes differ or, with ``compared``, global values differ.
         """
         state = self._state
         state.together.check()
@@ -136,26 +136,26 @@ class ParallelModule(nn.Module):
         return self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of one step over the whole batch; returns the loss, detached.
+        """Forward and backward of one step over the whole batch; returns the loss, detached, on every rank.
 
-        The model must return a scalar loss: alone, first in a tuple, or as ``loss`` of a structure. With
-        micro-batches and pipeline stages it is the same step, in turns; every rank returns the loss. Then DTensor
-        inputs are gathered first: each turn's samples may lie anywhere. Under torch.no_grad nothing learns: the loss of
-        a pipeline in evaluation. Where a rank fails, all others raise PeerError, which says why.
+        The model must return a scalar loss: alone, first in a tuple, or as ``loss`` of a structure. Micro-batches and
+        pipeline stages compute the same step; then DTensor inputs are gathered first, since a micro-batch's samples may
+        lie on any rank. Under torch.no_grad only forward runs: the evaluation loss of a pipeline. If a rank fails, the
+        others raise PeerError with its reason.
         """
         args, kwargs = self.taken(args, kwargs, self._state.inputs.are_compared())
         compiled = self.trace(args, kwargs)
         leaves = pytree.tree_leaves(canonical_call(args, kwargs))
         if len(compiled.stages) > 1 and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            raise InputError("an input requires a gradient, of which each rank would have the part of its own pipeline "
-                             "stages only\n  Give it detached, or run the model without a pipeline.")
+            raise InputError("an input requires a gradient, and each rank would have only the part of its own pipeline "
+                             "stages\n  Give it detached, or run the model without a pipeline.")
         return self._calls.step(compiled, leaves)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm together is at most ``max_norm``; returns the norm before.
+        """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before scaling.
 
-        As `torch.nn.utils.clip_grad_norm_`, under every plan: pieces, and stages of a pipeline, count together, a
-        parameter that several ranks of the pipeline have counts once.
+        `torch.nn.utils.clip_grad_norm_` under every plan: the norm is over all shards and pipeline stages, and a
+        parameter shared by several pipeline ranks counts once.
         """
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
             if not isinstance(value, Real) or not (value > 0 or (value == 0 and name == "max_norm")):
@@ -182,7 +182,7 @@ class ParallelModule(nn.Module):
         return total.float()
 
     def train(self, mode: bool = True) -> ParallelModule:
-        """As the original's ``train``, which may keep some of its parts in eval mode."""
+        """As the original's ``train``, which may keep some of its modules in eval mode."""
         state = self._state
         state.model.train(mode)
         self.training = state.model.training
@@ -191,7 +191,8 @@ class ParallelModule(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
-        """Of `to`, `half` and the like: before the first call it is the original's, after it nothing may change."""
+        """Behind `to`, `half` and the like: applied to the original before the first trace; after it, InputError if a
+        dtype or device would change."""
         state = self._state
         if not state.forms:
             state.model._apply(fn, recurse)
@@ -206,27 +207,27 @@ class ParallelModule(nn.Module):
         return self
 
     def manual_seed(self, seed: int) -> None:
-        """Restart the random ops (dropout) from this seed. Raises InputError on all ranks where they give others."""
+        """Restart random ops (dropout) from this seed. Raises InputError on all ranks if they give different seeds."""
         resume.start(self._state, seed, 0)
 
     def run_state(self) -> dict[str, int]:
-        """What a run needs to go on beside `state_dict` and the optimizer's: the seed of the random ops (dropout) and
-        how many calls have drawn from it. Plain numbers, the same on all ranks.
+        """State for resuming a run beside `state_dict` and the optimizer's: seed of the random ops (dropout) and number
+        of calls that have drawn from it. Plain numbers, equal on all ranks.
 
-        On the same mesh and plan a run that goes on from it is equal to the bit; on another mesh the masks of dropout
-        are others, as each shard has its own.
+        On the same mesh and plan a resumed run is equal to the bit; on another mesh dropout masks differ, since each
+        shard has its own.
         """
         return resume.run_state(self._state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """Go on as `run_state` says. Raises InputError for what is none, and on all ranks where they have others."""
+        """Resume from a `run_state`. Raises InputError for an invalid one, and on all ranks if theirs differ."""
         resume.load_run_state(self._state, state)
 
     def shard_batch(self, batch: Any) -> Any:
-        """The same structure with each tensor a DTensor in the layout that the program reads.
+        """The batch with each tensor as a DTensor in the layout that the program reads; each rank keeps its shard only.
 
-        ``batch`` is what the model is called with: a mapping of keyword arguments, or a tuple of arguments, of global
-        tensors (with ``inputs="local"``, of this rank's rows). Each rank keeps its own piece only.
+        ``batch``: a mapping of keyword arguments, or a tuple of arguments, of global tensors (with ``inputs="local"``,
+        of this rank's rows). Raises InputError for a step in micro-batches or stages.
         """
         args, kwargs = _as_call(batch)
         if not self._state.hybrid.is_plain:
@@ -244,11 +245,11 @@ class ParallelModule(nn.Module):
         return kwargs if isinstance(batch, Mapping) else args
 
     def local_batch(self, batch: Any) -> Any:
-        """A structure of tensors that are this rank's rows (dim 0), as DTensors of the global batch: the rows of all
-        ranks of the mesh, in rank order. What has no dims is left as it is.
+        """A structure of this rank's rows (dim 0) as DTensors of the global batch: the rows of all ranks in rank order.
+        Scalars stay as they are.
 
-        Of a DistributedSampler's batch, for one call; ``inputs="local"`` of `autoparallel.compile` does so in all.
-        Raises InputError on all ranks where they have tensors of different shapes.
+        For one call with a DistributedSampler's batch; ``inputs="local"`` of `autoparallel.compile` is for all calls.
+        Raises InputError on all ranks if their shapes differ.
         """
         state = self._state
         state.together.check()
@@ -258,22 +259,22 @@ class ParallelModule(nn.Module):
     def dataloader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = False, seed: int = 0,
                    collate_fn: Callable[[list[Any]], Any] | None = None, per_sample: bool = False,
                    drop_last: bool = True, **options: Any) -> data.ShardedLoader:
-        """Batches of ``batch_size`` samples over all ranks, of which each rank reads its own piece only.
+        """Batches of ``batch_size`` samples over all ranks; each rank reads the samples of its shards only.
 
-        A sample (or what ``collate_fn`` makes of a list of them) is what the model is called with: a mapping of keyword
-        arguments, or a tuple of arguments. All ranks draw one order from ``seed`` and the epoch (`set_epoch`), and what
-        is random in a sample or in ``collate_fn`` (of torch, numpy and Python) from them and the sample, or the batch.
+        A sample (or the result of ``collate_fn`` on a list of samples) is a call of the model: a mapping of keyword
+        arguments, or a tuple of arguments. All ranks draw one order from ``seed`` and the epoch (`set_epoch`). Random
+        numbers within a sample or ``collate_fn`` (torch, numpy, Python) are seeded by seed, epoch and sample or batch.
 
-        With a ``collate_fn`` each rank reads and collates whole batches, of which it keeps its piece, since the
-        function may look across the batch (pad to the longest). ``per_sample=True`` promises that it treats each sample
-        alone: then each rank reads its own samples only; the first batch of each epoch is checked. With micro-batches
-        or stages, each rank reads whole batches, too.
+        With a ``collate_fn`` each rank reads and collates whole batches and keeps its shard, since the function may
+        depend on the whole batch (pad to the longest). ``per_sample=True`` promises that it treats each sample alone:
+        then each rank reads its own samples only, and the first batch of each epoch is checked. With micro-batches or
+        stages each rank reads whole batches.
 
-        ``drop_last`` (True, unlike torch's) leaves out the last samples where they fill no batch; with False they are a
-        batch, of which the call is compiled as another form. Further options are those of torch's DataLoader.
+        ``drop_last`` (True, unlike torch's) skips a last incomplete batch; with False it is a call of another form.
+        Further options are those of torch's DataLoader.
 
-        Raises InputError for a dataset without length, smaller than a batch, or with tensors that are not by sample; on
-        all ranks while iterating, where these read different data or the promise does not hold.
+        Raises InputError for a dataset without length, smaller than a batch, or with tensors without a row per sample;
+        while iterating, on all ranks, if they read different data or the promise does not hold.
         """
         data.check_options(shuffle=shuffle, seed=seed, collate_fn=collate_fn, per_sample=per_sample,
                            drop_last=drop_last)
@@ -297,10 +298,10 @@ class ParallelModule(nn.Module):
                                    options=options)
 
     def init_weights(self, device: torch.device | str | None = None) -> None:
-        """Give a meta-device model its initial weights, module by module; only the local pieces are kept.
+        """Initialise a meta-device model module by module; only local shards are kept.
 
-        Every module that owns parameters must know how to initialise them (``reset_parameters``, or the model's
-        ``_init_weights(module)``). All ranks draw the same numbers.
+        Every module that owns parameters needs ``reset_parameters()``, or the model ``_init_weights(module)``. All
+        ranks draw the same numbers.
         """
         self._first()
         state = self._state
@@ -308,10 +309,10 @@ class ParallelModule(nn.Module):
         initialise.init_weights(state.model, self, state.mesh, torch.device(device or state.device), state.seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load global tensors (or DTensors) by the original names; each rank takes its piece. All ranks call this.
+        """Load global tensors or DTensors by the original names; each rank takes its shards. All ranks call this.
 
-        Raises InputError on all ranks, with everything as it was, for values that do not fit, DTensors that another
-        rank saved, and where ranks load different values.
+        Raises InputError on all ranks, with nothing changed, for values that do not fit, DTensors that another rank
+        saved, or values that differ over ranks.
         """
         state = self._state
         if not state.forms:
@@ -336,7 +337,7 @@ class ParallelModule(nn.Module):
             return self._as_own(state.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """An attribute that forward may read is the original's, which is traced; the rest is this module's own."""
+        """Attributes that forward may read are set on the original, which is traced; others on this module."""
         state = self.__dict__.get("_state")
         if state is None or name in _OWN or isinstance(getattr(type(self), name, None), property):
             super().__setattr__(name, value)
@@ -359,8 +360,8 @@ class ParallelModule(nn.Module):
             delattr(state.model, name)
 
     def _as_own(self, model: nn.Module, name: str) -> Any:
-        """An attribute of the original. Its methods and properties become this module's: they call this module and read
-        its parameters, as the original's are not trained."""
+        """An attribute of the original. Methods and properties are bound to this module, so that they call it and read
+        its parameters; the original's are not trained."""
         described = inspect.getattr_static(type(model), name, None)
         if isinstance(described, property) and described.fget is not None:
             return described.fget(self)
@@ -374,13 +375,13 @@ class ParallelModule(nn.Module):
     def _first(self) -> Compiled:
         first = self._state.forms.first()
         if first is None:
-            raise InputError("the model has not been traced yet, so its parameters have no place: call it once, or "
+            raise InputError("the model has not been traced yet, so its parameters have no layout: call it once, or "
                              "give example_inputs or example_kwargs to autoparallel.compile")
         return first
 
 
 def _as_call(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """A batch as the arguments and keyword arguments of a call."""
+    """A batch as (args, kwargs) of a call."""
     if isinstance(batch, Mapping):
         return (), batch
     if not isinstance(batch, (torch.Tensor, tuple, list)):

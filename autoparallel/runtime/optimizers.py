@@ -1,6 +1,6 @@
-"""Optimizers that cannot train parameters on a mesh: refused by name at their first step, with what to write instead.
+"""Optimizers that cannot train DTensor parameters are refused by name at their first step, with an alternative.
 
-Torch has a hook for all optimizers' steps and none for their construction.
+(torch has a global hook for optimizers' steps, none for their construction.)
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoparallel.errors import InputError
 
-#: By class: why, and what to write.
+#: Class -> (reason, what to write instead).
 REFUSED: Mapping[str, tuple[str, str]] = {
     "torch.optim.Adafactor": (
-        "it writes to means over rows and columns that are not added up over ranks yet",
+        "it writes in place to means over rows and columns that are not reduced over ranks yet",
         "autoparallel.optim.Adafactor(parallel.parameters(), ...), with the same options and numbers"),
     "transformers.optimization.Adafactor": (
         "it makes its means over rows and columns as plain tensors",
@@ -37,7 +37,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "it broadcasts whole parameters from the rank that steps them",
         "the optimizer itself, and zero_stage=1 of autoparallel.compile, which cuts its state"),
 }
-#: By class: without torch's fused kernel they are right, with the same numbers.
+#: Classes that are refused with ``fused=True`` only.
 NOT_FUSED = frozenset({"torch.optim.sgd.SGD", "torch.optim.adagrad.Adagrad"})
 
 _meshes: set[DeviceMesh] = set()
@@ -45,14 +45,14 @@ _passed: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def refuse_on(mesh: DeviceMesh) -> None:
-    """From now on, of parameters on this mesh."""
+    """Refuse such optimizers for parameters on this mesh from now on."""
     if not _meshes:
         register_optimizer_step_pre_hook(_check)
     _meshes.add(mesh)
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raises InputError, on every rank, before anything is sent."""
+    """The step hook: raises InputError on every rank, before any communication."""
     if optimizer in _passed:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,11 +1,13 @@
-"""Pipeline schedules of torch.distributed.pipelining over our stage modules. (The one file that touches them.)
+"""Schedules of torch.distributed.pipelining over our stage modules. (The one file that touches that package.)
 
-Metadata of what stages exchange is known from the plan, so torch infers nothing; micro-batches are cut by us, so its
-chunking is left out. torch makes a buffer for each micro-batch that a stage will receive, before the first step; ours
-are there from receiving to backward. torch numbers a rank's micro-batches by their place among those that it runs, and
-asks for a stage's rank; of a stage on several ranks that depends on the micro-batch. Schedules of several stages to a
-rank keep what they send until the step ends; ours is let go once its receiver has surely asked for it (`received_by`).
-Where a schedule splits backward in two, `backward_of_inputs` is the first part.
+Differences from torch's use:
+- Shapes of exchanged tensors come from the plan, and micro-batches are cut by us: no inference, no chunking.
+- Receive buffers are allocated per micro-batch from receiving to backward, not all before the first step.
+- torch numbers a rank's micro-batches among those that it runs, and maps a stage to one rank. For a stage replicated on
+  several ranks, the peer depends on the micro-batch.
+- With several stages per rank torch keeps sent tensors until the step ends; here they are freed once their receiver has
+  certainly asked for them (`received_by`).
+- Schedules that split backward in two (zero bubble) use `backward_of_inputs` for the first part.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ def _loss(output: Any, target: Any) -> torch.Tensor:
 
 
 class _Sends(list[dist.P2POp]):
-    """Torch adds what is received to what is sent at the same time. Received first: over gloo a rank tells the other
-    that it is ready behind what it has begun to send, and the two messages would not pass at the same time."""
+    """Sends; ``sends + receives``, which torch issues together, puts the receives first. Over gloo the "ready to
+    receive" message queues behind a send that has begun, and the two transfers would not overlap."""
 
     def __add__(self, receives: list[dist.P2POp]) -> list[dist.P2POp]:  # type: ignore[override]
         return [*receives, *self]
 
 
 class _Stage(torch_pp.PipelineStage):
-    """A stage whose buffers are on the meta device, but for micro-batches that are being received or used."""
+    """A stage whose receive buffers are on the meta device, except those of micro-batches in flight."""
 
     def __init__(self, module: StageModule, index: int, hybrid: Hybrid, device: torch.device, group: dist.ProcessGroup
                  ) -> None:
-        # torch wants as many stages as ranks
+        # torch requires at least as many stages as ranks
         super().__init__(module, index, max(hybrid.stages, hybrid.pipeline_ranks), device,
                          input_args=_metas(module.received), output_args=_metas(module.results), group=group)
         self.module, self.num_stages = module, hybrid.stages
@@ -100,7 +102,7 @@ class _Stage(torch_pp.PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._move(self.args_recv_info[fwd_chunk_id], "meta")  # backward has the buffer itself
+        self._move(self.args_recv_info[fwd_chunk_id], "meta")  # autograd keeps the real buffer for backward
         return result
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -118,20 +120,21 @@ class _Stage(torch_pp.PipelineStage):
         self.backwards += 1
         if (
             self.backwards == len(self.micro_batches) and self.hybrid.schedule != "zero_bubble"
-        ):  # which puts gradients off
+        ):  # zero bubble computes weight gradients later
             self.module.reduce_overlapped()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
 
 
-#: What a stage computes or sends: what (torch's letters), stage, micro-batch.
+#: (computation or communication in torch's letters, stage, micro-batch)
 Action = tuple[str, int, int]
 
 
 class _SendingStage(_Stage):
-    """A stage that sends by itself, and keeps what it sends only until it is received.
+    """A stage that issues its own sends and keeps sent tensors only until they are received.
 
-    ``received_by``: sends of the rank that are done when a computation begins; ``sent``: those under way, of the rank.
+    ``received_by``: computation -> sends of the rank that are complete when it begins; ``sent``: the rank's pending
+    sends.
     """
 
     received_by: Mapping[Action, Sequence[Action]]
@@ -161,24 +164,23 @@ class _SendingStage(_Stage):
 
 
 def received_by(orders: Mapping[int, Sequence[Any]], own: int) -> dict[Action, list[Action]]:
-    """By computation of rank ``own``: its sends that are done by then, as it reads what their receiver sent after it
-    had asked for them. ``orders``: torch's actions of each rank, sends and receives among them; B is any backward that
-    gives gradients of inputs.
+    """For each computation of rank ``own``, its sends that are complete by then: the computation reads a tensor that
+    their receiver sent after it had asked for them. Waiting for these is free; waiting for others could deadlock.
 
-    To wait for these takes no time; to wait for others might be for ever.
+    ``orders``: torch's actions of each rank, with sends and receives. B is any backward that gives input gradients.
     """
     plain = {rank: [_plain(action) for action in order] for rank, order in orders.items()}
-    places = {action: (rank, n) for rank, order in plain.items() for n, action in enumerate(order)}
-    heard: dict[int, int] = {}  # by rank, how far it has come
+    positions = {action: (rank, n) for rank, order in plain.items() for n, action in enumerate(order)}
+    heard: dict[int, int] = {}  # rank -> its last action that this rank knows to have begun
     pending, found = list[Action](), dict[Action, list[Action]]()
     for action in plain[own]:
         if action[0].startswith("SEND"):
             pending.append(action)
         elif action[0] in "FB":
             what, stage, micro_batch = action
-            rank, n = places.get((f"SEND_{what}", stage + (1 if what == "B" else -1), micro_batch), (own, -1))
+            rank, n = positions.get((f"SEND_{what}", stage + (1 if what == "B" else -1), micro_batch), (own, -1))
             heard[rank] = max(heard.get(rank, -1), n)
-            found[action] = [send for send in pending if _asked(places, heard, send)]
+            found[action] = [send for send in pending if _asked(positions, heard, send)]
             pending = [send for send in pending if send not in found[action]]
     return found
 
@@ -188,21 +190,22 @@ def _plain(action: Any) -> Action:
     return what or action.computation_type.name, action.stage_index, action.microbatch_index
 
 
-def _asked(places: Mapping[Action, tuple[int, int]], heard: Mapping[int, int], send: Action) -> bool:
+def _asked(positions: Mapping[Action, tuple[int, int]], heard: Mapping[int, int], send: Action) -> bool:
+    """Whether the receiver of a send is known to have issued its receive."""
     what, stage, micro_batch = send
-    rank, n = places[what.replace("SEND", "RECV"), stage + (1 if what == "SEND_F" else -1), micro_batch]
+    rank, n = positions[what.replace("SEND", "RECV"), stage + (1 if what == "SEND_F" else -1), micro_batch]
     return heard.get(rank, -1) >= n
 
 
 def backward_of_inputs(outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor | None] | None,
                        inputs: Sequence[Any], weights: Sequence[torch.Tensor]
                        ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
-    """The gradient of each input (None without), and groups of weights whose gradients are made later, as torch's
-    `stage_backward_weight` takes them.
+    """(gradient of each input, None without; groups of weights whose gradients are computed later, in the form that
+    torch's `stage_backward_weight` takes). First part of a split backward.
 
-    Later are the gradients of weights that meet the inputs' paths in one node, the same for a whole group. Those of
-    others are made now: torch's own grouping (2.13) loses what meets no input's path, and where weights meet several
-    nodes it may add a gradient twice or free what the next group needs.
+    A weight is put off if its gradient path meets the inputs' paths in exactly one autograd node; a group has one such
+    node. Gradients of other weights are computed now: torch's own grouping (2.13) loses weights that meet no input
+    path, and for weights that meet several nodes it may add a gradient twice or free buffers of the next group.
     """
     gives = [(o, torch.ones_like(o) if output_grads is None else output_grads[i])
              for i, o in enumerate(outputs) if o.requires_grad]
@@ -228,7 +231,7 @@ def backward_of_inputs(outputs: Sequence[torch.Tensor], output_grads: Sequence[t
 
 def _split(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
            ) -> tuple[list[torch.Tensor], dict[Any, list[Any]]]:
-    """Weights whose gradients are made now; those made later (as nodes of autograd), by the node where they start."""
+    """(weights whose gradients are computed now; autograd node -> weights, as nodes, whose gradients start there)."""
     roots = [_node(output) for output in outputs]
     upwards = torch_backward.construct_reverse_graph(roots)
     paths, _ = torch_backward.reverse_closure([_node(x) for x in inputs], set(), upwards)
@@ -246,7 +249,7 @@ def _split(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weig
 
 
 def _node(tensor: torch.Tensor) -> Any:
-    """Where autograd begins or ends at a tensor that takes a gradient."""
+    """The autograd node of a tensor: its grad_fn, or a leaf's gradient accumulator."""
     return torch_backward._get_grad_fn_or_grad_acc(tensor)
 
 
@@ -258,10 +261,10 @@ def _kept_in(group: dict[str, Any]) -> Any:
 
 
 def with_messages(hybrid: Hybrid) -> dict[int, list[Any]]:
-    """What each rank of a pipeline of stages on several ranks does, in order, as torch's actions.
+    """The actions of each rank, with sends and receives, for a pipeline with stages on several ranks.
 
-    Both ends of a message have it in their order when it is sent. So all follow one order of everything, in which
-    nothing waits for what comes later.
+    A send and its receive enter both ranks' lists at the same time. All lists follow one global order, in which no
+    action waits for a later one, so there is no deadlock.
     """
     stage_of = {rank: stage for stage in range(hybrid.stages) for rank in hybrid.ranks_of(stage)}
     left = {
@@ -303,14 +306,14 @@ class _InMicroBatches(torch_schedules._PipelineScheduleRuntime):
         }
 
     def _warmup_p2p(self, stages: Any, has_backward: bool, p2p_done: bool) -> None:
-        for stage in stages:  # torch asks all stages, one rank of each, whether they know what they exchange
+        for stage in stages:  # torch would exchange shapes between one rank of each stage
             stage._inference_mode = InferenceMode.STATIC
 
 
 class Pipeline:
-    """One schedule over the stages of this rank.
+    """A schedule over this rank's stages.
 
-    ``modules`` by stage index (as many on each rank); ``group`` is the pipeline axis's process group.
+    ``modules``: by stage index, equally many on each rank; ``group``: process group of the pipeline axis.
     """
 
     def __init__(self, hybrid: Hybrid, modules: Mapping[int, StageModule], group: dist.ProcessGroup,
@@ -338,11 +341,11 @@ class Pipeline:
                 stage.received_by, stage.sent = done, self.sent
 
     def run(self) -> torch.Tensor:
-        """Forward and backward of all turns; returns the sum of their losses (float32), on every rank."""
+        """Forward and backward of all micro-batches; returns the sum of their losses (float32) on every rank."""
         for stage in self.stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        self.sent.clear()  # of a step that failed
+        self.sent.clear()  # left by a step that failed
         losses: list[torch.Tensor] = []
         micro_batches: list[Any] = [{"micro_batch": micro_batch} for micro_batch in self.stages[0].micro_batches]
         self.schedule._step_microbatches(

@@ -1,4 +1,4 @@
-"""The module tree on the mesh: each parameter a DTensor under its name, buffers whole, groups of ranks that share."""
+"""Builds the module tree on the mesh: parameters as DTensors under their names, buffers replicated."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from autoparallel.runtime.state import State
 
 
 def place(root: nn.Module, state: State, compiled: Compiled) -> None:
-    """Make the module tree under ``root`` with the original's names: parameters as DTensors, buffers whole on every
-    rank."""
+    """Build the original's module tree under ``root``: parameters as DTensors in the layouts of ``compiled``, buffers
+    whole on every rank, with rank 0's values. Parameters that only other stages read are left out. All ranks call this.
+    """
     model, mesh = state.model, state.mesh
     layouts, elsewhere = compiled.parameter_layouts, compiled.elsewhere
     refuse_on(mesh)
@@ -58,7 +59,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
 
 
 def _take_hooks(original: torch.Tensor, placed: torch.Tensor) -> None:
-    """Hooks that the user has set on a parameter, on the one that is trained: they see its gradient, a DTensor."""
+    """Register the user's hooks on a parameter with its DTensor; they receive DTensor gradients."""
     for hook in (original._backward_hooks or {}).values():
         placed.register_hook(hook)
     for hook in (getattr(original, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -66,8 +67,8 @@ def _take_hooks(original: torch.Tensor, placed: torch.Tensor) -> None:
 
 
 def _make_parts(root: nn.Module, model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Give ``root`` the submodules of ``model``, each of the original's class and with its attributes, but without its
-    parameters and buffers. Returns the part of each module; the model's own is ``root``."""
+    """Give ``root`` copies of ``model``'s submodules: same classes and attributes, no parameters and buffers. Returns
+    module -> copy (``model`` -> ``root``)."""
     parts = {model: root}
     for module in model.modules():
         if module is not model:
@@ -81,12 +82,12 @@ def _make_parts(root: nn.Module, model: nn.Module) -> dict[nn.Module, nn.Module]
 
 
 def _absent(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, None]:
-    """The names that a module has without a tensor (``bias=False``)."""
+    """The names registered as None (``bias=False``)."""
     return {name: None for name, value in tensors.items() if value is None}
 
 
 def _shard_of(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: torch.device) -> DTensor:
-    """A parameter on the mesh, in its own memory: rank 0's value in pieces, or an empty meta piece of a meta value."""
+    """A parameter as a DTensor with memory of its own: shards of rank 0's value, or a meta shard of a meta value."""
     if value.device.type != "meta":
         return distribute_tensor(value.to(device, copy=True), mesh, to_torch(layout))
     shape = local_shape(tuple(value.shape), layout, mesh.shape, mesh.get_coordinate() or ())
@@ -94,7 +95,7 @@ def _shard_of(value: torch.Tensor, mesh: DeviceMesh, layout: Layout, device: tor
 
 
 def _same_everywhere(value: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
-    """A buffer with rank 0's value on every rank."""
+    """A copy of a buffer with the value of the mesh's first rank, on every rank."""
     if value.device.type == "meta":
         return value
     value = value.to(device).clone()
@@ -105,7 +106,7 @@ def _same_everywhere(value: torch.Tensor, mesh: DeviceMesh, device: torch.device
 
 
 def _make_shared_groups(state: State, ranks_together: Sequence[Ranks]) -> None:
-    """Process groups of these ranks of the pipeline, beside each place in a stage. All ranks call this."""
+    """Make a process group per set of pipeline ranks, for each coordinate within a stage. All ranks call this."""
     for ranks in filter(lambda ranks: len(ranks) > 1, ranks_together):
         for column in state.position.whole.mesh.flatten(1).t().tolist():
             group = dist.new_group([column[rank] for rank in ranks])
@@ -115,7 +116,7 @@ def _make_shared_groups(state: State, ranks_together: Sequence[Ranks]) -> None:
 
 
 def _same_on_pipeline(state: State, value: torch.Tensor) -> torch.Tensor:
-    """A value as the pipeline's first rank has it."""
+    """The value of the pipeline's first rank, broadcast."""
     group = state.position.pipeline_group
     if group is None or value.device.type == "meta":
         return value

@@ -1,6 +1,6 @@
-"""Reading the samples of a batch, in the loader's workers: every sample and every batch has random numbers of its own.
+"""Reading a batch's samples in the loader's workers, with a random seed per sample and per batch.
 
-So ranks that read the same sample get the same values, however it is augmented, and so does a run that is resumed.
+Ranks that read the same sample, and a resumed run, thus get the same augmented values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from autoparallel.kernels.rng import mix
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of a global batch by number, of which a rank reads ``rows``.
+    """Sample numbers of a global batch, and the rows of it that this rank reads.
 
-    ``seed`` is the epoch's. ``checked``: the rank compares its rows with those of the whole batch.
+    ``seed``: of the epoch. ``checked``: collate the whole batch as well and compare.
     """
 
     indices: tuple[int, ...]
@@ -33,14 +33,15 @@ class Batch:
 
     @property
     def whole(self) -> Batch:
+        """The batch with all rows."""
         return replace(self, rows=range(len(self.indices)))
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A dataset as torch's DataLoader asks for it: a batch at a time, collated.
+    """A dataset for torch's DataLoader whose item is a collated batch.
 
-    ``at_once``: by the dataset's ``__getitems__``, if it has one (then a batch's samples draw from one seed).
+    ``at_once``: use the dataset's ``__getitems__`` if it has one; then the samples share one seed.
     """
 
     dataset: Dataset[Any]
@@ -51,7 +52,7 @@ class Reader:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitems__(self, batch: Batch) -> tuple[Any, str]:
-        """The collated rows, and what is wrong with them ("": nothing)."""
+        """(collated rows, how they differ from the whole batch's or "")."""
         collated = self._collated(batch)
         wrong = ""
         if batch.checked and len(batch.rows) < len(batch.indices):
@@ -75,24 +76,24 @@ class Reader:
 
 @dataclass(frozen=True)
 class Starting:
-    """What a worker does first: it knows the user's dataset (by `get_worker_info`), and calls the user's function."""
+    """The worker_init_fn: `get_worker_info` then has the user's dataset; calls the user's worker_init_fn."""
 
     user: Callable[[int], Any] | None
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # it lets nobody else change it
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # its own __setattr__ refuses
         if self.user is not None:
             self.user(worker)
 
 
 def as_read(batch: tuple[Any, str]) -> tuple[Any, str]:
-    """The DataLoader's own collate function: the reader has done it."""
+    """The DataLoader's collate function: identity, since `Reader` collates."""
     return batch
 
 
 def difference(part: Any, whole: Any, rows: range) -> str:
-    """How what was collated of some rows is not those rows of the whole batch."""
+    """How the collated rows ``part`` differ from rows ``rows`` of the collated batch ``whole``; "" if they do not."""
     parts, spec = pytree.tree_flatten_with_path(part)
     wholes, whole_spec = pytree.tree_flatten_with_path(whole)
     if spec != whole_spec:
@@ -120,7 +121,7 @@ def _same(a: Any, b: Any) -> bool:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Within, random numbers may be seeded (`seed_all`): afterwards they go on as before."""
+    """Restore the random states of torch (CPU), Python and numpy afterwards; within, `seed_all` may be called."""
     numpy = sys.modules.get("numpy")
     before = torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
     try:
@@ -133,7 +134,7 @@ def drawing() -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Of torch (on the CPU), Python and numpy, if that is used."""
+    """Seed torch (CPU), Python and, if it is imported, numpy."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):

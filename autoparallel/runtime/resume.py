@@ -1,4 +1,4 @@
-"""What a run needs to go on beside parameters and the optimizer's state: the seed and count of calls, for dropout."""
+"""The run's state beside parameters and optimizer: seed and call count of random ops (dropout)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ _VERSION = 1
 
 
 def run_state(state: State) -> dict[str, int]:
-    """The seed that random ops draw from, and how many calls have drawn."""
+    """Seed of the random ops and number of calls that have drawn from it."""
     return {"version": _VERSION, "seed": state.seed, "calls": state.calls}
 
 
 def load_run_state(state: State, given: Any) -> None:
-    """Go on after so many calls from this seed.
-
-    Raises InputError for what is no such state, and on all ranks where they have different ones.
-    """
+    """Resume from a `run_state`. Raises InputError for an invalid one, and on all ranks if theirs differ."""
     check_state("the run's state", given, _VERSION, ("seed", "calls"))
     start(state, given["seed"], given["calls"])
 
 
 def start(state: State, seed: Any, calls: int) -> None:
-    """Let random ops draw from the seed, as after so many calls. All ranks call this."""
+    """Let random ops draw from ``seed`` as after ``calls`` calls. All ranks call this; InputError if they differ."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InputError(f"seed is {shown(seed)}: give a whole number, the same on all ranks")
     state.together.check()
@@ -40,7 +37,7 @@ def start(state: State, seed: Any, calls: int) -> None:
 
 
 def check_state(what: str, state: Any, version: int, counts: Sequence[str], flags: Sequence[str] = ()) -> None:
-    """Raises InputError for what is no such state, or of another version."""
+    """Raises InputError if ``state`` is no mapping of this version with integers ``counts`` and booleans ``flags``."""
     if not isinstance(state, Mapping) or state.get("version") != version:
         given = f"has version {shown(state.get('version'))}" if isinstance(state, Mapping) else f"is {shown(state)}"
         raise InputError(f"{what} {given}: give what was saved by version {version} of it")

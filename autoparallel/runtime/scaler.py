@@ -1,8 +1,8 @@
-"""Scaled gradients (mixed precision in float16): one rank's overflow is everybody's, under every plan.
+"""Gradient scaling (float16): an overflow on one rank counts on all ranks, under every plan.
 
-torch reduces what it found in DTensors over the axes that the first gradient is cut on. Here it is the whole mesh,
-whatever the placements, and with `GradScaler` all ranks, those of other pipeline stages too. (The one file that touches
-DTensor's handlers of ops.)
+torch reduces the overflow flag only over the axes on which the first gradient is sharded. Here it is reduced over the
+whole mesh, and with `GradScaler` over all ranks, pipeline stages included. (The one file that touches DTensor's op
+handlers.)
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _STAGES: WeakSet[DeviceMesh] = WeakSet()
 
 
 class GradScaler(torch.amp.GradScaler):
-    """As `torch.amp.GradScaler`, right under every plan: all ranks skip a step in which one of them found infinite
-    gradients, and have the same scale. All ranks call its methods.
+    """`torch.amp.GradScaler` under every plan: all ranks skip a step in which one of them found infinite gradients, and
+    have the same scale. All ranks call its methods.
 
-    `parallel.step` runs backward itself: within ``with scaler.scaling():`` its gradients are scaled (the loss that it
-    returns is not).
+    `parallel.step` runs backward itself: within ``with scaler.scaling():`` its gradients are scaled; the loss that it
+    returns is not.
     """
 
     @contextmanager
@@ -67,12 +67,12 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class _Scaled(torch.autograd.Function):
-    """A loss as it is, whose gradient is scaled."""
+    """Identity forward; backward multiplies the gradient by ``scale``."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         ctx.scale = scale
-        return loss.clone()  # no view: see _Sent in step.py
+        return loss.clone()  # no view: see _Sent in stage_module.py
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -80,13 +80,13 @@ class _Scaled(torch.autograd.Function):
 
 
 def scaled(loss: torch.Tensor) -> torch.Tensor:
-    """The loss of a step, whose gradients are scaled as `GradScaler.scaling` says."""
+    """The loss of a step; within `GradScaler.scaling` its gradient is scaled."""
     scale = _scale.get()
     return loss if scale is None else _Scaled.apply(loss, scale)
 
 
 def make_torchs_right(position: MeshPosition) -> None:
-    """Let torch's own scaler reduce what it finds over the whole mesh, or refuse where that is a part of a pipeline."""
+    """Make torch's own scaler reduce the overflow flag over the whole mesh; on a pipeline stage it is refused."""
     _replace_handler()
     if position.pipeline_ranks > 1:
         _STAGES.add(position.mesh)

@@ -1,4 +1,4 @@
-"""Gradients of parameters that several stages or ranks of the pipeline have: tied ones, and stages on several ranks."""
+"""Gradients of parameters that several pipeline ranks hold: tied parameters, and stages replicated on several ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.schedule.async_windows import in_buckets
 
-#: Places on the pipeline axis.
+#: Coordinates on the pipeline axis.
 Ranks = tuple[int, ...]
 
 
 class SharedGradients:
-    """Adds up, once a step and many at once, what the stages and ranks of each parameter learnt of it.
+    """Sums gradients of shared parameters over their pipeline ranks, once per step, in buckets.
 
-    ``ranks_of``: such parameters of this rank, by name; ``groups``: process groups of several ranks.
+    ``ranks_of``: shared parameters of this rank, name -> pipeline ranks; ``groups``: process group per set of several
+    ranks; ``sum_dtype``: dtype of the sums (None: the gradient's).
     """
 
     def __init__(self, parameter: Callable[[str], nn.Parameter], ranks_of: Mapping[str, Ranks],
@@ -29,31 +30,32 @@ class SharedGradients:
 
     @contextmanager
     def added_up(self) -> Iterator[Mapping[str, nn.Parameter]]:
-        """What a step reads in the place of these parameters, with gradients of their own; after the step within, the
-        parameters get the sums (and their hooks are called)."""
-        beside = {name: nn.Parameter(p.detach(), p.requires_grad)
+        """Stand-ins for the shared parameters, by name: the step within reads them and accumulates their gradients.
+        Afterwards the sums are passed to the parameters by backward, which calls their hooks."""
+        leaves = {name: nn.Parameter(p.detach(), p.requires_grad)
                   for name, p in ((name, self.parameter(name)) for name in self.ranks_of)}
-        yield beside
+        yield leaves
         for names in self._summed_together():
-            _add_up([beside[name] for name in names], self.groups[self.ranks_of[names[0]]], self.sum_dtype)
-        found = [(self.parameter(name), leaf.grad) for name, leaf in beside.items() if leaf.grad is not None]
-        beside.clear()
+            _add_up([leaves[name] for name in names], self.groups[self.ranks_of[names[0]]], self.sum_dtype)
+        found = [(self.parameter(name), leaf.grad) for name, leaf in leaves.items() if leaf.grad is not None]
+        leaves.clear()
         if found:
             torch.autograd.backward([parameter for parameter, _ in found], [gradient for _, gradient in found])
 
     def _summed_together(self) -> Iterator[list[str]]:
-        """Names in buckets: all ranks of a parameter come to the same."""
-        equivalent: dict[tuple[Ranks, str], list[str]] = {}
+        """Buckets of names with equal ranks and dtype; equal on all ranks of a parameter."""
+        by_kind: dict[tuple[Ranks, str], list[str]] = {}
         for name, ranks in sorted(self.ranks_of.items()):
             if len(ranks) > 1 and (parameter := self.parameter(name)).requires_grad:
-                equivalent.setdefault((ranks, str(parameter.dtype)), []).append(name)
-        for _, names in sorted(equivalent.items()):
+                by_kind.setdefault((ranks, str(parameter.dtype)), []).append(name)
+        for _, names in sorted(by_kind.items()):
             for bucket in in_buckets([_local(self.parameter(name)).nbytes for name in names]):
                 yield [names[n] for n in bucket]
 
 
 def _add_up(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, sum_dtype: torch.dtype | None) -> None:
-    """The gradients of these parameters; one of which no rank has a gradient gets none."""
+    """All-reduce the gradients of these parameters in one message; a parameter without a gradient on any rank keeps
+    None."""
     shards = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad) for p in parameters]
     dtype = sum_dtype or shards[0].dtype
     there = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=shards[0].device)

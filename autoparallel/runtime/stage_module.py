@@ -1,4 +1,4 @@
-"""One pipeline stage's program as a module that runs micro-batch by micro-batch."""
+"""One pipeline stage's program as a module that runs per micro-batch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from autoparallel.runtime.scaler import scaled
 
 
 def split_step(program: Program, hybrid: Hybrid) -> SplitProgram:
-    """A program in two: reading parameters, and what takes turns, which recomputes and gathers, ahead and again, as
-    ``hybrid`` has it."""
+    """The program split into parameter reads and the part per micro-batch, the latter with prefetch, ZeRO-3 gathers and
+    recompute as ``hybrid`` says."""
     split = split_reads(program, gathers_parameter if hybrid.zero_stage == 3 else lambda node: False)
     micro_batch = overlap(split.micro_batch, _recomputed(hybrid)) if hybrid.prefetches else split.micro_batch
     return replace(split, micro_batch=_kept_less(micro_batch, hybrid))
 
 
 def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
-    """The same program, which computes and gathers again for backward as ``hybrid`` has it."""
+    """The program with ZeRO-3 gathers repeated and blocks recomputed in backward, as ``hybrid`` says."""
     if hybrid.zero_stage == 3:
         module = gather_again(module, gathers_parameter)
     if hybrid.recompute == "none":
@@ -44,7 +44,7 @@ def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
 
 
 def _recomputed(hybrid: Hybrid) -> Callable[[FxNode], str | None]:
-    """The block of a node, if it runs again."""
+    """Returns a function: node -> its block if that is recomputed, else None."""
 
     def block_of(node: FxNode) -> str | None:
         block: str | None = node.meta.get("block")
@@ -54,9 +54,10 @@ def _recomputed(hybrid: Hybrid) -> Callable[[FxNode], str | None]:
 
 
 class StageModule(nn.Module):
-    """One stage's program as it runs turn by turn.
+    """One stage's program, run per micro-batch: `begin`, then forward and backward of each, then `finish`.
 
-    Its parameters are the values that turns read, made once per step from the real ones; gradients add up in them.
+    ``leaves``, its parameters, are the values that micro-batches read, made once per step from the model's parameters;
+    gradients accumulate in them. ``loss``: number of the output that is the loss, on the last stage.
     """
 
     def __init__(self, program: Program, loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis]) -> None:
@@ -77,10 +78,11 @@ class StageModule(nn.Module):
 
     def begin(self, parameters: Sequence[torch.Tensor], inputs: Mapping[int, Sequence[torch.Tensor]], seed: int
               ) -> None:
-        """Read the parameters (local tensors); ``inputs`` are the other placeholders' tensors by turn."""
+        """Begin a step: read the parameters (local tensors). ``inputs``: micro-batch -> the other placeholders'
+        tensors; ``seed``: of the step's random ops."""
         if (
             self.each_micro_batch
-        ):  # what is reduced after each turn adds up beside them: their hooks see it once, and whole
+        ):  # reduced gradients accumulate in separate leaves, so that parameters' hooks run once, with the sum
             self.parameters_read = [(p, self._leaf(p)) for p in parameters]
             parameters = [leaf for _, leaf in self.parameters_read]
         with groups.use(self.axes):
@@ -93,7 +95,7 @@ class StageModule(nn.Module):
                     leaf.register_post_accumulate_grad_hook(_reduce_now(value))
 
     def _leaf(self, value: torch.Tensor) -> nn.Parameter:
-        """The same memory, with a gradient of its own: of the type of sums, if that is more precise."""
+        """A leaf on the same memory with a gradient of its own, in ``sum_dtype`` if that is more precise."""
         leaf = nn.Parameter(value.detach(), requires_grad=value.requires_grad)
         if self.sum_dtype is not None and leaf.requires_grad:
             leaf.grad_dtype = torch.promote_types(leaf.dtype, self.sum_dtype)
@@ -109,15 +111,15 @@ class StageModule(nn.Module):
         return tuple(_Sent.apply(x) for x in sent)
 
     def reduce_overlapped(self) -> None:
-        """In the backward to come, the last, post what is reduced together as soon as the last gradient of it is there
-        (of those that turns before had)."""
+        """For the last micro-batch's backward: launch each bucket's reduction once its last gradient arrives. (Expected
+        are the gradients that earlier micro-batches had.)"""
         for numbers in self.reduced_together:
             left = {n for n in numbers if self.leaves[n].grad is not None}
             for n in tuple(left):
-                self.leaves[n].register_post_accumulate_grad_hook(partial(self._there, numbers, left, n))
+                self.leaves[n].register_post_accumulate_grad_hook(partial(self._arrived, numbers, left, n))
 
-    def _there(self, numbers: Sequence[int], left: set[int], number: int, _: torch.Tensor) -> None:
-        """The gradient of one value is there; if none of those reduced with it is ``left``, they are posted."""
+    def _arrived(self, numbers: Sequence[int], left: set[int], number: int, _: torch.Tensor) -> None:
+        """Gradient ``number`` has arrived; if no gradient of bucket ``numbers`` is ``left``, launch the reduction."""
         left.discard(number)
         if not left:
             values = tuple(self.values[n] for n in numbers)
@@ -125,21 +127,21 @@ class StageModule(nn.Module):
                                          for n, value in zip(numbers, values, strict=True)))
 
     def finish(self) -> None:
-        """Reduce what gradients are still to be reduced, into the parameters' own."""
+        """End a step: reduce the remaining gradients and accumulate them in the model's parameters."""
         _pass_on(zip(self.values, self.leaves, strict=True))
         _pass_on(self.parameters_read)
         self.values, self.inputs, self.leaves, self.parameters_read = (), {}, nn.ParameterList(), []
 
 
 def _pass_on(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Run backward of each first value from the gradient of the second."""
+    """For pairs (value, leaf), run backward of the value from the leaf's gradient."""
     found = [(value, leaf.grad.to(value.dtype)) for value, leaf in pairs if leaf.grad is not None]
     if found:
         torch.autograd.backward([value for value, _ in found], [gradient for _, gradient in found])
 
 
 class _Received(torch.autograd.Function):
-    """A value of the stage before, whose gradient is sent there: contiguous."""
+    """A value from the previous stage; its gradient, which is sent back, is made contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -151,8 +153,8 @@ class _Received(torch.autograd.Function):
 
 
 class _Sent(torch.autograd.Function):
-    """A value for the next stage: contiguous, and no view (torch's zero-bubble schedule detaches what a stage returns
-    in place)."""
+    """A value for the next stage: contiguous and no view, since torch's zero-bubble schedule detaches a stage's results
+    in place."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

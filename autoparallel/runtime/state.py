@@ -1,4 +1,4 @@
-"""What a parallel module knows beside its parameters, and which parts of it train and learn."""
+"""State of a parallel module beside its parameters: mesh, forms, seed, train modes, trainable parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from autoparallel.runtime.shared import Ranks
 
 @dataclass
 class State:
-    """What the module keeps beside its parameters."""
+    """State of a parallel module beside its parameters. ``calls``: calls that have drawn random numbers; ``gathers``:
+    whether outputs are returned whole (within ``generate``)."""
 
     model: nn.Module
     position: groups.MeshPosition
@@ -54,32 +55,32 @@ class State:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        """Of a copied module, which has parameters of its own and the process groups of this one."""
+        """The state of a copied module: parameters of its own, the same process groups."""
         made = memo[id(self)] = object.__new__(State)
         memo.update({id(shared): shared for shared in (self.together, *self.shared_groups.values())})
         made.__dict__.update(deepcopy(self.__dict__, memo))
         return made
 
     def modes(self) -> tuple[bool, ...]:
-        """Whether each part trains: a part may stay in eval mode while the others train."""
+        """Train (True) or eval mode of each module."""
         return tuple(part.training for part in self.parts.values() or self.model.modules())
 
     def trainable(self) -> tuple[bool, ...]:
-        """Whether each parameter learns: some may be frozen, and learn later. Raises InputError where a rank would have
-        to tell those of other pipeline stages, which have other parameters."""
+        """``requires_grad`` of each parameter; () with several stages. There, raises InputError for a parameter that
+        was frozen when compiled and is trainable now: other stages, which have other parameters, would not know."""
         if self.hybrid.stages == 1:
             parts = self.parts.values() or self.model.modules()
             return tuple(p.requires_grad for part in parts for p in part._parameters.values() if p is not None)
         for module, part in self.parts.items():
             for name, parameter in part._parameters.items():
                 if parameter is not None and parameter.requires_grad > module.get_parameter(name).requires_grad:
-                    raise InputError(f"{type(part).__name__}.{name} was frozen when the pipeline was compiled, and is "
-                                     "to learn now\n  Compile again, with all that may learn (freezing is possible at "
-                                     "any time).")
+                    raise InputError(f"{type(part).__name__}.{name} was frozen when the pipeline was compiled, and "
+                                     "requires a gradient now\n  Compile again with every parameter unfrozen that may "
+                                     "be trained (freezing is possible at any time).")
         return ()
 
     def take_modes(self) -> None:
-        """Give the original's modules the modes of their parts, and say which of its parameters learn."""
+        """Copy train modes and, without stages, ``requires_grad`` to the original's modules, which are traced."""
         for module, part in self.parts.items():
             module.training = part.training
             for name, parameter in part._parameters.items():

@@ -1,7 +1,7 @@
-"""One training step in turns: parameters are read, each micro-batch runs forward and backward, gradients are reduced.
+"""One training step in micro-batches: read parameters, forward and backward per micro-batch, reduce gradients.
 
-Without a pipeline the turns run one after the other here; with one, torch's schedule runs them (`pipeline.py`). What is
-reduced once a step is posted while the last goes backward.
+Without a pipeline the micro-batches run here in order; with one, torch's schedule runs them (`pipeline.py`). Gradients
+reduced once per step are reduced during the last micro-batch's backward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoparallel.runtime.stage_module import StageModule, _kept_less, _recomput
 
 
 class Forward(nn.Module):
-    """A program as one forward of the whole batch, which recomputes and gathers again as ``hybrid`` has it."""
+    """A program as one forward of the whole batch, with recompute and ZeRO-3 gathers as ``hybrid`` says."""
 
     def __init__(self, program: Program, hybrid: Hybrid) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Forward(nn.Module):
 
 
 def run_micro_batches(module: StageModule, micro_batches: Sequence[int]) -> torch.Tensor:
-    """All turns of a program that is one stage; returns the sum of their losses."""
+    """Forward and backward of all micro-batches of a program with one stage; returns the sum of their losses."""
     losses = []
     for micro_batch in micro_batches:
         if micro_batch == micro_batches[-1]:
@@ -50,7 +50,7 @@ def run_micro_batches(module: StageModule, micro_batches: Sequence[int]) -> torc
 
 
 def loss_of(output: int | None) -> int:
-    """The number of the output that is the loss. Raises InputError where there is none."""
+    """``output``, the number of the output that is the loss. Raises InputError if it is None."""
     if output is None:
         raise InputError("step needs a scalar loss: return the loss from the model, alone, first in a tuple, or as "
                          "`loss` of a structure")
@@ -58,7 +58,7 @@ def loss_of(output: int | None) -> int:
 
 
 class StepRunner:
-    """Runs steps of one compiled program in turns or stages on this rank; ``programs`` by stage index."""
+    """Runs steps of one compiled form in micro-batches or stages on this rank; ``programs`` by stage index."""
 
     def __init__(self, programs: Mapping[int, Program], loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis],
                  pipeline_group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -69,14 +69,17 @@ class StepRunner:
         }
         self.micro_batches, self.pipeline = hybrid.micro_batches_of(0), None
         if pipeline_group is not None:
-            from autoparallel.runtime.pipeline import Pipeline  # torch's pipelining, which few need
+            from autoparallel.runtime.pipeline import Pipeline  # imports torch's pipelining only if needed
 
             self.micro_batches = hybrid.micro_batches_of(dist.get_rank(pipeline_group))
             self.pipeline = Pipeline(hybrid, self.modules, pipeline_group, device)
 
     def run(self, parameters: Callable[[Program], list[torch.Tensor]],
             inputs: Callable[[Program, int], list[torch.Tensor]], seed: int) -> torch.Tensor:
-        """Forward and backward of one step; returns its loss. Gradients are in the parameters afterwards."""
+        """Forward and backward of one step; returns its loss. Gradients accumulate in the parameters.
+
+        ``parameters``: program -> its local parameters; ``inputs``: (program, micro-batch) -> its other placeholders.
+        """
         for module in self.modules.values():
             micro_batches = {micro_batch: inputs(module.program, micro_batch) for micro_batch in self.micro_batches}
             module.begin(parameters(module.program), micro_batches, seed)

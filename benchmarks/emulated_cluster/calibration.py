@@ -52,7 +52,7 @@ def calibrate(ranks: Pool, topology: Topology, repeats: int = 9) -> Calibration:
     cluster, residuals = fit_links(nominal(topology), measured)
     beside = ranks.run(measure_overlap, topology.num_ranks, repeats // 3)[0]
     device = replace(cluster.device, overlap_slowdown=fit_overlap_slowdown(beside))
-    return Calibration(replace(cluster, device=device), tuple(measured), residuals, beside=tuple(beside))
+    return Calibration(replace(cluster, device=device), tuple(measured), residuals, overlapped=tuple(beside))
 
 
 def measure(mesh_shape: tuple[int, ...], axis: int, repeats: int) -> list[Measured]:
