@@ -193,7 +193,8 @@ def _device(d: _Table) -> Device:
         "memory_bytes": d.number("memory_bytes", "bytes of one device's memory"),
         "launch_s": d.number("launch_s", "seconds of the smallest op"),
         "reserved_bytes": d.number("reserved_bytes", "bytes lost to context and libraries", 0.0),
-        "overlap_slowdown": d.number("overlap_slowdown", "slowdown of compute and communication while they overlap", OVERLAP_SLOWDOWN),
+        "overlap_slowdown": d.number("overlap_slowdown", "slowdown of compute and communication while they overlap",
+                                     OVERLAP_SLOWDOWN),
     }
     name = d.text("name", "the device's name")
     cut = d.table("tiles", "how matrix products are cut", optional=True)

@@ -62,14 +62,14 @@ def prices_of(case_name: str, mesh_shape: tuple[int, ...], cluster: str = "h100-
 
 names = st.text(min_size=1, max_size=8)
 numbers = st.floats(0, 1e30, allow_nan=False)
-USES = st.builds(CollectiveUse, names, names, names, st.integers(0), numbers, numbers)
-MESHES = st.lists(st.tuples(st.integers(1, 64), names), min_size=1, max_size=3)
+USES = st.builds(CollectiveUse, names, names, names, st.integers(0, 2**60), numbers, numbers)
+MESHES = st.lists(st.tuples(st.integers(1, 64), names), min_size=1, max_size=3, unique_by=lambda axis: axis[1])
 PLANS = MESHES.flatmap(lambda axes: st.builds(
     Plan,
     fingerprint=names,
     mesh_shape=st.just(tuple(size for size, _ in axes)),
     axis_names=st.just(tuple(name for _, name in axes)),
-    strategies=st.dictionaries(names, st.lists(names, max_size=3).map(tuple), max_size=3),
+    strategies=st.dictionaries(names, st.tuples(*[names for _ in axes]), max_size=3),
     cluster=names,
     evidence=st.builds(Evidence, names, numbers, numbers, numbers, names, st.dictionaries(names, numbers, max_size=2)),
     prediction=st.builds(
@@ -78,7 +78,7 @@ PLANS = MESHES.flatmap(lambda axes: st.builds(
         repeated_ops=st.lists(names, max_size=2).map(tuple),
     ),
     blocks=st.lists(
-        st.builds(BlockLayouts, st.lists(names, max_size=2).map(tuple),
+        st.builds(BlockLayouts, st.lists(names, min_size=1, max_size=2).map(tuple),
                   st.lists(st.tuples(names, names, names), max_size=2).map(tuple)),
         max_size=2,
     ).map(tuple),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.errors import PlanError, shown
+from autoparallel.plans.files import check_plan, data_of, nearest, text_of
 from autoparallel.plans.reading import read
 from autoparallel.schedule.step_config import Hybrid
 from autoparallel.strategies.space import Strategy, StrategySpace
@@ -129,6 +130,9 @@ class Plan:
             raise PlanError(f"the plan belongs to another program (fingerprint {self.fingerprint}, this model with "
                             f"these inputs has {space.graph.fingerprint}): the same model, mode, shapes and dtypes are "
                             "required")
+        if unknown := [name for name in self.strategies if name not in space.decision_named]:
+            raise PlanError(f"the plan has a strategy for {nearest(unknown[0], space.decision_named)}, which the "
+                            "program has not")
         return [self._strategy(space, index) for index in range(len(space))]
 
     def _strategy(self, space: StrategySpace, index: int) -> Strategy:
@@ -223,32 +227,25 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan written by `save`. Raises PlanError if the file is not a plan, or has another format version."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise PlanError(f"{path} is not JSON: {error}") from error
-        except (OSError, TypeError, ValueError) as error:
-            raise PlanError(f"cannot read the plan file {path}: {getattr(error, 'strerror', error)}") from error
-        return Plan.from_json(text, str(path))
+        """Read a plan written by `save`, checked as a whole.
+
+        Raises PlanError when it is not one, of another format version, or no regular file.
+        """
+        return Plan.from_json(text_of(path), str(path))
 
     @staticmethod
     def from_json(text: str, origin: str = "plan") -> Plan:
         """Parse the result of `to_json`; ``origin`` names it in errors. Raises PlanError."""
         if not isinstance(text, (str, bytes)):
             raise PlanError(f"{origin} is {shown(text)}: give JSON as text, or Plan.load(path) of a file")
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{origin} is not JSON: {error}") from error
+        data = data_of(text, origin)
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:
             raise PlanError(f"{origin} has plan format version {version!r}, this autoparallel reads {VERSION}: "
                             "plan again")
         try:
             plan: Plan = read(Plan, data)
-            if len(plan.mesh_shape) != len(plan.axis_names) or min(plan.mesh_shape, default=0) < 1:
-                raise PlanError(f"mesh_shape {plan.mesh_shape} and axis_names {plan.axis_names} are no mesh")
+            check_plan(plan)
         except PlanError as error:
             raise PlanError(f"{origin} is not a plan of format {VERSION}: {error}") from error
         return plan

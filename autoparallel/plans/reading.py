@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 from autoparallel.errors import PlanError, shown
+from autoparallel.plans.files import nearest
 
 
 def read(kind: Any, value: Any, where: str = "") -> Any:
@@ -17,8 +18,11 @@ def read(kind: Any, value: Any, where: str = "") -> Any:
     origin, parts, is_ours = get_origin(kind), get_args(kind), is_dataclass(kind)
     if is_ours and isinstance(value, dict):
         hints = _hints(kind)
-        if odd := (value.keys() - hints) or {f.name for f in fields(kind) if f.name not in value and _is_needed(f)}:
-            raise PlanError(f"{where or 'the plan'} has fields {sorted(value)}: unexpected or missing {sorted(odd)}")
+        if unknown := [name for name in value if name not in hints]:
+            raise PlanError(f"{where or 'the plan'} has a key {nearest(unknown[0], hints)} that is not known; there "
+                            f"are {list(hints)}")
+        if missing := [f.name for f in fields(kind) if f.name not in value and _is_needed(f)]:
+            raise PlanError(f"{where or 'the plan'} has {list(value)[:20]}: {missing} are missing")
         return kind(**{name: read(hints[name], given, f"{where}.{name}".lstrip(".")) for name, given in value.items()})
     if origin is types.UnionType and not (value is None and type(None) in parts):
         return read(next(part for part in parts if part is not type(None)), value, where)

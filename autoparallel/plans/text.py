@@ -70,7 +70,7 @@ def print_report(plan: Plan, console: ReportConsole) -> None:
         console.print(f"no rule, so repeated on every rank: {', '.join(p.repeated_ops)}")
     console.print(f"search {evidence.solver}: objective {seconds_str(evidence.objective_s)}, lower bound "
                   f"{seconds_str(evidence.lower_bound_s)}, gap {evidence.gap:.2%} ({evidence.stop_reason})")
-    if evidence.step_bound_s is not None:
+    if evidence.step_bound_s is not None and p.step_s:
         console.print(f"no combination's step is below {seconds_str(evidence.step_bound_s)} (ops divided evenly, no "
                       f"communication): at most {1 - evidence.step_bound_s / p.step_s:.0%} less than this plan's")
     phases = {k: v for k, v in evidence.seconds.items() if not k.startswith("search:")}

@@ -9,10 +9,12 @@ from functools import cached_property
 
 import torch
 
-from autoparallel.errors import PlanError
+from autoparallel.errors import PlanError, shown
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 RECOMPUTE = ("none", "selective", "full", "offload")
+#: Micro-batches, stages and ranks of a pipeline, each.
+MOST = 2**20
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -50,6 +52,9 @@ class Hybrid:
     replicas: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("micro_batches", "stages", "pipeline_ranks"):
+            if not 1 <= getattr(self, name) <= MOST:
+                raise PlanError(f"{name} is {shown(getattr(self, name))}: give a number from 1 to {MOST:,}")
         if self.schedule not in SCHEDULES:
             raise PlanError(f"unknown schedule {self.schedule!r}; there are {list(SCHEDULES)}")
         if self.recompute not in RECOMPUTE:
