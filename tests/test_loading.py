@@ -201,7 +201,7 @@ def test_a_load_that_fails_leaves_all_as_it_was(ranks: Any) -> None:
         assert "ranks load different values: second.bias on ranks [3]" in values[0]
         assert "first.weight has shape [16, 8], the value given [8, 16]" in turned[0]
         assert len(early) == 3
-        assert "turn (Module) owns tensors and has no reset_parameters()" in lost[0]
+        assert "micro_batch (Module) owns tensors and has no reset_parameters()" in lost[0]
         assert "on the meta device and has not been traced" in meta[0]
 
 

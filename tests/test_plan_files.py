@@ -80,7 +80,7 @@ def test_what_is_saved_is_read(tmp_path: Path, pipeline: bool) -> None:
     ("hybrid/cuts", ["0", "1"], ("hybrid.cuts are 2 ops for 1 stages",)),
     ("hybrid/stage", 1, ("hybrid has a key 'stage' (is it 'stages'?) that is not known", "micro_batches")),
     ("prediction/forwrd_s", 1.0, ("prediction has a key 'forwrd_s' (is it 'forward_s'?)",)),
-    ("stratgies", {}, ("the whole has a key 'stratgies' (is it 'strategies'?)",)),
+    ("stratgies", {}, ("the plan has a key 'stratgies' (is it 'strategies'?)",)),
     ("mesh_shape", [10**30, 1], ("1e+30 devices", "at most 16,777,216")),
     ("mesh_shape", [2, 0], ("mesh_shape (2, 0)", "no mesh")),
     ("mesh_shape", [], ("no mesh",)),
