@@ -17,10 +17,14 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+#: Files whose tests start processes of their own, without the fixture `ranks`.
+STARTS_PROCESSES = {"test_failing.py", "test_hash_seeds.py", "test_notebooks.py"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that run on several processes are of the tier `ranks`."""
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
+        if "ranks" in getattr(item, "fixturenames", ()) or item.path.name in STARTS_PROCESSES:
             item.add_marker(pytest.mark.ranks)
 
 
