@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoparallel.compiler import compile, plan
+    from autoparallel.launch.world import World, init
     from autoparallel.plans import Plan
     from autoparallel.rules.custom import register_rule
     from autoparallel.runtime.module import ParallelModule
@@ -23,13 +24,16 @@ __version__ = "0.1.0"
 _HOMES = {
     "compile": "autoparallel.compiler",
     "plan": "autoparallel.compiler",
+    "init": "autoparallel.launch.world",
+    "World": "autoparallel.launch.world",
     "Plan": "autoparallel.plans",
     "GradScaler": "autoparallel.runtime.scaler",
     "ParallelModule": "autoparallel.runtime.module",
     "Cluster": "cost_models",
     "register_rule": "autoparallel.rules.custom",
 }
-__all__ = ["Cluster", "GradScaler", "ParallelModule", "Plan", "__version__", "compile", "plan", "register_rule"]
+__all__ = ["Cluster", "GradScaler", "ParallelModule", "Plan", "World", "__version__", "compile", "init", "plan",
+           "register_rule"]
 
 
 def __getattr__(name: str) -> Any:

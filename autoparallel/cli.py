@@ -1,21 +1,15 @@
-"""The command line: ``autoparallel plan``, ``demo``, ``calibrate`` and ``clusters``."""
+"""The command line: ``autoparallel plan``, ``verify``, ``launch``, ``manifest``, ``demo``, ``calibrate``, ..."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import json
 import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from autoparallel.errors import AutoparallelError, InputError, printable, shown
-
-if TYPE_CHECKING:
-    from torch import nn
+from autoparallel.errors import AutoparallelError, InputError, printable
+from autoparallel.models import load_model
 
 app = typer.Typer(help="The fastest correct way to run a PyTorch model on these devices.", no_args_is_help=True,
                   add_completion=False, pretty_exceptions_enable=False)
@@ -28,17 +22,22 @@ def plan(
     cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")] = "h100-sxm",
     devices: Annotated[int | None, typer.Option(min=1, help="how many devices; the search chooses the axes")] = None,
     mesh: Annotated[str | None, typer.Option(help="fix the axes, for example 8x8 (slowest links first)")] = None,
-    global_batch: Annotated[int, typer.Option(min=1, help="sequences (or images) per step")] = 16,
+    software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, torch-compile, megatron-core, "
+                                                 "megatron-2021, ..., or none")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="sequences (or images) per step; 2 for each device "
+                                                     "by default")] = None,
     sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
     search: Annotated[str, typer.Option(help="auto, ilp, recursive or exact")] = "auto",
     memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     baseline: Annotated[str | None, typer.Option(help="ddp, fsdp, tensor_parallel, sequence_parallel")] = None,
+    by_hand: Annotated[str | None, typer.Option(help="price this plan: dp=8,tp=8,pp=4,micro_batch=1,...")] = None,
+    compare_by_hand: Annotated[str | None, typer.Option(help="compare our plan with this one")] = None,
     joint: Annotated[bool, typer.Option(help="search pipeline, micro-batches, ZeRO and recompute too")] = False,
     pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis)")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="turns over the batch")] = None,
-    stage_replicas: Annotated[str | None, typer.Option(help="ranks that take turns on each stage, as 1,3")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="parts of the batch, one after the other")] = None,
+    stage_replicas: Annotated[str | None, typer.Option(help="ranks that share each stage's batch, as 1,3")] = None,
     schedule: Annotated[str | None, typer.Option(help="gpipe, 1f1b, interleaved or zero_bubble")] = None,
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto")] = None,
@@ -52,20 +51,24 @@ def plan(
     from rich.console import Console
 
     import autoparallel
-    from autoparallel.plans.text import ReportConsole, explanation, print_report, sensitivities
+    from autoparallel.planning.by_hand import ByHand
+    from autoparallel.plans.text import ReportConsole, comparison, explanation, print_report, sensitivities
 
     _check_output(output)
     shape = _mesh_shape(mesh)
     count = devices if devices is not None else _product(shape) if shape else 8
     if shape and _product(shape) != count:
         raise InputError(f"--mesh {mesh} has {_product(shape)} devices and --devices says {count}: give one of them")
-    machine = autoparallel.Cluster.load(cluster, num_devices=count)
-    network, args, kwargs = load_model(model, global_batch, sequence_length, dtype)
+    machine = autoparallel.Cluster.load(cluster, num_devices=count, software=software)
+    if compare_by_hand is not None:
+        ByHand.of(compare_by_hand).on(count)
+    network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length, dtype)
     with Console(stderr=True).status("capture and prices") as status:  # shown on a terminal only
         made = autoparallel.plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
             memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
-            joint=joint, pipeline_stages=pipeline_stages, micro_batches=micro_batches, schedule=schedule,
+            joint=joint, by_hand=by_hand, pipeline_stages=pipeline_stages, micro_batches=micro_batches,
+            schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
             progress=lambda *state: status.update(progress_line(*state)),
@@ -76,6 +79,10 @@ def plan(
     print_report(made, console)
     if output is not None:
         typer.echo(f"plan written to {output}")
+    if compare_by_hand is not None:
+        theirs = autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs, optimizer=optimizer,
+                                   by_hand=compare_by_hand, reduce_dtype=reduce_dtype)
+        console.print(comparison(made, theirs, compare_by_hand))
     if explain is not None:
         console.print(explanation(explain, made.explain(explain)))
     if sensitivity:
@@ -104,6 +111,99 @@ def demo(
     raise typer.Exit(0 if job.main(ranks, shape) else 1)
 
 
+checkpoint_app = typer.Typer(help="Checkpoints of parallel.save, without ranks.", no_args_is_help=True)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+
+@checkpoint_app.command()
+def inspect(folder: Path, step: Annotated[int | None, typer.Option(help="which one; else the newest")] = None) -> None:
+    """Say what a checkpoint has."""
+    from autoparallel.runtime.checkpoint.offline import contents
+
+    found = contents(folder, step)
+    about = found.checkpoint
+    typer.echo(f"step {about.step}, saved on {about.ranks} ranks (mesh {about.mesh_shape}) by torch "
+               f"{about.torch_version}: {', '.join(about.parts)}")
+    typer.echo(f"{len(found.weights)} weights of {found.weight_bytes} bytes, optimizer {found.optimizer_bytes} bytes")
+    for entry in found.weights:
+        typer.echo(printable(f"  {entry.name} {str(entry.dtype).removeprefix('torch.')}{list(entry.shape)}"))
+
+
+@checkpoint_app.command()
+def verify(folder: Path, step: Annotated[int | None, typer.Option(help="which one; else the newest")] = None) -> None:
+    """Read all weights; fails where one cannot be read, or has values that are not finite."""
+    from autoparallel.runtime.checkpoint.offline import contents
+    from autoparallel.runtime.checkpoint.offline import verify as read_all
+
+    found = contents(folder, step)
+    if odd := read_all(found):
+        raise InputError(f"{found.checkpoint.path} has values that are not finite in {odd[:5]}, {len(odd)} in all")
+    typer.echo(f"{found.checkpoint.path}: {len(found.weights)} weights read")
+
+
+@checkpoint_app.command()
+def convert(
+    folder: Path,
+    output: Annotated[Path, typer.Argument(help="a folder for safetensors files")],
+    step: Annotated[int | None, typer.Option(help="which one; else the newest")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="of a file")] = "5GB",
+) -> None:
+    """Write a checkpoint's weights as safetensors files, under the model's names."""
+    from autoparallel.runtime.checkpoint.offline import contents, to_safetensors
+
+    to_safetensors(contents(folder, step), output, max_shard_size)
+
+
+@app.command()
+def launch(
+    words: Annotated[list[str], typer.Argument(metavar="[PLAN.json] -- COMMAND", help="a plan, and what to run")],
+    ranks: Annotated[int | None, typer.Option(min=1, help="processes on this host; by default the plan's")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="hosts; run the same command on each")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="which host this is, from 0")] = 0,
+    master: Annotated[str | None, typer.Option(help="host:port of host 0, if there are several")] = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="start all ranks again so often if one fails")] = 0,
+) -> None:
+    """Run a script on local processes; in it autoparallel.init() makes process group, device and the plan's mesh.
+
+    autoparallel launch plan.json -- python train.py --lr 3e-4
+    """
+    from autoparallel.launch.agent import run_command
+
+    plan_file = Path(words[0]) if words[0].endswith(".json") else None
+    command = words if plan_file is None else words[1:]
+    done = run_command(command, plan=plan_file, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master,
+                       max_restarts=max_restarts)
+    raise typer.Exit(0 if done else 1)
+
+
+@app.command()
+def manifest(
+    words: Annotated[list[str], typer.Argument(metavar="PLAN.json -- COMMAND", help="the plan, and what a rank runs")],
+    to: Annotated[str, typer.Option(help="slurm, kubeflow, pytorchjob, jobset, skypilot, mpi or ranktable")],
+    nodes: Annotated[int, typer.Option(min=1, help="hosts")] = 1,
+    name: Annotated[str, typer.Option(help="of the job")] = "train",
+    image: Annotated[str | None, typer.Option(help="container image with autoparallel and the script")] = None,
+    hosts: Annotated[str | None, typer.Option(help="addresses a,b,... for mpi and ranktable")] = None,
+    gpus: Annotated[bool, typer.Option(help="whether each process takes a GPU")] = True,
+    output: Annotated[Path | None, typer.Option(help="write it here instead of printing it")] = None,
+) -> None:
+    """Write the file with which a platform starts the plan's job.
+
+    autoparallel manifest plan.json --to slurm --nodes 4 -- python train.py
+    """
+    from autoparallel.launch.manifest import Job, manifest
+    from autoparallel.plans import Plan
+
+    _check_output(output)
+    job = Job(name, Plan.load(words[0]), str(Path(words[0]).resolve()), nodes, tuple(words[1:]), image, gpus,
+              tuple(hosts.split(",")) if hosts else ())
+    text = manifest(to, job)
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        output.write_text(text)
+
+
 @app.command()
 def calibrate(
     output: Annotated[Path, typer.Option(help="write the cluster description (TOML) here")],
@@ -121,6 +221,30 @@ def calibrate(
     job.main(output, ranks, nics_per_host, repeats)
 
 
+@app.command("verify")
+def verify_plan(
+    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    plan: Annotated[Path | None, typer.Option(help="a plan's file; else one is searched")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="local processes, where torchrun, srun or mpirun did not start "
+                                       "any")] = 4,
+    cluster: Annotated[str | None, typer.Option(help="a cluster's name or TOML file; else as the devices "
+                                                "suggest")] = None,
+    global_batch: Annotated[int, typer.Option(min=1, help="sequences (or images) per step")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "float32",
+    backend: Annotated[str, typer.Option(help="eager, inductor or auto")] = "eager",
+    steps: Annotated[int, typer.Option(min=1, help="steps to measure")] = 10,
+    output: Annotated[Path | None, typer.Option(help="write the corrected cluster (TOML) here, for --cluster")] = None,
+) -> None:
+    """Run steps of a plan, and print predicted beside measured."""
+    from autoparallel import verification
+
+    if output is not None:
+        _check_output(output)
+    asked = verification.Request(model, global_batch, sequence_length, dtype, plan, cluster, backend, steps)
+    verification.main(asked, ranks, output)
+
+
 @app.command()
 def clusters() -> None:
     """List the known clusters."""
@@ -128,88 +252,6 @@ def clusters() -> None:
 
     for name in known_clusters():
         typer.echo(name)
-
-
-def load_model(
-    source: str | dict[str, Any], global_batch: int, sequence_length: int, dtype: str
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """(model, args, kwargs) on the meta device, from a Hugging Face config (file or dict) or a ``module:function``.
-
-    The factory is called as ``function(global_batch, sequence_length)`` and returns (model, args, kwargs).
-    """
-    import torch
-
-    precision = getattr(torch, dtype, None)
-    if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
-        raise InputError(f"unknown dtype {dtype!r}: bfloat16, float16 or float32")
-    if isinstance(source, dict):
-        return _hugging_face(source, "the config", global_batch, sequence_length, precision)
-    if ":" in source and not Path(source).exists():
-        module, function = source.split(":", 1)
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            factory = getattr(importlib.import_module(module), function)
-        except Exception as error:
-            raise InputError(f"{source}: {type(error).__name__}: {error}; write module:function, the module importable "
-                             "from here") from error
-        try:
-            with torch.device("meta"):
-                made = factory(global_batch, sequence_length)
-        except Exception as error:
-            raise InputError(f"{source}({global_batch}, {sequence_length}) raised {type(error).__name__}: {error}; it "
-                             "is called with the batch and the sequence length, and tensors are made on the meta device"
-                             ) from error
-        if not isinstance(made, tuple) or len(made) != 3:
-            raise InputError(f"{source} returned {shown(made)}: return (model, args, kwargs)")
-        return made
-    try:
-        data = json.loads(Path(source).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"cannot read the config file {source}: {error}") from error
-    return _hugging_face(data, source, global_batch, sequence_length, precision)
-
-
-def _hugging_face(
-    data: Any, origin: str, batch: int, sequence: int, dtype: Any
-) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    import torch
-
-    try:
-        import transformers
-    except ImportError as error:
-        raise InputError("a Hugging Face config needs transformers: pip install 'autoparallel[models]'") from error
-    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
-        raise InputError(f"{origin} has no model_type: a Hugging Face config.json is required")
-    if data["model_type"] not in transformers.CONFIG_MAPPING:
-        close = difflib.get_close_matches(data["model_type"], list(transformers.CONFIG_MAPPING.keys()))
-        raise InputError(f"{origin}: transformers {transformers.__version__} has no model_type {data['model_type']!r}"
-                         + (f"; is it one of {close}?" if close else ": write module:function that makes the model"))
-    named = data.get("architectures") or [None]
-    if not isinstance(named, list) or not isinstance(named[0], str | None):
-        raise InputError(f"{origin}: architectures is {shown(named)}: give a list with a class of transformers by name")
-    architecture = named[0]
-    try:
-        config = transformers.AutoConfig.for_model(**{k: v for k, v in data.items() if k != "architectures"})
-        config.use_cache = False
-        with torch.device("meta"):
-            if architecture is not None:
-                network = getattr(transformers, architecture)(config)
-            else:
-                network = transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:
-        raise InputError(f"{origin}: transformers cannot make {architecture or 'a causal language model'} of it: "
-                         f"{type(error).__name__}: {error}") from error
-    with torch.device("meta"):
-        network = network.to(dtype).train()
-        if network.main_input_name == "pixel_values":
-            size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
-            if not isinstance(size, int) or not isinstance(channels, int):
-                raise InputError(f"{origin} says no size of images (image_size is {shown(size)}, num_channels "
-                                 f"{shown(channels)}): give both as numbers, or write module:function")
-            images = torch.empty(batch, channels, size, size, dtype=dtype)
-            return network, (), {"pixel_values": images, "labels": torch.zeros(batch, dtype=torch.long)}
-        tokens = {k: torch.zeros(batch, sequence, dtype=torch.long) for k in ("input_ids", "labels")}
-    return network, (), tokens
 
 
 def _check_output(path: Path | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autoparallel.capture import OpGraph, capture
-from autoparallel.errors import AutoparallelError, InfeasibleError, MeshError, PlanError, SearchError, shown
+from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, MeshError, PlanError, SearchError, shown
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
 from autoparallel.partition import MicroBatches, split_batch, stages_of
+from autoparallel.partition.microbatch import batch_size, loss_output
+from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.joint_candidates import Candidate, First, Fixed
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_in, plan_on
@@ -56,10 +58,12 @@ def plan(
     mesh_shape: Sequence[int] | None = None,
     axis_names: Sequence[str] | None = None,
     joint: bool = False,
+    by_hand: str | Mapping[str, Any] | None = None,
     search: str = "auto",
     pins: Mapping[str, Any] | None = None,
     baseline: str | None = None,
     memory_limit_bytes: float | None = None,
+    memory_confidence: float = 0.95,
     optimizer: str = "adamw",
     time_limit_s: float = 60.0,
     micro_batches: int | None = None,
@@ -81,6 +85,10 @@ def plan(
     axis_names: for pins and reports.
     joint: search pipeline, mesh, micro-batches, ZeRO stage and recompute too, where options leave them open. Pins hold
         in the plan, but not in the estimates by which candidates are chosen.
+    by_hand: price the plan that people write for Megatron, DeepSpeed or torchtitan instead of a search, as
+        "dp=8,tp=8,pp=4,zero=1,micro_batch=1,recompute=selective,sequence_parallel" or a mapping (the keys are those of
+        `autoparallel.planning.by_hand`), whether it fits into the devices' memory or not (a ``memory_limit_bytes`` is
+        checked). Sequences are dim 1 of inputs and activations to cp and sequence_parallel.
     OPTIONS
 
     Raises CaptureError, InputError, PinError, PlanError, MeshError, SearchError, InfeasibleError, ClusterError.
@@ -91,24 +99,85 @@ def plan(
     check_axes(mesh_shape, axis_names, cluster.num_devices)
     if not isinstance(joint, bool):
         raise PlanError(f"joint is {shown(joint)}: give True or False")
+    if by_hand is not None:
+        given = {"mesh_shape": mesh_shape, "axis_names": axis_names, "joint": joint,
+                 **{name: getattr(chosen, name) for name in DECIDED_BY_A_PLAN - {"reduce_dtype"}}}
+        if taken := sorted(name for name, value in given.items() if value):
+            raise PlanError(f"by_hand decides {', '.join(taken)}: leave them out, or leave out by_hand and search")
+        chosen = replace(chosen, by_hand=ByHand.of(by_hand).on(cluster.num_devices))
     if joint and (axis_names or chosen.baseline):
         raise PlanError("joint=True picks the axes and the plan: leave out axis_names and baseline")
-    with nullcontext() if joint else collected_later():
+    with collected_later():
         started = time.process_time()
         graph = capture(model, example_inputs or (), example_kwargs or {})
         captured = time.process_time() - started
-        if joint:
-            best = _plan_jointly(graph, cluster, mesh_shape, chosen)
-        else:
-            shapes = [tuple(mesh_shape)] if mesh_shape is not None else \
-                mesh_shapes(cluster.num_devices, chosen.stages, sum(chosen.replicas))
-            shapes = [shape for shape in shapes if axis_names is None or len(shape) == len(axis_names)]
-            if not shapes:
-                raise MeshError(f"{cluster.num_devices} devices are not cut into {len(axis_names or ())} axes: give as "
-                                "many axis_names as mesh_shape has axes")
-            best = best_of(graph, cluster, shapes, axis_names, chosen)
+    if chosen.by_hand is not None:
+        best = _plan_by_hand(graph, cluster, chosen, chosen.by_hand)
+    elif joint:
+        best = _plan_jointly(graph, cluster, mesh_shape, chosen)
+    else:
+        best = _plan_plainly(graph, cluster, mesh_shape, axis_names, chosen)
     seconds = {"capture": captured, **best.evidence.seconds}
     return replace(best, evidence=replace(best.evidence, seconds=seconds))
+
+
+def _plan_plainly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
+                  options: Options) -> Plan:
+    """The best plan on the mesh given, or on any; where none fits and the options leave it open, with micro-batches,
+    ZeRO and recompute."""
+    shapes = [tuple(mesh_shape)] if mesh_shape is not None else \
+        mesh_shapes(cluster.num_devices, options.stages, sum(options.replicas))
+    shapes = [shape for shape in shapes if axis_names is None or len(shape) == len(axis_names)]
+    if not shapes:
+        raise MeshError(f"{cluster.num_devices} devices are not cut into {len(axis_names or ())} axes: give as many "
+                        "axis_names as mesh_shape has axes")
+    try:
+        with collected_later():
+            return best_of(graph, cluster, shapes, axis_names, options)
+    except InfeasibleError as error:
+        if axis_names is not None or not options.is_open:
+            raise
+        return _plan_fitting(graph, cluster, mesh_shape, options, error)
+
+
+def _plan_fitting(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
+                  error: InfeasibleError) -> Plan:
+    """The best plan with micro-batches, ZeRO and recompute, where a plain step does not fit (``error``); without
+    micro-batches, which run by `ParallelModule.step` only, where the call returns no scalar loss. Raises that error if
+    nothing fits."""
+    options = replace(options, pipeline_stages=1)
+    if loss_output(graph) is None:
+        options = replace(options, micro_batches=1)
+    try:
+        found = _plan_jointly(graph, cluster, mesh_shape, options)
+    except (InfeasibleError, SearchError, InputError):
+        error.args = (f"{error} (This is of a step of one micro-batch without recompute; no plan was found with "
+                      "micro-batches, ZeRO and recompute either.)",)
+        raise error from None
+    reason = ("a step of one micro-batch without recompute does not fit; "
+              f"{found.evidence.stop_reason}")
+    return replace(found, evidence=replace(found.evidence, stop_reason=reason))
+
+
+def _plan_by_hand(graph: OpGraph, cluster: Cluster, options: Options, hand: ByHand) -> Plan:
+    """The plan of a person, whose parameters and activations are laid out by the roles of its axes."""
+    batch = batch_size(graph) if hand.needs_batch else 1
+    hybrid = replace(hand.hybrid(batch), reduce_dtype=options.reduce_dtype)
+    if hybrid.micro_batches > 1 and loss_output(graph) is None:
+        raise InputError(f"by_hand: {hybrid.micro_batches} micro-batches need a scalar loss: return the loss from the "
+                         "model, alone, first in a tuple, or as `loss` of a structure; or leave out micro_batch")
+    shape, names, _ = hand.mesh
+    try:
+        micro = split_batch(graph, hybrid.micro_batches)
+    except InfeasibleError as error:
+        raise PlanError(f"by_hand: {hybrid.micro_batches} micro-batches: {error} In by_hand that is micro_batch="
+                        f"{batch // (hand.dp or 1)}") from error
+    made = plan_on(micro, cluster, shape, names, options, hybrid)
+    limit, needed = options.memory_limit_bytes, made.prediction.peak_bytes
+    if limit is not None and needed > limit:
+        raise InfeasibleError(f"the plan by hand ({hand}) needs {needed:.4g} bytes on a device, and memory_limit_bytes "
+                              f"is {limit:.4g}: without a limit it is priced all the same")
+    return made
 
 
 def best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
@@ -124,7 +193,20 @@ def best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]],
             failures.append(error)
     if not plans:
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", float("inf")))
-    return min(plans, key=lambda p: p.prediction.step_s)
+    return _with_rivals(sorted(plans, key=lambda p: p.prediction.step_s))
+
+
+def _with_rivals(plans: Sequence[Plan]) -> Plan:
+    """The fastest plan (the first), whose evidence names the meshes whose plans the prediction's error cannot tell from
+    it."""
+    best = plans[0]
+    least, error = best.prediction.step_s, best.prediction.p50
+    near = [f"{'x'.join(map(str, p.mesh_shape))} (+{p.prediction.step_s / least - 1:.1%})" for p in plans[1:]
+            if p.prediction.step_s <= (1 + error) * least]
+    if not near:
+        return best
+    reason = f"{best.evidence.stop_reason}; within the error of predictions: mesh {', '.join(near)}"
+    return replace(best, evidence=replace(best.evidence, stop_reason=reason))
 
 
 def _plan_of_shape(graph: OpGraph, cluster: Cluster, shape: tuple[int, ...], axis_names: Sequence[str] | None,
@@ -204,10 +286,12 @@ def compile(
     inputs: str | Mapping[str, str] = "global",
     check_inputs: int = 100,
     max_forms: int = 64,
+    backend: str = "eager",
     search: str = "auto",
     pins: Mapping[str, Any] | None = None,
     baseline: str | None = None,
     memory_limit_bytes: float | None = None,
+    memory_confidence: float = 0.95,
     optimizer: str = "adamw",
     time_limit_s: float = 60.0,
     micro_batches: int | None = None,
@@ -237,12 +321,17 @@ def compile(
     check_inputs: ranks compare global tensors in the first three calls and every so many after (0: never), and the
         shapes of local ones in every call (on GPUs without waiting, if the process group has a CPU backend too:
         "cpu:gloo,cuda:nccl").
+    backend: what runs the program: "eager", node by node; "inductor", forward and backward each one graph, traced by
+        AOTAutograd with its collectives (in buckets, overlapped) and compiled, which takes a minute or more at the
+        first call; "auto", Inductor on GPUs with Triton and eager elsewhere; "aot_eager", the traced graphs without
+        Inductor, to find a fault. Compiled graphs have no double backward, and no backward with retain_graph.
     max_forms: compiled programs to keep, of calls of different forms; the least recently used is dropped.
     OPTIONS
 
     Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
     decide what the plan has decided, InputError on all ranks where local examples have different shapes.
     """
+    from autoparallel import backends
     from autoparallel.kernels import groups
     from autoparallel.runtime.agree import made_equally
     from autoparallel.runtime.inputs import Inputs
@@ -260,13 +349,15 @@ def compile(
         call = taken.of_all(example_inputs or (), example_kwargs or {}, mesh)
         plan, chosen = _plan_on_devices(model, mesh, cluster, call, chosen)
     mesh = check_mesh(mesh, plan)
-    machine = cluster_of(mesh, cluster)
+    runs_by = backends.chosen(backend, mesh.device_type)
+    machine = cluster_of(mesh, cluster, runs_by)
     if plan and (decided := sorted(name for name in DECIDED_BY_A_PLAN if getattr(chosen, name) is not None)):
         raise PlanError(f"the plan decides {', '.join(decided)}: leave them out, or leave out the plan and search for "
                         "another")
     several = (plan.hybrid.stages if plan else chosen.stages) > 1
     hybrid = plan.hybrid if plan else chosen.hybrid(mesh.size(0) if several else 1)
     position = groups.position_on(mesh, hybrid.pipeline_ranks)
+    backends.check(runs_by, hybrid)
 
     def compile_call(
         model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool
@@ -275,7 +366,7 @@ def compile(
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype) if plain else hybrid
         micro = made_equally("a program", lambda: split_batch(capture(model, args, kwargs), how.micro_batches),
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
-        return _compile_call(micro, position, machine, chosen, how, given, placed)
+        return _compile_call(micro, position, machine, chosen, how, given, placed, runs_by)
 
     parallel = ParallelModule(model, position, hybrid, compile_call, taken, max_forms)
     if given:
@@ -289,14 +380,18 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
     from autoparallel.runtime.agree import decide_once
 
     machine = cluster_of(check_mesh(count), cluster)
-    found = decide_once(lambda: plan(model, machine, example_inputs=call[0], example_kwargs=call[1], **vars(options)))
+    given = {name: value for name, value in vars(options).items() if name != "by_hand"}
+    if options.stages == 1 and options.micro_batches is None:
+        given["micro_batches"] = 1    # so that the module can be called, not only by its `step`
+    found = decide_once(lambda: plan(model, machine, example_inputs=call[0], example_kwargs=call[1], **given))
     return found, Options(**{**vars(options), **dict.fromkeys(DECIDED_BY_A_PLAN)})
 
 
 @collected_later()
 def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster, options: Options, hybrid: Hybrid,
-                  given: Plan | None, placed: Mapping[str, Layout]) -> Compiled:
+                  given: Plan | None, placed: Mapping[str, Layout], backend: str) -> Compiled:
     """One call form: rank 0 plans it (or the plan is given), every rank emits its own programs and checks them."""
+    from autoparallel import backends
     from autoparallel.lower import check, emit, order_digest, sum_gradients_in
     from autoparallel.runtime.agree import decide_once, made_equally
     from autoparallel.runtime.form import Compiled
@@ -305,6 +400,7 @@ def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster,
     found = given or decide_once(lambda: plan_in(space, micro, cluster, options, placed, hybrid))
 
     def lowered() -> Compiled:
+        backends.check(backend, found.hybrid)
         strategies = found.strategies_on(space)
         stages = stages_of(space, micro.loss, found.hybrid)
         blocks = {name for names in blocks_by_stage(space, stages) for name in names}
@@ -318,7 +414,7 @@ def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster,
         for program in programs.values():
             check(program, space, position.coordinate)
             sum_gradients_in(program, found.hybrid.sum_dtype)
-        return Compiled(found, space, micro, stages, programs)
+        return Compiled(found, space, micro, stages, programs, backend, cluster)
 
     return made_equally("an order of collectives", lowered,
                       lambda made: "".join(order_digest(p) for p in made.programs.values()), position.pipeline_rank)
@@ -355,14 +451,14 @@ def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
         raise MeshError(f"mesh is {shown(mesh)}: give a torch.distributed.DeviceMesh, as init_device_mesh makes, or a "
                         "device count")
     if not dist.is_initialized():
-        raise MeshError("no process group: start the program with torchrun and call "
-                        "torch.distributed.init_process_group() before autoparallel.compile")
+        raise MeshError("no process group: start the program with torchrun, mpirun or srun and call "
+                        "autoparallel.init() before autoparallel.compile")
     check_groups()
     world = dist.get_world_size()
     if isinstance(mesh, int):
         if mesh != world:
             raise MeshError(f"{mesh} devices were asked for and the world has {world} ranks: start {mesh} processes")
-        shape, names = ((mesh,), ("devices",)) if plan is None else _axes_of(plan)
+        shape, names = ((mesh,), ("devices",)) if plan is None else plan.axes
         if math.prod(shape) != mesh:
             raise MeshError(f"the plan is for a mesh of {shape}, and {mesh} devices were asked for: start "
                             f"{math.prod(shape)} processes, or plan again")
@@ -373,22 +469,19 @@ def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
     return mesh
 
 
-def _axes_of(plan: Plan) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    ranks = plan.hybrid.pipeline_ranks
-    if ranks == 1:
-        return plan.mesh_shape, plan.axis_names
-    return (ranks, *plan.mesh_shape), ("pipeline", *plan.axis_names)
-
-
-def cluster_of(mesh: DeviceMesh, cluster: Cluster | str | Path | None) -> Cluster:
-    """The cluster that prices the search: the one given, or what the mesh's devices suggest."""
+def cluster_of(mesh: DeviceMesh, cluster: Cluster | str | Path | None, backend: str = "eager") -> Cluster:
+    """The cluster that prices the search: the one given, or what the mesh's devices suggest, with the software profile
+    of the backend."""
     if isinstance(cluster, Cluster):
         if cluster.num_devices != mesh.size():
             raise MeshError(f"the cluster has {cluster.num_devices} devices and the mesh {mesh.size()}")
         return cluster
     if cluster is None:
         cluster = _known_name(mesh.device_type)
-    return Cluster.load(cluster, num_devices=mesh.size())
+    found = Cluster.load(cluster, num_devices=mesh.size())
+    if found.profile is None or backend != "inductor":
+        return found
+    return Cluster.load(cluster, num_devices=mesh.size(), software="torch-compile")
 
 
 def _known_name(device_type: str) -> str:

@@ -85,7 +85,7 @@ def main(num_ranks: int, mesh_shape: tuple[int, ...]) -> bool:
     from rich.console import Console
     from rich.table import Table
 
-    from autoparallel.runtime.launch import launch
+    from autoparallel.launch.local import launch
 
     console = Console()
     model = small_llama()

@@ -10,6 +10,7 @@
       InfeasibleError       no plan meets the limits; says by how much and what would do
       SearchError           a search asked for something it cannot do (unknown name, malformed problem)
       LoweringError         the rewritten program failed its own check (a bug of ours: please report)
+      LaunchError           a launcher's environment that describes no rank, or two; a command that cannot be started
       MeshError             no process group, one that is closed, or a mesh that does not fit the world
       InputError            a call whose inputs do not fit the traced program
       PeerError             a call in which another rank failed (`rank`), or anything after such a call
@@ -27,6 +28,7 @@ __all__ = [
     "ClusterError",
     "InfeasibleError",
     "InputError",
+    "LaunchError",
     "LoweringError",
     "MeshError",
     "PeerError",
@@ -78,6 +80,10 @@ class SearchError(AutoparallelError, ValueError):
 
 class LoweringError(AutoparallelError, RuntimeError):
     """The rewritten program failed its own check."""
+
+
+class LaunchError(AutoparallelError, RuntimeError):
+    """The environment describes no rank, or two; or ranks cannot be started."""
 
 
 class MeshError(AutoparallelError, RuntimeError):

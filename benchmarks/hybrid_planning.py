@@ -95,8 +95,8 @@ CASES = {
 def run_case(case: Published, time_limit_s: float) -> dict[str, Any]:
     """Our plan and the published one, priced alike; CPU and wall seconds of ours."""
     import autoparallel
-    from autoparallel.cli import load_model
     from autoparallel.errors import InfeasibleError, SearchError
+    from autoparallel.models import load_model
 
     data = json.loads((CONFIGS / f"{case.config}.json").read_text())
     model, args, kwargs = load_model(data, case.batch, case.sequence, "bfloat16")

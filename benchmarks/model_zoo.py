@@ -255,7 +255,7 @@ def toy_cluster() -> Cluster:
     A model of width 64 has 1/64 of the FLOP per byte of one of width 4096; on a real device its best plan would be to
     repeat everything. Here it is cut as the large model is there.
     """
-    cluster = Cluster.load("h100-sxm", num_devices=NUM_RANKS)
+    cluster = Cluster.load("h100-sxm", num_devices=NUM_RANKS, software="none")
     device = replace(cluster.device, launch_s=0.0, efficiency={}, memory_efficiency={}, tiles=None,
                      peak_flops_per_s={k: v / 64 for k, v in cluster.device.peak_flops_per_s.items()})
     links = tuple(replace(link, alpha_s=0.0, protocols={}) for link in cluster.links)

@@ -2,8 +2,9 @@
 
 A change that is not meant to change any plan is compared with the file of before it. The cases are the 46 architectures
 of the model zoo (512 sequences of 64 tokens) on (8,) and (8, 8), some networks of `configs/`, in a pipeline and with
-memory that binds, and the joint search for Llama-3-8B, all by `autoparallel.plan` for H100s with default options, but
-for the limits of time. A fingerprint has a plan's strategies as a digest and counted by name, how its step runs, its
+memory that binds, and the joint search for Llama-3-8B, all by `autoparallel.plan` for H100s by the prices of their
+description alone (without a software profile, whose fitted constants move), with default options but for the limits of
+time. A fingerprint has a plan's strategies as a digest and counted by name, how its step runs, its
 cost and its memory.
 
 The joint search's memory binds, and its default ends by the clock, with what HiGHS has found until then. So that the
@@ -51,7 +52,7 @@ class Case:
 
     def inputs(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """The model and the arguments of its call: of the zoo with weights, of a config on the meta device."""
-        from autoparallel.cli import load_model
+        from autoparallel.models import load_model
         from benchmarks.zoo import build, inputs_of
 
         if self.model.endswith(".json"):
@@ -60,7 +61,7 @@ class Case:
 
     def plan(self) -> Plan:
         model, args, kwargs = self.inputs()
-        cluster = Cluster.load("h100-sxm", num_devices=self.devices)
+        cluster = Cluster.load("h100-sxm", num_devices=self.devices, software="none")
         return plan(model, cluster, example_inputs=args, example_kwargs=kwargs, **self.options)
 
 

@@ -59,7 +59,7 @@ def run_case(case: Case) -> dict[str, Any]:
 
     import autoparallel
     import autoparallel.compiler  # with torch.export; else the first use of `autoparallel.plan` would
-    from autoparallel.cli import load_model
+    from autoparallel.models import load_model
 
     imported = time.process_time()
     data = json.loads((CONFIGS / f"{case.config}.json").read_text())

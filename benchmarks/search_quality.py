@@ -151,7 +151,7 @@ def examine(model: str, mesh: str, pricer: Pricer, problem: Problem, searches: S
 def captured(model: str) -> OpGraph:
     """An architecture of the model zoo on the CPU, or a config on the meta device."""
     from autoparallel.capture import capture
-    from autoparallel.cli import load_model
+    from autoparallel.models import load_model
     from benchmarks.zoo import build, inputs_of
 
     if not model.endswith(".json"):
@@ -167,7 +167,7 @@ def rows_of(model: str, meshes: Sequence[str], searches: Sequence[str], time_lim
     graph = captured(model)
     for mesh in meshes:
         shape = tuple(map(int, mesh.split("x")))
-        cluster = Cluster.load("h100-sxm", num_devices=math.prod(shape))
+        cluster = Cluster.load("h100-sxm", num_devices=math.prod(shape), software="none")
         pricer = SpacePricer(Prices(StrategySpace(graph, shape), cluster))
         yield examine(model, mesh, pricer, pricer.full(), searches, time_limit_s)
 

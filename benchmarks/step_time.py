@@ -3,7 +3,8 @@
 Four local gloo processes, one run: after a warm-up all variants take one training step in turn, again and again (A B C
 D A B C D ...), so that drift of the machine hits all alike. Same model, global batch and optimizer (AdamW). Every loss,
 and the norm of the first gradients, must equal the single process's, or the benchmark fails. A ratio is of medians, the
-variant's over ours: where it is below 1, we lose.
+variant's over ours: where it is below 1, we lose. CPU seconds count all threads of a rank; they vary less than the
+step's on a busy machine.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from benchmarks.measure import Spread, as_json, conditions
 from benchmarks.subjects import SUBJECTS, Subject, tensor_parallel
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from autoparallel.runtime.module import ParallelModule
 
 RANKS = 4
 WARM_UP = 2
 TOLERANCE = 1e-4
 OURS, ALONE = "autoparallel", "one process"
+OUR_BASELINES: dict[str, dict[str, Any]] = {
+    "baseline ddp": {"baseline": "ddp"}, "baseline fsdp": {"baseline": "fsdp"},
+    "baseline fsdp with ZeRO-3": {"baseline": "fsdp", "zero_stage": 3},
+}
 SHARED = (f"{RANKS} processes with one thread each share {os.cpu_count()} cores; the single process is measured with "
           "one thread and with a thread per core, while the others wait.")
 
@@ -43,19 +50,20 @@ class Prepared:
 class Stepper:
     """One AdamW step of a model; returns the global loss. The norm of the first step's gradients is kept.
 
-    ``mean``: each rank has the loss of its part of the batch. The norm is checked because AdamW hides gradients that
-    are wrong by a factor.
+    ``mean``: each rank has the loss of its part of the batch. ``called``: what is called in place of the model. The
+    norm is checked because AdamW hides gradients that are wrong by a factor.
     """
 
-    def __init__(self, model: nn.Module, kwargs: dict[str, Any], mean: bool = False) -> None:
+    def __init__(self, model: nn.Module, kwargs: dict[str, Any], mean: bool = False, called: Any = None) -> None:
         self.model, self.kwargs, self.mean = model, kwargs, mean
+        self.called = model if called is None else called
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-4)
         self.gradient_norm: float | None = None
 
     def __call__(self) -> float:
         import torch.distributed as dist
 
-        output = self.model(**self.kwargs)
+        output = self.called(**self.kwargs)
         loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
         if self.gradient_norm is None:
@@ -98,11 +106,11 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def prepare(subject: Subject, more_plans: bool) -> Prepared:
-    """All variants on this rank. ``more_plans`` adds our program of the mesh not chosen and of the DDP baseline."""
+def prepare(subject: Subject, more_plans: bool, compiled: bool) -> Prepared:
+    """All variants on this rank. ``more_plans`` adds our program of the mesh not chosen and of the DDP baseline;
+    ``compiled`` adds Inductor's of our plans, DDP and FSDP2."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     import autoparallel
 
@@ -123,49 +131,75 @@ def prepare(subject: Subject, more_plans: bool) -> Prepared:
         for mesh, parallel in made.items():
             if mesh != found.chosen:
                 found.steps[f"{OURS}, mesh {mesh}"] = Stepper(parallel, parallel.shard_batch(kwargs))
-        parallel = ours((size,), baseline="ddp")
-        found.predicted["ddp"] = parallel.plan.prediction.step_s
-        found.steps[f"{OURS}, baseline ddp"] = Stepper(parallel, parallel.shard_batch(kwargs))
+        for label, options in OUR_BASELINES.items():
+            parallel = ours((size,), **options)
+            found.predicted[label.split()[-1]] = parallel.plan.prediction.step_s
+            found.steps[f"{OURS}, {label}"] = Stepper(parallel, parallel.shard_batch(kwargs))
+    if compiled:
+        for baseline in (None, "ddp", "fsdp"):
+            shape = tuple(made[found.chosen].mesh.shape) if baseline is None else (size,)
+            parallel = ours(shape, baseline=baseline, backend="inductor")
+            name = f"{OURS}, inductor{f', baseline {baseline}' if baseline else ''}"
+            found.steps[name] = Stepper(parallel, parallel.shard_batch(kwargs))
+        parallel = ours((size,), baseline="fsdp")
+        found.steps[f"{OURS}, baseline fsdp"] = Stepper(parallel, parallel.shard_batch(kwargs))
+        with_ddp = nn.parallel.DistributedDataParallel(subject.build())
+        found.steps["DDP, torch.compile"] = Stepper(with_ddp, mine, mean=True, called=torch.compile(with_ddp))
+        with_fsdp = fully_sharded(subject, line)
+        found.steps["FSDP2, torch.compile"] = Stepper(with_fsdp, mine, mean=True, called=torch.compile(with_fsdp))
     found.steps["DDP"] = Stepper(nn.parallel.DistributedDataParallel(subject.build()), mine, mean=True)
-    sharded = subject.build()
-    for child in sharded.modules():
-        if isinstance(child, nn.ModuleList):
-            for block in child:
-                fully_shard(block, mesh=line)
-    fully_shard(sharded, mesh=line)
-    found.steps["FSDP2"] = Stepper(sharded, mine, mean=True)
+    found.steps["FSDP2"] = Stepper(fully_sharded(subject, line), mine, mean=True)
     found.steps["tensor parallel by hand"] = Stepper(tensor_parallel(subject, line), kwargs)
     found.steps[f"{ALONE}, 1 thread"] = Alone(subject, 1)
     found.steps[ALONE] = Alone(subject, os.cpu_count() or 1)
     return found
 
 
-def measure(name: str, repeats: int, more_plans: bool = False) -> dict[str, Any]:
+def fully_sharded(subject: Subject, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2, one group per block and one for the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = subject.build()
+    for child in model.modules():
+        if isinstance(child, nn.ModuleList):
+            for block in child:
+                fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def measure(name: str, repeats: int, more_plans: bool = False, compiled: bool = False) -> dict[str, Any]:
     """On each rank: seconds and losses of every variant's steps, and what was predicted. The slowest rank counts."""
     import torch.distributed as dist
 
-    prepared = prepare(SUBJECTS[name], more_plans)
+    prepared = prepare(SUBJECTS[name], more_plans, compiled)
     seconds: dict[str, list[float]] = {variant: [] for variant in prepared.steps}
+    processor: dict[str, list[float]] = {variant: [] for variant in prepared.steps}
     losses: dict[str, list[float]] = {variant: [] for variant in prepared.steps}
     for repeat in range(WARM_UP + repeats):
         for variant, step in prepared.steps.items():
             dist.barrier()
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             loss = step()
+            used = time.process_time() - used
             dist.barrier()
             losses[variant].append(loss)
             if repeat >= WARM_UP:
                 seconds[variant].append(time.perf_counter() - started)
+                mean = torch.tensor(used)
+                dist.all_reduce(mean)
+                processor[variant].append(float(mean) / dist.get_world_size())
     norms = {variant: step.gradient_norm for variant, step in prepared.steps.items()}
-    return {"seconds": seconds, "losses": losses, "norms": norms, "predicted": prepared.predicted,
-            "chosen": prepared.chosen}
+    return {"seconds": seconds, "processor": processor, "losses": losses, "norms": norms,
+            "predicted": prepared.predicted, "chosen": prepared.chosen}
 
 
-def run(names: list[str], repeats: int, more_plans: bool = False) -> list[dict[str, Any]]:
+def run(names: list[str], repeats: int, more_plans: bool = False, compiled: bool = False) -> list[dict[str, Any]]:
     """A row per subject and variant. Raises RuntimeError when a loss differs from the single process's."""
-    from autoparallel.runtime.launch import launch
+    from autoparallel.launch.local import launch
 
-    return [row for name in names for row in _rows(name, launch(measure, RANKS, name, repeats, more_plans)[0])]
+    return [row for name in names for row in _rows(name, launch(measure, RANKS, name, repeats, more_plans,
+                                                                   compiled)[0])]
 
 
 def _rows(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -182,6 +216,7 @@ def _rows(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
                                    f"{TOLERANCE:.0e} is rounding")
         spread = Spread.of(seconds)
         rows.append({"model": name, "variant": variant, "step": spread, "ratio": spread.median_s / ours.median_s,
+                     "processor": Spread.of(result["processor"][variant]),
                      **agreement, **_prediction(variant, spread, result)})
     return rows
 
@@ -195,7 +230,9 @@ def _prediction(variant: str, spread: Spread, result: dict[str, Any]) -> dict[st
     """For our own variants: the mesh, the predicted seconds, and measured over predicted."""
     if not variant.startswith(OURS):
         return {}
-    key = result["chosen"] if variant == OURS else variant.split()[-1]
+    key = result["chosen"] if variant in (OURS, f"{OURS}, inductor") else variant.split()[-1]
+    if key not in result["predicted"]:
+        return {}
     predicted = result["predicted"][key]
     return {"mesh": key, "predicted_s": predicted, "measured_over_predicted": spread.median_s / predicted,
             "predicted_by_mesh_s": result["predicted"]}
@@ -206,13 +243,15 @@ def table(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     made = Table(title=f"step time on {RANKS} gloo processes", title_justify="left")
-    for column in ("model", "variant", "median", "min", "max", "ratio to ours", "loss differs", "mesh", "predicted"):
+    for column in ("model", "variant", "median", "min", "max", "ratio to ours", "CPU", "loss differs", "mesh",
+                   "predicted"):
         made.add_column(column, justify="left" if column in ("model", "variant") else "right")
     for row in rows:
         s = row["step"]
         times = (f"{x * 1e3:.0f} ms" for x in (s.median_s, s.minimum_s, s.maximum_s))
         predicted = f"{row['predicted_s'] * 1e3:.0f} ms" if "predicted_s" in row else ""
-        made.add_row(row["model"], row["variant"], *times, f"{row['ratio']:.2f}", f"{row['loss_difference']:.0e}",
+        made.add_row(row["model"], row["variant"], *times, f"{row['ratio']:.2f}",
+                     f"{row['processor'].median_s * 1e3:.0f} ms", f"{row['loss_difference']:.0e}",
                      row.get("mesh", ""), predicted)
     return made
 
@@ -220,12 +259,13 @@ def table(rows: list[dict[str, Any]]) -> Any:
 def main(
     models: Annotated[str, typer.Option(help="which, with commas between")] = ",".join(SUBJECTS),
     repeats: Annotated[int, typer.Option(help="steps measured per variant")] = 15,
-    more_plans: Annotated[bool, typer.Option(help="also our other mesh and our own DDP program")] = False,
+    more_plans: Annotated[bool, typer.Option(help="also our other mesh and our own baselines")] = False,
+    compiled: Annotated[bool, typer.Option(help="also Inductor's programs: ours, DDP's, FSDP2's (minutes)")] = False,
 ) -> None:
     """Measure and print the table and JSON."""
     from rich.console import Console
 
-    rows = run(models.split(","), repeats, more_plans)
+    rows = run(models.split(","), repeats, more_plans, compiled)
     console = Console(width=140, soft_wrap=True)
     console.print(table(rows))
     console.print(SHARED)

@@ -7,6 +7,7 @@ All fits minimise the mean relative error, because sizes span decades; all give 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from cost_models.cluster import ALGORITHMS, COLLECTIVES, ENDLESS, UNLIMITED, Cluster, Curve, Device, Group, Link
+from cost_models.cluster import (
+    ALGORITHMS,
+    COLLECTIVES,
+    ENDLESS,
+    UNLIMITED,
+    Cluster,
+    Correction,
+    Curve,
+    Device,
+    Group,
+    Link,
+)
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 from cost_models.compute import op_time_s
 from cost_models.errors import ClusterError
@@ -302,7 +314,9 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
         return ["", f"[{header or path}]", *entries] if entries else []
 
     d = cluster.device
-    lines = [f"name = {_toml(cluster.name)}"]
+    lines = [f"name = {_toml(cluster.name)}", f"num_devices = {cluster.num_devices}"]
+    if cluster.profile:
+        lines += [f"machine = {_toml(cluster.profile.machine)}", f"software = {_toml(cluster.profile.software)}"]
     if cluster.algorithms != ALGORITHMS:
         lines.append(f"algorithms = {_toml(list(cluster.algorithms))}")
     lines += ["", "[device]", f"name = {_toml(d.name)}"]
@@ -314,6 +328,8 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
     if d.tiles:
         lines += table("device.tiles", {key: value for key, value in vars(d.tiles).items() if value is not None})
     lines += table("call_s", cluster.call_s)
+    if cluster.correction != Correction():
+        lines += table("correction", vars(cluster.correction))
     lines += table("host", {key: value for key, value in vars(cluster.host).items() if value})
     for i, link in enumerate(cluster.links):
         reached: object = "unlimited" if link.num_devices == UNLIMITED else link.num_devices
@@ -331,7 +347,7 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
 
 def _toml(value: object) -> str:
     if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        return json.dumps(value)    # TOML's basic strings have JSON's escapes
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     return repr(value)

@@ -9,10 +9,14 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cost_models.errors import ClusterError
+
+if TYPE_CHECKING:
+    from cost_models.profile import Profile
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
               "float4_e2m1fn": 0.5}
@@ -210,7 +214,8 @@ class Group:
     ``lanes`` says for each level how many times the link's bandwidth the group's members in one host have together:
     1 inside a host; between hosts, eight members with a NIC each have 8. ``sharing`` is the number of groups along the
     same axes that leave a host at the same time by its NICs, at the outermost level crossed. ``call_s`` is the
-    cluster's, and ``launch_s`` what a call costs of collectives that it does not name.
+    cluster's, and ``launch_s`` what a call costs of collectives that it does not name. ``late_s``: how long a call
+    waits for the last rank. ``slower``: a factor on all seconds.
     """
 
     levels: tuple[tuple[int, Link], ...]
@@ -220,6 +225,8 @@ class Group:
     sharing: int = 1
     algorithms: tuple[str, ...] = ALGORITHMS
     call_s: Mapping[str, float] = field(default_factory=dict)
+    late_s: float = 0.0
+    slower: float = 1.0
 
     def __post_init__(self) -> None:
         counts = [count for count, _ in self.levels]
@@ -322,13 +329,29 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Correction:
+    """What measured steps showed beside predicted ones: factors on the time of compute and of communication, and
+    seconds of a step that neither explains."""
+
+    compute: float = 1.0
+    communication: float = 1.0
+    fixed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (1e-3 <= self.compute <= 1e3 and 1e-3 <= self.communication <= 1e3 and 0 <= self.fixed_s < math.inf):
+            raise ClusterError(f"correction: factors must be in [0.001, 1000] and fixed_s not negative, not {self}")
+
+
+@dataclass(frozen=True)
 class Cluster:
     """``num_devices`` equal devices joined by ``links``, from inside a host outwards.
 
     Ranks are laid out row-major on a mesh: the last axis runs over neighbours, so over the fastest links. The last host
     may be partly used. ``call_s`` by collective is what one call costs beside its messages (waking ranks and threads),
-    whatever its size and group; the device's launch time when absent. ``sources`` says where each number comes from, by
-    its path in the TOML file.
+    whatever its size and group; the device's launch time when absent. ``profile`` holds the fitted constants of the
+    software that runs on it (None: only what the description says counts), ``correction`` what measured steps showed
+    beside predicted ones (`autoparallel.ParallelModule.verify`). ``sources`` says where each number comes
+    from, by its path in the TOML file.
     """
 
     name: str
@@ -339,6 +362,8 @@ class Cluster:
     host: Host = Host()
     call_s: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    profile: Profile | None = None
+    correction: Correction = Correction()
 
     def __post_init__(self) -> None:
         sizes = [link.num_devices for link in self.links]
@@ -359,17 +384,44 @@ class Cluster:
                                f"{', '.join(ALGORITHMS)}")
 
     @staticmethod
-    def load(name_or_path: str | Path, num_devices: int | None = None) -> Cluster:
+    def load(name_or_path: str | Path, num_devices: int | None = None, software: str | None = None) -> Cluster:
         """A cluster by name (see `known_clusters`) or from a TOML file; by default one host of it.
 
-        >>> Cluster.load("h100-sxm", num_devices=64).num_devices
-        64
+        ``software``: the profile of the software that will run on it, by a name of `cost_models.profile.SOFTWARE`, or
+        "none" for the numbers of the description alone; by default what the description says ("torch-eager" for known
+        GPUs, none for measured machines).
+
+        >>> Cluster.load("h100-sxm", num_devices=64).profile.software
+        'torch-eager'
+        >>> Cluster.load("h100-sxm", software="megatron-core").profile.flash
+        1.0
 
         Raises ClusterError for an unknown name or a description that misses something.
         """
         from cost_models import description
 
-        return description.load(name_or_path, num_devices)
+        return description.load(name_or_path, num_devices, software)
+
+    @cached_property
+    def working_device(self) -> Device:
+        """The device as the profile's software finds it (as described, without a profile), corrected."""
+        found, slower = self.device, self.correction.compute
+        if self.profile is not None:
+            found = self.profile.device(found)
+        if slower == 1.0:
+            return found
+        return replace(found, launch_s=slower * found.launch_s,
+                       peak_flops_per_s={name: peak / slower for name, peak in found.peak_flops_per_s.items()},
+                       memory_bandwidth_bytes_per_s=found.memory_bandwidth_bytes_per_s / slower)
+
+    @cached_property
+    def _links(self) -> tuple[Link, ...]:
+        """The links; under a profile the outermost at the share of its rate that the network reaches."""
+        if self.profile is None or len(self.links) == 1:
+            return self.links
+        outer = self.links[-1]
+        rate = outer.bandwidth_bytes_per_s * self.profile.network
+        return (*self.links[:-1], replace(outer, bandwidth_bytes_per_s=rate))
 
     def group(self, mesh_shape: Sequence[int], axis: int, places: Sequence[int] = ()) -> Group:
         """How the groups along one mesh axis (or of the ranks at some ``places`` of it) cross the links (of several
@@ -395,17 +447,20 @@ class Cluster:
         domains = tuple(link.num_devices for link in self.links[:-1])
         counts, members, sharing = _crossings(mesh_shape, axes, domains, tuple(places))
         lanes = [1.0]
-        for level, link in enumerate(self.links[1:]):
+        for level, link in enumerate(self._links[1:]):
             lanes.append(_lanes(link, domains[level], members[level], sharing[level]))
         crossed = [level for level, count in enumerate(counts[1:]) if count > 1]
+        size = len(places) or math.prod(mesh_shape[a] for a in axes)
         return Group(
-            levels=tuple(zip(counts, self.links, strict=True)),
-            launch_s=self.device.launch_s,
+            levels=tuple(zip(counts, self._links, strict=True)),
+            launch_s=self.working_device.launch_s,
             lanes=tuple(lanes),
-            size=len(places) or math.prod(mesh_shape[a] for a in axes),
+            size=size,
             sharing=sharing[crossed[-1]] if crossed else 1,
             algorithms=self.algorithms,
             call_s=self.call_s,
+            late_s=self.profile.late_s(size) if self.profile else 0.0,
+            slower=self.correction.communication,
         )
 
 

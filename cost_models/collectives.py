@@ -97,7 +97,8 @@ def _cheapest(nbytes: Bytes, group: Group, collective: str, cost: Callable[[Any,
     b = np.asarray(nbytes, dtype=float)
     if group.size == 1:
         return np.zeros_like(b)
-    return _least([_together(b, variant, cost) for variant in group.seen_by(collective)])
+    least = _least([_together(b, variant, cost) for variant in group.seen_by(collective)])
+    return group.slower * (group.late_s + least)
 
 
 def _together(b: Any, group: Group, cost: Callable[[Any, Group], Any]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cost_models.cluster import ITEM_BYTES, Curve, Device, Tiles
+from cost_models.profile import Profile
 
 #: Op classes whose arithmetic runs on the matrix units; everything else counts as memory traffic with fp32 arithmetic.
 MATRIX = frozenset({"matmul", "attention", "conv"})
@@ -84,6 +85,67 @@ def _tiled_flops(m: float, n: float, k: float, count: float, units: int, ramp: f
             waves = math.ceil(tiles * splits / units)
             best = min(best, waves * 2.0 * tm * tn * (k / splits + ramp) / speed)
     return best
+
+
+def matmuls_s(m: Any, n: Any, k: Any, count: Any, dtype: str, device: Device) -> np.ndarray:
+    """`matmul_time_s` of many products: arrays of one shape, or numbers; equal products are priced once."""
+    shapes = np.stack(np.broadcast_arrays(*(np.asarray(x, dtype=float) for x in (m, n, k, count))), axis=-1)
+    different, which = np.unique(shapes.reshape(-1, 4), axis=0, return_inverse=True)
+    seconds = [matmul_time_s(_whole(a), _whole(b), _whole(c), dtype, device, _whole(times))
+               for a, b, c, times in different.tolist()]
+    return np.array(seconds)[which].reshape(shapes.shape[:-1])
+
+
+def _whole(size: float) -> float:
+    return int(size) if size == int(size) else size
+
+
+def traffic_s(nbytes: Any, device: Device, tensor_bytes: Any = math.inf, cache_bytes: float = 0.0) -> Any:
+    """Seconds of moving ``nbytes``, read and written together, in tensors of ``tensor_bytes`` each; vectorised.
+
+    A tensor that the cache of ``cache_bytes`` holds need not be read again by the next kernel: half of the traffic of
+    small tensors is not paid.
+    """
+    size = np.asarray(tensor_bytes, dtype=float)
+    found = 0.5 / (1 + (2 * size / cache_bytes) ** 2) if cache_bytes else 0.0
+    speed = device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency
+    return np.asarray(nbytes, dtype=float) * (1 - found) / speed
+
+
+#: Bytes that attention moves for one score, forward and backward, where scores are in memory: the products' results and
+#: the softmax of one kernel; and more by forward and backward each where the softmax is five kernels of torch.
+SCORE_BYTES, UNFUSED_SOFTMAX_BYTES = (9.0, 11.0), 22.0
+
+
+def attention_s(heads: Any, rows: Any, columns: Any, widths: tuple[float, float], profile: Profile, device: Device,
+                causal: bool = True, fused_softmax: bool = True, dtype: str = "float16") -> tuple[Any, Any]:
+    """Seconds (forward, backward) of attention of ``heads`` (of all sequences) with ``rows`` queries and ``columns``
+    keys each; ``widths`` of keys and values; arrays or numbers.
+
+    Flash attention at the profile's share of the peak, less for heads narrower than 128; of a causal one half is
+    skipped; backward is 2.5 times the FLOP at 0.8 of the speed (Dao 2023, arXiv 2307.08691). Software without it keeps
+    scores in memory: two products, and their traffic.
+    """
+    d_qk, d_v = widths
+    scores = np.asarray(heads, dtype=float) * rows * columns
+    if profile.flash:
+        share = profile.attention * profile.attend * (1.0 if profile.native else profile.legacy)
+        speed = peak_flops_per_s("attention", dtype, device) * share * min(1.0, d_v / 128) ** 0.3
+        forward = (0.5 if causal else 1.0) * 2.0 * scores * (d_qk + d_v) / speed
+        return forward, 2.5 * forward / 0.8
+    products = (matmuls_s(rows, columns, d_qk, heads, dtype, device)
+                + matmuls_s(rows, d_v, columns, heads, dtype, device))
+    more = 0.0 if fused_softmax else UNFUSED_SOFTMAX_BYTES
+    forward, backward = (profile.passes * profile.unfused
+                         * traffic_s(scores * (way + more), device, 2.0 * scores, profile.cache_bytes)
+                         for way in SCORE_BYTES)
+    return forward + products, backward + 2 * products
+
+
+def larger(a: Any, b: Any, sharpness: float = 6.0) -> Any:
+    """A smooth maximum: neither of two things that run side by side is quite free of the other's jitter."""
+    top = np.maximum(np.maximum(a, b), 1e-30)
+    return top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1 / sharpness)
 
 
 def peak_flops_per_s(op_class: str, dtype: str, device: Device) -> float:

@@ -6,6 +6,7 @@ A number is written plainly or, better, with its source: ``alpha_s = { value = 5
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -17,6 +18,7 @@ from cost_models.cluster import (
     OVERLAP_SLOWDOWN,
     UNLIMITED,
     Cluster,
+    Correction,
     Curve,
     Device,
     Host,
@@ -25,7 +27,10 @@ from cost_models.cluster import (
     Tiles,
 )
 from cost_models.errors import ClusterError
+from cost_models.profile import Profile, check_software
 
+#: Entries of networks in `profiles.toml`, by the first word of a link's name.
+NETWORKS = {"infiniband": "infiniband", "roce": "roce", "omni-path": "omni-path"}
 _NUMBER = '{ value = 1.0, source = "where it comes from" }'
 _HOST = {
     "memory_bytes": "bytes of memory of one host",
@@ -42,14 +47,15 @@ def known_clusters() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def load(name_or_path: str | Path, num_devices: int | None = None) -> Cluster:
+def load(name_or_path: str | Path, num_devices: int | None = None, software: str | None = None) -> Cluster:
     """See `Cluster.load`."""
     data, where = _read(name_or_path)
-    return from_table(data, where, num_devices)
+    return from_table(data, where, num_devices, software)
 
 
 def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
-    """The table of a known cluster or a file, with what it is based on filled in, and where it was found."""
+    """The table of a known cluster or a file, with what it is based on filled in, and where it was found. A file based
+    on a known cluster is the same machine to `profiles.toml`."""
     if not isinstance(name_or_path, (str, Path)):
         raise ClusterError(f"the cluster is of type {type(name_or_path).__name__}: give a Cluster, a known name "
                            f"({', '.join(known_clusters())}) or the path of a TOML file")
@@ -73,9 +79,13 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
         raise ClusterError(f"{where} is not TOML: {error}") from error
     base = data.pop("based_on", None)
     if base is None:
+        if str(name_or_path) in known_clusters():
+            data.setdefault("machine", str(name_or_path))
         return data, where
     if base not in known_clusters() or base == str(name_or_path):
         raise ClusterError(f"{where}: based_on = {base!r} must be another known cluster: {', '.join(known_clusters())}")
+    if str(name_or_path) in known_clusters():
+        data.setdefault("machine", str(name_or_path))
     return _merged(_read(base)[0], data), where
 
 
@@ -120,11 +130,20 @@ class _Table:
         value = self.raw(key, f"{meaning}, as {_NUMBER}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r} is not a number; required: {meaning}")
+        if not math.isfinite(value):
+            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r} is not finite; required: {meaning}")
         return float(value)
+
+    def whole(self, key: str, meaning: str, default: float | None = None) -> int:
+        value = self.number(key, meaning, default)
+        if value != int(value):
+            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r} is not a whole number; required: "
+                               f"{meaning}")
+        return int(value)
 
     def text(self, key: str, meaning: str) -> str:
         value = self.raw(key, meaning)
-        if not isinstance(value, str):
+        if not isinstance(value, str) or not value.strip():
             raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r} is not text; required: {meaning}")
         return value
 
@@ -156,7 +175,7 @@ class _Table:
                                f"{', '.join(sorted(self.asked))}")
 
 
-def from_table(data: Any, where: str, num_devices: int | None = None) -> Cluster:
+def from_table(data: Any, where: str, num_devices: int | None = None, software: str | None = None) -> Cluster:
     """The cluster that a parsed TOML file describes; ``where`` names the file in errors."""
     sources: dict[str, str] = {}
     top = _Table(data, where, "", sources)
@@ -169,18 +188,47 @@ def from_table(data: Any, where: str, num_devices: int | None = None) -> Cluster
     links = tuple(_link(_Table(entry, where, f"links.{i}", sources), i == len(listed) - 1)
                   for i, entry in enumerate(listed))
     algorithms = top.raw("algorithms", f"a list of some of {ALGORITHMS}", list(ALGORITHMS))
+    if not isinstance(algorithms, list) or not all(isinstance(way, str) for way in algorithms):
+        raise ClusterError(f"{where}: algorithms = {algorithms!r}; required: a list of some of {list(ALGORITHMS)}")
     known = top.table("host", "what devices of a host share", optional=True)
     host = Host(**{key: known.number(key, meaning, 0.0) for key, meaning in _HOST.items()})
     known.finish()
     calls = top.table("call_s", "seconds of a call by collective", optional=True)
     call_s = {kind: calls.number(kind, "seconds of one call beside its messages") for kind in calls.data}
-    default = top.number("num_devices", "devices when none are asked for", float(links[0].num_devices))
+    told = top.table("correction", "what measured steps showed beside predicted ones", optional=True)
+    correction = _correction(told)
+    profile = _profile(top, links[-1].name, software)
+    default = top.whole("num_devices", "devices when none are asked for", float(links[0].num_devices))
     top.finish()
-    count = int(default) if num_devices is None else num_devices
+    count = default if num_devices is None else num_devices
     try:
-        return Cluster(name, device, links, count, tuple(algorithms), host, call_s, sources)
+        return Cluster(name, device, links, count, tuple(algorithms), host, call_s, sources, profile,
+                       correction)
     except ClusterError as error:
         raise ClusterError(f"{where}: {error}") from error
+
+
+def _correction(table: _Table) -> Correction:
+    plain = Correction()
+    values = {key: table.number(key, "a factor, or seconds", value) for key, value in vars(plain).items()}
+    table.finish()
+    try:
+        return Correction(**values)
+    except ClusterError as error:
+        raise ClusterError(f"{table.file}: {error}") from error
+
+
+def _profile(top: _Table, network: str, software: str | None) -> Profile | None:
+    """The fitted constants of the machine and of the software asked for, or else of the file's own."""
+    machine = top.raw("machine", "a known cluster whose fitted constants apply", "default")
+    if machine not in ("default", *known_clusters()):
+        raise ClusterError(f"{top.file}: machine = {machine!r}; required: a known cluster whose fitted constants "
+                           f"apply, one of {', '.join(known_clusters())}")
+    stated = top.raw("software", "a software profile", "none")
+    wanted = stated if software is None else software
+    if wanted == "none":
+        return None
+    return Profile.of(machine, check_software(wanted), NETWORKS.get(network.split()[0].lower(), "default"))
 
 
 def _device(d: _Table) -> Device:
@@ -208,7 +256,7 @@ def _device(d: _Table) -> Device:
 
 
 def _tiles(table: _Table) -> Tiles:
-    units = table.number("units", "multiprocessors")
+    units = table.whole("units", "multiprocessors")
     optional = {key: table.number(key, "see cost_models.cluster.Tiles") for key in table.data if key != "units"}
     table.finish()
     try:
@@ -225,7 +273,7 @@ def _link(table: _Table, outermost: bool) -> Link:
     reached = UNLIMITED if outermost and reached == "unlimited" else reached
     if isinstance(reached, bool) or not isinstance(reached, int):
         raise ClusterError(f"{table.file}: {table.name_of('num_devices')} = {reached!r}; required: {meaning}")
-    nics = table.number("nics_per_host", "network cards that the devices of a host share", 0.0)
+    nics = table.whole("nics_per_host", "network cards that the devices of a host share", 0.0)
     slow = table.table("slowdown", "factors by collective", optional=True)
     factors = {kind: slow.number(kind, "seconds per byte over those of an ideal ring") for kind in slow.data}
     ways = table.table("protocols", "alternatives by name", optional=True)

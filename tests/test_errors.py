@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import autoparallel
 from autoparallel import Cluster, Plan
-from autoparallel.cli import app, load_model
+from autoparallel.cli import app
 from autoparallel.compiler import cluster_of, plan
 from autoparallel.errors import (
     AutoparallelError,
@@ -34,6 +34,7 @@ from autoparallel.errors import (
     PlanError,
     SearchError,
 )
+from autoparallel.models import load_model
 from tests.models import CASES
 from tests.ranks import mesh_of
 
@@ -350,7 +351,8 @@ def test_writing_to_an_input_is_refused(model: nn.Module) -> None:
 
 
 def test_no_process_group() -> None:
-    says(MeshError, "no process group", "torchrun", "init_process_group", of=lambda: autoparallel.compile(nn.ReLU(), 4))
+    says(MeshError, "no process group", "torchrun", "autoparallel.init()",
+         of=lambda: autoparallel.compile(nn.ReLU(), 4))
 
 
 def meshes_of_other_sizes() -> list[str]:
@@ -654,11 +656,11 @@ def test_a_memory_limit_too_small_says_which_would_do() -> None:
 def test_a_memory_limit_that_pins_exceed_names_them() -> None:
     """Only the pin that keeps a parameter whole, and what would do without it."""
     with pytest.raises(InfeasibleError) as caught:
-        planned(memory_limit_bytes=1000)
+        planned(memory_limit_bytes=1000, micro_batches=1)
     least = caught.value.needed_bytes  # type: ignore[attr-defined]
     pins = {"x": (Shard(0), Shard(0)), "up.weight": (Replicate(), Replicate())}
     message = says(InfeasibleError, "With the pins 'up.weight' every plan needs at least", "GiB more than the limit",
-                   "GiB without 'up.weight'", of=lambda: planned(memory_limit_bytes=least, pins=pins))
+                   "GiB without 'up.weight'", of=lambda: planned(memory_limit_bytes=least, pins=pins, micro_batches=1))
     assert "'x'" not in message
 
 

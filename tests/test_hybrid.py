@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 
 import autoparallel
 from autoparallel.capture import OpGraph, capture
-from autoparallel.cli import load_model
 from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchError
+from autoparallel.models import load_model
 from autoparallel.partition import split_batch
 from autoparallel.partition.stages import cut_evenly, flow_of, stages_of
 from autoparallel.planning.joint_candidates import WORTH, Candidate, Fixed, JointSearch, _Promise
@@ -434,19 +435,25 @@ def test_a_mixture_of_experts_in_turns() -> None:
     assert experts.rule is not None and experts.rule.flops / seconds > cluster.device.peak_flops_per_s["float32"]
 
 
-def clipped(case_name: str, mesh_shape: tuple[int, ...], options: Options, norm_type: float) -> tuple[float, Any]:
+def clipped(case_name: str, mesh_shape: tuple[int, ...], options: Options, norm_type: float
+            ) -> tuple[float, int, Any]:
+    """The norm, the number of collectives, the gradients."""
     case = CASES[case_name]
     args, kwargs = case.inputs(8)
     parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
                                     **options)
     parallel.step(*args, **kwargs)
-    return float(parallel.clip_grad_norm_(0.05, norm_type)), gradients_of(parallel)
+    with CommDebugMode() as communication:
+        norm = float(parallel.clip_grad_norm_(0.05, norm_type))
+    return norm, communication.get_total_counts(), gradients_of(parallel)
 
 
 @pytest.mark.parametrize(("mesh_shape", "options", "norm_type"), [
     ((2, 2), {"pipeline_stages": 2, "micro_batches": 2, "zero_stage": 1}, 2.0),
     ((2, 2), {"baseline": "tensor_parallel"}, 2.0),
     ((2, 2), {"pipeline_stages": 2, "micro_batches": 2}, float("inf")),
+    ((2, 2), {"baseline": "fsdp"}, 3.0),
+    ((4,), {"baseline": "fsdp"}, float("inf")),
     pytest.param((4,), {"stage_replicas": (1, 2, 1), "micro_batches": 4}, 2.0, marks=pytest.mark.slow),
 ])
 def test_clipping_by_the_norm_of_all_gradients(ranks: Any, mesh_shape: tuple[int, ...], options: Options,
@@ -458,8 +465,9 @@ def test_clipping_by_the_norm_of_all_gradients(ranks: Any, mesh_shape: tuple[int
     case.loss(model(*args, **kwargs)).backward()
     expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type))
     wanted = gradients_of(model)
-    for norm, gradients in ranks(4).run(clipped, "gpt2", mesh_shape, dict(options), norm_type, timeout_s=100):
-        assert norm == pytest.approx(expected, rel=1e-5) and norm > 0.05
+    for norm, reductions, gradients in ranks(4).run(clipped, "gpt2", mesh_shape, dict(options), norm_type,
+                                                    timeout_s=100):
+        assert norm == pytest.approx(expected, rel=1e-5) and norm > 0.05 and reductions == 1
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
 
@@ -701,7 +709,8 @@ def test_what_takes_more_memory_than_its_sketch_is_estimated_with_less_room() ->
 def test_what_cannot_come_near_the_best_costs_a_bound_only() -> None:
     """Which lies below the estimate; a survey counts it as bounded away."""
 
-    search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=8), Fixed(), "adamw", float("inf"))
+    cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
+    search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"))
     candidate = Candidate(Hybrid(), (2, 4))
     made = search.estimate(candidate)
     assert not made.is_bound and not search.estimate(candidate, made.estimate_s).is_bound

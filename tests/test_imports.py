@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[1]
 #: Rooms from top to bottom; those of one line do not import one another.
 LEVELS = (
     ("cli",),
-    ("demo", "calibration", "optim"),
+    ("demo", "calibration", "verification", "integrations", "optim"),
     ("compiler",),
     ("planning",),
     ("runtime",),
-    ("partition",),
+    ("launch", "partition", "backends"),
     ("pricing",),
     ("lower",),
     ("plans",),
@@ -25,6 +25,7 @@ LEVELS = (
     ("capture",),
     ("ops", "schedule"),
     ("layout", "search"),
+    ("models",),
     ("errors", "garbage"),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}

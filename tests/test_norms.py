@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
 
+import autoparallel
+from autoparallel.kernels.norm import whole_batch_norm
 from autoparallel.pricing import Prices
 from cost_models import Cluster
+from tests.ranks import mesh_of
+from tests.reference import gathered
 from tests.test_rule_truth import case_of, rows_that_hold
 
 aten = torch.ops.aten
@@ -46,3 +52,56 @@ def test_what_is_added_up_is_priced() -> None:
         inside = prices.op(space.strategy_sets[decision]).inside
         sent = {(i.exchange.forward, i.exchange.backward): float(i.num_bytes[i.seconds > 0].max()) for i in inside}
         assert sent == {(2, 0): 2 * 3 * 4.0, (0, 1): 2 * 2 * 3 * 4.0}
+
+
+class _BatchNorms(nn.Module):
+    """With and without scale, running statistics and a batch; one is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.twice, self.plain = nn.BatchNorm2d(6, momentum=0.3), nn.BatchNorm2d(6, affine=False)
+        self.first, self.second = nn.Conv2d(4, 6, 3), nn.Conv2d(6, 6, 1)
+        self.flat, self.head = nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.twice(self.first(x)).relu()
+        x = self.plain(self.twice(self.second(x)) * 2.0)
+        return self.head(self.flat(x.mean((2, 3)))).square().mean()
+
+
+def _three_steps(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Losses of three steps, then all parameters and buffers."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), {}
+    for number in range(3):
+        x = torch.randn(8, 4, 6, 5, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        found[f"loss {number}"] = loss.detach().clone()
+    return {**found, **gathered([*model.named_parameters(), *model.named_buffers()])}
+
+
+def _whole_norms(options: dict[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
+    """The number of batch norms that run as one op; what three steps make."""
+    x = torch.zeros(8, 4, 6, 5)
+    parallel = autoparallel.compile(_BatchNorms(), mesh_of(2), example_inputs=(x,), **options)
+    found = _three_steps(parallel)
+    compiled = parallel.trace((x,), step=False)
+    return sum(node.target is whole_batch_norm for module in compiled.forward.modules()
+               if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes), found
+
+
+@pytest.mark.parametrize(("options", "whole"), [
+    ({"pins": {"x": (Replicate(),), "*": (Replicate(),)}}, 4),
+    ({"pins": {"x": (Replicate(),), "*": (Replicate(),)}, "recompute": "full"}, 4),
+    ({"baseline": "ddp"}, 0),
+])
+def test_batch_norm_is_one_op_where_a_rank_has_the_whole_batch(ranks: Any, options: dict[str, Any], whole: int) -> None:
+    """And sums over the ranks where the batch is cut; in both cases the numbers of one process."""
+    expected = _three_steps(_BatchNorms())
+    for count, found in ranks(2).run(_whole_norms, options, timeout_s=100):
+        assert count == whole
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)

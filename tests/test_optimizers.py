@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 import autoparallel
@@ -93,6 +96,11 @@ TAKEN = {
     "Adadelta": Case(O.Adadelta),
     "RMSprop": Case(O.RMSprop, {"momentum": 0.5, "centered": True}),
     "ASGD": Case(O.ASGD),
+    "Rprop": Case(O.Rprop),
+    "SGD fused": Case(O.SGD, {"lr": 0.01, "momentum": 0.9, "fused": True}),
+    "SGD resumed": Case(O.SGD, {"lr": 0.01, "momentum": 0.9, "dampening": 0.3}, resumed=True),
+    "Adagrad fused": Case(O.Adagrad, {"fused": True}),
+    "AdamW resumed": Case(O.AdamW, {"lr": 0.01, "amsgrad": True}, resumed=True),
     "Muon": Case(O.Muon, {"lr": 0.01}, matrices=True, tolerance=1e-2),
     "Muon in float32": Case(muon_in_float32, {"lr": 0.01}, matrices=True),
     "Adafactor": Case(O.Adafactor, {"lr": 0.1, "weight_decay": 0.1}, Adafactor),
@@ -104,18 +112,15 @@ EVERY = {
     f"{name} {option}": Case(getattr(O, name), {"lr": 0.01, option: value},
                              Adafactor if name == "Adafactor" else None, name == "Muon",
                              tolerance=1e-2 if name == "Muon" else 1e-5)
-    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Muon",
-                 "Adafactor")
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop",
+                 "Muon", "Adafactor")
     for option, value in (("foreach", True), ("foreach", False), ("maximize", True), ("weight_decay", 0.1))
-    if name != "Muon" or option == "weight_decay"
+    if (name != "Muon" or option == "weight_decay") and (name, option) != ("Rprop", "weight_decay")
 }
 REFUSED = {
     "torch.optim.Adafactor": (Case(O.Adafactor), "autoparallel.optim.Adafactor("),
     "torch.optim.lbfgs.LBFGS": (Case(O.LBFGS), "one flat vector"),
-    "torch.optim.rprop.Rprop": (Case(O.Rprop), "masked entries"),
     "torch.optim.sparse_adam.SparseAdam": (Case(O.SparseAdam), "gradients are dense"),
-    "torch.optim.sgd.SGD with fused=True": (Case(O.SGD, {"fused": True}), "foreach=True"),
-    "torch.optim.adagrad.Adagrad with fused=True": (Case(O.Adagrad, {"fused": True}), "foreach=True"),
     "transformers.optimization.Adafactor": (Case(TransformersAdafactor), "autoparallel.optim.transformers_adafactor("),
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
         Case(ZeroRedundancyOptimizer, {"optimizer_class": O.Adam}), "zero_stage=1"),
@@ -212,7 +217,7 @@ def test_an_optimizer_that_cannot_step_is_refused_by_name(on_ranks: Any, name: s
     assert text.startswith(f"{name} cannot step parameters that lie on a mesh") and REFUSED[name][1] in text
 
 
-@pytest.mark.parametrize("name", ["torch.optim.Adafactor", "torch.optim.lbfgs.LBFGS", "torch.optim.rprop.Rprop"])
+@pytest.mark.parametrize("name", ["torch.optim.Adafactor", "torch.optim.lbfgs.LBFGS"])
 def test_they_step_other_parameters(name: str) -> None:
     """The check is of parameters on a mesh of ours only."""
     before = [p.detach().clone() for p in Net().parameters()]
@@ -239,6 +244,68 @@ def test_statistics_are_cut_as_their_matrix_is(ranks: Any) -> None:
     for found in ranks(4).run(placements_of_state, transformers_adafactor):
         assert found == [("exp_avg_sq_row", (cut, whole)), ("exp_avg_sq_col", (whole, Shard(0))),
                          ("exp_avg_sq_row", (cut, whole)), ("exp_avg_sq_col", (cut, Shard(1)))]
+
+
+class Seen(TorchDispatchMode):
+    """Counts the ops on DTensors and on plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[bool]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[any(issubclass(kind, DTensor) for kind in types)] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def steps_and_state(name: str, options: dict[str, Any]) -> tuple[Counter[bool], dict[str, Any], float]:
+    """What a second step computes on; placements of the state dict by parameter names; the learning rate."""
+    model = autoparallel.compile(Net(), mesh_of(2, 2), example_inputs=(torch.zeros(8, 6),), pins=MIXED)
+    optimizer = getattr(O, name)(model.parameters(), **options)
+    schedule = O.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in range(2):
+        model(torch.ones(8, 6)).backward()
+        with Seen() as seen:
+            optimizer.step()
+        schedule.step()
+    state = get_optimizer_state_dict(model, optimizer)["state"]
+    placements = {f"{parameter}.{key}": value.placements for parameter, values in state.items()
+                  for key, value in values.items() if isinstance(value, DTensor)}
+    assert set(optimizer.state) == set(model.parameters())
+    return seen.counts, placements, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(("name", "options", "keys"), [
+    ("AdamW", {"lr": 0.01}, ("exp_avg", "exp_avg_sq")), ("SGD", {"lr": 0.01, "momentum": 0.9}, ("momentum_buffer",))])
+def test_a_step_computes_on_shards_and_keeps_its_state_on_the_mesh(ranks: Any, name: str, options: dict[str, Any],
+                                                                   keys: tuple[str, ...]) -> None:
+    everywhere = (Replicate(), Replicate())
+    expected = {f"{parameter}.{key}": MIXED.get(parameter, everywhere) for parameter, _ in Net().named_parameters()
+                for key in keys}
+    for counts, placements, rate in ranks(4).run(steps_and_state, name, options):
+        assert counts[False] > 0 and counts[True] == 0
+        assert {key: placements[key] for key in expected if key.split(".")[0] in "abd"} == {
+            key: layout for key, layout in expected.items() if key.split(".")[0] in "abd"}
+        assert placements.keys() == expected.keys() and rate == pytest.approx(options["lr"] / 4)
+
+
+def redistributed(name: str) -> dict[str, Tensor]:
+    """Parameters after a step on gradients of other placements than the parameters'."""
+    model = autoparallel.compile(Net(), mesh_of(2, 2), example_inputs=(torch.zeros(8, 6),), pins=MIXED)
+    model(torch.ones(8, 6)).backward()
+    for p in model.parameters():
+        p.grad = p.grad.redistribute(placements=[Replicate(), Replicate()])
+    getattr(O, name)(model.parameters(), lr=0.01).step()
+    return {name: p.detach().clone() for name, p in gathered(model.named_parameters()).items()}
+
+
+def test_gradients_of_other_placements_are_redistributed(ranks: Any) -> None:
+    model = Net()
+    model(torch.ones(8, 6)).backward()
+    O.AdamW(model.parameters(), lr=0.01).step()
+    for found in ranks(4).run(redistributed, "AdamW"):
+        for name, expected in model.named_parameters():
+            torch.testing.assert_close(found[name], expected.detach())
 
 
 def test_hooks_of_a_step_are_called_once() -> None:

@@ -13,7 +13,7 @@ import torch
 
 import autoparallel
 from autoparallel.capture import capture
-from autoparallel.kernels.async_communication import begin_gather, begin_reductions, end
+from autoparallel.kernels.async_communication import begin_gathers, begin_reductions, end
 from autoparallel.kernels.collectives import item
 from autoparallel.lower import emit
 from autoparallel.lower.overlap_pass import ended_together, overlap, reads_of
@@ -61,9 +61,9 @@ def lines_of(module: torch.fx.GraphModule, ops: set[int]) -> list[object]:
             sizes[node.args[0].args[0]] += node.meta["num_bytes"]
     found: list[object] = []
     for node in nodes:
-        if node.target in (begin_gather, begin_reductions, end):
+        if node.target in (begin_gathers, begin_reductions, end):
             begun = node.args[0] if node.target is end else node
-            found.append((node is begun, begun.target is begin_gather, sizes[begun]))
+            found.append((node is begun, begun.target is begin_gathers, sizes[begun]))
         elif node.op == "call_function" and "step" not in node.meta and node.meta["decision"] in ops:
             found.append(node.meta["decision"])
             ops = ops - {node.meta["decision"]}
@@ -94,10 +94,13 @@ def lines_priced(plan: _Plan) -> list[object]:
     ("t5", (2, 2), {"seed": 1}, Hybrid(recompute="selective")),
     ("t5", (4,), {"seed": 2}, Hybrid()),
 ])
+@pytest.mark.parametrize("bucket_bytes", [20_000, 1e9])
 def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...], options: dict[str, Any],
-                                     hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Begins and ends, their kinds and bytes, between the same ops; and no other task of the simulation is posted."""
-    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
+                                     hybrid: Hybrid, bucket_bytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begins and ends, their kinds and bytes, between the same ops; and no other task of the simulation is posted.
+    Buckets of a few parameters, and of a block each."""
+    monkeypatch.setattr(async_windows, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(async_windows, "FIRST_BUCKET_BYTES", 20_000)
     space = space_of(case_name, mesh_shape)
     strategies, ops = (
         strategies_of(case_name, space, options),
@@ -115,7 +118,7 @@ def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...]
     monkeypatch.setattr(_Step, "issue", lambda step, seconds, stream: issued.append(seconds) or len(issued) - 1)
     plan.step()
     pairs = [event for event in written if isinstance(event, tuple)]
-    again = sum(plan.parameter_steps[pair.steps[0]].again_s > 0 for pair in plan.windows.gathered)
+    again = sum(any(plan.parameter_steps[n].again_s for n in pair.steps) for pair in plan.windows.gathered)
     assert len(issued) == sum(gather or not begins for begins, gather, _ in pairs) + again
     assert (again > 0) == (hybrid.zero_stage == 3)
     assert pairs
@@ -184,6 +187,19 @@ def test_plans_that_overlap(mesh_shape: tuple[int, ...], monkeypatch: pytest.Mon
             assert error <= 1e-9, (name, number, size)
 
 
+def test_gathers_of_a_block_go_together() -> None:
+    """And with the small ones before it; not those of another dtype, nor more than a bucket holds. The bucket whose
+    gradients come first is small."""
+    sizes, large = (1000, 3e6, 4e6, 2000, 5e6, 20e6, 9e6), "float32"
+    blocks = (None, 0, 0, 0, 1, 1, None)
+    reads = [Read(None, "gather", "x", "bfloat16" if n == 3 else large, size, 10 * n, block)
+             for n, (size, block) in enumerate(zip(sizes, blocks, strict=True))]
+    told = [(pair.steps, pair.begin, pair.end) for pair in AsyncWindows(reads).gathered]
+    assert sorted(told) == [((0, 1, 2), TOP, 0), ((3,), 0, 30), ((4, 5), 30, 40), ((6,), 40, 60)]
+    reads = [Read(None, "reduction", "x", large, size, 10 * n) for n, size in enumerate((20e6, 20e6, 6e5, 4e5))]
+    assert [pair.steps for pair in AsyncWindows(reads).reduced] == [(0,), (1,), (2, 3)]
+
+
 def test_a_second_reduction_does_not_wait_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of parameters whole on two axes: backward posts the second behind the next bucket's first; a reduction before a
     gather begins backward where that is waited for."""
@@ -221,10 +237,11 @@ def test_gathers_of_one_way_are_all_posted_ahead(monkeypatch: pytest.MonkeyPatch
 
 def test_backward_posts_what_it_asks_for_next_and_what_that_is_gathered_of() -> None:
     """The first gathers of a way as many places earlier as there are others behind them."""
-    left, small, large = set(range(5)), ToAsk[int](lambda n: n in left), ToAsk[int](lambda n: n in left)
+    left = set(range(5))
+    small, large = (ToAsk[int](lambda n: n in left, lambda n, size=size: size) for size in (8.0, 1e9))
     for number, place in enumerate((0, 10, 20, 20, 30)):
-        small.add(number, place, 8.0)
-        large.add(number, place, 1e9)
+        small.add(number, place)
+        large.add(number, place)
     assert [small.at(30, gather_stage) for gather_stage in range(5)] == [[4, 2, 3, 1, 0], [2, 3, 1, 0], [1, 0], [0], []]
     assert [large.at(30, gather_stage) for gather_stage in range(5)] == [[4, 2, 3], [2, 3, 1], [1, 0], [0], []]
     assert [large.at(25, gather_stage) for gather_stage in range(3)] == [[2, 3], [2, 3, 1], [1, 0]]

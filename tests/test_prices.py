@@ -35,7 +35,7 @@ def test_the_price_is_the_sum_over_what_runs(case_name: str, search: str) -> Non
     """Objective = evaluate on the whole problem = parts of the report; the bound is below; searches agree."""
     case = CASES[case_name]
     args, kwargs = case.inputs(8)
-    cluster = Cluster.load("h100-sxm", num_devices=4)
+    cluster = Cluster.load("h100-sxm", num_devices=4, software="none")
     model = case.build()
     made = plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 2), search=search)
     space = StrategySpace(capture(model, args, kwargs), (2, 2))
@@ -52,7 +52,7 @@ def test_the_price_is_the_sum_over_what_runs(case_name: str, search: str) -> Non
 def test_a_memory_limit_is_kept_and_costs_time() -> None:
     case = CASES["llama"]
     _, kwargs = case.inputs(8)
-    cluster = Cluster.load("h100-sxm", num_devices=4)
+    cluster = Cluster.load("h100-sxm", num_devices=4, software="none")
 
     def at(limit: float | None) -> Plan:
         return plan(case.build(), cluster, example_kwargs=kwargs, mesh_shape=(4,), memory_limit_bytes=limit)
@@ -66,7 +66,7 @@ def test_a_memory_limit_is_kept_and_costs_time() -> None:
 
 def test_a_bias_does_not_stand_in_for_the_gradient_of_an_input() -> None:
     """Backward of a layer whose input needs no gradient is one product, with a bias or without."""
-    cluster = Cluster.load("h100-sxm", num_devices=1)
+    cluster = Cluster.load("h100-sxm", num_devices=1, software="none")
     x = torch.zeros(512, 4096)
 
     def backward_flops_s(bias: bool) -> float:
@@ -80,7 +80,7 @@ def test_a_bias_does_not_stand_in_for_the_gradient_of_an_input() -> None:
 
 def test_adding_up_gradients_of_turns_takes_time() -> None:
     """Each turn after the first reads two gradients and writes one: of whole parameters, or of the pieces stored."""
-    case, cluster = CASES["llama"], Cluster.load("h100-sxm", num_devices=2)
+    case, cluster = CASES["llama"], Cluster.load("h100-sxm", num_devices=2, software="none")
     args, kwargs = case.inputs(8)
     space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 4).body, (2,))
     prices = Prices(space, cluster)
@@ -129,7 +129,7 @@ class Twice(torch.nn.Module):
 def test_backward_launches_what_it_runs() -> None:
     """A sum hands its gradient on, a product makes one for each factor, and a value read twice adds up two."""
     device = replace(Cluster.load("h100-sxm").device, launch_s=1.0)
-    cluster = replace(Cluster.load("h100-sxm", num_devices=1), device=device)
+    cluster = replace(Cluster.load("h100-sxm", num_devices=1, software="none"), device=device)
     values = tuple(torch.zeros(8, 8, requires_grad=True) for _ in range(2))
     space = StrategySpace(capture(Twice(), values, {}), (1,))
     prices = Prices(space, cluster)
@@ -153,7 +153,7 @@ def test_gradients_are_made_by_as_many_ops_as_torch_runs() -> None:
     """x^3 has g * (3 * x^2); a factor that was broadcast sums up what it gets; a part's gradient is put in its place,
     and that of what is joined is a view. As many launches as torch makes."""
     device = replace(Cluster.load("h100-sxm").device, launch_s=1.0)
-    cluster = replace(Cluster.load("h100-sxm", num_devices=1), device=device)
+    cluster = replace(Cluster.load("h100-sxm", num_devices=1, software="none"), device=device)
     values = tuple(torch.ones(8, 8, requires_grad=True) for _ in range(2))
     space = StrategySpace(capture(Scaled(), values, {}), (1,))
     prices = Prices(space, cluster)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from benchmarks.published_runs import AbstainError, explain, predict, report
 from benchmarks.published_runs.__main__ import compare, line
-from benchmarks.published_runs.constants import Constants, dump, load
 from benchmarks.published_runs.fit import (
     FREE,
     PRIORS,
@@ -29,9 +28,11 @@ from benchmarks.published_runs.fit import (
     lookup,
     outward,
 )
+from benchmarks.published_runs.predict import profile_of
 from benchmarks.published_runs.price import Pass, Pricer, larger, places
 from benchmarks.published_runs.report import Pair, contradicted
 from benchmarks.published_runs.rows import Model, read
+from cost_models.profile import dump, load
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def test_activations_in_flight_are_those_of_the_schedule() -> None:
 
     def saved(**changes: Any) -> float:
         run = read(row(**changes))
-        pricer = Pricer(run, Constants.of(run, load()))
+        pricer = Pricer(run, profile_of(run, load()))
         return activation_bytes(pricer, 0) - 0.5 * layer_bytes(pricer, False)
 
     plain, dealt = saved(plan__virtual_stages=1, plan__schedule="1f1b"), saved()
@@ -198,7 +199,7 @@ def test_saved_activations_are_korthikantis() -> None:
 
     for parallel in (False, True):
         run = read(row(plan__recompute="none", plan__sequence_parallel=parallel))
-        pricer = Pricer(run, Constants.of(run, load()))
+        pricer = Pricer(run, profile_of(run, load()))
         m, s, t = run.model, run.model.seq_len, run.plan.tensor
         scores = 5 * m.heads * s / m.hidden
         paper = s * m.hidden * (10 / (t if parallel else 1) + (24 + scores) / t)
@@ -233,14 +234,14 @@ def test_large_jobs_use_64_of_a_rack_of_72() -> None:
             "source__title": "NVIDIA Megatron-Bridge performance summary", "plan__dp": 16, "plan__pp": 16,
             "plan__virtual_stages": 1, "plan__global_batch": 256, "plan__ep": 16, "hardware__n_gpus": 256}
     run = read(row(**rack))
-    pricer = Pricer(run, Constants.of(run, load()))
+    pricer = Pricer(run, profile_of(run, load()))
     assert [count for count, _ in pricer.group("expert").levels] == [16, 1]
     assert read(row(**{**rack, "plan__pp": 4})).cluster.links[0].num_devices == 72
 
 
 def test_fsdp_by_host_gathers_inside_it() -> None:
     whole, hybrid = (read(row(**FSDP | {"plan__fsdp": kind})) for kind in ("FSDP", "HSDP"))
-    gather = [Pricer(run, Constants.of(run, load())).fsdp_s(False)[0] for run in (whole, hybrid)]
+    gather = [Pricer(run, profile_of(run, load())).fsdp_s(False)[0] for run in (whole, hybrid)]
     assert gather[1] < gather[0]
 
 
@@ -255,7 +256,7 @@ def test_the_smooth_maximum() -> None:
 
 
 def test_ranks_tied_by_collectives_hide_less_of_their_hosts() -> None:
-    constants = replace(Constants.of(read(row()), load()), tied=2.0, hide_tensor=0.0)
+    constants = replace(profile_of(read(row()), load()), tied=2.0, hide_tensor=0.0)
     assert Pass(1.0, 0.0, 0.0, 1.0).seconds(constants) == larger(1.0, 1.0) < 1.15
     assert Pass(0.5, 0.5, 0.0, 1.0).seconds(constants) == pytest.approx(2**0.5)
 
@@ -267,7 +268,7 @@ def test_an_odd_vocabulary_slows_the_head() -> None:
 
     def head(vocab: int, tensor: int) -> float:
         run = read(row(**traced, model__vocab=vocab, plan__tp=tensor, plan__dp=8 // tensor))
-        constants = Constants.of(run, load())
+        constants = profile_of(run, load())
         return Pricer(run, replace(constants, loss_bytes=0.0)).head_s()
 
     assert head(50257, 1) > 1.3 * head(50304, 1)
@@ -370,7 +371,8 @@ def test_unknown_sources_are_dated_by_what_they_do() -> None:
     assert read(row(**nobody, plan__sequence_parallel=None, plan__recompute="full")).stack == "megatron-2021"
     assert read(row(**nobody, **llama)).stack == "megatron-core"
     assert read(row(**nobody, hardware__gpu="H100-80GB")).stack == "megatron-core"
-    assert read(row(**nobody, **FSDP)).stack == "torch-fsdp"
+    assert read(row(**nobody, **FSDP)).stack == "torch-eager"
+    assert read(row(**nobody, **FSDP, plan__compile=True)).stack == "torch-compile"
     assert read(row(source__title="Megatron-LM README", hardware__gpu="H100-80GB")).stack == "megatron-core"
 
 
@@ -406,7 +408,7 @@ BRIDGE = {"source__title": "NVIDIA Megatron-Bridge performance summary", "source
 
 def test_vectors_of_experts_are_added_apart() -> None:
     """GPT-OSS's experts have biases, and half of its layers look back 128 tokens."""
-    oss, other = (Pricer(run, Constants.of(run, load())) for run in
+    oss, other = (Pricer(run, profile_of(run, load())) for run in
                   (read(row(**BRIDGE, model__name=name)) for name in ("GPT OSS 120B", "Other 120B")))
     assert oss.m.window == 128 and other.m.window == 0
     assert oss.attention_s()[0] < 0.6 * other.attention_s()[0]
@@ -414,7 +416,7 @@ def test_vectors_of_experts_are_added_apart() -> None:
     assert more == pytest.approx(oss.tokens * 8 * (1024 + 12288) * 28)
     fused = read(row(**{**BRIDGE, "source__locator": "26.08 NeMo", "plan__precision": "MXFP8"},
                      model__name="GPT OSS 120B"))
-    assert Pricer(fused, Constants.of(fused, load())).elementwise(True) == other.elementwise(True)
+    assert Pricer(fused, profile_of(fused, load())).elementwise(True) == other.elementwise(True)
 
 
 @pytest.mark.parametrize(("locator", "gpu", "name", "precision", "graphs", "dispatcher"), [
@@ -436,7 +438,7 @@ def test_experts_are_launched_one_by_one_but_by_graphs() -> None:
     run = read(row(**BRIDGE))
 
     def kernels(**changes: Any) -> float:
-        return Pricer(replace(run, plan=replace(run.plan, **changes)), Constants.of(run, load())).expert_kernels()
+        return Pricer(replace(run, plan=replace(run.plan, **changes)), profile_of(run, load())).expert_kernels()
 
     times = [kernels(graphs=graphs) for graphs in ("none", "parts", "step")]
     assert times[0] > times[1] > times[2]
@@ -447,7 +449,7 @@ def test_deepspeed_sums_gradients_of_two_bytes_in_float32() -> None:
     """18 bytes an element of every micro-batch, 6 in fp16, none where there is but one; 4 bytes go over the network."""
     def priced(**changes: Any) -> Pricer:
         run = read(row(source__title="BigScience BLOOM", **changes))
-        return Pricer(run, Constants.of(run, load()))
+        return Pricer(run, profile_of(run, load()))
 
     bf16, fp16 = (priced(plan__precision=precision) for precision in ("bf16", "fp16"))
     assert (bf16.run.gradient_bytes, bf16.p.zero_stage, fp16.run.gradient_bytes, fp16.p.zero_stage) == (4, 1, 2, 0)
@@ -471,7 +473,7 @@ def test_layers_traced_alone_are_not_run_again() -> None:
 
 def test_small_tensors_are_found_in_the_cache() -> None:
     run = read(row())
-    pricer = Pricer(run, Constants.of(run, load()))
+    pricer = Pricer(run, profile_of(run, load()))
     small, large, all_memory = (pricer.traffic_s(1e9, size) for size in (1e6, 1e9, math.inf))
     assert 0.45 * all_memory < small < 0.6 * all_memory
     assert 0.98 * all_memory < large < all_memory
@@ -521,7 +523,7 @@ def test_the_fit_finds_what_made_the_data(tmp_path: Path) -> None:
     truth["devices"]["a100"]["share"] = 0.78
     truth["stacks"]["megatron-2022"]["passes"] = 1.1
     runs = [read(row(plan__recompute=how, plan__micro_batch=mb)) for how in ("full", "selective") for mb in (1, 2)]
-    made = [Sample(run, Pricer(run, Constants.of(run, truth)).step().step_s, "made") for run in runs]
+    made = [Sample(run, Pricer(run, profile_of(run, truth)).step().step_s, "made") for run in runs]
     before = abs(log_errors(load(PRIORS), made)).max()
     after = abs(log_errors(fit(made), made)).max()
     assert after < 0.02 and after < before / 3, (before, after)
@@ -534,7 +536,7 @@ def test_a_source_left_out_does_not_count() -> None:
     """A constant that only its rows determine goes back to its prior; others stay where the rest puts them."""
     other = "MosaicML llm-foundry MPT training benchmarks"
     runs = [(read(row()), "first"), (read(row(**FSDP, source__title=other)), "second")]
-    made = [Sample(run, 1.1 * Pricer(run, Constants.of(run, load(PRIORS))).step().step_s, name) for run, name in runs]
+    made = [Sample(run, 1.1 * Pricer(run, profile_of(run, load(PRIORS))).step().step_s, name) for run, name in runs]
     fitted = fit(made)
     mine, theirs = ("stacks", "megatron-2022", "passes"), ("stacks", "composer", "passes")
     left = dict(left_out(made, ["first", "second"], fitted))
@@ -563,7 +565,7 @@ def test_what_all_show_moves_those_that_nobody_measured() -> None:
     for entry, values in truth["devices"].items():
         values["share"] = 0.6 if entry == "a100" else values.get("share", 0.8)
     runs = [read(row(plan__micro_batch=mb, plan__global_batch=64 * mb)) for mb in (1, 2, 4)]
-    made = [Sample(run, Pricer(run, Constants.of(run, truth)).step().step_s, f"made {n}") for n, run in enumerate(runs)]
+    made = [Sample(run, Pricer(run, profile_of(run, truth)).step().step_s, f"made {n}") for n, run in enumerate(runs)]
     fitted, priors = fit(made), load(PRIORS)
     drop = {entry: inward("share", lookup(priors, ("devices", entry, "share")))
             - inward("share", lookup(fitted, ("devices", entry, "share"))) for entry in ("a100", "gb200-nvl72")}
@@ -651,7 +653,7 @@ def test_closed_form_agrees_with_captured_graphs(name: str) -> None:
     sizes = {"name": name, "layers": 2, "seq_len": 512, **CLOSED[name]}
     alone = {"plan__tp": 1, "plan__pp": 1, "plan__virtual_stages": 1, "plan__micro_batch": 2, "plan__global_batch": 2}
     run = read({**row(**alone), "model": sizes})
-    pricer, m = Pricer(run, Constants.of(run, load())), run.model
+    pricer, m = Pricer(run, profile_of(run, load())), run.model
     products = [*pricer.linears(run.model.experts is not None), (pricer.tokens, m.vocab / m.layers, m.hidden, 1)]
     assert m.layers * sum(2.0 * a * b * c * n for a, b, c, n in products) == pytest.approx(captured["matmul"], rel=0.03)
     attention = m.layers * 4.0 * 2 * m.heads * m.head_dim * m.seq_len**2 / 2  # causal

@@ -22,7 +22,7 @@ def main(output: Path, ranks: int, nics_per_host: int | None, repeats: int) -> N
     if "WORLD_SIZE" in os.environ:
         found = _under_torchrun(output.stem, nics_per_host, repeats)
     else:
-        from autoparallel.runtime.launch import launch
+        from autoparallel.launch.local import launch
 
         if ranks < 2:
             raise InputError(f"--ranks {ranks}: collectives need at least two processes")

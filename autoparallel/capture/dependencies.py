@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ class Variable:
     holder: Any  # a namespace with ``get``, or a cell
 
     def value(self) -> Any:
-        if isinstance(self.holder, Mapping):
+        if type(self.holder) is not CellType:
             return self.holder.get(self.name, Missing)
         try:
             return self.holder.cell_contents

@@ -1,6 +1,6 @@
 """Collectives issued at one program point and awaited at another, forward and backward.
 
-A redistribution of a parameter is a pair of calls, `begin_...` and `end`, with compute between the two:
+A redistribution of parameters is a pair of calls, `begin_...` and `end`, with compute between the two:
 
     forward     begin: the gather is issued           end: it is awaited
     backward    end: the reduction is issued          begin: it is awaited
@@ -8,7 +8,7 @@ A redistribution of a parameter is a pair of calls, `begin_...` and `end`, with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,12 +16,13 @@ import torch
 
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import (
+    Finish,
     Sizes,
     act,
-    begin_all_gather,
+    begin_all_gathers,
     begin_all_reduce,
     begin_all_reduce_own,
-    begin_reduce_scatter,
+    begin_reduce_scatters,
     slice_tensor,
 )
 from autoparallel.kernels.groups import Axis
@@ -55,17 +56,23 @@ class Reductions:
         return lambda: values
 
     def backward(self, gradients: Gradients) -> Callable[[], Gradients]:
-        there = [self._summed(g) for g in gradients if g is not None]
-        if len(there) == 1:
-            finish = begin_all_reduce(there[0], self.axis)
-        elif there:
-            finish = begin_all_reduce_own(torch.cat([g.reshape(-1) for g in there]), self.axis)
+        forms = [None if g is None else (g.shape, g.dtype) for g in gradients]  # the gradients themselves are let go
+        there = [g for g in gradients if g is not None]
+        if not there:
+            return lambda: gradients
+        finish = self._begin(there)
 
         def finished() -> Gradients:
-            parts = iter(finish().view(-1).split([g.numel() for g in there]) if there else ())
-            return tuple(None if g is None else next(parts).view(g.shape).to(g.dtype) for g in gradients)
+            parts = iter(finish().view(-1).split([form[0].numel() for form in forms if form is not None]))
+            return tuple(None if form is None else next(parts).view(form[0]).to(form[1]) for form in forms)
 
         return finished
+
+    def _begin(self, gradients: Sequence[torch.Tensor]) -> Finish:
+        if len(gradients) == 1:
+            return begin_all_reduce(self._summed(gradients[0]), self.axis)
+        bucket = torch.cat([self._summed(g).reshape(-1) for g in gradients])
+        return begin_all_reduce_own(bucket, self.axis)
 
     def backward_at_once(self, gradients: Gradients) -> Gradients:
         return tuple(None if g is None else act(self._summed(g), self.axis, PARTIAL, INVARIANT).to(g.dtype)
@@ -76,36 +83,47 @@ class Reductions:
 
 
 @dataclass(frozen=True)
-class Gather:
-    """S -> R or I of one parameter: all-gather forward; backward reduce-scatter (R), or this rank's slice (I)."""
+class Gathers:
+    """S -> R or I of parameters of one dtype: one all-gather forward; backward one reduce-scatter (R), or this rank's
+    slices (I). ``sources``, ``sizes``: by parameter."""
 
     axis: Axis
-    source: Placement
+    sources: tuple[Placement, ...]
     target: Placement
-    sizes: Sizes
+    sizes: tuple[Sizes, ...]
     sum_dtype: torch.dtype | None
 
     def forward(self, values: Values) -> Callable[[], Values]:
-        finish = begin_all_gather(values[0], self.axis, self.source.dim, self.sizes)
-        return lambda: (finish(),)
+        return begin_all_gathers(values, self.axis, self._cuts())
 
     def backward(self, gradients: Gradients) -> Callable[[], Gradients]:
-        (gradient,) = gradients
-        if gradient is None:
-            return lambda: (None,)
         if self.target.kind == "I":
-            return lambda: (slice_tensor(gradient, self.axis, self.source.dim, self.sizes),)
-        summed = gradient.to(self.sum_dtype or gradient.dtype)
-        finish = begin_reduce_scatter(summed, self.axis, self.source.dim, self.sizes)
-        return lambda: (finish().to(gradient.dtype),)
+            mine = tuple(None if g is None else slice_tensor(g, self.axis, *cut)
+                         for g, cut in zip(gradients, self._cuts(), strict=True))
+            return lambda: mine
+        dtypes = [None if g is None else g.dtype for g in gradients]  # the gradients themselves are let go
+        there = [(g.to(self.sum_dtype or g.dtype), cut) for g, cut in zip(gradients, self._cuts(), strict=True)
+                 if g is not None]
+        if not there:
+            return lambda: gradients
+        finish = begin_reduce_scatters([g for g, _ in there], self.axis, [cut for _, cut in there])
+
+        def finished() -> Gradients:
+            made = iter(finish())
+            return tuple(None if dtype is None else next(made).to(dtype) for dtype in dtypes)
+
+        return finished
 
     def backward_at_once(self, gradients: Gradients) -> Gradients:
-        (gradient,) = gradients
-        if gradient is None:
-            return (None,)
+        return tuple(None if g is None else self._reduced(g, source, sizes)
+                     for g, source, sizes in zip(gradients, self.sources, self.sizes, strict=True))
+
+    def _reduced(self, gradient: torch.Tensor, source: Placement, sizes: Sizes) -> torch.Tensor:
         summed = gradient.to(self.sum_dtype or gradient.dtype)
-        back = act(summed, self.axis, dual(self.target), dual(self.source), (), self.sizes)
-        return (back.to(gradient.dtype),)
+        return act(summed, self.axis, dual(self.target), dual(source), (), sizes).to(gradient.dtype)
+
+    def _cuts(self) -> list[tuple[int, Sizes]]:
+        return [(source.dim, sizes) for source, sizes in zip(self.sources, self.sizes, strict=True)]
 
 
 @dataclass
@@ -160,7 +178,8 @@ class _End(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, *ctx.pending.sending.backward_at_once(gradients)
         ctx.pending.gradients = ctx.pending.send(gradients)
-        return None, *(None if g is None else g.new_zeros(()).expand(shape)
+        zeros = {g.dtype: g.new_zeros(()) for g in gradients if g is not None}  # placeholders, see `_Pending`
+        return None, *(None if g is None else zeros[g.dtype].expand(shape)
                        for g, shape in zip(gradients, ctx.shapes, strict=True))
 
 
@@ -183,11 +202,14 @@ def begin_reductions(axis: str, *values: torch.Tensor, sum_dtype: torch.dtype | 
     return _begin(Reductions(groups.current(axis), sum_dtype), *values)
 
 
-def begin_gather(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (),
-                 target_sizes: Sizes = (), sum_dtype: torch.dtype | None = None) -> Begun:
-    """S -> R or I of one parameter, issued asynchronously; arguments as `collectives.all_gather`."""
-    return _begin(Gather(groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes,
-                         sum_dtype), x)
+def begin_gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], *values: torch.Tensor,
+                  sum_dtype: torch.dtype | None = None) -> Begun:
+    """S -> R or I of parameters, gathered in one all-gather. ``steps``: by parameter, source, target and source sizes,
+    as `collectives.all_gather` takes them; the targets are equal. Gradients are summed in ``sum_dtype`` if given."""
+    sources, targets, sizes = zip(*steps, strict=True)
+    (target,) = {Placement.parse(target) for target in targets}
+    return _begin(Gathers(groups.current(axis), tuple(map(Placement.parse, sources)), target, sizes, sum_dtype),
+                  *values)
 
 
 def end(begun: Begun) -> Values:

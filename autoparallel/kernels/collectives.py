@@ -14,6 +14,7 @@ import torch
 
 from autoparallel.kernels import groups
 from autoparallel.kernels.groups import Axis
+from autoparallel.kernels.tracing import is_traced
 from autoparallel.layout import Placement, dual
 from autoparallel.layout.redistribution import ACTIONS
 
@@ -58,6 +59,8 @@ def _begin_whole(x: torch.Tensor, axis: Axis) -> Finish:
     if x.is_complex():  # gloo sends real numbers only
         real = _begin_whole(torch.view_as_real(x.resolve_conj()), axis)
         return lambda: torch.view_as_complex(real())
+    if is_traced():  # a pass over the traced graph allocates the memory
+        return _begin(_c10d.all_gather_into_tensor, x, axis.size, axis.group_name)
     whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     return _begin(_c10d.all_gather_into_tensor_out, x, axis.size, axis.group_name, out=whole)
 
@@ -82,6 +85,66 @@ def begin_reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) ->
         moved = torch.cat([_padded(p, longest) for p in moved.split(list(sizes))])
     reduced = _begin(_c10d.reduce_scatter_tensor, moved, "sum", axis.size, axis.group_name)
     return lambda: reduced()[: sizes[axis.rank]].movedim(0, dim).contiguous()
+
+
+def begin_all_gathers(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[tuple[int, Sizes]]
+                      ) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """All-gather several tensors of one dtype in one collective. ``cuts``: by tensor, its cut dim and the lengths of
+    all ranks' shards along it."""
+    if len(values) == 1:
+        finish_one = begin_all_gather(values[0], axis, *cuts[0])
+        return lambda: (finish_one(),)
+    shards = [_padded(x.movedim(dim, 0), max(sizes)) for x, (dim, sizes) in zip(values, cuts, strict=True)]
+    shapes = [x.shape for x in shards]
+    gathered = _begin_whole(torch.cat([x.reshape(-1) for x in shards]), axis)
+    del values, shards
+
+    def finish() -> tuple[torch.Tensor, ...]:
+        by_rank = gathered().view(axis.size, -1).split([shape.numel() for shape in shapes], dim=1)
+        return tuple(_joined(part.unflatten(1, shape), dim, sizes)
+                     for part, shape, (dim, sizes) in zip(by_rank, shapes, cuts, strict=True))
+
+    return finish
+
+
+def _joined(shards: torch.Tensor, dim: int, sizes: Sizes) -> torch.Tensor:
+    """[ranks, longest, ...], cut dim first -> the whole tensor, in memory of its own."""
+    if any(size != shards.shape[1] for size in sizes):
+        return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)]).movedim(0, dim).contiguous()
+    return shards.movedim((0, 1), (dim, dim + 1)).contiguous().flatten(dim, dim + 1)
+
+
+def begin_reduce_scatters(values: Sequence[torch.Tensor], axis: Axis, cuts: Sequence[tuple[int, Sizes]]
+                          ) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Reduce-scatter several tensors of one dtype in one collective; arguments as `begin_all_gathers`. The results are
+    views of one bucket where their cut dim is the first."""
+    if len(values) == 1:
+        finish_one = begin_reduce_scatter(values[0], axis, *cuts[0])
+        return lambda: (finish_one(),)
+    shapes = [torch.Size((max(sizes), *x.movedim(dim, 0).shape[1:]))
+              for x, (dim, sizes) in zip(values, cuts, strict=True)]
+    lengths = [shape.numel() for shape in shapes]
+    bucket = values[0].new_empty((axis.size, sum(lengths)))
+    for x, part, shape, (dim, sizes) in zip(values, bucket.split(lengths, dim=1), shapes, cuts, strict=True):
+        _cut_into(part.unflatten(1, shape), x, dim, sizes)
+    reduced = _begin(_c10d.reduce_scatter_tensor, bucket.view(-1), "sum", axis.size, axis.group_name)
+    del values, x, bucket, part
+
+    def finish() -> tuple[torch.Tensor, ...]:
+        return tuple(part.view(shape)[: sizes[axis.rank]].movedim(0, dim).contiguous()
+                     for part, shape, (dim, sizes) in zip(reduced().split(lengths), shapes, cuts, strict=True))
+
+    return finish
+
+
+def _cut_into(shards: torch.Tensor, x: torch.Tensor, dim: int, sizes: Sizes) -> None:
+    """Write a whole tensor as shards [ranks, longest, ...], cut dim first and padded with zeros."""
+    if all(size == shards.shape[1] for size in sizes):
+        shards.copy_(x.unflatten(dim, shards.shape[:2]).movedim((dim, dim + 1), (0, 1)))
+        return
+    shards.zero_()
+    for shard, part, size in zip(shards, x.movedim(dim, 0).split(list(sizes)), sizes, strict=True):
+        shard[:size].copy_(part)
 
 
 def _all_to_all(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
@@ -152,6 +215,17 @@ def pad_tensor(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> torch.Ten
     return whole
 
 
+def _kept_or_zeros(x: torch.Tensor, kept: bool) -> torch.Tensor:
+    return x.clone() if kept else torch.zeros_like(x)
+
+
+# An op, so that the graphs traced on all ranks have the same nodes, of which the same are merged or left out.
+_library = torch.library.Library("autoparallel", "FRAGMENT")
+_library.define("kept_or_zeros(Tensor x, bool kept) -> Tensor")
+_library.impl("kept_or_zeros", _kept_or_zeros, "CompositeExplicitAutograd")
+torch.library.register_fake("autoparallel::kept_or_zeros", lambda x, kept: torch.empty_like(x), lib=_library)
+
+
 def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
          ) -> torch.Tensor:
     """Run one action of the redistribution table, from placement a to placement b."""
@@ -159,7 +233,7 @@ def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes,
         case "none":
             return x
         case "mask":
-            return x if axis.rank == 0 else torch.zeros_like(x)
+            return torch.ops.autoparallel.kept_or_zeros(x, axis.rank == 0)
         case "all_reduce":
             return begin_all_reduce(x, axis)()
         case "all_gather":

@@ -79,3 +79,12 @@ def norm_of_shards(*args: Any, op: Any, axes: tuple[str, ...], dims: tuple[int, 
     if given.get("bias") is not None:
         made = made + given["bias"].reshape(parameters)
     return made.to(x.dtype)
+
+
+def whole_batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+                     running_var: Tensor | None, momentum: float, eps: float) -> tuple[Tensor, ...]:
+    """Batch norm of the whole batch [n, channels, ...] in training: the result, and the new running statistics."""
+    if running_mean is None or running_var is None:
+        return (torch.nn.functional.batch_norm(x, None, None, weight, bias, True, momentum, eps),)
+    mean, var = running_mean.detach().clone(), running_var.detach().clone()
+    return torch.nn.functional.batch_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var

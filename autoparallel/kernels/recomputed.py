@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autoparallel.kernels import groups, rng
 
 #: Ops whose results "selective" recompute keeps (`KEPT_CLASSES` in pricing is the same list for prices).
-_KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::convolution",
+KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::convolution",
          "aten::_flash_attention", "aten::_efficient_attention", "_c10d_functional::",
          "aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
@@ -111,5 +111,5 @@ def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(_KEPT)
+    kept = isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(KEPT)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

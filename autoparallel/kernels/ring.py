@@ -51,15 +51,16 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         axis, causal, scale = ctx.call
         q, k, v, out, logs = ctx.saved_tensors
-        dq, dk, dv = (torch.zeros_like(x, dtype=logs.dtype) for x in (q, k, v))
         key, value = k, v
+        dq = dk = dv = q.new_empty(0)  # step 0 sees this rank's own keys
         for step, seen, own in _around(axis, causal):
             if step:
                 key, value, dk, dv = *shifted((key, value), axis), *shifted((dk, dv), axis)
             if seen:
                 parts = flash.attend_backward(gradient, q, key, value, out, logs, causal and own, scale,
                                               ctx.state)
-                dq, dk, dv = (whole + part for whole, part in zip((dq, dk, dv), parts, strict=True))
+                dq, dk, dv = ((whole + part for whole, part in zip((dq, dk, dv), parts, strict=True)) if step
+                              else (part.to(logs.dtype) for part in parts))
         dk, dv = shifted((dk, dv), axis)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 

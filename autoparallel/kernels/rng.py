@@ -40,8 +40,13 @@ def mix(*parts: int) -> int:
 
 def random_op(op: Any, decision: int, local_shard: int, *args: Any, **kwargs: Any) -> Any:
     """Run a random op with the seed of (call, decision, shard)."""
+    return with_seed(mix(_call_seed.get(), decision, local_shard), op, *args, **kwargs)
+
+
+def with_seed(seed: int, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a random op with this seed."""
     device = next((a.device for a in args if isinstance(a, torch.Tensor)), torch.device("cpu"))
     devices = [] if device.type in ("cpu", "meta") else [device]
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(mix(_call_seed.get(), decision, local_shard))
+        torch.manual_seed(seed)
         return op(*args, **kwargs)

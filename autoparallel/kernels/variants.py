@@ -22,6 +22,7 @@ from autoparallel.kernels.linear_sections import cut_sections
 from autoparallel.kernels.norm import norm_of_shards
 from autoparallel.kernels.ring import ring_attention
 from autoparallel.kernels.softmax import places_of_shards, softmax_of_shards
+from autoparallel.kernels.tracing import is_traced
 from autoparallel.ops.embedding_bag import embedding_bag
 
 
@@ -84,8 +85,9 @@ def causal_queries(
 ) -> torch.Tensor:
     """Causal attention of a shard of queries, which begins at query ``start``, over all keys up to the shard's end."""
     seen = start + q.shape[2]
-    return F.scaled_dot_product_attention(q, k[:, :, :seen], v[:, :, :seen], causal_lower_right(q.shape[2], seen),
-                                          scale=scale, enable_gqa=enable_gqa)
+    mask: torch.Tensor = causal_lower_right(q.shape[2], seen) if not is_traced() else torch.ones(
+        q.shape[2], seen, dtype=torch.bool, device=q.device).tril(start)
+    return F.scaled_dot_product_attention(q, k[:, :, :seen], v[:, :, :seen], mask, scale=scale, enable_gqa=enable_gqa)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
 from autoparallel.capture import Ref, TensorMeta
-from autoparallel.capture.blocks import block_path
 from autoparallel.capture.graph import Node, on_device
 from autoparallel.kernels.collectives import STEP_FUNCTIONS, item
 from autoparallel.kernels.rng import random_op
@@ -138,9 +137,8 @@ class _Emitter:
 
     def _describe(self, node: FxNode, decision: Decision, meta: TensorMeta, layout: Layout) -> FxNode:
         local = local_shape(meta.shape, layout, self.space.mesh_shape, self.coordinate)
-        origin = decision.node if decision.ref is None else decision.ref.node
-        path = self.space.graph.nodes[origin].module_path if decision.kind in ("op", "shared_read") else ""
-        node.meta.update(layout=layout, global_meta=meta, decision=decision.index, block=block_path(path),
+        node.meta.update(layout=layout, global_meta=meta, decision=decision.index,
+                         block=self.space.blocks[decision.index],
                          val=torch.empty(local, dtype=meta.dtype, device="meta"), reads=decision.kind == "parameter")
         return node
 
@@ -183,7 +181,7 @@ class _Emitter:
         if len(node.outputs) == 1 and not _returns_tuple(node):
             results = [made]
         else:
-            made.meta.update(decision=decision.index, block=block_path(node.module_path))
+            made.meta.update(decision=decision.index, block=self.space.blocks[decision.index])
             results = [self.graph.call_function(item, (made, o)) for o in range(len(node.outputs))]
         for output, (result, meta, layout) in enumerate(zip(results, node.outputs, layouts, strict=True)):
             self._describe(result, decision, meta, layout)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from torch.fx import Graph, GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.kernels.async_communication import begin_gather, begin_reductions, end
+from autoparallel.kernels.async_communication import begin_gathers, begin_reductions, end
 from autoparallel.kernels.collectives import (
     item,
     reduce_gradient,
@@ -64,7 +64,8 @@ def reads_of(module: GraphModule, block_of: BlockOf) -> tuple[list[FxNode], list
         step, meta = node.meta["step"], node.meta["global_meta"]
         kind = kind_of(step.forward, step.backward, meta.requires_grad)
         reads.append(Read(number.get(node.all_input_nodes[0]), kind, str(node.args[1]), str(meta.dtype),
-                          float(node.meta["num_bytes"]) if kind else 0.0, place[node.meta["decision"]]))
+                          float(node.meta["num_bytes"]) if kind else 0.0, place[node.meta["decision"]],
+                          node.meta["block"], step.backward))
     return steps, reads
 
 
@@ -95,8 +96,11 @@ class _Writer:
         if first.target is reduce_gradient:
             made = self.graph.call_function(begin_reductions, (first.args[1], *values), dict(first.kwargs))
         else:
-            made = self.graph.call_function(begin_gather, (values[0], *first.args[1:]), dict(first.kwargs))
-            made.meta = {"place": self.reads[pair.steps[0]].place, "num_bytes": first.meta["num_bytes"]}
+            each = tuple((*step.args[2:], step.kwargs["source_sizes"]) for step in steps)
+            sums = {key: value for step in steps for key, value in step.kwargs.items() if key == "sum_dtype"}
+            made = self.graph.call_function(begin_gathers, (first.args[1], each, *values), sums)
+            made.meta = {"place": max(self.reads[n].place for n in pair.steps),
+                         "num_bytes": tuple(step.meta["num_bytes"] for step in steps)}
         self.begun[pair] = made
 
     def _end(self, pair: Pair) -> None:

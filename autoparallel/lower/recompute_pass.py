@@ -8,6 +8,7 @@ nothing and keeps saved tensors in host memory.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,37 +18,45 @@ from torch.fx import Node as FxNode
 
 from autoparallel.kernels.collectives import item
 from autoparallel.kernels.recomputed import Recomputed
-from autoparallel.kernels.regather import begin_gather, end, gather
+from autoparallel.kernels.regather import begin_gathers, end, gather
 from autoparallel.lower import overlap_pass
 
 
 def with_recompute(program: GraphModule, mode: str, block_of: Callable[[FxNode], str | None],
-                   in_parts: bool = False) -> GraphModule:
+                   in_parts_of_backward: bool = False) -> GraphModule:
     """The same program with each contiguous run of a block's nodes as a `Recomputed` module.
 
     ``mode``: "full", "selective" or "offload"; ``block_of``: the block of a node, None for nodes that are not
-    recomputed; ``in_parts``: backward runs in several parts (zero bubble).
+    recomputed; ``in_parts_of_backward``: backward runs in several parts (zero bubble).
     """
+    return in_parts(program, block_of, lambda body, _: Recomputed(body, mode, in_parts_of_backward))
+
+
+def in_parts(program: GraphModule, part_of: Callable[[FxNode], object],
+             module_of: Callable[[GraphModule, Sequence[FxNode]], nn.Module]) -> GraphModule:
+    """The same program with each contiguous run of ops of one part as a module: ``module_of(run as a graph, ops)``. Ops
+    whose part is None stay."""
     graph = Graph()
     made: dict[FxNode, FxNode] = {}
-    blocks: dict[str, nn.Module] = {}
+    parts: dict[str, nn.Module] = {}
     nodes = list(program.graph.nodes)
-    for block, run in itertools.groupby(nodes, lambda n: block_of(n) if n.op == "call_function" else None):
+    for part, run in itertools.groupby(nodes, lambda n: part_of(n) if n.op == "call_function" else None):
         members = list(run)
-        if block is None:
+        if part is None:
             for node in members:
                 made[node] = graph.node_copy(node, made.__getitem__)
             continue
         inside = set(members)
         inputs = list(dict.fromkeys(i for n in members for i in n.all_input_nodes if i not in inside))
         outputs = [n for n in members if any(user not in inside for user in n.users)]
-        name = f"{block.replace('.', '_')}_{len(blocks)}"
-        blocks[name] = Recomputed(_block(members, inputs, outputs), mode, in_parts)
+        name = "_".join(["part", *re.findall(r"\w+", str(part)), str(len(parts))])
+        parts[name] = module_of(_block(members, inputs, outputs), members)
         result = graph.call_module(name, tuple(made[i] for i in inputs))
         for number, node in enumerate(outputs):
             made[node] = graph.call_function(item, (result, number))
             made[node].meta = dict(node.meta)
-    return GraphModule(blocks, graph, class_name="SplitProgram")
+    own = dict(program.named_children())
+    return GraphModule({**own, **parts}, graph, class_name="SplitProgram")
 
 
 def _block(members: Sequence[FxNode], inputs: Sequence[FxNode], outputs: Sequence[FxNode]) -> GraphModule:
@@ -66,10 +75,10 @@ def gather_again(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphM
     """Let backward repeat the steps for which ``gathers`` is true and the prefetched gathers (ZeRO-3). Changes and
     returns ``program``."""
     for node in program.graph.nodes:
-        if node.target is overlap_pass.begin_gather:
-            node.target = begin_gather
+        if node.target is overlap_pass.begin_gathers:
+            node.target = begin_gathers
             node.kwargs = {**node.kwargs, "place": node.meta["place"], "num_bytes": node.meta["num_bytes"]}
-        elif node.target is overlap_pass.end and node.args[0].target is begin_gather:
+        elif node.target is overlap_pass.end and node.args[0].target is begin_gathers:
             node.target = end
         elif node.target is not item and gathers(node):
             node.target = gather

@@ -46,15 +46,18 @@ class Stages:
         return [tuple(s for s, part in enumerate(self.parts) if index in part.decisions) or (0,)
                 for index in range(num_decisions)]
 
-    def sent_bytes(self, space: StrategySpace, strategies: Sequence[Strategy]) -> list[float]:
-        """Bytes that one rank sends over each cut per micro-batch, in one direction."""
-        found = []
+    def sent_bytes(self, space: StrategySpace, strategies: Sequence[Strategy]) -> list[tuple[float, float]]:
+        """Over each cut, per micro-batch and in one direction: bytes that one rank sends, and the bytes of its part if
+        ranks with the same values share them out."""
+        ranks, found = math.prod(space.mesh_shape), []
         for part in self.parts[:-1]:
-            metas = [(space.strategy_sets[decision], strategies[decision], output) for decision, output in part.sent]
-            found.append(sum(
-                float(space.spaces(s.output_metas[o]).local_elements[s.outputs[o][s.position[strategy]]])
-                * s.output_metas[o].dtype.itemsize for s, strategy, o in metas
-            ))
+            sent, shared = 0.0, 0.0
+            for decision, o in part.sent:
+                s = space.strategy_sets[decision]
+                meta, number = s.output_metas[o], s.outputs[o][s.position[strategies[decision]]]
+                local = float(space.spaces(meta).local_elements[number]) * meta.dtype.itemsize
+                sent, shared = sent + local, shared + min(local, meta.num_bytes / ranks)
+            found.append((sent, shared))
         return found
 
 
@@ -112,7 +115,7 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
     """
     space = prices.space
     if strategies is None:
-        seconds = np.array([prices.op(s).total_s.min() if decision.kind == "op" else 0.0
+        seconds = np.array([prices.op_of(decision.index).total_s.min() if decision.kind == "op" else 0.0
                             for decision, s in zip(space.decisions, space.strategy_sets, strict=True)])
     else:
         seconds = _equivalent(space, decision_seconds(prices, hybrid, strategies))

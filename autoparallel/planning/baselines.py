@@ -1,4 +1,5 @@
-"""Classical plans as restrictions of the same strategy space: ddp, fsdp, tensor_parallel, sequence_parallel.
+"""Classical plans as restrictions of the same strategy space: ddp, fsdp, tensor_parallel, sequence_parallel, and plans
+by hand (`planning.by_hand`).
 
 A baseline assigns a role to each mesh axis. A role fixes the layouts of parameters and the redistributions that
 parameters and activations may take; any other counts as a penalty. The search finds the plan with the fewest penalties
@@ -12,6 +13,10 @@ parameters and activations may take; any other counts as a penalty. The search f
     |          | several axes: any)        |                       |                                       |
     | tensor   | matrices S, others I      | none                  | I -> R, P -> I                        |
     | sequence | the same                  | I -> R                | S(1) -> R, P -> S(1)                  |
+    | context  | as data (context shard:   | I -> R (S -> R)       | none; inputs are S(1)                 |
+    |          | as shard)                 |                       |                                       |
+    | expert   | experts S(0), others as   | I -> R; of experts    | none                                  |
+    |          | data                      | none                  |                                       |
 
 With several axes, tensor and sequence parallelism take the last one (the fastest links) and data parallelism the
 others. FSDP gathers over all axes at once, so each rank's own shard crosses the slow links. Two gathers do the same if
@@ -30,10 +35,15 @@ from autoparallel.errors import PlanError
 from autoparallel.layout import Placement, RedistributionTable
 from autoparallel.layout.redistribution import ACTIONS, COLLECTIVES
 from autoparallel.strategies.space import StrategySpace, TensorUse
+from cost_models.compute import MATRIX
 
 #: Penalties: of what a role may need, and the upper bound of an edge's penalties.
 LITTLE, IMPOSSIBLE = 1e-2, 1e6
 NAMES = ("ddp", "fsdp", "tensor_parallel", "sequence_parallel")
+#: Redistributions of parameters that a role allows, and the dim of inputs that it shards.
+_OF_PARAMETERS = {"data": ("IR",), "shard": ("SR", "IR"), "tensor": (), "sequence": ("IR",), "context": ("IR",),
+                  "context shard": ("SR", "IR"), "expert": ("IR",)}
+_INPUT_DIMS = {"data": 0, "shard": 0, "expert": 0, "context": 1, "context shard": 1}
 _ROLES = {"ddp": ("data", "data"), "fsdp": ("shard", "shard"), "tensor_parallel": ("data", "tensor"),
           "sequence_parallel": ("data", "sequence")}
 
@@ -45,7 +55,7 @@ class Baseline:
     name: str
     space: StrategySpace
     roles: tuple[str, ...]
-    _made: dict[tuple[bool, TensorMeta], np.ndarray] = field(default_factory=dict, repr=False)
+    _made: dict[tuple[bool, bool, TensorMeta], np.ndarray] = field(default_factory=dict, repr=False)
 
     def decision_penalties(self, index: int) -> np.ndarray:
         """Penalties of a decision, by strategy: mesh axes on which a parameter or input is not laid out as the role
@@ -53,11 +63,24 @@ class Baseline:
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
         penalties = np.zeros(len(s.strategies))
         if decision.kind not in ("parameter", "input"):
-            return penalties
+            return penalties + self._repeated(index)
         for axis, role in enumerate(self.roles):
             allowed = self._allowed_by_role(index, axis, role)
             penalties += ~np.array([r in allowed for r in s.array[:, axis]], dtype=bool)
         return penalties
+
+    def _repeated(self, index: int) -> np.ndarray:
+        """Context-parallel axes on which a product or attention is not cut, or cut by the batch, by strategy."""
+        s, found = self.space.strategy_sets[index], np.zeros(len(self.space.strategy_sets[index].strategies))
+        if s.rule is None or s.rule.op_class not in MATRIX:
+            return found
+        by_batch = len(s.output_metas[0].shape) > 2
+        whole = np.array([not row.factor or (by_batch and row.outputs[0].is_shard and row.outputs[0].dim == 0)
+                          for row in s.axis_strategies])
+        for axis, role in enumerate(self.roles):
+            if role in ("context", "context shard"):
+                found += whole[s.array[:, axis]]
+        return found
 
     def _allowed_by_role(self, index: int, axis: int, role: str) -> set[int]:
         """The axis strategies of a parameter or input that its role allows."""
@@ -67,13 +90,20 @@ class Baseline:
         shards = sorted(p for p in possible if p.is_shard)
         whole = {rows[Placement("I")]}
         if decision.kind == "input":
-            return {possible[shards[0]]} if role in ("data", "shard") and shards and shards[0].dim == 0 else whole
-        if role == "shard" and shards:
+            cut = _INPUT_DIMS.get(role)
+            return next(({possible[s]} for s in shards if s.dim == cut), whole)
+        if role == "expert" and index in self._experts and shards and shards[0].dim == 0:
+            return {possible[shards[0]]}
+        if role in ("shard", "context shard") and shards:
             return {possible[p] for p in (shards if len(self.roles) > 1 else shards[:1])}
         if role in ("tensor", "sequence") and shards and index in self._matrices:
             vector = len(s.output_metas[0].shape) < 2  # a bias is laid out as the product's result
             return {possible[p] for p in shards} | (whole if vector else set())
         return whole
+
+    @cached_property
+    def _experts(self) -> frozenset[int]:
+        return _expert_parameters(self.space)
 
     @cached_property
     def _matrices(self) -> frozenset[int]:
@@ -88,14 +118,16 @@ class Baseline:
 
     def _penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
         of_parameter = self.space.decisions[use.source].kind == "parameter" or self._is_parameter_read(use.source)
-        meta = use.meta
-        key = (of_parameter, meta)
+        meta, expert = use.meta, use.source in self._experts
+        key = (of_parameter, expert, meta)
         if key not in self._made:
 
             def penalty(
                 axis: int, source: Placement, target: Placement, before: np.ndarray, _: np.ndarray
             ) -> np.ndarray:
-                return np.full(len(before), step_penalty(self.roles[axis], of_parameter, meta, source, target))
+                return np.full(len(before), step_penalty(
+                    "tensor" if expert and self.roles[axis] == "expert" else self.roles[axis],
+                    of_parameter, meta, source, target))
 
             self._made[key] = table.sum_along(penalty)
         return self._made[key]
@@ -115,12 +147,26 @@ def step_penalty(role: str, of_parameter: bool, meta: TensorMeta, source: Placem
     if meta.num_elements <= 1 or not (set(actions) if meta.requires_grad else {actions[0]}) & COLLECTIVES:
         return 0.0
     if of_parameter:
-        return 0.0 if pair in {"data": ("IR",), "shard": ("SR",), "tensor": (), "sequence": ("IR",)}[role] else 1.0
+        return 0.0 if pair in _OF_PARAMETERS[role] else 1.0
     if role == "tensor":
         return 0.0 if pair in ("IR", "PI") else 1.0
     if role == "sequence":
         return 0.0 if (pair == "SR" and source.dim == 1) or (pair == "PS" and target.dim == 1) else 1.0
+    if role in ("context", "context shard") and not meta.requires_grad:
+        return LITTLE  # labels that are shifted along the sequence, positions
     return LITTLE if pair in ("PI", "PR", "IR") else 1.0  # statistics over the batch
+
+
+def _expert_parameters(space: StrategySpace) -> frozenset[int]:
+    """Decisions of parameters whose first dim numbers experts, also through views."""
+    found: set[int] = set()
+    for use in reversed(space.uses):
+        rule = space.strategy_sets[use.target].rule
+        passes_on = (rule is not None and rule.alias) or space.decisions[use.target].kind == "shared_read"
+        numbered = rule is not None and rule.inputs[use.position][:1] == ("e",) and "e" in rule.sizes
+        if numbered or (passes_on and use.target in found):
+            found.add(use.source)
+    return frozenset(found)
 
 
 def _matrix_parameters(space: StrategySpace) -> frozenset[int]:
@@ -133,6 +179,15 @@ def _matrix_parameters(space: StrategySpace) -> frozenset[int]:
         if product or (passes_on and use.target in found):
             found.add(use.source)
     return frozenset(found)
+
+
+def by_roles(name: str, space: StrategySpace, roles: tuple[str, ...]) -> Baseline:
+    """The restriction to given roles. Raises PlanError for expert parallelism of a model without experts."""
+    made = Baseline(name, space, roles)
+    if "expert" in roles and not _expert_parameters(space):
+        raise PlanError(f"{name}: no parameter of the model is known to have a dim of experts, so no axis can be "
+                        "expert-parallel: leave out ep")
+    return made
 
 
 def baseline(name: str, space: StrategySpace) -> Baseline:

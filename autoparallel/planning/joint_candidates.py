@@ -329,9 +329,9 @@ class JointSearch:
         """Seconds (forward, backward) of the program's ops, each divided evenly into ``shards``."""
         if shards not in self._least:
             space, found, prices = self._whole, [0.0, 0.0], self._whole_prices(shards)
-            for decision, s in zip(space.decisions, space.strategy_sets, strict=True):
+            for decision in space.decisions:
                 if decision.kind == "op":
-                    count, price = self.reduced_model.stands_for.get(decision.name, 1), prices.op(s)
+                    count, price = self.reduced_model.stands_for.get(decision.name, 1), prices.op_of(decision.index)
                     found[0] += count * float(price.forward_s.min())
                     found[1] += count * float(price.backward_s.min())
             self._least[shards] = (found[0], found[1])

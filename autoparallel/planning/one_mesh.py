@@ -13,8 +13,9 @@ from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
 from autoparallel.partition import MicroBatches, Stages, Ungathered, place_cuts, stages_of, stored_sharded
-from autoparallel.planning.baselines import baseline
+from autoparallel.planning.baselines import baseline, by_roles
 from autoparallel.planning.block_summary import block_layouts
+from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.joint_candidates import First
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
@@ -22,6 +23,7 @@ from autoparallel.planning.study import TIME_LIMIT_S, Study
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer, predict
 from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed
+from autoparallel.pricing.problem import FAULT_S
 from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
@@ -67,7 +69,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     if options.recompute == "auto":
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
     clock = clock or _Clock()
-    prices = Prices(space, cluster, options.optimizer, direct=options.baseline is not None,
+    prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline or options.by_hand),
                     stages=hybrid.pipeline_ranks)
     allowed = apply_pins(space, options.pins or {})
     if options.zero_stage:
@@ -78,7 +80,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
 
     def priced(hybrid: Hybrid) -> tuple[Stages, SpacePricer]:
         stages = stages_of(space, micro.loss, hybrid)
-        counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)))
+        counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=prices.recomputing)
         return stages, SpacePricer(prices, limit, allowed, penalties, counts)
 
     if hybrid.stages > 1 and not hybrid.cuts:
@@ -95,6 +97,8 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         raise _naming_pins(error, pricer, options) from None
     clock.lap("search")
     if penalties is not None:  # the plan is priced without penalties
+        if options.by_hand is not None:
+            solution = replace(solution, stop_reason=_by_hand(options.by_hand, solution.objective))
         strategies, pricer = (
             pricer.strategies_of(solution.choice),
             SpacePricer(prices, limit, allowed, counts=pricer.counts),
@@ -106,6 +110,12 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
     return replace(make(solution, pricer.strategies_of(solution.choice)), study=study)
+
+
+def _by_hand(hand: ByHand, penalised_s: float) -> str:
+    """The reason that the evidence of a plan by hand gives; where the model does not allow its roles, how often."""
+    departures = int(penalised_s / FAULT_S + 0.5)
+    return f"by hand: {hand}" + (f"; {departures} layouts depart from its roles" if departures else "")
 
 
 def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,
@@ -185,6 +195,8 @@ def _naming_pins(error: InfeasibleError, pricer: SpacePricer, options: Options) 
 def _penalties(space: StrategySpace, options: Options) -> Penalties | None:
     if options.baseline:
         return baseline(options.baseline, space)
+    if options.by_hand is not None:
+        return by_roles("by hand", space, options.by_hand.mesh[2])
     return Ungathered(space) if options.zero_stage == 0 else None
 
 
@@ -201,6 +213,7 @@ def _plan_of(
     space = pricer.space
     judged = evaluate(problem, pricer.choice_of(strategies))
     named = f"baseline {options.baseline}" if options.baseline else "zero_stage=0" if options.zero_stage == 0 else ""
+    named = solution.stop_reason if options.by_hand is not None else named
     evidence = Evidence(
         solution.solver, judged.objective, judged.objective if named else solution.lower_bound,
         0.0 if named else solution.gap, named or solution.stop_reason,

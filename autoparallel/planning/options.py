@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,17 +28,21 @@ from autoparallel.errors import (
     shown,
 )
 from autoparallel.planning.baselines import NAMES
+from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.step_config import RECOMPUTE, REDUCE_DTYPES, SCHEDULES
 from autoparallel.search import SEARCHES, Progress
 from cost_models import Cluster
+from cost_models.accuracy import usable_bytes
 
 #: A line for each option, in the docstrings of `plan` and `compile`.
 OPTIONS = """
     search: "auto", "ilp", "recursive" or "exact".
     pins: placements by name pattern, {"*.q_proj.weight": (Replicate(), Shard(0)), "input_ids": {"data": Shard(0)}}.
     baseline: a classical plan instead of the search's own ("ddp", "fsdp", "tensor_parallel", "sequence_parallel").
-    memory_limit_bytes: of each device; None is the device's own memory, inf no limit.
+    memory_limit_bytes: of each device's tensors; None is what the device has beside context, communicators and
+        fragments, less the error of predictions (`memory_confidence`); inf no limit.
+    memory_confidence: the share of runs with such a plan that fit in a device's memory, by published runs.
     optimizer: whose state is counted in memory, for example "adamw" or "sgd".
     time_limit_s: seconds for the search; Ctrl-C ends it with the best plan so far.
     micro_batches: the batch is run in so many parts, whose gradients add up.
@@ -61,6 +65,7 @@ class Options:
     pins: Mapping[str, Any] | None = None
     baseline: str | None = None
     memory_limit_bytes: float | None = None
+    memory_confidence: float = 0.95
     optimizer: str = "adamw"
     time_limit_s: float = 60.0
     micro_batches: int | None = None
@@ -71,6 +76,7 @@ class Options:
     zero_stage: int | None = None
     reduce_dtype: str | None = None
     progress: Progress | None = None
+    by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone
 
     @property
     def stages(self) -> int:
@@ -91,9 +97,21 @@ class Options:
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
                       reduce_dtype=self.reduce_dtype, replicas=self.replicas)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether stages, schedule, recompute and ZeRO stage are left to the planner, and there are not to be several
+        micro-batches."""
+        said = (self.pipeline_stages, self.stage_replicas, self.schedule, self.recompute, self.zero_stage,
+                self.baseline, self.by_hand)
+        return self.micro_batches in (None, 1) and all(value is None for value in said)
+
     def limit_bytes(self, cluster: Cluster) -> float:
-        """The memory limit of a plan per device, in bytes."""
-        return cluster.device.usable_bytes if self.memory_limit_bytes is None else self.memory_limit_bytes
+        """The memory limit of a plan per device, in bytes; the layouts of a plan by hand do not depend on any."""
+        if self.by_hand is not None:
+            return math.inf
+        if self.memory_limit_bytes is not None:
+            return self.memory_limit_bytes
+        return usable_bytes(cluster, self.memory_confidence)
 
 
 P = ParamSpec("P")
@@ -124,7 +142,7 @@ def options_of(given: Mapping[str, Any]) -> Options:
 
     Raises PlanError that names an unknown or invalid option (SearchError for ``search``, PinError for ``pins``).
     """
-    given = {f.name: given[f.name] for f in fields(Options) if f.name in given}
+    given = {f.name: given[f.name] for f in fields(Options) if f.name in given and not f.metadata}
     for name, value in given.items():
         if value is None and getattr(Options, name) is None:
             continue
@@ -167,6 +185,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
                     lambda value: isinstance(value, Mapping) and all(isinstance(k, str) for k in value)),
     "baseline": NAMES,
     "memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more (70e9; inf: no limit)", _is_amount),
+    "memory_confidence": _Wanted("a share, from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
     "optimizer": _Wanted("a name, for example 'adamw'", lambda value: isinstance(value, str)),
     "time_limit_s": _Wanted("seconds as a number, 0 or more", _is_amount),
     "micro_batches": _COUNT,
@@ -180,6 +199,8 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
 }
 #: Keywords of only one of `plan` and `compile`, when given to the other: the owner, and what to write.
 _ELSEWHERE = {
+    "by_hand": "plan: write plan = autoparallel.plan(model, cluster, example_inputs=..., by_hand=...), then "
+               "autoparallel.compile(model, mesh, plan=plan)",
     "joint": "plan: write plan = autoparallel.plan(model, cluster, example_inputs=..., joint=True), then "
              "autoparallel.compile(model, mesh, plan=plan)",
     "mesh_shape": "plan: a mesh has its axes, as init_device_mesh(device_type, (2, 4)) makes them; for a count of "
@@ -188,6 +209,7 @@ _ELSEWHERE = {
     "mesh": "compile: give plan a cluster, and mesh_shape=(2, 4) to fix its axes",
     "inputs": "compile: plan takes the examples of the whole batch",
     "max_forms": "compile, whose module keeps programs",
+    "backend": "compile: a plan is for any of them",
     "check_inputs": "compile, whose module compares what its ranks are called with",
     "plan": "compile, which runs it: autoparallel.compile(model, mesh, plan=plan)",
 }

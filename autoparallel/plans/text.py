@@ -12,7 +12,7 @@ from rich.text import Text
 
 from autoparallel.errors import printable
 from autoparallel.plans.answers import Choice, Sensitivity
-from autoparallel.plans.plan import Plan
+from autoparallel.plans.plan import Plan, Prediction
 from autoparallel.schedule.step_config import Hybrid
 
 MOST_LINES = 40
@@ -49,17 +49,17 @@ def print_report(plan: Plan, console: ReportConsole) -> None:
     table.add_column("part")
     table.add_column("time", justify="right")
     table.add_column("share", justify="right")
-    for part, seconds in (
-        ("forward compute", p.forward_s), ("backward compute", p.backward_s), ("optimizer", p.optimizer_s),
-        ("forward communication", p.forward_communication_s), ("backward communication", p.backward_communication_s),
-        *([("waiting in the pipeline", p.waiting_s)] if p.waiting_s else []),
-        *([("overlapped with compute", -p.hidden_s)] if p.hidden_s else []),
-        ("whole step", p.step_s),
-    ):
+    for part, seconds in _parts(p):
+        if not seconds and part in ("waiting in the pipeline", "overlapped with compute", "framework, once a step"):
+            continue
         table.add_row(part, seconds_str(seconds), f"{seconds / p.step_s:.1%}" if p.step_s else "-")
     console.print(table)
+    if p.p90:
+        console.print(f"half of such predictions are within {p.p50:.0%} of the measured step, nine in ten within "
+                      f"{p.p90:.0%}: {p.basis}")
     console.print(f"memory per rank: {bytes_str(p.state_bytes)} parameters, gradients and optimizer state + "
                   f"{bytes_str(p.activation_bytes)} activations; peak {bytes_str(p.peak_bytes)}"
+                  + (f" of {bytes_str(p.limit_bytes)} that tensors may take" if p.limit_bytes else "")
                   + (f"; {bytes_str(p.host_bytes)} in the host's memory" if p.host_bytes else ""))
     console.print(_collectives(plan))
     console.print("strategies and layouts have an entry per mesh axis: S(d) a shard of dim d, R and I replicated "
@@ -75,6 +75,34 @@ def print_report(plan: Plan, console: ReportConsole) -> None:
                       f"communication): at most {1 - evidence.step_bound_s / p.step_s:.0%} less than this plan's")
     phases = {k: v for k, v in evidence.seconds.items() if not k.startswith("search:")}
     console.print("planning: " + ", ".join(f"{k} {v:.2f} s" for k, v in phases.items()))
+
+
+def comparison(ours: Plan, theirs: Plan, name: str) -> Table:
+    """Two plans side by side, part by part; parts on which they differ most have the difference."""
+    table = Table(title=f"beside the plan by hand {name}", title_justify="left")
+    for column in ("part", "ours", "by hand", "difference"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    for (part, a), (_, b) in zip(_parts(ours.prediction), _parts(theirs.prediction), strict=True):
+        if a or b:
+            table.add_row(part, seconds_str(a), seconds_str(b), seconds_str(b - a) if abs(b - a) > 1e-6 else "")
+    for part, a, b in (("peak memory", ours.prediction.peak_bytes, theirs.prediction.peak_bytes),):
+        table.add_row(part, bytes_str(a), bytes_str(b), "")
+    table.add_row("layout", _axes(ours), _axes(theirs), "")
+    return table
+
+
+def _parts(p: Prediction) -> list[tuple[str, float]]:
+    return [("forward compute", p.forward_s), ("backward compute", p.backward_s), ("optimizer", p.optimizer_s),
+            ("forward communication", p.forward_communication_s),
+            ("backward communication", p.backward_communication_s), ("waiting in the pipeline", p.waiting_s),
+            ("overlapped with compute", -p.hidden_s), ("framework, once a step", p.fixed_s), ("whole step", p.step_s)]
+
+
+def _axes(plan: Plan) -> str:
+    mesh = " x ".join(f"{name}={n}" for name, n in zip(plan.axis_names, plan.mesh_shape, strict=True))
+    h = plan.hybrid
+    stages = f"{h.stages} stages, " if h.stages > 1 else ""
+    return f"{mesh}; {stages}{h.micro_batches} micro-batches, ZeRO {h.zero_stage}, recompute {h.recompute}"
 
 
 def _hybrid(h: Hybrid) -> str:

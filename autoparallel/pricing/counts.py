@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from autoparallel.capture import TensorMeta
-from autoparallel.capture.blocks import block_path
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
@@ -51,11 +50,22 @@ class LiveIntervals(NamedTuple):
         self.intervals[which, 0], self.intervals[which, 1], self.copies[which] = starts, ends, copies
 
 
+class Recomputing(NamedTuple):
+    """How software recomputes: whether a block's recompute ends where backward has all it needs (torch's early stop),
+    and whether "selective" runs the core of attention again and nothing else (Megatron), or all but products,
+    attention and convolutions."""
+
+    early_stop: bool = True
+    core_only: bool = False
+
+
 class Summing(NamedTuple):
-    """How gradients of parameters are summed over ranks: in buckets or not, in a dtype of ``scale`` times the bytes."""
+    """How gradients of parameters are summed over ranks: in buckets or not, in a dtype of ``scale`` times the bytes.
+    ``of_parameter``: the value is a trainable parameter, which software may gather block by block."""
 
     in_buckets: bool = False
     scale: float = 1.0
+    of_parameter: bool = False
 
 
 #: One collective per gradient, in its own dtype.
@@ -76,12 +86,14 @@ class ExecutionCounts:
     ``stages_of``: by decision, the stages that run it, in order (several for tied parameters and side computations; the
     default is one stage). In a reduced-depth model (`planning.reduced_model`) a decision counts for ``multiplicities``
     decisions, and one rank holds ``held`` times the values that a decision of the first stage has in a step.
+    ``recomputing``: how the software recomputes.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,
                  stages_of: Sequence[tuple[int, ...]] | None = None, training: bool = True,
-                 multiplicities: Sequence[int] | None = None, held: Sequence[float] | None = None) -> None:
-        self.space, self.hybrid = space, hybrid or Hybrid()
+                 multiplicities: Sequence[int] | None = None, held: Sequence[float] | None = None,
+                 recomputing: Recomputing | None = None) -> None:
+        self.space, self.hybrid, self.recomputing = space, hybrid or Hybrid(), recomputing or Recomputing()
         self.multiplicities, self.held = multiplicities or [1] * len(space), held or [1] * len(space)
         self.one_for_all, self._num_decisions = held is not None, len(space)
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
@@ -146,11 +158,7 @@ class ExecutionCounts:
         return self._start(stage), self._start(stage) + 2 * self._num_decisions + 1
 
     def _block(self, index: int) -> tuple[int, str] | None:
-        decision = self.space.decisions[index]
-        if decision.kind not in ("op", "shared_read"):
-            return None
-        node = decision.node if decision.ref is None else decision.ref.node
-        path = block_path(self.space.graph.nodes[node].module_path)
+        path = self.space.blocks[index]
         return (self.stages_of[index][0], path) if path and self.hybrid.recomputed(path) else None
 
     def _block_inputs(self) -> frozenset[Value]:
@@ -187,6 +195,8 @@ class ExecutionCounts:
         if self.block_of[index] is None or self.hybrid.recompute == "offload":
             return False
         rule = self.space.strategy_sets[index].rule
+        if self.hybrid.recompute == "selective" and self.recomputing.core_only:
+            return rule is not None and rule.op_class == "attention"
         return self.hybrid.recompute == "full" or rule is None or rule.op_class not in KEPT_CLASSES
 
     def _away(self, index: int) -> bool:
@@ -237,7 +247,7 @@ class ExecutionCounts:
         """By block, the decision before which its recompute stops: the last op that saves an input, or after the last
         op that saves its result (torch's early stop); the end of the block with zero bubble, whose backward has two
         parts."""
-        if self.hybrid.schedule == "zero_bubble" and self.hybrid.stages > 1:
+        if not self.recomputing.early_stop or (self.hybrid.schedule == "zero_bubble" and self.hybrid.stages > 1):
             return {block: end + 1 for block, end in self.block_end.items()}
         found = dict.fromkeys(self.block_end, 0)
         for index, (block, s) in enumerate(zip(self.block_of, self.space.strategy_sets, strict=True)):
@@ -278,7 +288,7 @@ class ExecutionCounts:
             return ALONE
         dtype = self.hybrid.sum_dtype or use.meta.dtype
         once = self.hybrid.is_plain or self.hybrid.zero_stage < 2
-        return Summing(once, dtype.itemsize / use.meta.dtype.itemsize)
+        return Summing(once, dtype.itemsize / use.meta.dtype.itemsize, True)
 
     def _trainable(self, meta: TensorMeta) -> bool:
         return meta.requires_grad and bool(self.kept)

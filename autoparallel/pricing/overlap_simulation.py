@@ -34,7 +34,7 @@ def least_exposed(pricer: SpacePricer) -> tuple[float, float]:
     """The smallest exposed fractions of the seconds of (parameter gathers, gradient reductions): 1 where nothing
     overlaps with compute, else the slowdown of both while they overlap, at least `LEAST_SHARE`."""
     hybrid = pricer.counts.hybrid
-    share = max(LEAST_SHARE, pricer.prices.cluster.device.overlap_slowdown - 1.0)
+    share = max(LEAST_SHARE, pricer.prices.device.overlap_slowdown - 1.0)
     if not _hides(pricer) or hybrid.stages > 1:  # the last micro-batch of a pipeline hides little
         return 1.0, 1.0
     return share if _equivalent(hybrid) else 1.0, share
@@ -44,7 +44,7 @@ def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequen
     """Seconds saved by overlap on one rank of these stages."""
     if not _hides(pricer):
         return 0.0
-    slowdown = pricer.prices.cluster.device.overlap_slowdown
+    slowdown = pricer.prices.device.overlap_slowdown
     return pricer.once(("hidden", tuple(strategies), tuple(stages)),
                        lambda: _Plan(pricer, strategies, stages).step().hidden_s(slowdown))
 
@@ -171,7 +171,7 @@ class _Plan:
     def _reads(self, first: Sequence[int]) -> tuple[list[Read], list[int]]:
         """The parameter reads, as `lower.overlap_pass.reads_of` finds them in the program, without the ``first`` steps
         of each move; and the numbers of the last read before each op."""
-        place, looks = self._places(first), dict[int, list[tuple[str, str, str, float]]]()
+        place, looks = self._places(first), dict[int, list[Read]]()
         found, by_ops = list[Read](), list[int]()
         passed: dict[int, int | None] = {}  # by shared read, the last step on the path to it
         for (use, path, kind), before in zip(self.moves, first, strict=True):
@@ -180,7 +180,8 @@ class _Plan:
                 if kind not in looks:
                     looks[kind] = [self._look(use, step) for step in path]
                 for look in looks[kind][before:]:
-                    found.append(Read(last, *look, place(use.target)))
+                    where, block = place(use.target), self.space.blocks[use.target]
+                    found.append(look._replace(after=last, place=where, block=block))
                     last = len(found) - 1
                 if self.space.decisions[use.target].kind == "shared_read":
                     passed[use.target] = last
@@ -188,12 +189,13 @@ class _Plan:
                     by_ops.append(last)
         return found, by_ops
 
-    def _look(self, use: TensorUse, priced: PricedStep) -> tuple[str, str, str, float]:
-        """Kind, axis, dtype and bytes of a step, for `Read`."""
+    def _look(self, use: TensorUse, priced: PricedStep) -> Read:
+        """A step as `Read` describes it, but for its place and what is before it."""
         step, _, elements = priced
         kind = kind_of(step.forward, step.backward, use.meta.requires_grad)
         num_bytes = float(elements * use.meta.dtype.itemsize) if kind else 0.0
-        return kind, self.space.axis_names[step.axis], str(use.meta.dtype), num_bytes
+        return Read(None, kind, self.space.axis_names[step.axis], str(use.meta.dtype), num_bytes, TOP, None,
+                    step.backward)
 
     def _places(self, first: Sequence[int]) -> Callable[[int], int]:
         """The program point at which each decision needs its parameters (`async_windows.places`)."""
@@ -288,7 +290,9 @@ class _Plan:
     def _read(self, step: _Step, place: int, pending: _Pending) -> None:
         for begins, pair in self.windows.events.get(place, ()):
             if begins:
-                pending[pair] = [step.issue(*timed.forward) for timed in self._of(pair) if timed.forward[0]]
+                steps = self._of(pair)  # one all_gather for the bucket
+                seconds = sum(timed.forward[0] for timed in steps)
+                pending[pair] = [step.issue(seconds, steps[0].forward[1])] if seconds else []
             else:
                 step.wait(pending.pop(pair))
         for timed in self.waited.get(place, ()):
@@ -299,7 +303,7 @@ class _Plan:
         """Gathers whose results ops read, by the decision whose backward requests them: their last reader, or the last
         decision of the reader's block."""
         found = defaultdict[int, list[int]](list)
-        for number in (pair.steps[0] for pair in self.windows.gathered):
+        for number in (n for pair in self.windows.gathered for n in pair.steps):
             if number in self.read_by_ops:
                 target = self.parameter_steps[number].target
                 block = self.counts.block_of[target]
@@ -402,39 +406,60 @@ class _Plan:
 
 
 class _Again:
-    """The gathers of ZeRO-3's backward, as `kernels.regather` runs them."""
+    """The gathers of ZeRO-3's backward, as `kernels.regather` runs them: of a bucket, those parameters that backward
+    reads."""
 
     def __init__(self, step: _Step, plan: _Plan) -> None:
         self.step, self.plan = step, plan
-        gathers = [n for pair in plan.windows.gathered if plan.parameter_steps[n := pair.steps[0]].again_s]
-        self.still, self.pending, self.left = set(gathers), dict[int, int](), set(gathers) & plan.read_by_ops
-        self.paths = {n: plan.windows.gather_stages(n) for n in gathers if n in self.left}
-        self.to_ask = ToAsk[int](self.left.__contains__)
-        for number in self.paths:
-            self.to_ask.add(number, plan.reads[number].place, plan.reads[number].num_bytes)
+        self.bucket_of = {n: pair for pair in plan.windows.gathered for n in pair.steps}
+        self.numbers = {pair: [n for n in pair.steps if plan.parameter_steps[n].again_s]
+                        for pair in plan.windows.gathered}
+        self.still = {pair for pair, numbers in self.numbers.items() if numbers}
+        self.pending = dict[Pair, int]()
+        self.left = {pair for pair in self.still if any(n in plan.read_by_ops for n in self.numbers[pair])}
+        self.paths = {pair: self._stages(pair) for pair in plan.windows.gathered if pair in self.left}
+        self.to_ask = ToAsk[Pair](self.left.__contains__, self._num_bytes)
+        for pair in self.paths:
+            self.to_ask.add(pair, max(plan.reads[n].place for n in pair.steps))
         self.most_gather_stages = max(map(len, self.paths.values()), default=0)
+
+    def _stages(self, pair: Pair) -> list[list[Pair]]:
+        """The buckets on the paths to this one, the last first."""
+        paths = (self.plan.windows.gather_stages(n) for n in self.numbers[pair])
+        return [list(dict.fromkeys(self.bucket_of[n] for n in stage if n is not None))
+                for stage in itertools.zip_longest(*paths)]
+
+    def _num_bytes(self, pair: Pair) -> float:
+        return sum(self.plan.reads[n].num_bytes for n in self.numbers[pair])
 
     def read(self, index: int) -> None:
         """Launch the gathers that backward of a decision requests or prefetches, and await those that it requests."""
-        for asked in self.plan.asked.get(index, ()):
+        asked = (n for n in self.plan.asked.get(index, ()) if self.plan.parameter_steps[n].again_s)
+        for pair in dict.fromkeys(self.bucket_of[n] for n in asked):
+            if pair not in self.left:
+                continue
             for gather_stage in range(self.most_gather_stages):
-                for number in self.to_ask.at(self.plan.reads[asked].place, gather_stage):
-                    path = self.paths[number]
-                    if len(path) > gather_stage and not any(n in self.pending for n in path[:gather_stage]):
+                for other in self.to_ask.at(max(self.plan.reads[n].place for n in pair.steps), gather_stage):
+                    path = self.paths[other]
+                    nearer = (one for stage in path[:gather_stage] for one in stage)
+                    if len(path) > gather_stage and not any(one in self.pending for one in nearer):
                         self._issue(path[gather_stage:])
-            self.left.discard(asked)
-            self._wait(asked)
+            self.left.discard(pair)
+            self._wait(pair)
 
-    def _issue(self, path: Sequence[int]) -> None:
-        """Launch the gather ``path[0]``; those before it on its path (last first) are launched and awaited."""
-        if path[0] in self.still:
-            self.still.remove(path[0])
+    def _issue(self, path: Sequence[Sequence[Pair]]) -> None:
+        """Launch the gathers ``path[0]``; those before them on their paths (last first) are launched and awaited."""
+        for pair in path[0]:
+            if pair not in self.still:
+                continue
+            self.still.remove(pair)
             if path[1:]:
                 self._issue(path[1:])
-                self._wait(path[1])
-            again = self.plan.parameter_steps[path[0]]
-            self.pending[path[0]] = self.step.issue(again.again_s, again.forward[1])
+                for earlier in path[1]:
+                    self._wait(earlier)
+            again = [self.plan.parameter_steps[n] for n in self.numbers[pair]]
+            self.pending[pair] = self.step.issue(sum(one.again_s for one in again), again[0].forward[1])
 
-    def _wait(self, number: int) -> None:
-        if (task := self.pending.pop(number, None)) is not None:
+    def _wait(self, pair: Pair) -> None:
+        if (task := self.pending.pop(pair, None)) is not None:
             self.step.wait([task])

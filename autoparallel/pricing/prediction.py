@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,16 +18,21 @@ from autoparallel.pricing.unit_costs import Inside, Prices
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
 from cost_models import collectives
+from cost_models.accuracy import error_bar
 from cost_models.pipeline import pipeline_s
+from cost_models.profile import Profile
 
 #: (kind of collective, axis, direction) -> [count, bytes, seconds].
 Found = dict[tuple[str, str, str], list[float]]
+#: By cut: bytes of one micro-batch that a rank sends in one direction, and of its part of values that several have.
+Sends = Sequence[tuple[float, float]]
 
 
 @dataclass
 class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``once``: the seconds that do not
-    depend on the number of micro-batches."""
+    depend on the number of micro-batches. ``activations_s``: communication of activations, which is in the others
+    too."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -34,6 +40,7 @@ class _Parts:
     forward_communication: float = 0.0
     backward_communication: float = 0.0
     once: float = 0.0
+    activations_s: float = 0.0
     state_bytes: float = 0.0
     live_bytes: float = 0.0
     host_bytes: float = 0.0
@@ -45,12 +52,16 @@ class _Parts:
         return (self.forward + self.backward + self.optimizer + self.forward_communication
                 + self.backward_communication)
 
+    def beside_s(self, profile: Profile | None) -> float:
+        """Communication of activations that the software runs beside compute."""
+        return profile.hide_tensor * min(self.activations_s, self.forward + self.backward) if profile else 0.0
+
 
 def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], peak_bytes: float,
-            sends: Sequence[float] = ()) -> Prediction:
+            sends: Sends = ()) -> Prediction:
     """The predicted seconds and bytes of a plan with ``strategies``.
 
-    ``sends``: bytes of one micro-batch over each cut, in one direction. Without a pipeline the parts sum to the
+    ``sends``: what goes over each cut. Without a pipeline the parts sum to the
     search's objective. With one they are means over the ranks, and ``waiting_s`` is the rest of the schedule's step
     time. In both cases ``hidden_s`` is the time saved by overlap.
     """
@@ -65,12 +76,13 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     by_rank = [_together([stages[stage] for stage in hybrid.stages_of(rank)]) for rank in range(ranks)]
     fullest = max(by_rank, key=lambda s: s.live_bytes)
     mean = _together(by_rank)
-    step, hidden = mean.total, 0.0
+    step, profile = mean.total, pricer.prices.cluster.profile
     if hybrid.stages > 1:
         step = _pipelined_s(pricer, stages, sends)
         hidden = step - _pipelined_s(pricer, stages, sends, strategies)
     else:
-        hidden = hidden_s(pricer, strategies)
+        hidden = _hidden_s(pricer, strategies) + mean.beside_s(profile)
+    bar = error_bar(profile)
     return Prediction(
         forward_s=mean.forward / ranks,
         backward_s=mean.backward / ranks,
@@ -86,10 +98,32 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         host_bytes=max(s.host_bytes for s in by_rank),
         waiting_s=max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0,
         hidden_s=hidden,
+        fixed_s=_fixed_s(pricer),
+        p50=bar.p50,
+        p90=bar.p90,
+        basis=bar.basis,
+        limit_bytes=pricer.limit_bytes if math.isfinite(pricer.limit_bytes) else 0.0,
     )
 
 
-def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sequence[float]) -> float:
+def _fixed_s(pricer: SpacePricer) -> float:
+    """Seconds of a step, and of its micro-batches on each stage, that no op takes."""
+    cluster, hybrid = pricer.prices.cluster, pricer.counts.hybrid
+    profile = cluster.profile
+    if profile is None or not pricer.prices.training:
+        return cluster.correction.fixed_s
+    filling = (hybrid.pipeline_ranks - 1) / _virtual(hybrid) if hybrid.stages > 1 else 0.0
+    return cluster.correction.fixed_s + profile.step_s + profile.micro_s * (hybrid.micro_batches + filling)
+
+
+def _hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> float:
+    """Seconds of parameters' communication that overlaps with compute: as this project's programs do it, less where
+    the software does it less."""
+    profile = pricer.prices.cluster.profile
+    return hidden_s(pricer, strategies, stages) * (1.0 if profile is None else profile.hide_data)
+
+
+def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sends) -> float:
     """Seconds of a pipelined step without overlap, as in `predict`; memory is not checked."""
     stages = [_Parts() for _ in range(pricer.counts.hybrid.stages)]
     _add_decisions(pricer, strategies, stages, {})
@@ -102,8 +136,8 @@ def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     hybrid, stage = pricer.counts.hybrid, _Parts()
     _add_decisions(pricer, strategies, [stage], {})
     _add_uses(pricer, strategies, [stage], {})
-    once = (stage.once - hidden_s(pricer, strategies)) * max(hybrid.groups) / hybrid.pipeline_ranks
-    return equal_stages_s(hybrid, stage.total - stage.once) + once
+    once = (stage.once - _hidden_s(pricer, strategies)) * max(hybrid.groups) / hybrid.pipeline_ranks
+    return equal_stages_s(hybrid, stage.total - stage.once) + once + _fixed_s(pricer)
 
 
 def decision_seconds(prices: Prices, hybrid: Hybrid, strategies: Sequence[Strategy]) -> np.ndarray:
@@ -135,12 +169,13 @@ def _virtual(hybrid: Hybrid) -> int:
 def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
+                 "activations_s",
                  "state_bytes", "live_bytes", "host_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     return made
 
 
-def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[float],
+def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
                  strategies: Sequence[Strategy] | None = None) -> float:
     """Seconds of a step under the schedule: the pipelined micro-batches, then the work done once per step, less the
     overlap (if ``strategies`` are given).
@@ -149,14 +184,23 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sequence[
     """
     hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
     groups, network = hybrid.groups, cluster.group((hybrid.pipeline_ranks, *pricer.space.mesh_shape), 0)
-    passed = [float(collectives.send_recv_s(b, network)) for b in sends] or [0.0] * (hybrid.stages - 1)
-    micro_batch_s = [(s.total - s.once) / hybrid.micro_batches_on(number) + before + after
+    scatters = cluster.profile is not None and cluster.profile.scatter_sends > 0
+    passed = [float(collectives.send_recv_s(part if scatters else sent, network))
+              + (_regathered_s(pricer, sent, part) if scatters else 0.0) for sent, part in sends]
+    passed = passed or [0.0] * (hybrid.stages - 1)
+    profile = cluster.profile if strategies is not None else None
+    micro_batch_s = [(s.total - s.once - s.beside_s(profile)) / hybrid.micro_batches_on(number) + before + after
             for number, (s, before, after) in enumerate(zip(stages, [0.0, *passed], [*passed, 0.0], strict=True))]
     of_group = [sum(micro_batch_s[g :: len(groups)]) for g in range(len(groups))]
     of_rank = [range(g, len(stages), len(groups)) for g in range(len(groups))]
-    hidden = [hidden_s(pricer, strategies, rank) if strategies is not None else 0.0 for rank in of_rank]
+    hidden = [_hidden_s(pricer, strategies, rank) if strategies is not None else 0.0 for rank in of_rank]
     once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
     return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
+
+
+def _regathered_s(pricer: SpacePricer, whole: float, part: float) -> float:
+    """Seconds in which ranks that each received a part gather the whole, along the innermost axis."""
+    return float(collectives.all_gather_s(whole, pricer.prices.groups[-1])) if whole > 1.5 * part else 0.0
 
 
 def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[_Parts], found: Found) -> None:
@@ -180,11 +224,11 @@ def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: 
 
 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:
-    seconds, strategy_set = pricer.op_s(index, number, place), pricer.space.strategy_sets[index]
+    seconds = pricer.op_s(index, number, place)
     stage.forward += count * (seconds.forward + seconds.again)
     stage.backward += count * seconds.backward
     forward, backward = pricer.counts.op_times(index, place)
-    for exchanged in pricer.prices.op(strategy_set).inside:
+    for exchanged in pricer.prices.op_of(index).inside:
         _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)
 
 
@@ -297,5 +341,7 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
             _count_use(found, (kind, axis, direction), count * n * stage.ranks, num_bytes, s)
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
             setattr(stage, name, getattr(stage, name) + count * n * s)
+            if kind in COLLECTIVES and not counts.of_parameter[use.source]:
+                stage.activations_s += count * n * s
             if counts.of_parameter[use.source] and n == counts.multiplicities[use.target]:
                 stage.once += count * s

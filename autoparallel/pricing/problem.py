@@ -14,7 +14,8 @@ import numpy as np
 from autoparallel.capture import TensorMeta
 from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.counts import Buffer, ExecutionCounts
-from autoparallel.pricing.unit_costs import PricedStep, Prices, dtype_name
+from autoparallel.pricing.op_costs import dtype_name, share_of_work
+from autoparallel.pricing.unit_costs import PricedStep, Prices
 from autoparallel.search.model.interned import firsts, paired
 from autoparallel.search.model.problem import Edge, Node, Problem, Repeats, unchecked
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace, TensorUse
@@ -197,7 +198,8 @@ class SpacePricer:
         """A node; different classes may share costs or usages."""
         decision, s = self.space.decisions[index], self.space.strategy_sets[index]
         times, shared = self.counts.op_times(index), self.counts.ranks_with(index)
-        key = (id(s), pick, decision.kind, int(self.readers[index]) if decision.kind == "shared_read" else 0)
+        key = (id(s), pick, decision.kind, int(self.readers[index]) if decision.kind == "shared_read" else 0,
+               self.prices.chains[index])
         costs = self.once(("cost", *key, times, self.counts.offloads(index), shared),
                           lambda: self._decision_s(index, times)[numbers])
         usages = self.once(("usage", *key, copies), lambda: self.decision_bytes(index)[numbers] * copies)
@@ -208,7 +210,7 @@ class SpacePricer:
         """Seconds of a decision per step, run ``times`` (forward, backward), by strategy."""
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         if kind == "op":
-            price, moved = self.prices.op(s), self.offload_s(index)
+            price, moved = self.prices.op_of(index), self.offload_s(index)
             return times[0] * price.forward_s + times[1] * price.backward_s + moved[0] + moved[1]
         if kind == "shared_read":
             return times[1] * self.shared_read_s(index)
@@ -225,12 +227,12 @@ class SpacePricer:
         )
 
         def first() -> OpSeconds:
-            price, (there, back) = self.prices.op(s), self.offload_s(index)
+            price, (there, back) = self.prices.op_of(index), self.offload_s(index)
             once, again, backward = float(price.forward_s[number]), times[0] - times[1], float(price.backward_s[number])
             return OpSeconds(times[1] * once + float(there[number]), again * once,
                              times[1] * backward + float(back[number]))
 
-        return self.once(("op", id(s), number, times, moves), first)
+        return self.once(("op", id(s), self.prices.chains[index], number, times, moves), first)
 
     def parameter_s(self, index: int) -> np.ndarray:
         """Seconds of a parameter's optimizer update, by strategy."""
@@ -254,7 +256,7 @@ class SpacePricer:
     def shared_read_s(self, index: int) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""
         s, readers = self.space.strategy_sets[index], int(self.readers[index])
-        return self.once(("shared_read", id(s), readers), lambda: self.prices.sum_s(s, readers))
+        return self.once(("shared_read", id(s), readers), lambda: self.prices.costs.sum_s(s, readers))
 
     def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds per step of moving an op's results (to the host, back for backward), by strategy."""
@@ -293,7 +295,7 @@ class SpacePricer:
                 meta = s.input_metas[i]
                 total = total + size / meta.dtype.itemsize * self.prices.local_bytes(meta, s.inputs[i])
             if s.rule.work_bytes:
-                total = total + s.rule.work_bytes * self.prices.share_of_work(s)
+                total = total + s.rule.work_bytes * share_of_work(s)
         return total
 
     def _sums_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
@@ -415,6 +417,8 @@ class SpacePricer:
         facts: list[Sequence[Any] | np.ndarray] = [_numbered(map(id, self.space.strategy_sets)), self.readers,
                                                    counts.of_parameter]
         facts += [fact for fact in (counts.multiplicities, counts.held) if len(set(fact)) > 1]  # of a reduced model
+        if any(self.prices.chains):
+            facts.append(_numbered(self.prices.chains))
         if not counts.in_one:
             facts.append(_numbered(counts.stages_of))
         if counts.hybrid.recompute != "none":
@@ -469,7 +473,7 @@ class SpacePricer:
             held = np.broadcast_to(self.prices.local_bytes(use.meta, rows)[:, None], (len(rows), len(columns)))
         else:  # gradients of gathered parameters
             held = np.broadcast_to(self.prices.local_bytes(use.meta, columns)[None], (len(rows), len(columns)))
-        device, apart = self.prices.cluster.device, self.counts.accumulator_bytes(use.meta) / use.meta.dtype.itemsize
+        device, apart = self.prices.device, self.counts.accumulator_bytes(use.meta) / use.meta.dtype.itemsize
         moved = (1 + 2 * apart if apart else 3) * held
         return self.counts.sums(use) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(use.meta), device)
 

@@ -7,18 +7,22 @@ to price a model hardly grows with its depth.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from autoparallel.capture import TensorMeta
+from autoparallel.capture.blocks import block_path
 from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.pricing.counts import ALONE, Summing
-from autoparallel.rules.rule import Dims, Exchange, Rule
+from autoparallel.pricing.chains import InChain, chains_of
+from autoparallel.pricing.counts import ALONE, Recomputing, Summing
+from autoparallel.pricing.op_costs import costs_of, dtype_name
+from autoparallel.rules.rule import Exchange
 from autoparallel.schedule.async_windows import BUCKET_BYTES
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
 from cost_models import Cluster, Group, collectives, compute, memory
@@ -74,13 +78,21 @@ class Prices:
                  direct: bool = False, stages: int = 1, spread: int = 1) -> None:
         self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
         self.direct, self.spread = direct, spread
+        self.device = cluster.working_device
+        self.costs = costs_of(space.spaces, cluster, training, spread)
         mesh_shape = (stages, *space.mesh_shape)
         self.groups = [cluster.group(mesh_shape, axis) for axis in range(1, len(mesh_shape))]
-        self._machine = (repr((self.groups, cluster.device)), mesh_shape, direct, training)
+        self._machine = (repr((self.groups, self.device)), mesh_shape, direct, training)
         self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
         self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
         self._steps: dict[tuple[Any, ...], list[PricedStep]] = {}
-        self._ops: dict[int, OpPrice] = {}
+        self._ops: dict[tuple[int, InChain | None], OpPrice] = {}
+
+    @property
+    def recomputing(self) -> Recomputing:
+        """How the software recomputes."""
+        profile = self.cluster.profile
+        return Recomputing(profile.early_stop > 0, profile.core_only > 0) if profile else Recomputing()
 
     # --- redistribution -----------------------------------------------------------------------------------------
 
@@ -111,7 +123,7 @@ class Prices:
         self, action: str, axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
     ) -> np.ndarray:
         """Seconds of one action on a mesh axis; ``before`` and ``after``: local bytes (arrays)."""
-        group, device = self.groups[axis], self.cluster.device
+        group, device = self.groups[axis], self.device
         match action:
             case "none":
                 return np.zeros_like(before)
@@ -133,9 +145,36 @@ class Prices:
         """Seconds of a gradient of ``num_bytes`` in a bucket: its share of the all-reduce and of the copy into the
         bucket."""
         whole = collectives.all_reduce_s(BUCKET_BYTES, group)
-        whole = whole + collectives.copy_s(BUCKET_BYTES, self.cluster.device)
+        whole = whole + collectives.copy_s(BUCKET_BYTES, self.device)
         alone = collectives.all_reduce_s(num_bytes, group)
         return np.where(num_bytes < BUCKET_BYTES, np.minimum(alone, num_bytes / BUCKET_BYTES * whole), alone)
+
+    @cached_property
+    def block_bytes(self) -> float:
+        """Bytes of the parameters of a block, which FSDP gathers, and whose gradients it scatters, as one; 0: each
+        parameter by itself."""
+        profile, blocks = self.cluster.profile, defaultdict[str, float](float)
+        if profile is None or not profile.by_block:
+            return 0.0
+        for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True):
+            if decision.kind == "parameter" and (path := block_path(decision.path.rpartition(".")[0])):
+                blocks[path] += s.output_metas[0].num_bytes
+        return sum(blocks.values()) / len(blocks) if blocks else BUCKET_BYTES
+
+    def _in_block_s(self, summing: Summing, axis: int, action: str, num_bytes: np.ndarray) -> np.ndarray:
+        """How much less a parameter's gather or reduce-scatter takes as a share of its block's."""
+        if not (summing.of_parameter and self.block_bytes and action in ("all_gather", "reduce_scatter")):
+            return np.zeros_like(num_bytes)
+        one_way = collectives.all_gather_s if action == "all_gather" else collectives.reduce_scatter_s
+        alone, whole = one_way(num_bytes, self.groups[axis]), one_way(self.block_bytes, self.groups[axis])
+        return np.asarray(np.minimum(num_bytes / self.block_bytes * whole - alone, 0.0))
+
+    def _forward_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
+                   after: np.ndarray) -> np.ndarray:
+        """Forward seconds of a step from ``source`` to ``target`` under ``summing``."""
+        action = ACTIONS[source.kind, target.kind][0]
+        return (self.action_s(action, axis, source, target, before, after)
+                + self._in_block_s(summing, axis, action, after))
 
     def summed_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
                  after: np.ndarray) -> np.ndarray:
@@ -147,9 +186,10 @@ class Prices:
             seconds = self.bucket_s(self.groups[axis], scale * after)
         else:
             seconds = self.action_s(backward, axis, target, source, scale * after, scale * before)
+            seconds = seconds + self._in_block_s(summing, axis, backward, scale * after)
         if scale == 1.0:
             return seconds
-        return seconds + collectives.copy_s((1 + scale) / 2 * (after + before), self.cluster.device)
+        return seconds + collectives.copy_s((1 + scale) / 2 * (after + before), self.device)
 
     def steps(self, meta: TensorMeta, source: Layout, target: Layout, summing: Summing = ALONE) -> list[PricedStep]:
         """The priced steps from layout to layout, memoised."""
@@ -169,7 +209,7 @@ class Prices:
         before, after = (
             np.array([space.local_elements[space.index(x)] * meta.dtype.itemsize]) for x in (step.before, step.after)
         )
-        forward = self.action_s(step.forward, step.axis, step.source, step.target, before, after)
+        forward = self._forward_s(summing, step.axis, step.source, step.target, before, after)
         if not (meta.requires_grad and self.training):
             return float(forward[0]), 0.0
         backward = self.summed_s(summing, step.axis, step.source, step.target, before, after)
@@ -183,6 +223,8 @@ class Prices:
         seconds = self._seconds(use.meta, times)
         if summing != ALONE:
             seconds = seconds + times[1] * self._more_by(use.meta, summing)
+            if self.block_bytes and summing.of_parameter:
+                seconds = seconds + times[0] * self._more_forward(use.meta, summing)
         return seconds[np.ix_(rows, columns)]
 
     def _more_by(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
@@ -193,6 +235,18 @@ class Prices:
             def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
                 return (self.summed_s(summing, axis, source, target, before, after)
                         - self.summed_s(ALONE, axis, source, target, before, after))
+
+            more = self.table(meta).sum_along(cost)
+            self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
+        return self._weighted[key]
+
+    def _more_forward(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
+        """As `_more_by`, for forward."""
+        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward", summing)
+        if key not in self._weighted:
+
+            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
+                return self._in_block_s(summing, axis, ACTIONS[source.kind, target.kind][0], after)
 
             more = self.table(meta).sum_along(cost)
             self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
@@ -240,18 +294,28 @@ class Prices:
 
     # --- ops ----------------------------------------------------------------------------------------------------
 
-    def op(self, strategy_set: StrategySet) -> OpPrice:
-        """The unit costs of an op, memoised."""
-        key = id(strategy_set)
+    def op(self, strategy_set: StrategySet, chain: InChain | None = None) -> OpPrice:
+        """The unit costs of an op, memoised; ``chain``: its part in a chain of fused ops."""
+        key = (id(strategy_set), chain)
         if key not in self._ops:
-            self._ops[key] = self._price_op(strategy_set)
+            self._ops[key] = self._price_op(strategy_set, chain)
         return self._ops[key]
+
+    def op_of(self, index: int) -> OpPrice:
+        """The unit costs of the op of a decision."""
+        return self.op(self.space.strategy_sets[index], self.chains[index])
+
+    @cached_property
+    def chains(self) -> Sequence[InChain | None]:
+        """By decision: the op's part in a chain that the software fuses into one kernel."""
+        profile = self.cluster.profile
+        return chains_of(self.space) if profile is not None and profile.fused else [None] * len(self.space)
 
     def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
         """Bytes on the fullest rank; by layout number in ``numbers``."""
-        return self.space.spaces(meta).local_elements[numbers] * meta.dtype.itemsize
+        return self.costs.local_bytes(meta, numbers)
 
-    def _price_op(self, s: StrategySet) -> OpPrice:
+    def _price_op(self, s: StrategySet, chain: InChain | None) -> OpPrice:
         rule, count = s.rule, len(s.strategies)
         zeros = np.zeros(count)
         if rule is None or rule.fixed:
@@ -259,89 +323,19 @@ class Prices:
         inside = tuple(self._inside(s))
         forward, backward = zeros, zeros
         if rule.alias:
-            backward = self._view_s(s)
+            backward = self.costs.view_s(s)
         else:
-            forward, backward = self._work_s(rule, s)
+            forward, backward = self.costs.work_s(s, chain)
         forward = sum((i.exchange.forward * i.seconds for i in inside), forward)
         if self.training and any(m.requires_grad for m in s.output_metas):
             backward = sum((i.exchange.backward * i.seconds for i in inside), backward)
         return OpPrice(forward, backward, inside)
 
-    def _work_s(self, rule: Rule, s: StrategySet) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds (forward, backward) of the op without its exchanges, by strategy."""
-        zeros = np.zeros(len(s.strategies))
-        flops = rule.flops * self.share_of_work(s) / self.spread
-        inputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.input_metas, s.inputs, strict=True)]
-        outputs = [self.local_bytes(m, n) / self.spread for m, n in zip(s.output_metas, s.outputs, strict=True)]
-        device, dtype = self.cluster.device, dtype_name(_worked_in(s))
-        forward = compute.op_time_s(rule.op_class, flops, sum(inputs, zeros) + sum(outputs, zeros), dtype, device)
-        if not self.training or not any(m.requires_grad for m in s.output_metas):
-            return forward, zeros
-        wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
-        if rule.op_class == "elementwise" or not rule.gradient_ops:
-            return forward, sum((self._gradient_s(rule, s, i, inputs, outputs) for i in wanted), zeros)
-        operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
-        share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias needs no product
-        traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
-        traffic = traffic + sum((inputs[i] for i in wanted), zeros)
-        backward = compute.op_time_s(rule.op_class, flops * rule.backward_flops * share, traffic, dtype, device)
-        calls = sum(i in wanted for i in operands) if operands else 1
-        return forward, backward + max(0, calls - 1) * device.launch_s    # a kernel for each gradient
-
-    def _view_s(self, s: StrategySet) -> np.ndarray:
-        """Backward seconds of a view, by strategy: gradients of parts are concatenated; of the whole value nothing."""
-        metas = [*s.input_metas[:1], *s.output_metas]
-        parts = len(metas) > 2 or metas[-1].num_elements < metas[0].num_elements
-        if not (parts and self.training and metas[0].requires_grad):
-            return np.zeros(len(s.strategies))
-        numbers = [*s.inputs[:1], *s.outputs]
-        nbytes = sum(self.local_bytes(m, n) / self.spread for m, n in zip(metas, numbers, strict=True))
-        return np.asarray(compute.op_time_s("elementwise", 0.0, nbytes, dtype_name(metas[0]), self.cluster.device))
-
-    def _gradient_s(self, rule: Rule, s: StrategySet, number: int, inputs: Sequence[np.ndarray],
-                    outputs: Sequence[np.ndarray]) -> np.ndarray:
-        """Seconds of an element-wise op's gradient of input ``number``, by strategy: the first kernel reads the
-        output's gradient and the saved tensors and writes one tensor of the output's size; each further kernel reads
-        and writes one; a broadcast input needs a sum."""
-        device, dtype, whole = self.cluster.device, dtype_name(_worked_in(s)), outputs[0]
-        needs = [inputs[i] for i in rule.saves if i < len(inputs) and (i != number or len(inputs) == 1)]
-        read = sum(needs, whole) + (whole if rule.saves_output else 0.0)
-        moved = [read + whole, *(2 * whole for _ in range(rule.gradient_ops - 1))][: rule.gradient_ops]
-        if rule.op_class == "elementwise" and _factors(rule.inputs[number]) < _factors(rule.outputs[0]):
-            moved.append(whole + inputs[number])
-        seconds = (compute.op_time_s("elementwise", 0.0, nbytes, dtype, device) for nbytes in moved)
-        return sum(seconds, np.zeros(len(s.strategies)))
-
-    def sum_s(self, strategy_set: StrategySet, readers: int) -> np.ndarray:
-        """Seconds of summing the gradients from several readers of a value, by strategy of the value."""
-        (meta,), (numbers,) = strategy_set.output_metas, strategy_set.outputs
-        if readers < 2 or not (meta.requires_grad and self.training):
-            return np.zeros(len(numbers))
-        nbytes = 3 * self.local_bytes(meta, numbers) / self.spread
-        return (readers - 1) * compute.op_time_s("elementwise", 0.0, nbytes, dtype_name(meta), self.cluster.device)
-
-    def share_of_work(self, s: StrategySet) -> np.ndarray:
-        """The largest rank's share of the op's work, by strategy: the product of ceil(size / shards) / size over
-        sharded factors. With k shards of a triangular factor (causal attention) the last one has 2 - 1/k times the
-        mean."""
-        known = s.rule.sizes if s.rule is not None else {}
-        sizes = {row.factor: known.get(row.factor) or _factor_size(s, number)
-                 for number, row in enumerate(s.axis_strategies) if row.factor}
-        share = np.ones(len(s.strategies))
-        for factor, size in sizes.items():
-            uses = np.array([row.factor == factor for row in s.axis_strategies])[s.array]
-            length = np.full(len(s.strategies), float(size))
-            for axis, n in enumerate(s.mesh_shape):
-                length = np.where(uses[:, axis], np.ceil(length / n), length)
-            share *= length / size if size else 1.0
-        uneven = np.array([row.triangular for row in s.axis_strategies])[s.array]
-        shards = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
-        return np.where(shards > 1, 2 - 1 / shards, 1.0) * share
-
     def _inside(self, s: StrategySet) -> Iterator[Inside]:
         """The exchanges of all variants of an op, by mesh axis."""
+        stored = self.cluster.profile is not None and self.cluster.profile.stores_sections > 0
         for number, row in enumerate(s.axis_strategies):
-            for exchange in row.inside:
+            for exchange in row.inside if not (stored and row.variant == "sections") else ():
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
                 for axis, group in enumerate(self.groups):
                     shards = group.size if exchange.whole else 1
@@ -376,7 +370,10 @@ class Prices:
         if not (meta.requires_grad and self.training):
             return np.zeros(len(numbers))
         elements = self.space.spaces(meta).local_elements[numbers]
-        return memory.optimizer_step_s(elements, dtype_name(meta), self.optimizer, self.cluster.device)
+        seconds = memory.optimizer_step_s(elements, dtype_name(meta), self.optimizer, self.device)
+        if (profile := self.cluster.profile) is None:
+            return seconds
+        return seconds + compute.traffic_s(profile.update_bytes * elements, self.device)
 
 
 def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
@@ -392,31 +389,3 @@ def _exchange_s(action: str, num_bytes: np.ndarray, group: Group) -> np.ndarray:
         case "neighbours":
             return np.asarray(collectives.send_recv_s(num_bytes, group))
     raise ValueError(f"unknown exchange {action!r}")
-
-
-def _factors(dims: Dims) -> frozenset[str | None]:
-    return frozenset(dims) - {None}
-
-
-def _worked_in(s: StrategySet) -> TensorMeta:
-    """The tensor whose dtype the op computes in: the first operand of products (a mixture's result has the dtype of its
-    routing weights), else the result."""
-    product = s.rule is not None and s.rule.op_class in ("matmul", "attention", "conv")
-    return s.input_metas[0] if product or not s.output_metas else s.output_metas[0]
-
-
-def _factor_size(s: StrategySet, row_number: int) -> int:
-    row = s.axis_strategies[row_number]
-    metas = zip((*row.inputs, *row.outputs), (*s.input_metas, *s.output_metas), strict=True)
-    return min(meta.shape[p.dim] for p, meta in metas if p.is_shard)
-
-
-@cache
-def _name_of(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return name if dtype.is_floating_point else "float32"
-
-
-def dtype_name(meta: TensorMeta) -> str:
-    """The dtype's name in `cost_models`; integers count as float32."""
-    return _name_of(meta.dtype)

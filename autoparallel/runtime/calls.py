@@ -17,10 +17,11 @@ from autoparallel.capture import OpGraph, Ref
 from autoparallel.capture.passes import autocast
 from autoparallel.errors import InputError
 from autoparallel.kernels import groups, rng
-from autoparallel.layout import INVARIANT, Layout, to_torch
+from autoparallel.layout import INVARIANT, Layout
 from autoparallel.runtime import initialise
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.interpret import values_of
+from autoparallel.runtime.local_inputs import local_input
 from autoparallel.runtime.scaler import scaled
 from autoparallel.runtime.shared import SharedGradients
 from autoparallel.runtime.state import State
@@ -35,6 +36,7 @@ class Calls:
         self.module, self._state = module, state
         self._runners: WeakKeyDictionary[Compiled, StepRunner] = WeakKeyDictionary()
         self._shared_gradients: WeakKeyDictionary[Compiled, SharedGradients] = WeakKeyDictionary()
+        self._tables: dict[str, tuple[dict[str, Any], str]] = {}  # by dotted name, where a module has the tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
         """Runners are not copied: they belong to this module's programs and are made on demand."""
@@ -42,10 +44,12 @@ class Calls:
 
     def forward(self, compiled: Compiled, leaves: Sequence[Any]) -> Any:
         """Forward of a form with one stage and one micro-batch; returns the original's output structure."""
-        with self._state.together.call():
+        state = self._state
+        whole = state.gathers or (state.whole_outputs and (not self.module.training or compiled.micro.loss is None))
+        with state.together.call():
             outputs = self._run(compiled, leaves)
             results = [
-                value if layout is None else self._global_output(value, layout, compiled.space, number)
+                value if layout is None else self._global_output(value, layout, compiled.space, number, whole)
                 for number, (value, layout) in enumerate(zip(outputs, compiled.program.output_layouts, strict=True))
             ]
         return pytree.tree_unflatten(results, compiled.space.graph.out_spec)
@@ -62,7 +66,7 @@ class Calls:
         with groups.use(state.axes):
             local = initialise.local_shards(
                 [
-                    self._local_input(leaves[int(decision.path)], layout)
+                    local_input(leaves[int(decision.path)], state.mesh, layout, state.device)
                     if decision.kind == "input"
                     else self._state_of(decision.path, space.graph).clone()
                     if decision.path in program.updates  # backward reads the old value
@@ -90,7 +94,7 @@ class Calls:
         if key not in self._runners:
             self._runners[key] = StepRunner(
                 compiled.programs, compiled.micro.loss, compiled.plan.hybrid, state.axes, state.position.pipeline_group,
-                state.device,
+                state.device, compiled.backend,
             )
             own = {name: ranks for name, ranks in compiled.shared.items() if name in compiled.parameter_layouts}
             self._shared_gradients[key] = SharedGradients(self.module.get_parameter, own, state.shared_groups,
@@ -108,7 +112,7 @@ class Calls:
                     ]
                 ),
                 lambda program, micro_batch: [
-                    self._local_input(feeds[int(decision.path)][micro_batch], layout)
+                    local_input(feeds[int(decision.path)][micro_batch], state.mesh, layout, state.device)
                     if decision.kind == "input"
                     else self._state_of(decision.path, compiled.space.graph)
                     for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
@@ -160,28 +164,24 @@ class Calls:
         """A parameter, buffer or constant tensor by its dotted name. Raises InputError on the meta device."""
         if path in graph.constant_tensors:
             return graph.constant_tensors[path].to(self._state.device)
-        owner, leaf = initialise.container(self.module, path)
-        value = cast(torch.Tensor, owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf])
-        if value.device.type == "meta":
+        table, leaf = self._tables.get(path) or self._table(path)
+        value: torch.Tensor = table[leaf]
+        if value.is_meta:
             raise InputError(f"{path} is still on the meta device: call init_weights() or load_state_dict(...) first")
         return value
 
-    def _local_input(self, value: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """This rank's shard of an input, which is a global tensor or a DTensor."""
-        if value.is_meta:
-            raise InputError("an input is on the meta device, and has no values to compute with: give real ones, "
-                             "or plan without running: autoparallel.plan")
-        if not isinstance(value, DTensor):
-            value = DTensor.from_local(
-                value.to(self._state.device), self._state.mesh, to_torch((INVARIANT,) * len(layout)), run_check=False
-            )
-        elif value.device_mesh != self._state.mesh:
-            raise InputError(f"an input lies on the mesh {value.device_mesh}, the model on {self._state.mesh}")
-        return value.redistribute(placements=to_torch(layout)).to_local()
+    def _table(self, path: str) -> tuple[dict[str, Any], str]:
+        """The table of the module that has a parameter or buffer, and its name there. Found once: `Places` refuses
+        other modules."""
+        owner, leaf = initialise.container(self.module, path)
+        found = cast(dict[str, Any], owner._parameters if leaf in owner._parameters else owner._buffers), leaf
+        self._tables[path] = found
+        return found
 
-    def _global_output(self, value: torch.Tensor, layout: Layout, space: StrategySpace, number: int) -> torch.Tensor:
+    def _global_output(self, value: torch.Tensor, layout: Layout, space: StrategySpace, number: int, whole: bool
+                       ) -> torch.Tensor:
         if all(p == INVARIANT for p in layout):
             return value
         meta = space.graph.meta(space.graph.outputs[number])
         made = initialise.as_dtensor(value, self._state.mesh, layout, meta.shape)
-        return made.full_tensor() if self._state.gathers else made
+        return made.full_tensor() if whole else made

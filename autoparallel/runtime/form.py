@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autoparallel.backends import EAGER
 from autoparallel.capture import refuse_other_layouts
 from autoparallel.capture.dependencies import description
 from autoparallel.capture.passes import autocast
@@ -18,23 +19,28 @@ from autoparallel.errors import InputError
 from autoparallel.layout import Layout
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import overlap
+from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.partition import MicroBatches, Stages
 from autoparallel.plans import Plan
 from autoparallel.runtime.guards import Guards
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.step import Forward
 from autoparallel.strategies.space import StrategySpace
+from cost_models import Cluster
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """One compiled call form: plan, strategy space of one micro-batch, and this rank's programs by stage."""
+    """One compiled call form: plan, strategy space of one micro-batch, this rank's programs by stage, what runs them
+    (`backends.BACKENDS`), and the cluster that priced them."""
 
     plan: Plan
     space: StrategySpace
     micro: MicroBatches
     stages: Stages
     programs: Mapping[int, Program]
+    backend: str = EAGER
+    cluster: Cluster | None = None
 
     @property
     def program(self) -> Program:
@@ -45,11 +51,12 @@ class Compiled:
 
     @cached_property
     def forward(self) -> nn.Module:
-        """The program of a form with one stage as it runs: parameter communication overlapped, recompute applied."""
+        """The program of a form with one stage as it runs: parameter communication overlapped, recompute applied;
+        compiled at its first call if the backend compiles."""
         hybrid = self.plan.hybrid
-        if hybrid.recompute == "none" and hybrid.zero_stage < 3:
-            return overlap(self.program.module)
-        return Forward(self.program, hybrid)
+        if self.backend == EAGER and hybrid.recompute == "none" and hybrid.zero_stage < 3:
+            return whole_norms(overlap(self.program.module))
+        return Forward(self.program, hybrid, self.backend)
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -51,14 +50,15 @@ def _gradient(local: torch.Tensor, spec: Any) -> DTensor:
     if torch.is_grad_enabled():  # double backward
         return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape,
                                   stride=spec.stride)
-    return DTensor(local, copy.copy(spec), requires_grad=False)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_shards(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors with each DTensor replaced by its local shard; differentiable."""
     trainable = [v for v in values if isinstance(v, DTensor) and v.requires_grad]
     shards = iter(_LocalShards.apply(*trainable) if trainable else ())
-    return [v if not isinstance(v, DTensor) else next(shards) if v.requires_grad else v.to_local() for v in values]
+    with torch.no_grad():  # to_local without an autograd node
+        return [v if not isinstance(v, DTensor) else next(shards) if v.requires_grad else v.to_local() for v in values]
 
 
 def shared_seed(seed: int) -> int:

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from numbers import Real
+from os import PathLike
 from types import MethodType
 from typing import Any, cast
 
@@ -19,20 +19,27 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from autoparallel.capture import call_text, canonical_call
-from autoparallel.errors import CaptureError, InputError, shown
+from autoparallel.errors import CaptureError, InputError
 from autoparallel.kernels import groups
 from autoparallel.layout import Layout, to_torch
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.runtime import data, initialise, loading, resume
 from autoparallel.runtime.calls import Calls
+from autoparallel.runtime.checkpoint import pretrained
+from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
+from autoparallel.runtime.clipping import check_arguments, clip_gradients
 from autoparallel.runtime.form import Compile, Compiled, as_plain, form_of
 from autoparallel.runtime.generation import generating
 from autoparallel.runtime.guards import Guards
 from autoparallel.runtime.inputs import Inputs, local_batch
 from autoparallel.runtime.placing import place
 from autoparallel.runtime.state import State
+from autoparallel.runtime.verify import Verification, measure, undone
+from autoparallel.runtime.wrappers import refuse_composed, refuse_reading, refuse_setting
 
 _LOG = logging.getLogger("autoparallel")
+#: Why torch.compile of a parallel module, or of what calls it, leaves its calls as they are.
+_OPAQUE = "a parallel module compiles its own program: autoparallel.compile(model, mesh, backend='inductor')"
 #: Attributes of the parallel module itself; all others are the original's.
 _OWN = frozenset({"__class__", "_state", "_calls", *vars(nn.Module())})
 
@@ -124,6 +131,7 @@ class ParallelModule(nn.Module):
         with state.together.call():
             return state.inputs.taken(args, kwargs, self.mesh, state.device, compared, all_global=state.gathers)
 
+    @torch.compiler.disable(reason=_OPAQUE)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
         args, kwargs = self.taken(args, kwargs, state.inputs.are_compared())
@@ -135,6 +143,7 @@ class ParallelModule(nn.Module):
         compiled = self.trace(args, kwargs, step=False)
         return self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
 
+    @torch.compiler.disable(reason=_OPAQUE)
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one step over the whole batch; returns the loss, detached, on every rank.
 
@@ -151,35 +160,35 @@ class ParallelModule(nn.Module):
                              "stages\n  Give it detached, or run the model without a pipeline.")
         return self._calls.step(compiled, leaves)
 
+    def verify(self, *args: Any, steps: int = 10, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+               ) -> Verification:
+        """Measure ``steps`` steps (`step`) of this call beside the plan's prediction; every rank must call it.
+
+            found = parallel.verify(**batch)
+            print(found)                                          # predicted beside measured, part by part
+            found.save("cluster.toml")                            # a corrected cluster for the next plan
+
+        Parameters, buffers, gradients and the run state are left as they were; an ``optimizer``, if given, steps and
+        is measured too. Seconds are those of the slowest rank.
+        """
+        compiled = self.trace(*self.taken(args, kwargs))
+        assert compiled.cluster is not None
+        with undone(self):
+            measured = measure(lambda: self.step(*args, **kwargs), self._state.device, steps, optimizer)
+        return Verification(compiled.plan.prediction, measured, compiled.cluster)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before scaling.
 
         `torch.nn.utils.clip_grad_norm_` under every plan: the norm is over all shards and pipeline stages, and a
         parameter shared by several pipeline ranks counts once.
         """
-        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-            if not isinstance(value, Real) or not (value > 0 or (value == 0 and name == "max_norm")):
-                raise InputError(f"{name} is {shown(value)}: give a number above 0")
-        compiled, position = self._first(), self._state.position
-        total = torch.zeros((), dtype=torch.float64, device=self._state.device)
-        infinite = norm_type == float("inf")
-        for name, parameter in self.named_parameters():
-            if (
-                parameter.grad is None
-                or compiled.shared.get(name, (position.pipeline_rank,))[0] != position.pipeline_rank
-            ):
-                continue
-            norm = torch.linalg.vector_norm(parameter.grad, norm_type)
-            norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
-            total = torch.maximum(total, norm) if infinite else total + norm**norm_type
-        if (group := position.pipeline_group) is not None:
-            dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        total = total if infinite else total ** (1 / norm_type)
-        factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-        return total.float()
+        check_arguments(max_norm, norm_type)
+        state, compiled = self._state, self._first()
+        state.together.check()
+        with state.together.call():
+            return clip_gradients(self.named_parameters(), compiled.shared, state.position, state.device, max_norm,
+                                  norm_type)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """As the original's ``train``, which may keep some of its modules in eval mode."""
@@ -319,11 +328,67 @@ class ParallelModule(nn.Module):
             return loading.load_original(state.model, state_dict, strict, assign)
         return loading.load_state_dict(state.model, self, state_dict, state.position, state.device, strict)
 
+    def save_pretrained(self, save_directory: str | PathLike[str], *,
+                        state_dict: Mapping[str, torch.Tensor] | None = None, max_shard_size: int | str = "5GB",
+                        **options: Any) -> None:
+        """Write the weights as safetensors files that ``from_pretrained`` reads, with a transformers model's
+        configuration; of a PEFT model its adapters. All ranks call this; rank 0 writes.
+
+        Whole tensors are gathered one at a time, so that no rank needs memory for more than its shards and one of them.
+        ``state_dict``: instead of the module's own; ``max_shard_size``: bytes of a file; ``options``: further ones of
+        the original's ``save_pretrained``. An older save in the folder is replaced when the new one is complete.
+        Raises InputError on all ranks; any error of rank 0's is raised on all.
+        """
+        self._first()
+        pretrained.save(self, self._state, save_directory, max_shard_size, state_dict, options)
+
+    def load_pretrained(self, path: str | PathLike[str], strict: bool = True) -> Any:
+        """Read safetensors files of a folder (or one file), in the original's format, straight into the shards.
+
+        Each rank reads its part of each tensor; tensors that transformers converts when it loads are read whole, one
+        group at a time. A model on the meta device gets its values by this. All ranks call this.
+
+        strict: names that are missing or not the model's are errors; else they are returned, as of load_state_dict.
+        Raises InputError on all ranks, with nothing changed.
+        """
+        self._first()
+        return pretrained.load(self, self._state, path, strict)
+
+    def save(self, folder: str | PathLike[str], optimizer: torch.optim.Optimizer | None = None, *,
+             step: int | None = None, keep: int | None = None, wait: bool = True, **others: Any) -> Saving:
+        """Write a checkpoint of the run to ``folder/step-<step>``: weights, optimizer, random state, and ``others``.
+
+        optimizer: over this module's parameters.
+        others: objects with ``state_dict`` and ``load_state_dict``, by name: ``scheduler=scheduler, loader=loader``.
+        step: its number; None: the calls that the run has made.
+        keep: how many of the newest checkpoints stay; None: all.
+        wait: False returns when the state has been copied, and writes in a thread; ``wait()`` of the result, or the
+            next save or load, waits for that and raises its errors.
+
+        All ranks call this. A checkpoint is there whole or not at all. Raises InputError for options that cannot be.
+        """
+        return self._job.save(folder, optimizer, others, step, keep, wait)
+
+    def load(self, folder: str | PathLike[str], optimizer: torch.optim.Optimizer | None = None, *,
+             step: int | None = None, **others: Any) -> Checkpoint | None:
+        """Load the newest checkpoint of ``folder``, or that of ``step``; returns it, or None where there is none yet.
+
+        Under any mesh, plan, number of ranks and ZeRO stage. ``others`` as of `save`. Raises InputError on all ranks
+        for a checkpoint that lacks what is asked for. (Its files are DCP's, which has pickles: load none from
+        strangers.)
+        """
+        return self._job.load(folder, optimizer, others, step)
+
+    @cached_property
+    def _job(self) -> Job:
+        return Job(self, self._state, self._first().plan)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._first()
         return nn.Module.state_dict(self, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        refuse_composed(self.__dict__)
         self._first()
         return nn.Module.named_parameters(self, *args, **kwargs)
 
@@ -331,6 +396,7 @@ class ParallelModule(nn.Module):
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
+            refuse_reading(name)
             state = self.__dict__.get("_state")
             if state is None or name.startswith("__"):
                 raise
@@ -338,6 +404,7 @@ class ParallelModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes that forward may read are set on the original, which is traced; others on this module."""
+        refuse_setting(name)
         state = self.__dict__.get("_state")
         if state is None or name in _OWN or isinstance(getattr(type(self), name, None), property):
             super().__setattr__(name, value)

@@ -1,6 +1,7 @@
-"""Optimizers that cannot train DTensor parameters are refused by name at their first step, with an alternative.
+"""What becomes of a torch optimizer whose parameters lie on a mesh, at its first step.
 
-(torch has a global hook for optimizers' steps, none for their construction.)
+Element-wise ones step local shards (`shard_steps.py`). Those that cannot train DTensor parameters are refused by name,
+with an alternative. (torch has a global hook for optimizers' steps, none for their construction.)
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoparallel.errors import InputError
+from autoparallel.runtime.shard_steps import step_shards, steps_shards
 
 #: Class -> (reason, what to write instead).
 REFUSED: Mapping[str, tuple[str, str]] = {
@@ -27,9 +29,6 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "torch.optim.lbfgs.LBFGS": (
         "it keeps all parameters as one flat vector, which shards of several layouts do not make",
         "another optimizer, or train the original in one process"),
-    "torch.optim.rprop.Rprop": (
-        "it writes to masked entries, which torch's DTensor does not",
-        "torch.optim.Adam, RMSprop or SGD"),
     "torch.optim.sparse_adam.SparseAdam": (
         "it takes sparse gradients only, and gradients are dense here",
         "torch.optim.Adam"),
@@ -37,9 +36,6 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "it broadcasts whole parameters from the rank that steps them",
         "the optimizer itself, and zero_stage=1 of autoparallel.compile, which cuts its state"),
 }
-#: Classes that are refused with ``fused=True`` only.
-NOT_FUSED = frozenset({"torch.optim.sgd.SGD", "torch.optim.adagrad.Adagrad"})
-
 _meshes: set[DeviceMesh] = set()
 _passed: WeakSet[torch.optim.Optimizer] = WeakSet()
 
@@ -64,9 +60,8 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if name in REFUSED and not ours:
             why, write = REFUSED[name]
             raise InputError(f"{names[0]} cannot step parameters that lie on a mesh: {why}\n  Write {write}.")
-        if name in NOT_FUSED and any(group.get("fused") for group in optimizer.param_groups):
-            raise InputError(f"{names[0]} with fused=True cannot step parameters that lie on a mesh: torch's DTensor "
-                             "does not have its kernel\n  Write foreach=True instead, with the same numbers.")
+    if steps_shards(type(optimizer)):
+        step_shards(optimizer)
     _passed.add(optimizer)
 
 

@@ -13,6 +13,9 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
+from autoparallel.backends import EAGER, INDUCTOR
+from autoparallel.backends.compiled import Lowering, compiled
+from autoparallel.backends.parts import part_of
 from autoparallel.kernels import groups, rng
 from autoparallel.kernels.async_communication import issue_gradients
 from autoparallel.kernels.groups import Axis
@@ -21,16 +24,41 @@ from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import ended_together, overlap
 from autoparallel.lower.parameter_reads import SplitProgram, gathers_parameter, split_reads
 from autoparallel.lower.recompute_pass import gather_again, with_recompute
+from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
 from autoparallel.runtime.scaler import scaled
 
 
-def split_step(program: Program, hybrid: Hybrid) -> SplitProgram:
+def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitProgram:
     """The program split into parameter reads and the part per micro-batch, the latter with prefetch, ZeRO-3 gathers and
-    recompute as ``hybrid`` says."""
+    recompute as ``hybrid`` says (which a backend that compiles does by itself)."""
     split = split_reads(program, gathers_parameter if hybrid.zero_stage == 3 else lambda node: False)
+    if backend != EAGER:
+        return replace(split, micro_batch=compiled_by(backend, split.micro_batch, hybrid, hybrid.prefetches))
     micro_batch = overlap(split.micro_batch, _recomputed(hybrid)) if hybrid.prefetches else split.micro_batch
-    return replace(split, micro_batch=_kept_less(micro_batch, hybrid))
+    return replace(split, micro_batch=_kept_less(whole_norms(micro_batch), hybrid))
+
+
+#: A program of more blocks is compiled block by block, equal ones once, instead of as one graph.
+WHOLE_UP_TO = 8
+
+
+def in_blocks(program: GraphModule) -> bool:
+    """Whether a backend compiles a program block by block. Its parameters' communication then runs as under "eager",
+    overlapped, between the compiled parts."""
+    return len({node.meta.get("block") for node in program.graph.nodes} - {None}) > WHOLE_UP_TO
+
+
+def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bool) -> GraphModule:
+    """The program, compiled by a backend, with ZeRO-3 gathers and recompute as ``hybrid`` says; ``overlaps``: parameter
+    communication is overlapped with compute."""
+    regathers = hybrid.zero_stage == 3
+    how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid))
+    if not in_blocks(program):
+        return compiled(program, how)
+    program = overlap(program, lambda node: node.meta.get("block")) if overlaps else program
+    program = gather_again(program, gathers_parameter) if regathers else program
+    return compiled(program, replace(how, regathers=False), part_of)
 
 
 def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
@@ -60,11 +88,13 @@ class StageModule(nn.Module):
     gradients accumulate in them. ``loss``: number of the output that is the loss, on the last stage.
     """
 
-    def __init__(self, program: Program, loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis]) -> None:
+    def __init__(self, program: Program, loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis],
+                 backend: str = EAGER) -> None:
         super().__init__()
         self.program, self.loss, self.axes = program, loss, axes
-        self.each_micro_batch, self.regathers = hybrid.zero_stage >= 2, hybrid.zero_stage == 3
-        split = split_step(program, hybrid)
+        self.each_micro_batch = hybrid.zero_stage >= 2
+        self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
+        split = split_step(program, hybrid, backend)
         self.reads = split.reads if self.each_micro_batch else overlap(split.reads)
         self.reduced_together = ended_together(self.reads)
         self.micro_batch = split.micro_batch
@@ -167,7 +197,8 @@ class _Sent(torch.autograd.Function):
 
 def _reduce_now(value: torch.Tensor) -> Callable[[torch.Tensor], None]:
     def reduce(leaf: torch.Tensor) -> None:
-        assert leaf.grad is not None
+        if leaf.grad is None:  # gathered together with others, which have a gradient
+            return
         torch.autograd.backward([value], [leaf.grad.to(value.dtype)], retain_graph=True)
         leaf.grad = None
 

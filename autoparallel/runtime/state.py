@@ -26,7 +26,8 @@ from autoparallel.runtime.shared import Ranks
 @dataclass
 class State:
     """State of a parallel module beside its parameters. ``calls``: calls that have drawn random numbers; ``gathers``:
-    whether outputs are returned whole (within ``generate``)."""
+    whether outputs are returned whole (within ``generate``); ``whole_outputs``: whether in eval mode, and of models
+    without a scalar loss, whose users compute it from whole outputs (`integrations`)."""
 
     model: nn.Module
     position: groups.MeshPosition
@@ -48,7 +49,7 @@ class State:
         self.layouts: dict[str, Layout] = {}
         self.shared_groups: dict[Ranks, dist.ProcessGroup] = {}
         self.calls = 0
-        self.gathers = False
+        self.gathers = self.whole_outputs = False
         self.seed = initialise.shared_seed(torch.initial_seed())
         self.device = torch.device(self.mesh.device_type)
         if self.device.type == "cuda":

@@ -14,22 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoparallel.backends import EAGER
 from autoparallel.errors import InputError
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.regather import regathering
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import overlap
+from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
-from autoparallel.runtime.stage_module import StageModule, _kept_less, _recomputed
+from autoparallel.runtime.stage_module import StageModule, _kept_less, _recomputed, compiled_by, in_blocks
 
 
 class Forward(nn.Module):
     """A program as one forward of the whole batch, with recompute and ZeRO-3 gathers as ``hybrid`` says."""
 
-    def __init__(self, program: Program, hybrid: Hybrid) -> None:
+    def __init__(self, program: Program, hybrid: Hybrid, backend: str) -> None:
         super().__init__()
-        self.regathers = hybrid.zero_stage == 3
-        self.module = _kept_less(overlap(program.module, _recomputed(hybrid)), hybrid)
+        self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
+        self.module = (_kept_less(whole_norms(overlap(program.module, _recomputed(hybrid))), hybrid) if backend == EAGER
+                       else compiled_by(backend, program.module, hybrid, overlaps=True))
 
     def forward(self, *local: torch.Tensor) -> Any:
         with regathering() if self.regathers else nullcontext():
@@ -61,10 +64,10 @@ class StepRunner:
     """Runs steps of one compiled form in micro-batches or stages on this rank; ``programs`` by stage index."""
 
     def __init__(self, programs: Mapping[int, Program], loss: int | None, hybrid: Hybrid, axes: Mapping[str, Axis],
-                 pipeline_group: dist.ProcessGroup | None, device: torch.device) -> None:
+                 pipeline_group: dist.ProcessGroup | None, device: torch.device, backend: str) -> None:
         number = loss_of(loss)
         self.modules = {
-            index: StageModule(program, number if index == hybrid.stages - 1 else None, hybrid, axes)
+            index: StageModule(program, number if index == hybrid.stages - 1 else None, hybrid, axes, backend)
             for index, program in programs.items()
         }
         self.micro_batches, self.pipeline = hybrid.micro_batches_of(0), None

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
-#: Size of a gradient bucket, as in torch's DistributedDataParallel. Also the limit of pending prefetched bytes (a
-#: single larger parameter is allowed).
+#: Largest size of a bucket, as in torch's DistributedDataParallel (a single larger parameter is allowed).
 BUCKET_BYTES = 25 * 2**20
+#: Size of the bucket whose gradients backward makes first, as in DistributedDataParallel, so that reductions start
+#: early; and size from which on a bucket of gathers ends with its block.
+FIRST_BUCKET_BYTES = 2**20
+#: Gathers that are launched further ahead than the next bucket: at most this size, since they take memory.
+PREFETCH_BYTES = 4 * 2**20
 Gather = TypeVar("Gather")
 #: The program point before all decisions.
 TOP = -1
@@ -27,7 +32,8 @@ class Read(NamedTuple):
     ``after``: the number of the step before it (None: it reads the parameter). ``kind``: "gather"; "reduction" of a
     gradient (no communication in forward); or "". ``num_bytes``: of the result on the fullest rank (0 if the kind is
     ""), so that all ranks issue the same collectives in the same order. ``place``: the program point of its reader, or
-    of the start of the reader's block.
+    of the start of the reader's recomputed block. ``block``: the reader's block, recomputed or not; ``backward``: the
+    step's action on the gradient.
     """
 
     after: int | None
@@ -36,6 +42,8 @@ class Read(NamedTuple):
     dtype: str
     num_bytes: float
     place: int
+    block: object = None
+    backward: str = ""
 
 
 class Pair(NamedTuple):
@@ -73,9 +81,9 @@ def places(decisions: Iterable[tuple[int, object]]) -> dict[int, int]:
 class AsyncWindows:
     """The async windows of a program's parameter reads, given in program order.
 
-    ``gathered``: one window per gather; a path may have several gathers in sequence. ``reduced``: one window per bucket
-    of gradient reductions with the same axis, dtype and position on their paths; only reductions with which a path
-    begins. All other steps are synchronous (`waited`).
+    ``gathered``: one window per bucket of gathers for one block with the same axis, dtype and backward; a path may have
+    several gathers in sequence. ``reduced``: one window per bucket of gradient reductions with the same axis, dtype and
+    position on their paths; only reductions with which a path begins. All other steps are synchronous (`waited`).
     """
 
     def __init__(self, reads: Sequence[Read]) -> None:
@@ -95,18 +103,50 @@ class AsyncWindows:
         self.reduced = self._reduced()
 
     def _gathered(self) -> list[Pair]:
-        """A gather is awaited at its consumer, or where the next gather of the same parameter starts. It is launched
-        where the preceding gather is awaited, or earlier while at most `BUCKET_BYTES` are pending."""
-        found, begins = list[Pair](), dict[int, int]()
+        """A bucket of gathers is awaited at its first consumer, or where the next gather of the same parameters
+        starts. It is launched where the preceding buckets are awaited, or earlier while at most `PREFETCH_BYTES` are
+        pending."""
+        found, begins, bucket_of = list[Pair](), dict[int, int](), dict[int, tuple[int, ...]]()
         steps = sorted((n for n, read in enumerate(self.reads) if read.kind == "gather"), key=self._follow.__getitem__)
         for _, level in itertools.groupby(steps, self._follow.__getitem__):
-            ends = {n: self._needed(n, begins) for n in level}
+            needed = {n: self._needed(n, begins) for n in level}
+            buckets = self._gather_buckets(sorted(needed, key=needed.__getitem__), bucket_of)
+            ends = {bucket: min(needed[n] for n in bucket) for bucket in buckets}
             groups = [list(g) for _, g in itertools.groupby(sorted(ends, key=ends.__getitem__), ends.__getitem__)]
-            sizes = [sum(self.reads[n].num_bytes for n in group) for group in groups]
+            sizes = [sum(self.reads[n].num_bytes for bucket in group for n in bucket) for group in groups]
             for after, group in zip(starts(sizes), groups, strict=True):
                 begin = TOP if after < 0 else ends[groups[after][0]]
-                found += [Pair((n,), begin, ends[n]) for n in group]
-                begins.update(dict.fromkeys(group, begin))
+                for bucket in group:
+                    found.append(Pair(bucket, begin, ends[bucket]))
+                    begins.update(dict.fromkeys(bucket, begin))
+                    bucket_of.update(dict.fromkeys(bucket, bucket))
+        return found
+
+    def _gather_buckets(self, gathers: Sequence[int], bucket_of: Mapping[int, tuple[int, ...]]
+                        ) -> list[tuple[int, ...]]:
+        """Buckets of gathers (in the order in which they are needed) of equal axis, dtype and backward: for one block,
+        or for several until there are `FIRST_BUCKET_BYTES`. ``bucket_of``: buckets of later gathers on their paths,
+        which a bucket does not mix."""
+        runs, size, block = list[list[int]](), 0.0, None
+        for number in gathers:
+            read = self.reads[number]
+            if not runs or (read.block != block and size >= min(FIRST_BUCKET_BYTES, BUCKET_BYTES)):
+                runs.append([])
+                size = 0.0
+            runs[-1].append(number)
+            size, block = size + read.num_bytes, read.block
+
+        def kind(number: int) -> tuple[object, ...]:
+            read = self.reads[number]
+            return read.axis, read.dtype, read.backward, sorted(self._next_buckets(number, bucket_of))
+
+        return [bucket for run in runs for bucket in self._buckets(sorted(run, key=kind), kind)]
+
+    def _next_buckets(self, number: int, bucket_of: Mapping[int, tuple[int, ...]]) -> set[tuple[int, ...]]:
+        """The buckets of the next gathers on the paths through a step."""
+        found = set[tuple[int, ...]]()
+        for user in self._users[number]:
+            found |= {bucket_of[user]} if user in bucket_of else self._next_buckets(user, bucket_of)
         return found
 
     def _place(self, number: int) -> int:
@@ -125,7 +165,8 @@ class AsyncWindows:
         begins = {step: pair.begin for pair in self.gathered for step in pair.steps}
         found, read_at = list[Pair](), list[int]()
         for follow, level in itertools.groupby(sorted(self._depth, key=kind), lambda n: self._follow[n]):
-            ends = {bucket: min(self._needed(n, begins) for n in bucket) for bucket in self._buckets(level, kind)}
+            buckets = self._buckets(level, kind, FIRST_BUCKET_BYTES)
+            ends = {bucket: min(self._needed(n, begins) for n in bucket) for bucket in buckets}
             read_at = read_at if follow else list(ends.values())
             for bucket, end in ends.items():
                 before = [place for place in read_at if place < end and self._depth[bucket[0]]]
@@ -133,10 +174,12 @@ class AsyncWindows:
                 begins.update(dict.fromkeys(bucket, found[-1].begin))
         return found
 
-    def _buckets(self, steps: Iterable[int], kind: Callable[[int], object]) -> Iterator[tuple[int, ...]]:
+    def _buckets(self, steps: Iterable[int], kind: Callable[[int], object], last: float = math.inf
+                 ) -> Iterator[tuple[int, ...]]:
+        """Steps of one kind (consecutive in ``steps``) in buckets; ``last``: see `in_buckets`."""
         for _, equivalent in itertools.groupby(steps, kind):
             numbers = list(equivalent)
-            for bucket in in_buckets([self.reads[n].num_bytes for n in numbers]):
+            for bucket in in_buckets([self.reads[n].num_bytes for n in numbers], last):
                 yield tuple(numbers[i] for i in bucket)
 
     def _needed(self, number: int, begins: Mapping[int, int]) -> int:
@@ -196,66 +239,67 @@ class AsyncWindows:
                 yield number, needed if needed < self._place(number) else None
 
 
-def in_buckets(sizes: Sequence[float]) -> list[list[int]]:
-    """Group values of these sizes, in order, into buckets of at most `BUCKET_BYTES` or one value; returns their
-    numbers."""
+def in_buckets(sizes: Sequence[float], last: float = math.inf) -> list[list[int]]:
+    """Group values of these sizes, in order, into buckets of at most `BUCKET_BYTES` or one value, filled from the end;
+    returns their numbers. ``last``: the limit of the last bucket, if that is less."""
     buckets: list[list[int]] = []
     size = 0.0
-    for number, num_bytes in enumerate(sizes):
-        if not buckets or size + num_bytes > BUCKET_BYTES:
+    for number in reversed(range(len(sizes))):
+        limit = BUCKET_BYTES if len(buckets) > 1 else min(last, BUCKET_BYTES)
+        if not buckets or size + sizes[number] > limit:
             buckets.append([])
             size = 0.0
         buckets[-1].append(number)
-        size += num_bytes
-    return buckets
+        size += sizes[number]
+    return [bucket[::-1] for bucket in reversed(buckets)]
 
 
 class ToAsk(Generic[Gather]):
     """The prefetch order of backward's gathers: by program point, last first. ``left`` tells whether a gather is still
-    to be requested."""
+    to be requested, ``size`` its bytes."""
 
-    def __init__(self, left: Callable[[Gather], bool]) -> None:
-        self._left = left
-        self._places, self._groups = list[int](), list[list[tuple[Gather, float]]]()  # ascending negated program points
+    def __init__(self, left: Callable[[Gather], bool], size: Callable[[Gather], float]) -> None:
+        self._left, self._size = left, size
+        self._places, self._groups = list[int](), list[list[Gather]]()  # ascending negated program points
 
-    def add(self, gather: Gather, place: int, num_bytes: float) -> None:
+    def add(self, gather: Gather, place: int) -> None:
         at = bisect.bisect_left(self._places, -place)
         if self._places[at : at + 1] != [-place]:
             self._places.insert(at, -place)
             self._groups.insert(at, [])
-        self._groups[at].append((gather, num_bytes))
+        self._groups[at].append(gather)
 
     def at(self, place: int, gather_stage: int = 0) -> list[Gather]:
-        """The gathers to launch when backward requests those of ``place``: these, and the next ones while at most
-        `BUCKET_BYTES` are pending (`starts` in reverse). For ``gather_stage`` s, the gathers whose s-th earlier gather
-        on their path is launched now: those of s program points further on."""
+        """The gathers to launch when backward requests those of ``place``: these, those of the next program point, and
+        more while at most `PREFETCH_BYTES` are pending (`starts` in reverse). For ``gather_stage`` s, the gathers whose
+        s-th earlier gather on their path is launched now: those of s program points further on."""
         groups = self._from(place)
-        found, num_bytes = [gather for gather, _ in next(itertools.islice(groups, gather_stage, None), ())], 0.0
+        found, num_bytes = list(next(itertools.islice(groups, gather_stage, None), ())), 0.0
         for number, group in enumerate(groups):
-            num_bytes += sum(size for _, size in group)
-            if number and num_bytes > BUCKET_BYTES:
+            num_bytes += sum(map(self._size, group))
+            if number and num_bytes > min(PREFETCH_BYTES, BUCKET_BYTES):
                 break
-            found += [gather for gather, _ in group]
+            found += group
         return found
 
-    def _from(self, place: int) -> Iterator[list[tuple[Gather, float]]]:
+    def _from(self, place: int) -> Iterator[list[Gather]]:
         """The remaining gathers of a program point (perhaps none), then of the points before it that have any."""
         start = bisect.bisect_left(self._places, -place)
         if self._places[start : start + 1] != [-place]:
             yield []
         for number in range(start, len(self._groups)):
-            group = [one for one in self._groups[number] if self._left(one[0])]
+            group = [one for one in self._groups[number] if self._left(one)]
             if group or self._places[number] == -place:
                 yield group
 
 
 def starts(sizes: Sequence[float]) -> list[int]:
     """For each group of gathers, the group at whose end it is launched (-1: at the top): the preceding group, or an
-    earlier one while at most `BUCKET_BYTES` are pending. ``sizes``: bytes of each group."""
+    earlier one while at most `PREFETCH_BYTES` are pending. ``sizes``: bytes of each group."""
     found, oldest, size = [], 0, 0.0
     for number, num_bytes in enumerate(sizes):
         size += num_bytes
-        while oldest < number and size > BUCKET_BYTES:
+        while oldest < number and size > min(PREFETCH_BYTES, BUCKET_BYTES):
             size -= sizes[oldest]
             oldest += 1
         found.append(oldest - 1)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoparallel.capture import OpGraph, Ref, TensorMeta
+from autoparallel.capture.blocks import block_path
 from autoparallel.capture.graph import Node
 from autoparallel.errors import MeshError
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, shard, without_gradient
@@ -242,6 +243,14 @@ class StrategySpace:
         for use in self.uses:
             found.setdefault(use.source, []).append(use.target)
         return {source: tuple(targets) for source, targets in found.items()}
+
+    @cached_property
+    def blocks(self) -> list[str | None]:
+        """By decision, the block (`capture.blocks.block_path`) of an op or shared read; None outside of blocks."""
+        nodes = self.graph.nodes
+        origins = [decision.node if decision.ref is None else decision.ref.node for decision in self.decisions]
+        return [block_path(nodes[origin].module_path) if decision.kind in ("op", "shared_read") else None
+                for decision, origin in zip(self.decisions, origins, strict=True)]
 
     def _add_decision(self, strategy_set: StrategySet, name: str, kind: str, node: int, ref: Ref | None, path: str,
                   inputs: Sequence[Ref]) -> int:

@@ -1,22 +1,24 @@
-"""``python -m benchmarks.published_runs --runs FILE``: predictions against measurements; ``--fit`` fits the constants
-anew and writes them; ``--leave-one-out`` fits without each source in turn and predicts that source, ``--folds 5``
-without a fifth of all rows in turn."""
+"""``python -m benchmarks.published_runs --runs FILE``: predictions against measurements.
+
+``--fit`` fits the constants anew and writes them; ``--accuracy`` writes the error bars of plans; ``--leave-one-out``
+fits without each source in turn and predicts that source, ``--folds 5`` without a fifth of all rows in turn;
+``--by-plan N`` prices N rows of each source by `autoparallel.plan` too, each row's plan given by hand."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks.published_runs import fit, report
-from benchmarks.published_runs.constants import FILE, Table, dump, load
-from benchmarks.published_runs.predict import priced
+from benchmarks.published_runs import bars, fit, report, routes
+from benchmarks.published_runs.compare import Parts, compare, pairs_left_out, samples
 from benchmarks.published_runs.report import Pair
-from benchmarks.published_runs.rows import AbstainError, Row, read
+from benchmarks.published_runs.rows import Row
+from cost_models import accuracy
+from cost_models.profile import FILE, dump, load
 
 
 def main() -> None:
@@ -29,6 +31,10 @@ def main() -> None:
                         "without it")
     parser.add_argument("--folds", type=int, default=0, help="errors of rows left out by chance, in so many parts")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    parser.add_argument("--accuracy", action="store_true", help=f"write the errors by software and device to "
+                        f"{accuracy.FILE.name}")
+    parser.add_argument("--by-plan", type=int, default=0, metavar="N", help="rows of each source to price by plans of "
+                        "captured models too")
     options = parser.parse_args()
     rows = json.loads(options.runs.read_text("utf-8"))
     rows = [row for row in rows if not options.source or str(row.get("id", "")).startswith(options.source)]
@@ -42,6 +48,12 @@ def main() -> None:
     if options.rows:
         print("\n".join(line(pair) for pair in pairs))
     figures: dict[str, Any] = {"fitted": by_source(pairs)}
+    if options.accuracy:
+        bars.write(rows)
+    if options.by_plan:
+        figures["by_plan"] = routes.compare(rows, options.by_plan)
+        print(f"\nBy plans of captured models, {options.by_plan} rows of each source:\n"
+              + routes.table(figures["by_plan"]))
     if options.leave_one_out:
         figures["left_out"] = left_out(rows, lambda known: [sample.source for sample in known])
         print("\nEach source under constants fitted without it:\n" + report.table(figures["left_out"]))
@@ -51,20 +63,6 @@ def main() -> None:
               + report.table(figures["folds"]))
     if options.output:
         options.output.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
-
-
-def compare(rows: list[Row], table: Table) -> tuple[list[Pair], dict[tuple[str, str], int]]:
-    """Predicted and measured, and how many rows of which source were not predicted, and why."""
-    pairs, abstained = [], defaultdict[tuple[str, str], int](int)
-    for row in rows:
-        name, prediction = report.source(row), dict[str, Any]()
-        try:
-            prediction = priced(read(row), table)
-        except AbstainError as reason:
-            abstained[name, str(reason)] += 1
-        pairs.append(Pair(row, name, report.measured_s(row), prediction.get("step_time_s"),
-                          report.measured_bytes(row), prediction.get("peak_memory_bytes")))
-    return pairs, abstained
 
 
 def by_source(pairs: list[Pair]) -> dict[str, dict[str, Any]]:
@@ -100,35 +98,17 @@ def line(pair: Pair) -> str:
     return "  ".join(parts)
 
 
-def samples(rows: list[Row]) -> dict[int, fit.Sample]:
-    """Those that can be predicted and were measured, by number of the row."""
-    found = {}
-    for number, row in enumerate(rows):
-        seconds = report.measured_s(row)
-        try:
-            if seconds:
-                found[number] = fit.Sample(read(row), seconds, report.source(row))
-        except AbstainError:
-            continue
-    return found
-
-
 def refit(rows: list[Row]) -> None:
     known = list(samples(rows).values())
     table = fit.fit(known, load(), rounds=12, say=print)
     head = (f"Fitted on {date.today()} to {len(known)} published runs by `python -m benchmarks.published_runs --fit`;\n"
-            "what neither fit.FREE nor a parent moves is as in priors.toml. Meaning and units: constants.py.")
+            "what neither fit.FREE nor a parent moves is as in priors.toml. Meaning and units: profile.py.")
     FILE.write_text(dump(table, head), "utf-8")
 
 
-def left_out(rows: list[Row], parts: Callable[[list[fit.Sample]], Sequence[object]]) -> dict[str, dict[str, Any]]:
+def left_out(rows: list[Row], parts: Parts) -> dict[str, dict[str, Any]]:
     """Each source's summary, every row under constants fitted without those of its part (`fit.left_out`)."""
-    known = samples(rows)
-    every, pairs = parts(list(known.values())), list[Pair]()
-    for part, table in fit.left_out(list(known.values()), every, load()):
-        theirs = [rows[number] for number, other in zip(known, every, strict=True) if other == part]
-        pairs += compare(theirs, table)[0]
-    return by_source(pairs)
+    return by_source(pairs_left_out(rows, parts))
 
 
 if __name__ == "__main__":

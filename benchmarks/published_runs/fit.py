@@ -1,9 +1,9 @@
 """Fitting the constants: Levenberg-Marquardt on log(predicted/measured), each constant held near its parent's.
 
 A constant belongs to a device, a generation of software or a network, never to a row or a source. What is fitted is how
-far it is from its prior, beyond how far its parent is from its own (`constants.lineage`): what all devices show moves
-those that nobody measured too. `SPREAD` says how far is far. So that 611 rows of small models do not outvote the rest,
-a source's n rows count as sqrt(n). Shares are fitted as their logits, times as their logarithms.
+far it is from its prior, beyond how far its parent is from its own (`cost_models.profile.lineage`): what all devices
+show moves those that nobody measured too. `SPREAD` says how far is far. So that 611 rows of small models do not
+outvote the rest, a source's n rows count as sqrt(n). Shares are fitted as their logits, times as their logarithms.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.published_runs.constants import Constants, Table, lineage, load
+from benchmarks.published_runs.predict import profile_of
 from benchmarks.published_runs.price import Pricer
 from benchmarks.published_runs.rows import Run
+from cost_models.profile import Table, lineage, load
 
 PRIORS = Path(__file__).with_name("priors.toml")
 SHARES = frozenset({"share", "share8", "share4", "misaligned", "memory", "attention", "legacy", "library", "attend",
@@ -80,7 +81,7 @@ class Sample:
 
 def log_errors(table: Table, samples: Iterable[Sample]) -> np.ndarray:
     """log(predicted/measured) of each sample."""
-    return np.array([math.log(Pricer(s.run, Constants.of(s.run, table)).step().step_s / s.measured_s) for s in samples])
+    return np.array([math.log(Pricer(s.run, profile_of(s.run, table)).step().step_s / s.measured_s) for s in samples])
 
 
 def fit(samples: Sequence[Sample], start: Table | None = None, rounds: int = 12,

@@ -9,7 +9,7 @@ inner tensors; dropout masks where the software of the time had dropout.
 from __future__ import annotations
 
 from benchmarks.published_runs.price import Pricer
-from benchmarks.published_runs.rows import is_core
+from benchmarks.published_runs.rows import is_core, is_torch
 from cost_models import memory
 
 
@@ -62,7 +62,7 @@ def activation_bytes(pricer: Pricer, stage: int) -> float:
     whole = sum(part * layer_bytes(pricer, kind) for kind, part in ((False, 1 - mixed), (True, mixed)) if part)
     rows = pricer.tokens / (p.tensor if p.sequence_parallel else 1)
     kept = 2.0 * rows * m.hidden if p.recompute == "full" else whole
-    if p.recompute == "selective" and pricer.run.stack == "torch-fsdp":
+    if p.recompute == "selective" and is_torch(pricer.run.stack):
         kept *= 0.3    # torch keeps attention's and every other product's output; its compiler recomputes chains
     last = stage == p.pipeline - 1
     logits = pricer.c.logit_bytes * pricer.tokens * m.vocab / p.tensor if last else 0.0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
-from benchmarks.published_runs.constants import Constants, Table, load
 from benchmarks.published_runs.peak import peak_bytes
 from benchmarks.published_runs.price import Pricer
 from benchmarks.published_runs.rows import AbstainError, Row, Run, read
 from cost_models import ClusterError
+from cost_models.profile import Profile, Table, load
 
 
 def predict(row: Row) -> dict[str, Any] | None:
@@ -24,12 +23,12 @@ def predict(row: Row) -> dict[str, Any] | None:
 def explain(row: Row) -> dict[str, Any]:
     """The same with the step's parts. Raises AbstainError naming the fact that is missing."""
     run = read(row)
-    return priced(run, constants())
+    return priced(run, load())
 
 
 def priced(run: Run, table: Table) -> dict[str, Any]:
     """A run under given constants."""
-    pricer = Pricer(run, Constants.of(run, table))
+    pricer = Pricer(run, profile_of(run, table))
     step = pricer.step()
     sequences = run.plan.data * run.plan.micro_batch * run.plan.micro_batches
     peak = run.cluster.device.peak_flops_per_s["float16"] * run.plan.devices
@@ -41,7 +40,6 @@ def priced(run: Run, table: Table) -> dict[str, Any]:
     }
 
 
-@cache
-def constants() -> Table:
-    """The committed constants."""
-    return load()
+def profile_of(run: Run, table: Table) -> Profile:
+    """The constants of the run's device, software and network."""
+    return Profile.of(run.machine, run.stack, run.network, table)

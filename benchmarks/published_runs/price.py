@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.published_runs.constants import Constants
-from benchmarks.published_runs.rows import Run
+from benchmarks.published_runs.rows import Run, is_torch
 from cost_models import Cluster, Group, collectives, memory
-from cost_models.compute import matmul_time_s
+from cost_models.compute import attention_s, larger, matmul_time_s, traffic_s
 from cost_models.pipeline import pipeline_s
+from cost_models.profile import Profile
 
 Product = tuple[float, float, float, float]    # m, n, k, how many
 
@@ -32,19 +32,13 @@ class Pass:
     experts_s: float
     host_s: float
 
-    def seconds(self, c: Constants, overlap: bool | None = None) -> float:
+    def seconds(self, c: Profile, overlap: bool | None = None) -> float:
         """Device and host work side by side, the slower one counts; what collectives cannot hide adds up. ``overlap``:
         whether expert dispatch is hidden, where that is known."""
         share = c.hide_experts if overlap is None else 0.9 * overlap
         hidden = c.hide_tensor * min(self.tensor_s, self.compute_s) + share * min(self.experts_s, self.compute_s)
         device = self.compute_s + self.tensor_s + self.experts_s - hidden
-        return larger(device, self.host_s, c.tied if self.tensor_s > 0 else 6.0)
-
-
-def larger(a: float, b: float, sharpness: float = 6.0) -> float:
-    """A smooth maximum: neither side is ever quite free of the other's jitter."""
-    top = max(a, b)
-    return top * ((a / top) ** sharpness + (b / top) ** sharpness) ** (1 / sharpness) if top > 0 else 0.0
+        return float(larger(device, self.host_s, c.tied if self.tensor_s > 0 else 6.0))
 
 
 @dataclass(frozen=True)
@@ -68,13 +62,12 @@ def places(number: float, draws: int) -> float:
 class Pricer:
     """Prices one run with one set of constants."""
 
-    def __init__(self, run: Run, c: Constants) -> None:
+    def __init__(self, run: Run, c: Profile) -> None:
         self.run, self.c, self.m, self.p = run, c, run.model, run.plan
         self.device = c.device(run.cluster.device, run.plan.precision)
         self.cluster = _network(replace(run.cluster, device=self.device), c.network)
         self.tokens = self.p.micro_batch * self.m.seq_len / self.p.context
-        eager = run.stack == "torch-fsdp" and not run.compiled
-        self.passes = c.passes * (c.eager if eager else 1.0)
+        self.passes = c.passes * c.unfused
         self._passes: dict[bool, tuple[float, float]] = {}
         self.compute_dtype = _DTYPES[self.p.precision]
 
@@ -110,8 +103,7 @@ class Pricer:
 
     def traffic_s(self, nbytes: float, tensor: float = math.inf) -> float:
         """Of tensors of ``tensor`` bytes each: what one kernel leaves in the cache, the next need not read."""
-        found = 0.5 / (1 + (2 * tensor / self.c.cache_bytes) ** 2)
-        return self.copied_s(nbytes * (1 - found) * self.passes)
+        return self.passes * float(traffic_s(nbytes, self.device, tensor, self.c.cache_bytes))
 
     def linears(self, mixed: bool) -> list[Product]:
         """Forward products of a layer's projections, on one rank."""
@@ -146,21 +138,16 @@ class Pricer:
         m, p, c = self.m, self.p, self.c
         d_qk, d_v = (m.latent.query_key, m.latent.value) if m.latent else (m.head_dim, m.head_dim)
         heads, s = p.micro_batch * m.heads / p.tensor, m.seq_len
-        flops = 2.0 * heads * s * s / p.context * (d_qk + d_v)
+        rows, columns = s / p.context, float(s)
         if 0 < m.window < s:
-            flops *= 0.5 + m.window / s    # every other layer: window of the s/2 that a causal row has in the mean
-        if c.flash:
-            peak = self.device.peak_flops_per_s["float16"]
-            share = c.attention * c.attend * (1.0 if c.native else c.legacy) * min(1.0, d_v / 128) ** 0.3
-            forward = 0.5 * flops / (peak * share) * (c.ring if p.context > 1 else 1.0)    # half is masked and skipped
-            ring = self._ring_s(heads, d_qk + d_v) if p.context > 1 else 0.0
-            return larger(forward, ring), larger(2.5 * forward / 0.8, 2 * ring)
-        scores = heads * s * s
-        products = [(s, s, d_qk, heads), (s, d_v, s, heads)]
-        more = 0.0 if self.fused_softmax else 22.0
-        forward, backward = (self.traffic_s(scores * (way + more), 2.0 * scores) for way in (9.0, 11.0))
-        forward += self.product_s(products, "float16")
-        backward += 2 * self.product_s(products, "float16")
+            columns *= 0.5 + m.window / s    # every other layer: window of the s/2 that a causal row has in the mean
+        if not c.flash:
+            rows, columns = float(s), float(s)
+        forward, backward = map(float, attention_s(heads, rows, columns, (d_qk, d_v), c, self.device, True,
+                                                   self.fused_softmax))
+        if c.flash and p.context > 1:
+            ring = self._ring_s(heads, d_qk + d_v)
+            return float(larger(c.ring * forward, ring)), float(larger(c.ring * backward, 2 * ring))
         return forward, backward
 
     @property
@@ -235,7 +222,7 @@ class Pricer:
 
     def copied_s(self, nbytes: float) -> float:
         """Bytes that are moved once, whatever the software."""
-        return nbytes / (self.device.memory_bandwidth_bytes_per_s * self.c.memory)
+        return float(traffic_s(nbytes, self.device))
 
     def expert_kernels(self) -> float:
         """The host's time for a layer with experts, in those for one without: products and casts are launched expert
@@ -291,8 +278,8 @@ class Pricer:
         if p.modules:
             back += self.again_s(mixed, seconds)
         elif p.recompute == "full":
-            back += seconds
-        elif p.recompute == "selective" and self.run.stack == "torch-fsdp":
+            back += seconds - (self.product_s(self.linears(mixed)[-1:]) if c.early_stop else 0.0)
+        elif p.recompute == "selective" and is_torch(self.run.stack):
             back += 0.5 * max(0.0, seconds - self.attention_s()[0])    # torch keeps every other product's output
         elif p.recompute == "selective" and not c.flash:
             back += self.attention_s()[0]

@@ -56,14 +56,17 @@ DISPATCHERS = (
 #: vTrain's steps on one host are added up of traces of single layers, taken kernel by kernel (its src/predictor.py).
 TRACED = "traced"
 
-#: Generations of software, by words of a source's title. What they do differently: `constants.toml`.
+#: torch with FSDP2: compiled ("torch-compile") where the row says so, else "torch-eager".
+TORCH = "torch"
+
+#: Generations of software, by words of a source's title. What they do differently: `cost_models/profiles.toml`.
 STACKS = (
-    ("torch-fsdp", ("torchtitan", "fms-fsdp")),
+    (TORCH, ("torchtitan", "fms-fsdp")),
     ("megatron-deepspeed", ("bigscience", "bloom", "vtrain", "mt-nlg", "deepspeed")),
     ("nemo-26.02", ("megatron-bridge skills",)),
     ("megatron-core", ("megatron-bridge", "nemo", "examples/llama", "llama 3", "megatron-core", "mlperf")),
     ("composer", ("mosaicml", "llm-foundry", "composer")),
-    ("torch-fsdp", ("fsdp",)),
+    (TORCH, ("fsdp",)),
     ("alpa", ("alpa",)),
     ("megatron-2022", ("korthikanti",)),
     ("megatron-2021", ("megatron", "sc21")),
@@ -221,7 +224,6 @@ class Run:
     master_in_float32: bool = True
     gradient_bytes: int = 2
     float32_sums: bool = False    # gradients of two bytes are added up in float32, by another pass over them
-    compiled: bool = False
     groups: dict[tuple[str, float], Group] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -240,7 +242,6 @@ def read(row: Row) -> Run:
         master_in_float32=not pure,
         gradient_bytes=4 if "fp32 grad" in precision or float32_sums else 2,
         float32_sums=float32_sums,
-        compiled=bool(_get(row, "plan", "compile")),
     )
 
 
@@ -254,6 +255,11 @@ def _get(row: Row, *path: str) -> Any:
 def _sums_in_float32(stack: str, precision: str) -> bool:
     """DeepSpeed's BF16_Optimizer."""
     return stack == "megatron-deepspeed" and "bf16" in precision and "fp16" not in precision
+
+
+def is_torch(stack: str) -> bool:
+    """torch with FSDP2, eager or compiled."""
+    return stack in ("torch-eager", "torch-compile")
 
 
 def is_core(stack: str) -> bool:
@@ -282,10 +288,12 @@ def _stack(row: Row) -> str:
         return _release(row)
     if stack == "megatron-deepspeed" and "ground_truth_single" in str(_get(row, "source", "locator")):
         return TRACED
+    if not stack and "none" not in str(_get(row, "plan", "fsdp") or "none").lower():
+        stack = TORCH
+    if stack == TORCH:
+        return "torch-compile" if _get(row, "plan", "compile") else "torch-eager"
     if stack and stack not in ("megatron-2021", "megatron-2022"):
         return stack
-    if not stack and "none" not in str(_get(row, "plan", "fsdp") or "none").lower():
-        return "torch-fsdp"
     if _is_modern(row):
         return "megatron-core"
     newer = _get(row, "plan", "sequence_parallel") or "selective" in str(_get(row, "plan", "recompute")).lower()
@@ -400,7 +408,7 @@ def _plan(row: Row, model: Model, stack: str) -> Plan:
         zero_stage=zero,
         fsdp="none" not in fsdp or zero == 3,
         hybrid="hsdp" in fsdp,
-        sequence_parallel=tensor > 1 and (core or stack == "torch-fsdp" if parallel is None else bool(parallel)),
+        sequence_parallel=tensor > 1 and (core or is_torch(stack) if parallel is None else bool(parallel)),
         recompute=_recompute(row, stack),
         precision="fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16",
         gpipe="gpipe" in schedule,
@@ -427,10 +435,8 @@ def _micro_batches(row: Row, data: int, stages: int, stack: str) -> tuple[int, i
     if not micro and steps:
         micro = batch / data / steps
     if not micro:
-        if stack == "torch-fsdp":
-            micro = batch // data // stages
-        else:
-            micro = 1 if stages > 1 or is_core(stack) else batch // data
+        one = stages > 1 or is_core(stack)
+        micro = batch // data // stages if is_torch(stack) else 1 if one else batch // data
     micro = max(1, round(micro))
     return micro, max(1, math.ceil(batch / (data * micro) - 1e-6) if batch else round(steps))
 
@@ -462,14 +468,14 @@ def _recompute(row: Row, stack: str) -> str:
         return "none"    # whatever is stated: no A100 is as fast as these rows if it were so (benchmarks/README.md)
     if stated is None:
         always = stack.startswith("megatron-2") or stack == "megatron-deepspeed"
-        return "full" if always else "selective" if stack == "torch-fsdp" else "none"
+        return "full" if always else "selective" if is_torch(stack) else "none"
     stated = str(stated).lower()
     return "full" if stated.startswith("full") else "selective" if stated.startswith("selective") else "none"
 
 
 def _cluster(row: Row, machine: str, devices: int) -> Cluster:
     """The machine, with as many devices to a host and links as fast as the row says."""
-    cluster = Cluster.load(machine, num_devices=devices)
+    cluster = Cluster.load(machine, num_devices=devices, software="none")
     inner, outer = cluster.links[0], cluster.links[-1]
     between = cluster.links[1:-1]
     inside = str(_get(row, "hardware", "intra_bw") or "")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cost_models import Cluster, ClusterError, Group, Link, Protocol, collectives, known_clusters
 from cost_models.description import _read
 
-H100 = Cluster.load("h100-sxm", num_devices=64)
+H100 = Cluster.load("h100-sxm", num_devices=64, software="none")
 SMALL = """
 name = "mine"
 [device]
@@ -76,13 +76,13 @@ def test_every_number_says_where_it_comes_from(name: str) -> None:
 
 
 def test_by_default_a_host() -> None:
-    assert Cluster.load("h100-sxm").num_devices == 8
-    assert Cluster.load("gb200-nvl72").num_devices == 72
-    assert Cluster.load("local-cpu").num_devices == 4
+    assert Cluster.load("h100-sxm", software="none").num_devices == 8
+    assert Cluster.load("gb200-nvl72", software="none").num_devices == 72
+    assert Cluster.load("local-cpu", software="none").num_devices == 4
 
 
 def test_one_file_is_based_on_another() -> None:
-    h100, h200 = Cluster.load("h100-sxm"), Cluster.load("h200")
+    h100, h200 = Cluster.load("h100-sxm", software="none"), Cluster.load("h200", software="none")
     assert h200.links == h100.links
     assert h200.device.memory_bytes > h100.device.memory_bytes
     assert h200.device.peak_flops_per_s == h100.device.peak_flops_per_s
@@ -132,13 +132,13 @@ def test_a_description_that_is_no_text(tmp_path: Path) -> None:
 
 def test_errors_name_what_is_known() -> None:
     with pytest.raises(ClusterError, match=r"a100-sxm, .*local-cpu, .*; or give the path of a TOML file"):
-        Cluster.load("h100")
+        Cluster.load("h100", software="none")
     with pytest.raises(ClusterError, match=r"there is no such file"):
         Cluster.load("missing.toml")
     with pytest.raises(ClusterError, match="num_devices=128"):
         H100.group((128,), 0)
     with pytest.raises(ClusterError, match="at least one"):
-        Cluster.load("h100-sxm", num_devices=0)
+        Cluster.load("h100-sxm", num_devices=0, software="none")
     with pytest.raises(ClusterError, match=r"axes .2. of a mesh"):
         H100.group((8, 8), 2)
     with pytest.raises(ClusterError, match="num_devices growing"):
@@ -168,12 +168,12 @@ def test_groups_cross_hosts_as_ranks_are_laid_out(
 
 
 def test_a_partly_used_last_host() -> None:
-    twelve = Cluster.load("h100-sxm", num_devices=12).group((12,), 0)
+    twelve = Cluster.load("h100-sxm", num_devices=12, software="none").group((12,), 0)
     assert counts(twelve) == [8, 2]
     assert twelve.size == 12
     assert not twelve.even
     assert twelve.lanes[1] == 4    # the second host sends by four NICs only
-    across = Cluster.load("h100-sxm", num_devices=12).group((4, 3), 1)    # ranks 6, 7 | 8
+    across = Cluster.load("h100-sxm", num_devices=12, software="none").group((4, 3), 1)    # ranks 6, 7 | 8
     assert counts(across) == [2, 2]
     assert across.size == 3
     assert across.lanes[1] == 1
@@ -195,7 +195,7 @@ def test_flattened_groups_do_not_depend_on_how_the_mesh_is_cut() -> None:
 
 def test_shared_network_cards() -> None:
     """Eight devices with one NIC: a group of all has it alone, eight groups have an eighth each."""
-    l4 = Cluster.load("l4", num_devices=16)
+    l4 = Cluster.load("l4", num_devices=16, software="none")
     assert l4.group((16,), 0).lanes[1] == 1
     assert l4.group((2, 8), 0).lanes[1] == pytest.approx(1 / 8)
     alone, shared = l4.group((16,), 0), l4.group((2, 8), 0)

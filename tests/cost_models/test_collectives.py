@@ -14,13 +14,13 @@ from cost_models import Cluster, ClusterError, Group, Link, collectives, known_c
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 
 COLLECTIVES = [all_reduce_s, all_gather_s, reduce_scatter_s, all_to_all_s, broadcast_s, send_recv_s]
-H100 = Cluster.load("h100-sxm", num_devices=64)
+H100 = Cluster.load("h100-sxm", num_devices=64, software="none")
 WIRE = Link("wire", 8, 1e-6, 1e11)
 NET = Link("net", 4096, 1e-5, 1e10)
 PLAIN = replace(H100, links=(WIRE, NET))
 SHAPED = replace(H100, links=(replace(WIRE, alpha_s=5.7e-6, bandwidth_bytes_per_s=2.4e10, burst_bytes=2.0**15),
                               replace(NET, alpha_s=1.4e-5, bandwidth_bytes_per_s=2.25e10, burst_bytes=2.0**15)))
-MACHINES = {name: Cluster.load(name, num_devices=64) for name in known_clusters()}
+MACHINES = {name: Cluster.load(name, num_devices=64, software="none") for name in known_clusters()}
 MESHES = [(64,), (8, 8), (4, 16), (2, 4, 8), (16, 4), (3,), (6, 2), (4, 3), (61,)]
 
 
@@ -160,7 +160,7 @@ def test_a_protocol_must_be_offered_by_every_link() -> None:
 
 def test_slowdowns_multiply_time() -> None:
     """gloo's reduce_scatter: about as expensive as its all_reduce."""
-    group = Cluster.load("local-cpu").group((4,), 0)
+    group = Cluster.load("local-cpu", software="none").group((4,), 0)
     assert reduce_scatter_s(8e6, group) == pytest.approx(float(all_reduce_s(8e6, group)), rel=0.5)
     ideal = replace(group, levels=tuple((count, replace(link, slowdown={})) for count, link in group.levels))
     ratio = (reduce_scatter_s(8e6, group) - group.launch_s) / (reduce_scatter_s(8e6, ideal) - group.launch_s)
@@ -192,7 +192,7 @@ def test_a_lone_ring_leaves_gaps_that_another_fills() -> None:
 
 def test_measured_gloo() -> None:
     """Medians of 4 processes on the machine that local-cpu describes: within 35 % (8 MiB are outside the caches)."""
-    group = Cluster.load("local-cpu").group((4,), 0)
+    group = Cluster.load("local-cpu", software="none").group((4,), 0)
     for collective, nbytes, seconds in [
         (all_reduce_s, 2**10, 0.85e-3), (all_reduce_s, 2**20, 1.31e-3), (all_reduce_s, 2**23, 7.36e-3),
         (all_gather_s, 2**20, 0.96e-3), (all_gather_s, 2**23, 5.86e-3), (reduce_scatter_s, 2**20, 1.85e-3),
@@ -249,7 +249,7 @@ def test_sharing_a_nic_is_priced() -> None:
 def test_planning_calls_are_cheap() -> None:
     """4,000 sizes at once in well under a millisecond each; groups of a thousand devices are found once."""
     sizes = np.logspace(0, 10, 4000)
-    cluster = Cluster.load("h100-sxm", num_devices=1024)
+    cluster = Cluster.load("h100-sxm", num_devices=1024, software="none")
     cluster.group((128, 8), 0)
     start = time.perf_counter()
     for _ in range(20):

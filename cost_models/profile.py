@@ -1,28 +1,39 @@
-"""What is fitted, and for whom: `constants.toml` holds the numbers, `fit.py` says how they come about."""
+"""How software uses a machine: fitted constants of devices, generations of training software and networks.
+
+`profiles.toml` holds the numbers, fitted to published runs (`python -m benchmarks.published_runs --fit`); a constant
+belongs to a device, a generation of software or a network, never to one run. `Cluster.load(name, software=...)` takes
+them: with a profile, ops are priced by tiles, kernels and traffic as that software runs them; without one, by the
+curves of the cluster's description alone.
+"""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 
-from benchmarks.published_runs.rows import Run
-from cost_models import Device, Tiles
+from cost_models.cluster import Device, Tiles
+from cost_models.errors import ClusterError
 
 #: Values by table ("devices", "stacks", "networks"), entry and name.
 Table = dict[str, dict[str, dict[str, float]]]
 
 #: Families beyond what a name says (a100-sxm-40 is an a100-sxm is an a100): generations of devices, kinds of software.
 PARENTS = {"h100": "hopper", "h200": "hopper", "b200": "blackwell", "b300": "blackwell", "gb200": "blackwell",
-           "gb300": "blackwell", "megatron-core": "core", "nemo": "core", "composer": "torch"}
+           "gb300": "blackwell", "megatron-core": "core", "nemo": "core", "composer": "torch",
+           "torch-eager": "torch-fsdp", "torch-compile": "torch-fsdp"}
+#: Software that a plan can be priced for, by name.
+SOFTWARE = ("torch-eager", "torch-compile", "megatron-core", "megatron-2022", "megatron-2021", "megatron-deepspeed",
+            "nemo-26.06", "nemo-26.02", "nemo-25.11", "nemo-25.09", "composer", "alpa", "traced")
 
-FILE = Path(__file__).with_name("constants.toml")
+FILE = Path(__file__).with_name("profiles.toml")
 
 
 @dataclass(frozen=True)
-class Constants:
-    """The constants of one run.
+class Profile:
+    """The constants of one device under one generation of software on one network.
 
     Of the device:
       share, share8, share4   of the peak in the main loop of matrix products of 2, 1 and 1/2 bytes
@@ -38,7 +49,8 @@ class Constants:
                               over the best
       ring                    attention's time over several context ranks, merging of parts included, over that on one
       passes                  element-wise traffic over that counted here
-      eager                   element-wise traffic without torch.compile over that with it
+      kernel_bytes            traffic of unfused element-wise kernels over that of the tensors that they read and write
+      fused, eager            1 if chains of element-wise ops are one kernel; else their traffic over that of fused ones
       quantise, loss_bytes    bytes moved for an element that a product of less than two bytes reads; for a logit
       host_s, host_backward   seconds of the host for a layer forward; for a layer backward, in those
       host_experts            for a layer with experts, in those; host_expert: for each of a rank's experts beside
@@ -46,6 +58,11 @@ class Constants:
       host_call_s             for a collective
       tied                    sharpness with which the longer of the host's and the device's time counts on several
                               tensor ranks, which wait for one another's hosts (6 on one: the shorter is all but hidden)
+      by_block                1 if sharded parameters are gathered, and their gradients scattered, block by block
+      stores_sections         1 if fused projections are stored by head, so that tensor ranks need not exchange parts
+      scatter_sends           1 if tensor ranks share out what they send to the next stage, and gather it there
+      early_stop              1 if recompute of a block ends where backward has all it needs, before its last product
+      core_only               1 if selective recompute runs the core of attention again, and nothing else
       micro_s, step_s         fixed time of a micro-batch on a stage; of a step
       sync_s                  what each other rank adds to a tensor-parallel collective by being late
       update_bytes            moved for an element beside the optimizer's own: norm, scaling and copies of gradients
@@ -73,7 +90,9 @@ class Constants:
     attend: float
     ring: float
     passes: float
+    fused: float
     eager: float
+    kernel_bytes: float
     quantise: float
     loss_bytes: float
     host_s: float
@@ -83,6 +102,11 @@ class Constants:
     host_graphed: float
     host_call_s: float
     tied: float
+    by_block: float
+    stores_sections: float
+    scatter_sends: float
+    early_stop: float
+    core_only: float
     micro_s: float
     step_s: float
     sync_s: float
@@ -96,22 +120,46 @@ class Constants:
     fragments: float
     communicators: float
     logit_bytes: float
+    software: str = ""
+    machine: str = ""
 
     @staticmethod
-    def of(run: Run, table: Table) -> Constants:
-        """Those of the run's device, software and network: each from its default, its family and its own entry."""
-        values: dict[str, float] = {}
-        for kind, name in (("devices", run.machine), ("stacks", run.stack), ("networks", run.network)):
-            for entry in lineage(name):
-                values.update(table[kind].get(entry, {}))
-        return Constants(**values)
+    def of(machine: str, software: str, network: str = "default", table: Table | None = None) -> Profile:
+        """The constants of a device, software and network: each from its default, its family and its own entry.
 
-    def device(self, device: Device, precision: str) -> Device:
-        """The machine's device with what was fitted."""
+        >>> Profile.of("h100-sxm", "torch-compile").fused, Profile.of("h100-sxm", "torch-eager").fused
+        (1.0, 0.0)
+        """
+        values: dict[str, float] = {}
+        for kind, name in (("devices", machine), ("stacks", software), ("networks", network)):
+            for entry in lineage(name):
+                values.update((table or _in_use())[kind].get(entry, {}))
+        return Profile(**values, software=software, machine=machine)
+
+    @property
+    def unfused(self) -> float:
+        """Element-wise traffic over that of chains fused into one kernel each."""
+        return 1.0 if self.fused else self.eager
+
+    @property
+    def kernel_s(self) -> float:
+        """Seconds of the host for one kernel of a graph: a layer's over its kernels, 42 in a Llama as transformers
+        writes it. Where chains are fused GPT-2 has 9 and Llama 15; 12 are taken for all."""
+        return self.host_s / (12 if self.fused else 42)
+
+    def late_s(self, size: int) -> float:
+        """How long a collective of ``size`` ranks waits for the last one: ``sync_s`` for each other rank, as fitted on
+        tensor-parallel groups, whose sizes end at 8."""
+        return self.sync_s * (min(size, 8) - 1)
+
+    def device(self, device: Device, precision: str = "bf16") -> Device:
+        """The machine's device with the fitted constants. Launches are counted with the kernels of an op, not by
+        `Device.launch_s`."""
         units = device.tiles.units if device.tiles else 108
         low = self.share4 if precision == "fp4" else self.share8
         tiles = Tiles(units, self.share * self.library, self.ramp, self.misaligned, low * self.library)
-        return replace(device, tiles=tiles, memory_bandwidth_efficiency=self.memory, launch_s=0.0)
+        return replace(device, tiles=tiles, memory_bandwidth_efficiency=self.memory, launch_s=0.0,
+                       overlap_slowdown=min(2.0, 1.0 + self.interference))
 
 
 def lineage(name: str) -> tuple[str, ...]:
@@ -127,13 +175,25 @@ def lineage(name: str) -> tuple[str, ...]:
 
 
 def load(path: Path = FILE) -> Table:
-    """The committed constants."""
+    """The constants of a file; those in use by default."""
     return tomllib.loads(path.read_text("utf-8"))
 
 
+@cache
+def _in_use() -> Table:
+    return load()
+
+
+def check_software(name: str) -> str:
+    """The name of a software profile. Raises ClusterError listing those known."""
+    if not isinstance(name, str) or name not in SOFTWARE:
+        raise ClusterError(f"unknown software {name!r}: known are {', '.join(SOFTWARE)}")
+    return name
+
+
 def dump(table: Mapping[str, Mapping[str, Mapping[str, float]]], head: str) -> str:
-    """TOML, in the order of `Constants`."""
-    order = [field.name for field in fields(Constants)]
+    """TOML, in the order of `Profile`."""
+    order = [field.name for field in fields(Profile) if field.type == "float"]
     lines = [f"# {line}".rstrip() for line in head.splitlines()]
     for kind, entries in table.items():
         for entry, values in entries.items():

@@ -1,0 +1,46 @@
+"""What runs an emitted program: Python node by node, or graphs traced by AOTAutograd and compiled by Inductor."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import shutil
+
+from autoparallel.errors import PlanError, shown
+from autoparallel.schedule.step_config import Hybrid
+
+EAGER, TRACED, INDUCTOR, AUTO = "eager", "aot_eager", "inductor", "auto"
+BACKENDS = (EAGER, INDUCTOR, TRACED, AUTO)
+_LOG = logging.getLogger("autoparallel")
+
+
+def chosen(backend: object, device_type: str) -> str:
+    """The backend of this name on a device; "auto" is Inductor on a GPU with Triton, else eager, and says so.
+
+    Raises PlanError for an unknown name, and for Inductor on a CPU without a C++ compiler.
+    """
+    if backend not in BACKENDS:
+        raise PlanError(f"unknown backend {shown(backend)}; there are {list(BACKENDS)}")
+    if backend == AUTO:
+        compiles = device_type != "cpu" and importlib.util.find_spec("triton") is not None
+        backend = INDUCTOR if compiles else EAGER
+        _LOG.info("backend=\"auto\" is %r on %s", backend, device_type)
+    if backend == INDUCTOR and device_type == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
+        raise PlanError("backend=\"inductor\" on a CPU needs a C++ compiler (g++ or clang++), and none is installed: "
+                        "install one, or take backend=\"eager\"")
+    return str(backend)
+
+
+def check(backend: str, hybrid: Hybrid) -> None:
+    """Raises PlanError for a step configuration that this backend cannot run."""
+    if backend == EAGER:
+        return
+    if hybrid.recompute == "offload":
+        raise PlanError(f"recompute='offload' moves saved tensors of single ops to the host, and backend={backend!r} "
+                        "saves those of whole graphs: take recompute='full', or backend='eager'")
+    if hybrid.schedule == "zero_bubble" and hybrid.stages > 1:
+        raise PlanError(f"schedule 'zero_bubble' runs backward in two parts, and a graph of backend={backend!r} is "
+                        "one: take schedule='1f1b' or 'interleaved', or backend='eager'")
+
+
+__all__ = ["AUTO", "BACKENDS", "EAGER", "INDUCTOR", "TRACED", "check", "chosen"]

@@ -1,0 +1,88 @@
+"""AOTAutograd and Inductor, called without Dynamo. (The one file that touches their internals: torch 2.13.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+#: A pass over the forward or the backward graph, in place; says whether the graph is the backward.
+Pass = Callable[[GraphModule, bool], None]
+#: A compiled function of flat tensors, differentiable.
+Compiled = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What runs on the graphs between tracing and code generation.
+
+    ``tag`` marks nodes of the joint graph that backward recomputes (node.meta["recompute"]), in place; ``each`` runs on
+    the forward and on the backward graph, both before code is generated for either; ``alone`` on a forward graph
+    without a backward.
+    """
+
+    tag: Callable[[GraphModule], None]
+    each: Pass
+    alone: Callable[[GraphModule], None]
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Inductor's own partitioner between our passes."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+                 ) -> tuple[GraphModule, GraphModule]:
+        self.passes.tag(gm)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        self.passes.each(forward, False)
+        self.passes.each(backward, True)
+        return forward, backward
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((str(Path(__file__)),))
+
+
+def fake_inputs(inputs: Sequence[torch.Tensor], graded: bool) -> list[torch.Tensor]:
+    """Stand-ins without values: equal inputs, or inputs that share memory, are apart, since a later call's may be.
+    Only if ``graded`` do they have gradients."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device,
+                                    requires_grad=graded and x.requires_grad) for x in inputs]
+
+
+def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: Passes, generates: bool) -> Compiled:
+    """``module``, a graph of flat tensors in and out, traced into forward and backward, rewritten by ``passes`` and
+    compiled: by Inductor if ``generates`` is true, else run node by node.
+
+    ``inputs``: shapes, strides and requires_grad of a call, with gradients if they are enabled now. Torch's settings
+    are as before when this returns.
+    """
+    def inner(graph: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
+        if kwargs.get("is_inference"):
+            passes.alone(graph)
+        return compile_fx.compile_fx_inner(graph, examples, **kwargs) if generates else _as_it_is(graph)
+
+    settings = {"custom_partitioner_fn": _Partitioner(passes), "reorder_for_peak_memory": False}
+    whole = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+    graded = torch.is_grad_enabled()
+    with whole, torch.inference_mode(False), torch.set_grad_enabled(graded):
+        fakes = fake_inputs(inputs, graded)
+        made: Any = compile_fx.compile_fx(module, fakes, inner_compile=inner, config_patches=settings)
+    return made
+
+
+def _as_it_is(graph: GraphModule) -> Any:
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    return make_boxed_func(graph.forward)

@@ -1,0 +1,112 @@
+"""Collectives of parameters and gradients in buckets, on a traced graph.
+
+Each member of a bucket keeps the shape that it had; the bucket is packed by one cat, and its result is cut by views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch.fx import Graph
+from torch.fx import Node as FxNode
+
+from autoparallel.backends.traced import GATHER, REDUCE, SCATTER, WAIT, aten, call, gathers_of, reductions_of, waited
+from autoparallel.schedule.async_windows import BUCKET_BYTES
+
+#: The first bucket of gradients is small, so that its reduction begins early (as in torch's DistributedDataParallel).
+FIRST_BYTES = 2**20
+Bucket = list[FxNode]
+
+
+def in_buckets(nodes: Sequence[FxNode], first: float) -> Iterator[Bucket]:
+    """The nodes in order, in buckets of at most ``first`` bytes (the first one) and `BUCKET_BYTES`, or one node."""
+    bucket, size, limit = Bucket(), 0, first
+    for node in nodes:
+        value = waited(node).meta["val"] if node.target is GATHER else node.args[0].meta["val"]  # type: ignore[union-attr]
+        if bucket and size + value.nbytes > limit:
+            yield bucket
+            bucket, size, limit = Bucket(), 0, BUCKET_BYTES
+        bucket.append(node)
+        size += value.nbytes
+    if bucket:
+        yield bucket
+
+
+def grouped(nodes: Sequence[FxNode], kind: Callable[[FxNode], object], first: float) -> list[Bucket]:
+    """Buckets of nodes of equal ``kind``, in the order of their first nodes."""
+    by_kind: dict[object, Bucket] = {}
+    for node in nodes:
+        value = node.args[0].meta["val"]  # type: ignore[union-attr]
+        by_kind.setdefault((kind(node), node.target, node.args[1:], value.dtype, value.device), []).append(node)
+    return [bucket for members in by_kind.values() for bucket in in_buckets(members, first)]
+
+
+def bucket_gathers(graph: Graph) -> list[FxNode]:
+    """Gather parameters in buckets; returns the new gathers, in the order in which they are read."""
+    made = []
+    for bucket in grouped(gathers_of(graph), _gathers_before, BUCKET_BYTES):
+        made.append(_gather(graph, bucket) if len(bucket) > 1 else bucket[0])
+    return made
+
+
+def _gathers_before(node: FxNode) -> int:
+    """The number of gathers on the path to this one."""
+    before = max((_gathers_before(i) for i in node.all_input_nodes), default=0)
+    return before + (node.target is GATHER)
+
+
+def _gather(graph: Graph, bucket: Bucket) -> FxNode:
+    sent = [node.args[0] for node in bucket]
+    _, ranks, group = bucket[0].args
+    with graph.inserting_before(bucket[-1]):
+        flat = [call(graph, aten.view.default, value, [-1]) for value in sent]
+        start = call(graph, GATHER, call(graph, aten.cat.default, flat), ranks, group)
+        rows = call(graph, aten.view.default, call(graph, WAIT, start), [ranks, -1])
+        ends = list(accumulate(node.meta["val"].shape[0] for node in flat))
+        for node, begin, end in zip(bucket, [0, *ends], ends, strict=False):
+            part = call(graph, aten.slice.Tensor, rows, 1, begin, end)
+            whole = call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
+            _replace(graph, node, call(graph, aten.view.default, whole, list(node.meta["val"].shape)))
+    return start
+
+
+def bucket_reductions(graph: Graph) -> None:
+    """Sum gradients in buckets: of what is ready first, a small one, then larger ones."""
+    depth = reductions_of(graph)
+    for bucket in grouped(list(depth), depth.__getitem__, FIRST_BYTES):
+        if len(bucket) > 1:
+            (_all_reduce if bucket[0].target is REDUCE else _reduce_scatter)(graph, bucket)
+
+
+def _all_reduce(graph: Graph, bucket: Bucket) -> None:
+    with graph.inserting_before(bucket[-1]):
+        flat = [call(graph, aten.reshape.default, node.args[0], [-1]) for node in bucket]
+        start = call(graph, REDUCE, call(graph, aten.cat.default, flat), *bucket[0].args[1:])
+        _cut(graph, bucket, call(graph, WAIT, start), [node.meta["val"].shape[0] for node in flat])
+
+
+def _reduce_scatter(graph: Graph, bucket: Bucket) -> None:
+    ranks = bucket[0].args[2]
+    with graph.inserting_before(bucket[-1]):
+        rows = [call(graph, aten.reshape.default, node.args[0], [ranks, -1]) for node in bucket]
+        packed = call(graph, aten.view.default, call(graph, aten.cat.default, rows, 1), [-1])
+        start = call(graph, SCATTER, packed, *bucket[0].args[1:])
+        _cut(graph, bucket, call(graph, WAIT, start), [node.meta["val"].shape[1] for node in rows])
+
+
+def _cut(graph: Graph, bucket: Bucket, summed: FxNode, lengths: Sequence[int]) -> None:
+    ends = list(accumulate(lengths))
+    for node, begin, end in zip(bucket, [0, *ends], ends, strict=False):
+        part = call(graph, aten.slice.Tensor, summed, 0, begin, end)
+        _replace(graph, node, call(graph, aten.view.default, part, list(node.meta["val"].shape)))
+
+
+def _replace(graph: Graph, start: FxNode, made: FxNode) -> None:
+    """``made`` in place of a collective's awaited result. (Order is restored by the pass that moves collectives.)"""
+    wait = waited(start)
+    wait.replace_all_uses_with(made)
+    graph.erase_node(wait)
+    graph.erase_node(start)
+

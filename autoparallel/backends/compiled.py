@@ -1,0 +1,139 @@
+"""A program whose parts are compiled, called like the program itself."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+
+from autoparallel.backends import agreement
+from autoparallel.backends.buckets import bucket_gathers, bucket_reductions
+from autoparallel.backends.flat import FlatProgram, flat
+from autoparallel.backends.moving import Collective, gather_into_own_memory, move_collectives, order_of
+from autoparallel.backends.recompute import tag_blocks, tag_gathers
+from autoparallel.backends.traced import mark_gathers, own_results, with_one_wait
+from autoparallel.backends.untraceable import why_not_traced
+from autoparallel.kernels import groups, rng
+from autoparallel.lower.recompute_pass import in_parts
+
+_LOG = logging.getLogger("autoparallel")
+
+
+@dataclass(frozen=True, eq=False)
+class Lowering:
+    """How a program is compiled.
+
+    ``generates``: by Inductor, else run as it is traced. ``regathers``: backward gathers parameters again (ZeRO-3).
+    ``recompute``: "none", "selective" or "full", of the blocks that ``block_of`` names (None: not recomputed).
+    ``made``: what has been compiled, by what it is.
+    """
+
+    generates: bool
+    regathers: bool
+    recompute: str
+    block_of: Callable[[FxNode], str | None]
+    made: dict[Any, Callable[..., Sequence[Tensor]]] = field(default_factory=dict)
+
+
+def compiled(program: GraphModule, how: Lowering, part_of: Callable[[FxNode], object] = lambda node: "") -> GraphModule:
+    """The program with each run of nodes of one part as a `CompiledPart`. Ops that cannot be traced, and nodes whose
+    part is None, run as they are, between them.
+
+    Called within `groups.use` and `rng.use_seed`, like the program; all ranks make the same calls.
+    """
+    why = {node: reason for node in program.graph.nodes if (reason := why_not_traced(node)) is not None}
+    runs = _runs(program, how.block_of) if how.recompute != "none" else {}
+    for reason in sorted(set(why.values())):
+        _LOG.warning("%s: runs node by node, between compiled graphs", reason)
+
+    def part(node: FxNode) -> object:
+        return None if node in why else part_of(node)
+
+    def made(body: GraphModule, members: Sequence[FxNode]) -> nn.Module:
+        return CompiledPart(body, how, [runs.get(node) for node in members])
+
+    return in_parts(program, part, made)
+
+
+class CompiledPart(nn.Module):
+    """A part of a program, traced and compiled at the first call, and again for a call without gradients. A part that
+    is equal to another is compiled once.
+
+    ``runs``: for each of its ops, the number of its run of a recomputed block, or None.
+    """
+
+    def __init__(self, body: GraphModule, how: Lowering, runs: Sequence[int | None]) -> None:
+        super().__init__()
+        self.how = how
+        ops = [node for node in body.graph.nodes if node.op == "call_function"]
+        self.flat: FlatProgram = flat(body, {node: run for node, run in zip(ops, runs, strict=True) if run is not None})
+        first = 1 if self.flat.draws else 0
+        placeholders = body.graph.find_nodes(op="placeholder")
+        self.parameters_at = frozenset(n + first for n, node in enumerate(placeholders) if node.meta["reads"])
+
+    def forward(self, *placeholders: Tensor) -> Any:
+        if not self.flat.returns:
+            return self.flat.structured(())
+        inputs = self.flat.inputs([x.contiguous() for x in placeholders], rng.call_seed())
+        graded = torch.is_grad_enabled()
+        key = (self.flat.text, tuple((x.shape, x.dtype, graded and x.requires_grad) for x in inputs))
+        if key not in self.how.made:
+            self.how.made[key] = self._compiled(inputs)
+        return self.flat.structured(self.how.made[key](*inputs))
+
+    def _compiled(self, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+        from autoparallel.backends import aot  # seconds to import
+
+        passes, axes = _Passes(self.how, self.parameters_at), groups.bound().values()
+        with agreement.one_first(axes):
+            call = aot.compile_graph(self.flat.module, inputs, aot.Passes(passes.tag, passes.each, passes.alone),
+                                     self.how.generates)
+        agreement.check_order(passes.orders, axes)
+        return call
+
+
+class _Passes:
+    """The passes over one part's graphs. ``orders``: their collectives, once `each` has run."""
+
+    def __init__(self, how: Lowering, parameters: Collection[int]) -> None:
+        self.how, self.parameters, self.orders = how, parameters, list[Collective]()
+
+    def tag(self, joint: GraphModule) -> None:
+        """Say what backward computes again."""
+        mark_gathers(joint.graph, self.parameters)
+        if self.how.recompute != "none":
+            tag_blocks(joint, self.how.recompute)
+        if self.how.regathers:
+            tag_gathers(joint)
+
+    def alone(self, module: GraphModule) -> None:
+        """Rewrite a forward graph that has no backward."""
+        mark_gathers(module.graph, self.parameters)
+        self.each(module, False)
+
+    def each(self, module: GraphModule, backward: bool) -> None:
+        """Rewrite the forward or the backward graph."""
+        with_one_wait(module.graph)
+        gathers = bucket_gathers(module.graph)
+        if backward:
+            bucket_reductions(module.graph)
+            own_results(module.graph)
+        move_collectives(module, gathers)
+        self.orders.extend(order_of(module))
+        gather_into_own_memory(module)
+        module.recompile()
+
+
+def _runs(program: GraphModule, block_of: Callable[[FxNode], str | None]) -> dict[FxNode, int]:
+    """The nodes of recomputed blocks, by contiguous run. Steps on the paths of parameters belong to none: what they
+    make is kept, unless ZeRO-3 gathers it again."""
+    nodes = [n for n in program.graph.nodes if n.op == "call_function" and not ("step" in n.meta and n.meta["reads"])]
+    runs = itertools.groupby(nodes, block_of)
+    return {node: number for number, (block, run) in enumerate(runs) if block is not None for node in run}

@@ -1,0 +1,152 @@
+"""Collectives of a traced graph issued as early and awaited as late as the data allows.
+
+The order of the collectives among themselves stays, so that it is the same on all ranks. A gather of a parameter could
+be issued at the top, and all parameters would be whole at once: it is issued where the gather before it is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+
+from autoparallel.backends.traced import EXCHANGE, GATHER, GATHER_OUT, STARTS, WAIT, aten, call, is_move, waited
+
+
+def move_collectives(module: GraphModule, gathers: Sequence[FxNode]) -> None:
+    """Put the nodes in an order in which collectives overlap with compute. ``gathers``: those of
+    parameters. The graph's nodes may be out of order before."""
+    order = _Order(module, gathers).run()
+    graph = module.graph
+    previous = None
+    for node in order:
+        if previous is not None:
+            previous.append(node)
+        previous = node
+    graph.lint()
+
+
+class _Order:
+    """The new order. ``made``: nodes that have their place; ``starts``: collectives that are left; ``before``: the
+    collective issued before each."""
+
+    def __init__(self, module: GraphModule, gathers: Sequence[FxNode]) -> None:
+        self.nodes = _sorted(module.graph.nodes)
+        self.made: dict[FxNode, None] = {}
+        self.gathers = set(gathers)
+        self.late = set[FxNode]()  # waits, and what only moves their results
+        for node in self.nodes:
+            if node.target is WAIT or (is_move(node) and any(i in self.late for i in node.all_input_nodes)):
+                self.late.add(node)
+        self.starts = _prefetched([n for n in self.nodes if n.target in STARTS], self.gathers)
+        self.before = dict(itertools.pairwise(reversed(self.starts)))
+
+    def run(self) -> list[FxNode]:
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self.made[node] = None
+        if self.starts and self.starts[0] in self.gathers:
+            self.make(self.starts[0])
+        for node in self.nodes:
+            if not (node.op == "output" or node in self.late or node.target in STARTS):
+                self.raise_starts()
+                for value in node.all_input_nodes:
+                    self.make(value)
+                self.raise_starts()  # the next gather of a parameter begins before this one's reader runs
+                self.make(node)
+        for node in self.nodes:  # what nothing reads; results last
+            self.make(node)
+        return list(self.made)
+
+    def make(self, node: FxNode) -> None:
+        """Place the node behind what it reads, and a collective behind the one before it."""
+        pending = [node]
+        while pending:
+            top = pending[-1]
+            needed = [*top.all_input_nodes, *([self.before[top]] if top in self.before else [])]
+            if top in self.made or not (left := [i for i in needed if i not in self.made]):
+                self.made[pending.pop()] = None
+            else:
+                pending += left
+
+    def raise_starts(self) -> None:
+        """Issue the next collectives whose data are there; a gather of a parameter once the one before is read."""
+        while self.starts and (self.starts[0] in self.made or self._is_due(self.starts[0])):
+            self.make(self.starts.pop(0))
+
+    def _is_due(self, start: FxNode) -> bool:
+        if start not in self.gathers:
+            return self._ready(start)
+        return all(waited(other) in self.made for other in self.gathers if other in self.made)
+
+    def _ready(self, node: FxNode) -> bool:
+        """Whether only moves are left to do before this collective, and nothing to await."""
+        return all(i in self.made or (is_move(i) and self._ready(i)) for i in node.all_input_nodes)
+
+
+def _prefetched(starts: Sequence[FxNode], gathers: Collection[FxNode]) -> list[FxNode]:
+    """The collectives in the order in which they are issued, from that in which they are read: each gather of a
+    parameter comes where the gather before it was."""
+    order = [start for start in starts if start in gathers]
+    following = dict(itertools.pairwise(order))
+    found = order[:1]
+    for start in starts:
+        found += [following[start]] if start in following else [] if start in gathers else [start]
+    return found
+
+
+def _sorted(nodes: Iterable[FxNode]) -> list[FxNode]:
+    """The nodes behind what they read, otherwise in their order."""
+    made: dict[FxNode, None] = {}
+    for node in nodes:
+        pending = [node]
+        while pending:
+            left = [] if pending[-1] in made else [i for i in pending[-1].all_input_nodes if i not in made]
+            if left:
+                pending += left
+            else:
+                made[pending.pop()] = None
+    return list(made)
+
+
+def gather_into_own_memory(module: GraphModule) -> None:
+    """All-gathers with an output that is allocated here: see `kernels.collectives` on gloo's other form."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is GATHER:
+            sent = node.args[0]
+            with graph.inserting_before(node):
+                value = node.meta["val"]
+                memory = call(graph, aten.empty.memory_format, list(value.shape), dtype=value.dtype,
+                              device=value.device, pin_memory=False)
+                made = call(graph, GATHER_OUT, sent, *node.args[1:], out=memory)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a graph: the op and dtype, its group, and the length that all ranks of the group send (None if
+    each sends its own)."""
+
+    op: str
+    group: str
+    length: int | None
+
+    def seen_by(self, group: str) -> str:
+        """What ranks along the axis of this group have in common."""
+        return f"{self.op} of {self.length} elements" if group == self.group else self.op
+
+
+def order_of(module: GraphModule) -> list[Collective]:
+    """The collectives of a graph in order."""
+    found = []
+    for node in module.graph.nodes:
+        if node.target in STARTS:
+            value, group = node.args[0].meta["val"], next(arg for arg in reversed(node.args) if isinstance(arg, str))
+            own = node.target is EXCHANGE
+            found.append(Collective(f"{node.target} of {value.dtype}", group, None if own else value.numel()))
+    return found

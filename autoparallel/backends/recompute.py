@@ -1,0 +1,53 @@
+"""What backward computes again, as tags on the joint graph that the partitioner reads."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+from torch.fx import Node as FxNode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autoparallel.backends.traced import STARTS, WAIT, gathers_of, is_move, read_by_moves
+from autoparallel.kernels.recomputed import KEPT
+
+#: A larger number than any block's: the partitioner saves what a region of a larger number reads from a smaller one.
+_GATHERS = 2**20
+
+
+def tag_gathers(joint: GraphModule) -> None:
+    """Backward gathers the marked parameters again (ZeRO-3), and repeats what only moves the gathered tensor."""
+    gathers = gathers_of(joint.graph)
+    for start in gathers:
+        for node in read_by_moves(start, lambda user: is_move(user) or user.target is WAIT or user in gathers):
+            _tag(node, CheckpointPolicy.MUST_RECOMPUTE, _GATHERS)
+
+
+def tag_blocks(joint: GraphModule, mode: str) -> None:
+    """Backward recomputes blocks (``mode`` "full"), or all of them but products, attention and collectives
+    ("selective"). A block's results, which other ops read, are saved where backward needs them."""
+    for node in joint.graph.nodes:
+        run = _run(node)
+        if run is None:
+            continue
+        kept = mode == "selective" and _is_kept(node)
+        leaves = any(_run(user) != run for user in node.users if not _is_backward(user))
+        policy = CheckpointPolicy.MUST_SAVE if kept or leaves else CheckpointPolicy.MUST_RECOMPUTE
+        _tag(node, policy, run + 1)
+
+
+def _tag(node: FxNode, policy: CheckpointPolicy, region: int) -> None:
+    node.meta["recompute"], node.meta["ac_graph_id"] = policy, region
+
+
+def _run(node: FxNode) -> int | None:
+    """The number of the run of a recomputed block that a forward node belongs to."""
+    found: int | None = (node.meta.get("custom") or {}).get("recomputed")
+    return None if _is_backward(node) else found
+
+
+def _is_backward(node: FxNode) -> bool:
+    return node.op == "output" or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def _is_kept(node: FxNode) -> bool:
+    name = node.target._schema.name if hasattr(node.target, "_schema") else ""
+    return name.startswith(KEPT) or node.target in STARTS or node.target is WAIT

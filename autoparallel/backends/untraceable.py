@@ -1,0 +1,24 @@
+"""Ops that AOTAutograd cannot trace, since shapes within them depend on data."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node as FxNode
+
+from autoparallel.kernels.expert_dispatch import dispatched_experts
+from autoparallel.ops.routed_experts import body_of, routed_experts
+
+_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+def why_not_traced(node: FxNode) -> str | None:
+    """Why a node cannot be part of a traced graph; None if it can."""
+    if node.target is dispatched_experts:
+        return "dispatch of tokens to experts, whose number depends on the data"
+    if node.target is routed_experts:
+        body, weights = node.args[0], node.args[4]
+        some = weights[0].meta["val"].shape[0] < body_of(str(body)).num_experts  # type: ignore[index,union-attr]
+        return "experts of this rank, whose tokens' number depends on the data" if some else None
+    if any(tag in getattr(node.target, "tags", ()) for tag in _TAGS):
+        return f"{node.target}, the shape of whose result depends on the data"
+    return None

@@ -1,0 +1,31 @@
+"""Training scripts of other libraries on a mesh, with another name for one class. Each name is imported when used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from autoparallel.errors import InputError
+
+#: Name -> (file, what it needs installed).
+_HOMES = {
+    "AutoparallelTrainer": ("trainer", "trainer"),
+    "AutoparallelTraining": ("trainer", "trainer"),
+    "AutoparallelAccelerator": ("accelerator", "accelerate"),
+    "AutoparallelFabricStrategy": ("lightning", "lightning"),
+    "AutoparallelStrategy": ("lightning", "lightning"),
+}
+__all__ = ["AutoparallelAccelerator", "AutoparallelFabricStrategy", "AutoparallelStrategy", "AutoparallelTrainer",
+           "AutoparallelTraining"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autoparallel.integrations' has no attribute {name!r}")
+    file, extra = _HOMES[name]
+    try:
+        return getattr(importlib.import_module(f"autoparallel.integrations.{file}"), name)
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in ("accelerate", "lightning", "transformers"):
+            raise
+        raise InputError(f"{name} needs {error.name}: pip install 'autoparallel[{extra}]'") from error

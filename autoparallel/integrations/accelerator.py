@@ -1,0 +1,202 @@
+"""accelerate's `Accelerator` for a parallel module: ``prepare`` compiles the model instead of wrapping it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from autoparallel.errors import InputError
+from autoparallel.integrations.batches import first_batches, joined_loader
+from autoparallel.integrations.prepared import Call, Preparation, move_optimizer
+from autoparallel.runtime.module import ParallelModule
+from autoparallel.runtime.scaler import GradScaler
+
+_FOLDER = "autoparallel"
+_OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class AutoparallelAccelerator(Accelerator):
+    """`accelerate.Accelerator` whose ``prepare(model, optimizer, loader)`` makes a parallel module.
+
+    parallel: options of `autoparallel.compile` (``baseline``, ``plan``, ``mesh``, ...). Without a mesh or plan the
+        search chooses the mesh. ``gradient_accumulation_steps``, ``mixed_precision``, ``accumulate``, ``backward``,
+        ``clip_grad_norm_``, ``save_state``, ``load_state``, ``save_model`` and ``gather_for_metrics`` work as ever.
+
+    Batches are those of all ranks together: a loader of batch size 8 yields 8 x ranks samples, the same on every rank,
+    as `autoparallel` takes them; so ``gather_for_metrics`` has nothing to gather. In eval mode the model returns whole
+    outputs; in train mode too, unless it returns a scalar loss.
+    """
+
+    scaler: Any
+
+    def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adopt(parallel)
+
+    def adopt(self, parallel: Mapping[str, Any] | None) -> None:
+        """What the constructor does beyond accelerate's. Raises InputError for another way to distribute."""
+        if self.distributed_type in _OTHERS or getattr(self, "parallelism_config", None) is not None:
+            raise InputError(f"accelerate is configured for {self.distributed_type.value}: leave out FSDP, DeepSpeed "
+                             "and parallelism_config, which autoparallel takes the place of")
+        self.preparation = Preparation(parallel, self.autocast)
+        if self.scaler is not None:
+            self.scaler = GradScaler(self.device.type)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's. With a loader whose batches fit the model's arguments, the model is traced now, else at its
+        first call; the optimizer's parameters become the parallel module's then. Raises InputError for two models."""
+        models = [thing for thing in args if isinstance(thing, nn.Module) and not isinstance(thing, ParallelModule)]
+        if len(models) > 1:
+            raise InputError("several models are prepared together: which batch is whose? Prepare them one by one, "
+                             "each with its optimizer")
+        things = [self._with_global_batches(thing) if isinstance(thing, DataLoader) else thing for thing in args]
+        if models:
+            loader = next((thing for thing in things if isinstance(thing, DataLoader)), None)
+            made = self.preparation.parallelise(models[0], None if loader is None else example_call(models[0], loader))
+            optimizers = [thing for thing in args if isinstance(thing, torch.optim.Optimizer)]
+            for optimizer in optimizers:
+                self.preparation.when_traced(made, partial(move_optimizer, optimizer, models[0], made))
+            things = [made if thing is models[0] else thing for thing in things]
+        return super().prepare(*things, device_placement=device_placement)
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+                      ) -> nn.Module:
+        if not isinstance(model, ParallelModule):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+        return model
+
+    def _with_global_batches(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader
+        made = self.prepare_data_loader(loader)
+        made._is_accelerate_prepared = True
+        return made
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None,
+                            slice_fn_for_dispatch: Any = None) -> DataLoader[Any]:
+        """The loader with the batches of all ranks, on the device, the same on every rank."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        count = 1 if self.split_batches else self.num_processes
+        made = prepare_data_loader(
+            joined_loader(data_loader, count), self.device, num_processes=1, process_index=0,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=["torch"] if self.num_processes > 1 else None, dispatch_batches=False,
+            use_seedable_sampler=self.use_seedable_sampler, data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking, use_stateful_dataloader=self.use_stateful_dataloader)
+        self._dataloaders.append(made)
+        return made
+
+    def gather(self, tensor: Any) -> Any:
+        """Sharded values whole; others as accelerate's, one after another."""
+        values, spec = pytree.tree_flatten(tensor)
+        if any(isinstance(value, DTensor) for value in values):
+            return pytree.tree_unflatten([_whole(value) for value in values], spec)
+        return super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Sharded values whole; others, which are of the global batch, as they are."""
+        return pytree.tree_map(_whole, input_data)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        """As accelerate's; of all parameters of a parallel module, right under every plan."""
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for model in self._models:
+            if isinstance(model, ParallelModule) and {id(p) for p in given} == {id(p) for p in model.parameters()}:
+                self.unscale_gradients()
+                return model.clip_grad_norm_(max_norm, norm_type)
+        return super().clip_grad_norm_(given, max_norm, norm_type)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Of a parallel module its DTensors, which its save_pretrained takes."""
+        return model.state_dict() if isinstance(model, ParallelModule) else super().get_state_dict(model, unwrap)
+
+    def save_model(self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB",
+                   safe_serialization: bool = True) -> None:
+        if isinstance(model, ParallelModule):
+            model.save_pretrained(save_directory, max_shard_size=max_shard_size)
+        else:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """As accelerate's; weights and optimizer of parallel modules in one folder for any mesh and ranks."""
+        with self._without_parallel() as pairs:
+            folder = super().save_state(output_dir, safe_serialization, **options)
+        for number, (model, optimizer) in enumerate(pairs):
+            model.save(Path(folder) / _FOLDER / f"model-{number}", optimizer, step=0)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+                   ) -> None:
+        if input_dir is None:
+            raise InputError("load_state needs the folder: accelerator.load_state(\"checkpoints/checkpoint_0\")")
+        with self._without_parallel() as pairs:
+            super().load_state(input_dir, load_kwargs, **options)
+        for number, (model, optimizer) in enumerate(pairs):
+            folder = Path(input_dir) / _FOLDER / f"model-{number}"
+            if not folder.exists():
+                raise InputError(f"{input_dir} has no state of a parallel module: give a folder of this class's "
+                                 "save_state")
+            self.preparation.when_traced(model, partial(model.load, folder, optimizer))
+
+    @contextmanager
+    def _without_parallel(self) -> Iterator[list[tuple[ParallelModule, torch.optim.Optimizer | None]]]:
+        """Hide parallel modules and their optimizers from accelerate, and yield them."""
+        models, optimizers = list(self._models), list(self._optimizers)
+        pairs = []
+        for model in models:
+            if isinstance(model, ParallelModule):
+                mine = next((each for each in optimizers if not model._state.forms or _is_of(each, model)), None)
+                pairs.append((model, None if mine is None else mine.optimizer))
+        hidden = {id(model) for model, _ in pairs}, {id(optimizer) for _, optimizer in pairs}
+        try:
+            self._models[:] = [model for model in models if id(model) not in hidden[0]]
+            self._optimizers[:] = [each for each in optimizers if id(each.optimizer) not in hidden[1]]
+            yield pairs
+        finally:
+            self._models[:], self._optimizers[:] = models, optimizers
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _is_of(optimizer: Any, model: nn.Module) -> bool:
+    mine = {id(p) for p in model.parameters()}
+    return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+
+
+def example_call(model: nn.Module, loader: DataLoader[Any]) -> Call | None:
+    """The call of a loader's first batch, as arguments of ``model``; None if they do not fit its signature."""
+    batches = first_batches(loader, 1)
+    if not batches:
+        return None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(batches[0], Mapping):
+        kwargs = dict(batches[0])
+    else:
+        args = tuple(batches[0]) if isinstance(batches[0], (tuple, list)) else (batches[0],)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return None
+    return args, kwargs
+
+
+__all__ = ["AutoparallelAccelerator", "example_call"]

@@ -1,0 +1,108 @@
+"""Models that are compiled at their first call, and the optimizers made of their parameters before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoparallel
+from autoparallel.layout import from_torch
+from autoparallel.runtime.initialise import as_dtensor, local_shard
+from autoparallel.runtime.module import ParallelModule
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Preparation:
+    """Makes parallel modules with these options of `autoparallel.compile`, and does what waits for their traces."""
+
+    def __init__(self, options: Mapping[str, Any] | None,
+                 context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        self.options, self._context = dict(options or {}), context
+        self._pending: dict[int, list[Callable[[], Any]]] = {}
+
+    def parallelise(self, model: nn.Module, call: Call | None = None) -> ParallelModule:
+        """The parallel module of a model, traced if there is an example call (of global tensors). Its calls run within
+        the context, after what waits for its trace; outputs are whole, as `AutoparallelAccelerator` says."""
+        options = dict(self.options)
+        world = autoparallel.init(plan=options.pop("plan", None))
+        if world.plan is not None:
+            options["plan"] = world.plan
+        mesh = options.pop("mesh", None) or (world.mesh if world.plan or call is None else world.size)
+        if call is not None:
+            options.update(example_inputs=call[0], example_kwargs=call[1])
+        with self._context():
+            made = autoparallel.compile(model, mesh, **options)
+        made._state.whole_outputs = True
+        for name in ("forward", "step"):
+            made.__dict__[name] = self._prepared(made, getattr(made, name))
+        if call is None:  # summaries read parameters before the first call
+            made.__dict__["named_parameters"] = model.named_parameters
+            self.when_traced(made, partial(made.__dict__.pop, "named_parameters"))
+        return made
+
+    def when_traced(self, model: ParallelModule, action: Callable[[], Any]) -> None:
+        """Do it now, or when the model is traced, before its first call runs."""
+        if model._state.forms:
+            action()
+        else:
+            self._pending.setdefault(id(model), []).append(action)
+
+    def _prepared(self, model: ParallelModule, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            with self._context():
+                if id(model) in self._pending:
+                    model.trace(*model.taken(args, kwargs))
+                    for action in self._pending.pop(id(model)):
+                        action()
+                return call(*args, **kwargs)
+
+        return prepared
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, parallel: ParallelModule) -> None:
+    """Let an optimizer of the original's parameters step the parallel module's; its state becomes shards. Parameters
+    of other pipeline stages are left out."""
+    own = dict(nn.Module.named_parameters(parallel, remove_duplicate=False))
+    placed = {id(p): own.get(name) for name, p in model.named_parameters(remove_duplicate=False)}
+    for group in optimizer.param_groups:
+        moved = [placed.get(id(p), p) for p in group["params"]]
+        group["params"] = list({id(p): p for p in moved if p is not None}.values())
+    for old in [p for p in optimizer.state if id(p) in placed]:
+        values, new = optimizer.state.pop(old), placed[id(old)]
+        if new is not None:
+            optimizer.state[new] = {name: _like(value, new) for name, value in values.items()}
+
+
+def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's state dict with whole tensors, as of one process. All ranks call this."""
+    return pytree.tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value,
+                           optimizer.state_dict())
+
+
+def load_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state dict with whole tensors; each parameter's become shards as the parameter is."""
+    optimizer.load_state_dict(state)
+    for parameter, values in optimizer.state.items():
+        optimizer.state[parameter] = {name: _like(value, parameter) for name, value in values.items()}
+
+
+def _like(value: Any, parameter: torch.Tensor) -> Any:
+    """A whole tensor of the parameter's shape as its shards; anything else as it is."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or (
+            value.shape != parameter.shape or value.dim() == 0):
+        return value
+    mesh, layout = parameter.device_mesh, from_torch(tuple(parameter.placements))
+    mine = local_shard(value, mesh, layout).to(parameter.to_local().device).contiguous().clone()
+    return as_dtensor(mine, mesh, layout, tuple(value.shape))
+
+
+__all__ = ["Call", "Preparation", "load_whole_state", "move_optimizer", "whole_state"]

@@ -1,0 +1,288 @@
+"""transformers' `Trainer` on a parallel module: `AutoparallelTrainer`, and the mixin for its subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import convert_to_fp32
+from torch import nn
+from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from autoparallel.errors import InputError, shown
+from autoparallel.integrations.accelerator import AutoparallelAccelerator
+from autoparallel.integrations.batches import first_batches, one_of, rows_of
+from autoparallel.integrations.loss import with_loss
+from autoparallel.runtime.module import ParallelModule
+
+_Base: Any = object  # a Trainer, where the mixin is used
+_FOLDER = "autoparallel"
+
+
+class AutoparallelTraining(_Base):
+    """Makes a Trainer train a parallel module: ``class Mine(AutoparallelTraining, Seq2SeqTrainer)``.
+
+    parallel: options of `autoparallel.compile` (``baseline``, ``plan``, ``mesh``, ``zero_stage``, ...).
+    """
+
+    model: Any
+    model_wrapped: Any
+    accelerator: Any
+
+    def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._parallel_options = dict(parallel or {})
+        self._waiting: list[dict[str, Any]] = []
+        self._loss_rows: int | None = None
+        super().__init__(*args, **kwargs)
+        self._own_loss = type(self).compute_loss is not AutoparallelTraining.compute_loss
+        smoother, function = self.label_smoother, self.compute_loss_func
+        if (smoother is not None or function is not None) and not isinstance(self.model, ParallelModule):
+            with_loss(self.model, self._loss_of(self.model), self.model_accepts_loss_kwargs)
+
+    # ---- the accelerator and the data -------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's, with accelerate's class replaced; refuses ways to distribute that would meet ours."""
+        super().create_accelerator_and_postprocess()
+        args = self.args
+        for name in ("fsdp", "deepspeed", "auto_find_batch_size", "torch_compile"):
+            if getattr(args, name, None):
+                raise InputError(f"TrainingArguments({name}={shown(getattr(args, name))}): leave it out; what "
+                                 "AutoparallelTrainer(..., parallel={...}) takes are options of autoparallel.compile")
+        self.accelerator.__class__ = AutoparallelAccelerator
+        self.accelerator.adopt(self._parallel_options)
+        args._n_gpu = min(args.n_gpu, 1)  # no DataParallel without a launcher
+        args.average_tokens_across_devices = False  # each rank counts those of the global batch
+        if args.activation_checkpointing:
+            args.activation_checkpointing = False
+            self.accelerator.preparation.options.setdefault("recompute", "full")
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The model stays where it is: only its shards are moved, when it is compiled."""
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Compile the model for the first step's batch, before the optimizer is made of its parameters."""
+        self._compile(train_dataloader, self.args.gradient_accumulation_steps)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _compile(self, loader: Any, count: int) -> None:
+        if isinstance(self.model, ParallelModule):
+            return
+        batches = [self._with_items(batch, [batch]) for batch in first_batches(loader, count)]
+        if not batches:
+            raise InputError("the data loader is empty: the model is compiled for its first batch")
+        options, joined = self.accelerator.preparation.options, self._joined(batches)
+        if count > 1 and joined is not None and len(batches) == count and "plan" not in options:
+            options.setdefault("micro_batches", count)
+        self.model.train()
+        call = (), self._prepare_inputs(joined or batches[0])
+        parallel = self.accelerator.preparation.parallelise(self.model, call)
+        self.model = self.model_wrapped = parallel
+        self.accelerator.prepare_model(parallel)
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None
+                      ) -> torch.Tensor:
+        """As the Trainer's. Batches of gradient accumulation wait for the last, and run as micro-batches of one step
+        where that computes the same: where the loss counts items of the whole batch, and lengths are equal."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        self._waiting.append(dict(self._prepare_inputs(inputs)))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = self._waiting, []
+        batches = [self._with_items(batch, batches, num_items_in_batch) for batch in batches]
+        assert isinstance(model, ParallelModule)
+        scaler = self.accelerator.scaler
+        with nullcontext() if scaler is None else scaler.scaling():
+            joined = None if self._own_loss else self._joined(batches)
+            if joined is not None:
+                return self._forward_and_backward(model, joined, 1.0, num_items_in_batch)
+            share = 1.0 if self._counts_items() and num_items_in_batch is not None else 1.0 / len(batches)
+            return sum((self._forward_and_backward(model, batch, share, num_items_in_batch) for batch in batches),
+                       torch.zeros((), device=self.args.device))
+
+    def _forward_and_backward(self, model: ParallelModule, batch: dict[str, Any], share: float, items: Any
+                              ) -> torch.Tensor:
+        """The loss times ``share``, whose gradients are added to those there are."""
+        hybrid, rows = model._state.hybrid, rows_of(batch)
+        fits = rows is None or rows % hybrid.micro_batches == 0
+        if not self._own_loss and share == 1.0 and (fits or hybrid.stages > 1):
+            return model.step(**batch)
+        if hybrid.stages > 1:
+            raise InputError("gradient accumulation over batches of different lengths, or with a compute_loss of the "
+                             "trainer's own, does not run in pipeline stages: pad to one length, or leave out "
+                             "pipeline_stages")
+        if self._own_loss:
+            batch.pop("num_items_in_batch", None)
+        loss = self.compute_loss(model, batch, num_items_in_batch=items) if self._own_loss else _loss(model(**batch))
+        loss = loss * share
+        (loss if self.accelerator.scaler is None else self.accelerator.scaler.scale(loss)).backward()
+        return loss.detach()
+
+    def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False,
+                     num_items_in_batch: Any = None) -> Any:
+        """The loss of a call, label smoothing and ``compute_loss_func`` included, which the model computes."""
+        batch = self._with_items(dict(inputs), [inputs], num_items_in_batch)
+        assert isinstance(model, ParallelModule)
+        if model._state.hybrid.stages > 1 and not torch.is_grad_enabled():
+            loss = model.step(**batch)
+            outputs = {"loss": loss}
+        else:
+            outputs = convert_to_fp32(model(**batch))
+            loss = _loss(outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def _loss_of(self, model: Any) -> Any:
+        """What the Trainer computes of outputs and labels. (Its own compute_loss, which would call the model too.)"""
+        smoother, function = self.label_smoother, self.compute_loss_func
+        inner = getattr(getattr(model, "base_model", None), "model", model) if hasattr(model, "peft_config") else model
+        shift = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+        def loss(outputs: Any, labels: Any, items: Any) -> Any:
+            if function is not None:
+                return function(outputs, labels, num_items_in_batch=items)
+            return smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
+
+        return loss
+
+    def _counts_items(self) -> bool:
+        """Whether the loss is divided by ``num_items_in_batch``, of the whole step."""
+        return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+                    or self.label_smoother is not None)
+
+    def _with_items(self, batch: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], items: Any = None
+                    ) -> dict[str, Any]:
+        """The batch with the number of items of all ``batches`` as a tensor: another number is no other program."""
+        items = self._get_num_items_in_batch(list(batches), self.args.device) if items is None else items
+        if items is None or not self._counts_items() or self._own_loss:
+            return dict(batch)
+        return {**batch, "num_items_in_batch": torch.as_tensor(items, device=self.args.device)}
+
+    def _joined(self, batches: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The batches as one, whose loss is theirs together; None if there is no such."""
+        if len(batches) == 1:
+            return dict(batches[0])
+        if any("num_items_in_batch" not in batch for batch in batches):
+            return None
+        joined = one_of([{n: v for n, v in batch.items() if n != "num_items_in_batch"} for batch in batches])
+        if joined is None:
+            return None
+        return {**joined, "num_items_in_batch": batches[0]["num_items_in_batch"]}
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        return self.accelerator.autocast()
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+
+    # ---- counts, of global batches on every rank -------------------------------------------------------------------
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        whole: Any = self.model._state.model if isinstance(self.model, ParallelModule) else self.model
+        name = getattr(whole, "main_input_name", "input_ids")
+        if name not in inputs or not hasattr(whole, "num_parameters"):
+            return 0
+        return 6 * inputs[name].numel() * whole.num_parameters(exclude_embeddings=True) / self.args.world_size
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.args.world_size
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        self._compile(dataloader, 1)
+        self.gather_function = self._gathered
+        return super().evaluation_loop(dataloader, description, *args, **kwargs)
+
+    def _gathered(self, value: Any) -> Any:
+        """Values as they are, which are of the global batch; of its loss one for each of its samples."""
+        if self._loss_rows is not None:
+            value, self._loss_rows = value[:1].expand(self._loss_rows), None
+        return self.accelerator.gather_for_metrics(value)
+
+    def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool,
+                        ignore_keys: list[str] | None = None) -> Any:
+        assert isinstance(model, ParallelModule)
+        if model._state.hybrid.stages > 1 and not prediction_loss_only:
+            raise InputError("a pipeline returns the loss only: evaluate with prediction_loss_only=True in "
+                             "TrainingArguments, without compute_metrics, or train without pipeline_stages")
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._loss_rows = None if loss is None else rows_of(inputs)
+        return loss, logits, labels
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Weights as from_pretrained reads them, gathered tensor by tensor; all ranks call this."""
+        if not isinstance(self.model, ParallelModule):
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        self.model.save_pretrained(folder)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if self.args.should_save:
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert isinstance(self.model, ParallelModule)
+        self.model.save(Path(output_dir) / _FOLDER, self.optimizer.optimizer, step=self.state.global_step)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights before training; those of a whole run are loaded with its optimizer, when there is one."""
+        if (Path(resume_from_checkpoint) / _FOLDER).exists():
+            return
+        if isinstance(self.model, ParallelModule):
+            self.model.load_pretrained(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint) / _FOLDER
+        if not folder.exists():
+            return  # weights only
+        assert isinstance(self.model, ParallelModule)
+        self.model.load(folder, self.optimizer.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+
+    def _load_best_model(self) -> None:
+        assert isinstance(self.model, ParallelModule) and self.state.best_model_checkpoint is not None
+        self.model.load_pretrained(self.state.best_model_checkpoint)
+
+
+def _loss(outputs: Any) -> Any:
+    if isinstance(outputs, dict) and "loss" not in outputs:
+        raise InputError(f"the model returned no loss, only {sorted(outputs)}: give it labels, or compute_loss_func")
+    return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+
+
+class AutoparallelTrainer(AutoparallelTraining, Trainer):
+    """`transformers.Trainer` that plans and trains the model on all ranks; only the name changes.
+
+    ``per_device_train_batch_size`` times the number of ranks samples are a batch, whatever the plan, and
+    ``gradient_accumulation_steps`` of them a step, run as its micro-batches. ``parallel``: options of
+    `autoparallel.compile`; without a plan or mesh the search chooses the mesh.
+    """
+
+
+__all__ = ["AutoparallelTrainer", "AutoparallelTraining"]

@@ -1,0 +1,212 @@
+"""Files with which a platform starts a plan's job: `autoparallel manifest plan.json --to slurm`.
+
+Formats as of Kubeflow Trainer v2 (trainer.kubeflow.org/v1alpha1), JobSet v1alpha2, PyTorchJob v1, SkyPilot's task YAML,
+Slurm's sbatch, Open MPI's host files and Ascend's rank tables (1.0).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoparallel.errors import LaunchError
+from autoparallel.launch.world import PLAN_FILE
+from autoparallel.plans import Plan
+
+_PORT = 29500
+_PLAN_FOLDER = "/etc/autoparallel"
+_CONFIG_MAP_BYTES = 2**20  # Kubernetes' limit
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plan on hosts. ``command``: what a rank runs; ``gpus``: whether each process takes a GPU; ``plan_file``: where
+    the platform's processes find the plan; ``hosts``: their addresses, for MPI and rank tables."""
+
+    name: str
+    plan: Plan
+    plan_file: str
+    nodes: int
+    command: tuple[str, ...]
+    image: str | None = None
+    gpus: bool = True
+    hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", self.name):
+            raise LaunchError(f"the job's name {self.name!r} cannot be: lower-case letters, digits and dashes are "
+                              "required, a letter first, at most 63 of them")
+        if self.nodes < 1 or self.ranks % self.nodes:
+            raise LaunchError(f"the plan is for {self.ranks} devices, which {self.nodes} hosts cannot share evenly")
+        if not self.command:
+            raise LaunchError("write the command of a rank after --, as in autoparallel manifest plan.json --to slurm "
+                              "-- python train.py")
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.plan.axes[0])
+
+    @property
+    def per_node(self) -> int:
+        return self.ranks // self.nodes
+
+    @property
+    def line(self) -> str:
+        return shlex.join(self.command)
+
+
+def slurm(job: Job) -> str:
+    """A batch script: one task a rank, no agent."""
+    options = [f"--job-name={job.name}", f"--nodes={job.nodes}", f"--ntasks-per-node={job.per_node}",
+               *([f"--gpus-per-node={job.per_node}"] if job.gpus else []), "--distribution=block"]
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "set -euo pipefail",
+                      f"export {PLAN_FILE}={shlex.quote(job.plan_file)}", f"srun {job.line}", ""])
+
+
+def mpi(job: Job) -> str:
+    """A script for Open MPI's mpirun, with its host file. Raises LaunchError unless there is a host for each node."""
+    hosts = _hosts(job)
+    lines = "\n".join(f"{host} slots={job.per_node}" for host in hosts)
+    return "\n".join([
+        "#!/bin/bash", "set -euo pipefail", "hostfile=$(mktemp)", 'trap \'rm -f "$hostfile"\' EXIT',
+        f"cat > \"$hostfile\" <<'HOSTS'\n{lines}\nHOSTS", f"export {PLAN_FILE}={shlex.quote(job.plan_file)}",
+        f"export MASTER_ADDR={shlex.quote(hosts[0])} MASTER_PORT=${{MASTER_PORT:-{_PORT}}}",
+        f'mpirun -n {job.ranks} --hostfile "$hostfile" --map-by slot --bind-to none -x {PLAN_FILE} -x MASTER_ADDR '
+        f"-x MASTER_PORT {job.line}", ""])
+
+
+def ranktable(job: Job) -> str:
+    """An Ascend rank table: hosts in the order of their addresses, a device a rank."""
+    hosts = sorted(_hosts(job))
+    servers = [{"server_id": host, "host_nic_ip": "reserve", "device": [
+        {"device_id": str(local), "device_ip": host, "rank_id": str(number * job.per_node + local)}
+        for local in range(job.per_node)]} for number, host in enumerate(hosts)]
+    table = {"version": "1.0", "server_count": str(job.nodes), "status": "completed", "server_list": servers}
+    return json.dumps(table, indent=2) + "\n"
+
+
+def skypilot(job: Job) -> str:
+    """A task for ``sky launch``. The plan's file is mounted."""
+    target = f"{_PLAN_FOLDER}/plan.json"
+    run = ("torchrun --nnodes=$SKYPILOT_NUM_NODES --node-rank=$SKYPILOT_NODE_RANK "
+           f"--nproc-per-node={job.per_node} --master-addr=$(echo \"$SKYPILOT_NODE_IPS\" | head -n1) "
+           f"--master-port={_PORT} --no-python {job.line}")
+    resources = {**({"image_id": f"docker:{job.image}"} if job.image else {}),
+                 **({"accelerators": f"{_device(job.plan)}:{job.per_node}"} if job.gpus else {})}
+    return _yaml({"name": job.name, "num_nodes": job.nodes, **({"resources": resources} if resources else {}),
+                  "file_mounts": {target: job.plan_file}, "envs": {PLAN_FILE: target}, "run": run})
+
+
+def kubeflow(job: Job) -> str:
+    """A TrainJob for Kubeflow Trainer's runtime ``torch-distributed``, and a ConfigMap with the plan."""
+    trainer = {"image": _image(job), "command": ["torchrun", "--no-python", *job.command], "numNodes": job.nodes,
+               "numProcPerNode": job.per_node, "env": [_plan_variable()], **_resources(job, "resourcesPerNode")}
+    volume = {"name": "plan", "configMap": {"name": f"{job.name}-plan"}}
+    container = {"name": "node", "volumeMounts": [{"name": "plan", "mountPath": _PLAN_FOLDER}]}
+    pod = {"volumes": [volume], "containers": [container]}
+    patch = {"manager": "autoparallel/manifest", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
+        {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}}}
+    return _yaml(_config_map(job), {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": job.name},
+        "spec": {"runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime",
+                                "name": "torch-distributed"}, "trainer": trainer, "runtimePatches": [patch]}})
+
+
+def pytorchjob(job: Job) -> str:
+    """A PyTorchJob: torchrun in each pod, which reads the operator's PET_* variables; and a ConfigMap."""
+    replica = {"restartPolicy": "OnFailure", "template": {"spec": _pod(
+        job, "pytorch", ["torchrun", "--no-python", *job.command], [])}}
+    replicas = {"Master": {"replicas": 1, **replica},
+                **({"Worker": {"replicas": job.nodes - 1, **replica}} if job.nodes > 1 else {})}
+    return _yaml(_config_map(job), {
+        "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": job.name},
+        "spec": {"nprocPerNode": str(job.per_node), "pytorchReplicaSpecs": replicas}})
+
+
+def jobset(job: Job) -> str:
+    """A JobSet: an indexed Job with a pod a host, torchrun in each; and a ConfigMap."""
+    index = {"name": "NODE_RANK", "valueFrom": {"fieldRef": {
+        "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}}
+    command = ["torchrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.per_node}", "--node-rank=$(NODE_RANK)",
+               f"--master-addr={job.name}-workers-0-0.{job.name}", f"--master-port={_PORT}", "--no-python",
+               *job.command]
+    pod = {**_pod(job, "node", command, [index]), "restartPolicy": "Never"}
+    spec = {"parallelism": job.nodes, "completions": job.nodes, "completionMode": "Indexed", "backoffLimit": 0,
+            "template": {"spec": pod}}
+    return _yaml(_config_map(job), {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": job.name},
+        "spec": {"network": {"enableDNSHostnames": True, "subdomain": job.name},
+                 "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": spec}}]}})
+
+
+FORMATS: Mapping[str, Callable[[Job], str]] = {
+    "jobset": jobset, "kubeflow": kubeflow, "mpi": mpi, "pytorchjob": pytorchjob, "ranktable": ranktable,
+    "skypilot": skypilot, "slurm": slurm,
+}
+
+
+def manifest(to: str, job: Job) -> str:
+    """The text of the file (or files, for a YAML with several documents). Raises LaunchError for an unknown format."""
+    if to not in FORMATS:
+        raise LaunchError(f"--to {to}: one of {', '.join(sorted(FORMATS))} is required")
+    return FORMATS[to](job)
+
+
+def _hosts(job: Job) -> Sequence[str]:
+    if len(set(job.hosts)) != job.nodes:
+        raise LaunchError(f"{job.nodes} hosts are needed and {list(job.hosts)} given: --hosts a,b names them all")
+    return job.hosts
+
+
+def _image(job: Job) -> str:
+    if job.image is None:
+        raise LaunchError("containers need an image, with autoparallel and the script in it: --image registry/name:tag")
+    return job.image
+
+
+def _pod(job: Job, container: str, command: Sequence[str], variables: Sequence[Any]) -> dict[str, Any]:
+    return {"containers": [{"name": container, "image": _image(job), "command": list(command),
+                            "env": [_plan_variable(), *variables], **_resources(job, "resources"),
+                            "volumeMounts": [{"name": "plan", "mountPath": _PLAN_FOLDER}]}],
+            "volumes": [{"name": "plan", "configMap": {"name": f"{job.name}-plan"}}]}
+
+
+def _resources(job: Job, key: str) -> dict[str, Any]:
+    return {key: {"limits": {"nvidia.com/gpu": str(job.per_node)}}} if job.gpus else {}
+
+
+def _plan_variable() -> dict[str, str]:
+    return {"name": PLAN_FILE, "value": f"{_PLAN_FOLDER}/plan.json"}
+
+
+def _config_map(job: Job) -> dict[str, Any]:
+    text = Path(job.plan_file).read_text()
+    if len(text.encode()) > _CONFIG_MAP_BYTES * 0.95:
+        raise LaunchError(f"the plan has {len(text.encode())} bytes, and a ConfigMap holds {_CONFIG_MAP_BYTES}: put it "
+                          f"into the image and set {PLAN_FILE} there")
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{job.name}-plan"},
+            "data": {"plan.json": text}}
+
+
+def _device(plan: Plan) -> str:
+    """SkyPilot's name of the cluster's device."""
+    for known, name in (("h200", "H200"), ("h100", "H100"), ("a100", "A100-80GB")):
+        if known in plan.cluster.lower():
+            return name
+    raise LaunchError(f"the plan's cluster {plan.cluster!r} has devices that SkyPilot has no name for here: give "
+                      "--no-gpus, and accelerators in the file")
+
+
+def _yaml(*documents: Mapping[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump_all(documents, sort_keys=False, width=120))
+
+
+__all__ = ["FORMATS", "Job", "manifest"]

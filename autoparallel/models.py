@@ -1,0 +1,97 @@
+"""Models by name: of a Hugging Face config, or of a factory, on the meta device, with the arguments of a call."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoparallel.errors import InputError, shown
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def load_model(
+    source: str | dict[str, Any], global_batch: int, sequence_length: int, dtype: str
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """(model, args, kwargs) on the meta device, from a Hugging Face config (file or dict) or a ``module:function``.
+
+    The factory is called as ``function(global_batch, sequence_length)`` and returns (model, args, kwargs).
+    """
+    import torch
+
+    precision = getattr(torch, dtype, None)
+    if not isinstance(precision, torch.dtype) or not precision.is_floating_point:
+        raise InputError(f"unknown dtype {dtype!r}: bfloat16, float16 or float32")
+    if isinstance(source, dict):
+        return _hugging_face(source, "the config", global_batch, sequence_length, precision)
+    if ":" in source and not Path(source).exists():
+        module, function = source.split(":", 1)
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            factory = getattr(importlib.import_module(module), function)
+        except Exception as error:
+            raise InputError(f"{source}: {type(error).__name__}: {error}; write module:function, the module importable "
+                             "from here") from error
+        try:
+            with torch.device("meta"):
+                made = factory(global_batch, sequence_length)
+        except Exception as error:
+            raise InputError(f"{source}({global_batch}, {sequence_length}) raised {type(error).__name__}: {error}; it "
+                             "is called with the batch and the sequence length, and tensors are made on the meta device"
+                             ) from error
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise InputError(f"{source} returned {shown(made)}: return (model, args, kwargs)")
+        return made
+    try:
+        data = json.loads(Path(source).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"cannot read the config file {source}: {error}") from error
+    return _hugging_face(data, source, global_batch, sequence_length, precision)
+
+
+def _hugging_face(
+    data: Any, origin: str, batch: int, sequence: int, dtype: Any
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    import torch
+
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError("a Hugging Face config needs transformers: pip install 'autoparallel[models]'") from error
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise InputError(f"{origin} has no model_type: a Hugging Face config.json is required")
+    if data["model_type"] not in transformers.CONFIG_MAPPING:
+        close = difflib.get_close_matches(data["model_type"], list(transformers.CONFIG_MAPPING.keys()))
+        raise InputError(f"{origin}: transformers {transformers.__version__} has no model_type {data['model_type']!r}"
+                         + (f"; is it one of {close}?" if close else ": write module:function that makes the model"))
+    named = data.get("architectures") or [None]
+    if not isinstance(named, list) or not isinstance(named[0], str | None):
+        raise InputError(f"{origin}: architectures is {shown(named)}: give a list with a class of transformers by name")
+    architecture = named[0]
+    try:
+        config = transformers.AutoConfig.for_model(**{k: v for k, v in data.items() if k != "architectures"})
+        config.use_cache = False
+        with torch.device("meta"):
+            if architecture is not None:
+                network = getattr(transformers, architecture)(config)
+            else:
+                network = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise InputError(f"{origin}: transformers cannot make {architecture or 'a causal language model'} of it: "
+                         f"{type(error).__name__}: {error}") from error
+    with torch.device("meta"):
+        network = network.to(dtype).train()
+        if network.main_input_name == "pixel_values":
+            size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+            if not isinstance(size, int) or not isinstance(channels, int):
+                raise InputError(f"{origin} says no size of images (image_size is {shown(size)}, num_channels "
+                                 f"{shown(channels)}): give both as numbers, or write module:function")
+            images = torch.empty(batch, channels, size, size, dtype=dtype)
+            return network, (), {"pixel_values": images, "labels": torch.zeros(batch, dtype=torch.long)}
+        tokens = {k: torch.zeros(batch, sequence, dtype=torch.long) for k in ("input_ids", "labels")}
+    return network, (), tokens

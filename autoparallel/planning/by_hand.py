@@ -1,0 +1,166 @@
+"""Plans that people write for Megatron, DeepSpeed or torchtitan: degrees of parallelism, as roles of mesh axes.
+
+    ByHand.of("dp=8,tp=8,pp=4,zero=1,virtual=2,micro_batch=1,recompute=selective,sequence_parallel")
+
+    | key               | meaning                                                       | without it                 |
+    |-------------------|---------------------------------------------------------------|----------------------------|
+    | dp                | data-parallel ranks                                           | the devices that are left  |
+    | tp                | tensor-parallel ranks: heads, MLP columns and rows, vocabulary | 1                         |
+    | pp                | pipeline ranks, cut between equal shares of the work          | 1                          |
+    | cp                | ranks that share each sequence                                | 1                          |
+    | ep                | expert-parallel ranks, among those of dp                      | 1                          |
+    | zero              | 0 to 3; 3 is FSDP                                             | 0                          |
+    | shards            | data-parallel ranks among which zero shards (HSDP: one host)  | dp                         |
+    | schedule          | gpipe, 1f1b, interleaved, zero_bubble                         | 1f1b; with virtual,        |
+    |                   |                                                               | interleaved                |
+    | virtual           | stages of each pipeline rank                                  | 1                          |
+    | micro_batch       | sequences of a micro-batch on each data-parallel rank         | the batch in one; with pp  |
+    |                   |                                                               | 1                          |
+    | recompute         | none, selective, full, offload                                | none                       |
+    | sequence_parallel | norms and residuals are cut along the sequence over tp        | no                         |
+
+Ranks are laid out as Megatron does: tensor innermost, then context, expert, data, pipeline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autoparallel.errors import PlanError, shown
+from autoparallel.plans import Hybrid
+from autoparallel.schedule.step_config import RECOMPUTE, SCHEDULES
+
+_COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch")
+EXAMPLE = '"dp=8,tp=8,pp=4,zero=1,micro_batch=1,recompute=selective,sequence_parallel"'
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """The degrees and settings of a plan by hand; see the table above. Raises PlanError for what cannot go together."""
+
+    dp: int | None = None
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0
+    shards: int | None = None
+    schedule: str | None = None
+    virtual: int = 1
+    micro_batch: int | None = None
+    recompute: str = "none"
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise PlanError(f"by_hand: {name} is {shown(value)}: give a whole number, 1 or more")
+        if isinstance(self.zero, bool) or not isinstance(self.zero, int) or self.zero not in (0, 1, 2, 3):
+            raise PlanError(f"by_hand: zero is {shown(self.zero)}: give 0, 1, 2 or 3")
+        if not isinstance(self.sequence_parallel, bool):
+            raise PlanError(f"by_hand: sequence_parallel is {shown(self.sequence_parallel)}: write it alone, or give "
+                            "true or false")
+        if self.recompute not in RECOMPUTE:
+            raise PlanError(f"by_hand: recompute is {shown(self.recompute)}; there are {list(RECOMPUTE)}")
+        if self.schedule not in (None, *SCHEDULES):
+            raise PlanError(f"by_hand: schedule is {shown(self.schedule)}; there are {list(SCHEDULES)}")
+        if self.schedule is not None and self.pp == 1:
+            raise PlanError(f"by_hand: schedule={self.schedule} is of a pipeline: give pp of 2 or more, or leave it "
+                            "out")
+        if self.virtual > 1 and self.pp == 1:
+            raise PlanError(f"by_hand: virtual={self.virtual} stages of each pipeline rank need pp of 2 or more")
+        if self.sequence_parallel and self.tp == 1:
+            raise PlanError("by_hand: sequence_parallel cuts over the tensor-parallel ranks: give tp of 2 or more, or "
+                            "cp for ranks that share each sequence")
+        if self.shards is not None and (not self.zero or self.ep > 1 or (self.dp or self.shards) % self.shards):
+            raise PlanError(f"by_hand: shards={self.shards} are the ranks of dp={self.dp} among which zero={self.zero} "
+                            "shards: dp must be a multiple, zero 1 to 3, and ep 1")
+        if self.ep > 1 and self.dp is not None and self.dp % self.ep:
+            raise PlanError(f"by_hand: ep={self.ep} ranks are taken from those of dp={self.dp}: dp must be a multiple "
+                            "of ep")
+
+    @staticmethod
+    def of(given: str | Mapping[str, Any] | ByHand) -> ByHand:
+        """From text, a mapping or a ready one.
+
+        >>> ByHand.of("dp=2,tp=4,sequence_parallel").tp, ByHand.of({"pp": 2, "micro_batch": 1}).pp
+        (4, 2)
+
+        Raises PlanError for unknown keys and values.
+        """
+        if isinstance(given, ByHand):
+            return given
+        if not isinstance(given, (str, Mapping)):
+            raise PlanError(f"by_hand is {shown(given)}: give text such as {EXAMPLE}, or a mapping with these keys")
+        values = dict(given) if isinstance(given, Mapping) else _parsed(given)
+        known = [field.name for field in fields(ByHand)]
+        if unknown := sorted(set(map(str, values)) - set(known)):
+            raise PlanError(f"by_hand: unknown key {unknown[0]!r}; there are {', '.join(known)}")
+        return ByHand(**values)
+
+    def on(self, num_devices: int) -> ByHand:
+        """With dp filled in. Raises PlanError if the degrees do not make up the devices."""
+        others = self.tp * self.pp * self.cp
+        dp = self.dp if self.dp is not None else max(1, num_devices // others)
+        if dp * others != num_devices:
+            raise PlanError(f"by_hand: dp x tp x pp x cp = {dp} x {self.tp} x {self.pp} x {self.cp} = {dp * others}, "
+                            f"and the cluster has {num_devices} devices: the product must be that")
+        return ByHand(**{**vars(self), "dp": dp})
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether the batch is divided, over ranks or into micro-batches."""
+        return (self.dp or 1) > 1 or self.pp > 1 or self.micro_batch is not None
+
+    @property
+    def mesh(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
+        """Sizes, names and roles (`planning.baselines.ROLES`) of the axes of a stage's mesh, without axes of size 1."""
+        shards = self.shards or 1
+        data = "shard" if self.zero and self.shards is None else "data"
+        tensor = "sequence" if self.sequence_parallel else "tensor"
+        axes = [((self.dp or 1) // self.ep // shards, "dp", data), (shards, "shard", "shard"),
+                (self.ep, "ep", "expert"), (self.cp, "cp", "context shard" if self.zero else "context"),
+                (self.tp, "tp", tensor)]
+        sizes, names, roles = zip(*([axis for axis in axes if axis[0] > 1] or axes[:1]), strict=True)
+        return sizes, names, roles
+
+    def hybrid(self, batch: int) -> Hybrid:
+        """The step configuration for a global batch of so many sequences. Raises PlanError if they are not divided
+        evenly."""
+        ranks = self.dp or 1
+        each = self.micro_batch or (1 if self.pp > 1 else max(1, batch // ranks))
+        if batch % ranks:
+            raise PlanError(f"by_hand: a batch of {batch} is not divided by dp={ranks}: give a batch of a multiple of "
+                            f"{ranks}, or another dp")
+        if batch % (ranks * each):
+            raise PlanError(f"by_hand: a batch of {batch} is not divided by dp x micro_batch = {ranks} x {each}: give "
+                            f"a batch of a multiple of {ranks * each}, or another micro_batch")
+        schedule = self.schedule or ("interleaved" if self.virtual > 1 else "1f1b")
+        return Hybrid(batch // (ranks * each), self.pp * self.virtual if self.pp > 1 else 1, self.pp, schedule,
+                      zero_stage=self.zero, recompute=self.recompute)
+
+    def __str__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)
+                if f.type != "bool" and getattr(self, f.name) != f.default]
+        return ",".join([*said, *(["sequence_parallel"] if self.sequence_parallel else [])]) or "dp=1"
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if key in values:
+            raise PlanError(f"by_hand: {key} is given twice")
+        if not equals:
+            if key != "sequence_parallel":
+                raise PlanError(f"by_hand: {part!r} has no value: write {key}=..., as in {EXAMPLE}")
+            values[key] = True
+        elif re.fullmatch(r"-?[0-9]+", value):
+            values[key] = int(value)
+        else:
+            values[key] = {"true": True, "false": False}.get(value.lower(), value)
+    return values

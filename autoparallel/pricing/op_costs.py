@@ -1,0 +1,285 @@
+"""Seconds of one execution of an op, forward and backward, by strategy; without the exchanges inside its variants.
+
+Two sources: the curves of the cluster's description (`CurveCosts`), or the fitted constants of the software that runs
+there (`ProfileCosts`). `costs_of` picks one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from autoparallel.capture import TensorMeta
+from autoparallel.pricing.chains import InChain
+from autoparallel.rules.rule import Dims, Rule
+from autoparallel.strategies.space import Spaces, StrategySet
+from cost_models import Cluster, compute
+from cost_models.profile import Profile
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+class CurveCosts:
+    """A roofline with the device's efficiency curves. ``spread``: divide the work by this number."""
+
+    def __init__(self, spaces: Spaces, cluster: Cluster, training: bool = True, spread: int = 1) -> None:
+        self.spaces, self.device, self.training, self.spread = spaces, cluster.working_device, training, spread
+
+    def work_s(self, s: StrategySet, chain: InChain | None = None) -> Pair:
+        """Seconds (forward, backward) of an op that does work."""
+        rule, zeros = s.rule, np.zeros(len(s.strategies))
+        assert rule is not None
+        flops = rule.flops * share_of_work(s) / self.spread
+        inputs, outputs = self.read_bytes(s), self.moved(s.output_metas, s.outputs)
+        forward = self._roofline_s(rule, s, flops, sum(inputs, zeros) + sum(outputs, zeros))
+        if not self.has_backward(s):
+            return forward, zeros
+        wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
+        if rule.op_class == "elementwise" or not rule.gradient_ops:
+            return forward, sum((self._gradient_s(rule, s, i, inputs, outputs) for i in wanted), zeros)
+        operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
+        share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias needs no product
+        traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
+        traffic = traffic + sum((inputs[i] for i in wanted), zeros)
+        backward = self._roofline_s(rule, s, flops * rule.backward_flops * share, traffic)
+        calls = sum(i in wanted for i in operands) if operands else 1
+        return forward, backward + max(0, calls - 1) * self.launch_s    # a kernel for each gradient
+
+    def view_s(self, s: StrategySet) -> np.ndarray:
+        """Backward seconds of a view, by strategy: gradients of parts are concatenated; of the whole value nothing."""
+        metas = [*s.input_metas[:1], *s.output_metas]
+        parts = len(metas) > 2 or metas[-1].num_elements < metas[0].num_elements
+        if not (parts and self.training and metas[0].requires_grad):
+            return np.zeros(len(s.strategies))
+        nbytes = sum(self.moved(metas, [*s.inputs[:1], *s.outputs]))
+        return self.element_wise_s(nbytes, dtype_name(metas[0]))
+
+    def sum_s(self, s: StrategySet, readers: int) -> np.ndarray:
+        """Seconds of summing the gradients from several readers of a value, by strategy of the value."""
+        (meta,), (numbers,) = s.output_metas, s.outputs
+        if readers < 2 or not (meta.requires_grad and self.training):
+            return np.zeros(len(numbers))
+        nbytes = 3 * self.local_bytes(meta, numbers) / self.spread
+        return (readers - 1) * self.element_wise_s(nbytes, dtype_name(meta))
+
+    def element_wise_s(self, nbytes: Any, dtype: str) -> Any:
+        """Seconds of one element-wise kernel."""
+        return np.asarray(compute.op_time_s("elementwise", 0.0, nbytes, dtype, self.device))
+
+    @property
+    def launch_s(self) -> float:
+        return self.device.launch_s
+
+    def has_backward(self, s: StrategySet) -> bool:
+        return self.training and any(m.requires_grad for m in s.output_metas)
+
+    def read_bytes(self, s: StrategySet) -> list[np.ndarray]:
+        """Bytes of each input; of a table in which rows are looked up no more than of the rows."""
+        found = self.moved(s.input_metas, s.inputs)
+        if s.rule is not None and s.rule.op_class == "gather" and s.output_metas:
+            rows = self.moved(s.output_metas[:1], s.outputs[:1])[0]
+            found[:1] = [np.minimum(nbytes, rows) for nbytes in found[:1]]
+        return found
+
+    def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
+        """Bytes on the fullest rank; by layout number in ``numbers``."""
+        return self.spaces(meta).local_elements[numbers] * meta.dtype.itemsize
+
+    def moved(self, metas: Sequence[TensorMeta], numbers: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [self.local_bytes(m, n) / self.spread for m, n in zip(metas, numbers, strict=True)]
+
+    def _roofline_s(self, rule: Rule, s: StrategySet, flops: Any, nbytes: Any) -> Any:
+        return compute.op_time_s(rule.op_class, flops, nbytes, dtype_name(worked_in(s)), self.device)
+
+    def _gradient_s(self, rule: Rule, s: StrategySet, number: int, inputs: Sequence[np.ndarray],
+                    outputs: Sequence[np.ndarray]) -> np.ndarray:
+        """Seconds of an element-wise op's gradient of input ``number``, by strategy: the first kernel reads the
+        output's gradient and the saved tensors and writes one tensor of the output's size; each further kernel reads
+        and writes one; a broadcast input needs a sum."""
+        dtype, whole = dtype_name(worked_in(s)), outputs[0]
+        needs = [inputs[i] for i in rule.saves if i < len(inputs) and (i != number or len(inputs) == 1)]
+        read = sum(needs, whole) + (whole if rule.saves_output else 0.0)
+        moved = [read + whole, *(2 * whole for _ in range(rule.gradient_ops - 1))][: rule.gradient_ops]
+        if rule.op_class == "elementwise" and _factors(rule.inputs[number]) < _factors(rule.outputs[0]):
+            moved.append(whole + inputs[number])
+        return sum((self.element_wise_s(nbytes, dtype) for nbytes in moved), np.zeros(len(s.strategies)))
+
+
+class ProfileCosts(CurveCosts):
+    """Matrix products by their tiles, attention and element-wise traffic by the software's fitted constants.
+
+    A kernel takes the device no less time than the host needs to launch it.
+    """
+
+    def __init__(self, spaces: Spaces, cluster: Cluster, profile: Profile, training: bool = True,
+                 spread: int = 1) -> None:
+        super().__init__(spaces, cluster, training, spread)
+        self.profile, self.kernel_s = profile, profile.kernel_s * cluster.correction.compute
+
+    @property
+    def launch_s(self) -> float:
+        return self.kernel_s
+
+    def work_s(self, s: StrategySet, chain: InChain | None = None) -> Pair:
+        rule = s.rule
+        assert rule is not None
+        if rule.op_class == "matmul" and self.spread == 1 and (sizes := product_sizes(rule, s)) is not None:
+            return self._product_s(rule, s, sizes)
+        if rule.op_class == "attention":
+            return self._attention_s(rule, s)
+        if chain is not None:
+            return self._in_chain_s(s, chain)
+        return super().work_s(s)
+
+    def element_wise_s(self, nbytes: Any, dtype: str) -> Any:
+        seconds = compute.traffic_s(nbytes, self.device, np.asarray(nbytes) / 3, self.profile.cache_bytes)
+        return self._launched(self.profile.kernel_bytes * seconds)
+
+    def _launched(self, seconds: Any) -> Any:
+        return np.where(np.asarray(seconds) > 0, np.maximum(seconds, self.kernel_s), 0.0)
+
+    def _roofline_s(self, rule: Rule, s: StrategySet, flops: Any, nbytes: Any) -> Any:
+        if rule.op_class == "conv":
+            return self._launched(super()._roofline_s(rule, s, flops, nbytes))
+        if rule.op_class in compute.MATRIX:
+            tiles = self.device.tiles
+            assert tiles is not None
+            peak = compute.peak_flops_per_s(rule.op_class, dtype_name(worked_in(s)), self.device)
+            return self._launched(np.maximum(np.asarray(flops) / (peak * tiles.share),
+                                             compute.traffic_s(nbytes, self.device)))
+        return self.element_wise_s(nbytes, dtype_name(worked_in(s)))
+
+    def _product_s(self, rule: Rule, s: StrategySet, sizes: tuple[np.ndarray, ...]) -> Pair:
+        """A product, and one for each operand that needs a gradient."""
+        m, n, k, count = sizes
+        dtype = dtype_name(worked_in(s))
+        forward = self._launched(compute.matmuls_s(m, n, k, count, dtype, self.device))
+        left, right = sorted(rule.saves)
+        backward = np.zeros(len(s.strategies))
+        if self.training and s.input_metas[left].requires_grad:
+            backward = backward + self._launched(compute.matmuls_s(m, k, n, count, dtype, self.device))
+        if self.training and s.input_metas[right].requires_grad:
+            backward = backward + self._launched(compute.matmuls_s(n, k, m, count, dtype, self.device))
+        return forward, backward
+
+    def _attention_s(self, rule: Rule, s: StrategySet) -> Pair:
+        """Flash attention, or with scores in memory (`compute.attention_s`)."""
+        query, key, value = s.input_metas[:3]
+        causal = rule.flops < 2.0 * query.num_elements * key.shape[-2] * (1 + value.shape[-1] / query.shape[-1]) * 0.75
+        heads = query.num_elements / (query.shape[-1] * query.shape[-2])
+        work = share_of_work(s) / self.spread
+        forward, backward = compute.attention_s(
+            heads * work, float(query.shape[-2]), float(key.shape[-2]), (query.shape[-1], value.shape[-1]),
+            self.profile, self.device, causal, dtype=dtype_name(query))
+        if not self.has_backward(s):
+            backward = np.zeros(len(s.strategies))
+        return self._launched(forward), self._launched(backward)
+
+    def _in_chain_s(self, s: StrategySet, chain: InChain) -> Pair:
+        """The chain's traffic that falls to this op: forward reads inputs from memory and writes what leaves the chain;
+        backward reads those results' gradients and what it needs of forward, and writes the inputs' gradients."""
+        zeros = np.zeros(len(s.strategies))
+        inputs, outputs = self.read_bytes(s), sum(self.moved(s.output_metas, s.outputs), zeros)
+        read = sum((nbytes for nbytes, own in zip(inputs, chain.reads, strict=False) if own), zeros)
+        forward = read + (outputs if chain.writes else 0.0)
+        if not self.has_backward(s):
+            return self._chain_s(forward, chain), zeros
+        made = sum((nbytes for nbytes, own, m in zip(inputs, chain.reads, s.input_metas, strict=False)
+                    if own and m.requires_grad), zeros)
+        backward = made + (outputs if chain.writes else 0.0)
+        if chain.saves:
+            backward = backward + (outputs if chain.writes else read)
+        return self._chain_s(forward, chain), self._chain_s(backward, chain)
+
+    def _chain_s(self, nbytes: Any, chain: InChain) -> Any:
+        seconds = self.profile.passes * compute.traffic_s(nbytes, self.device, np.asarray(nbytes) / 3,
+                                                               self.profile.cache_bytes)
+        return self._launched(seconds) if chain.writes else seconds
+
+
+def costs_of(spaces: Spaces, cluster: Cluster, training: bool = True, spread: int = 1) -> CurveCosts:
+    """The costs of ops on a cluster: by its profile, if it has one."""
+    if cluster.profile is None:
+        return CurveCosts(spaces, cluster, training, spread)
+    return ProfileCosts(spaces, cluster, cluster.profile, training, spread)
+
+
+def factor_lengths(s: StrategySet) -> dict[str, tuple[float, np.ndarray]]:
+    """By factor that a mesh axis may shard: its size, and the length of the longest shard, by strategy."""
+    known = s.rule.sizes if s.rule is not None else {}
+    sizes = {row.factor: known.get(row.factor) or _factor_size(s, number)
+             for number, row in enumerate(s.axis_strategies) if row.factor}
+    found = {}
+    for factor, size in sizes.items():
+        uses = np.array([row.factor == factor for row in s.axis_strategies])[s.array]
+        length = np.full(len(s.strategies), float(size))
+        for axis, n in enumerate(s.mesh_shape):
+            length = np.where(uses[:, axis], np.ceil(length / n), length)
+        found[factor] = (float(size), length)
+    return found
+
+
+def share_of_work(s: StrategySet) -> np.ndarray:
+    """The largest rank's share of the op's work, by strategy: the product of ceil(size / shards) / size over sharded
+    factors. With k shards of a triangular factor (causal attention) the last one has 2 - 1/k times the mean."""
+    share = np.ones(len(s.strategies))
+    for size, length in factor_lengths(s).values():
+        share *= length / size if size else 1.0
+    uneven = np.array([row.triangular for row in s.axis_strategies])[s.array]
+    shards = np.where(uneven, np.array(s.mesh_shape), 1).prod(axis=1)
+    return np.where(shards > 1, 2 - 1 / shards, 1.0) * share
+
+
+def product_sizes(rule: Rule, s: StrategySet) -> tuple[np.ndarray, ...] | None:
+    """Local (m, n, k, count) of ``count`` products [m, k] x [k, n], by strategy; None for ops that are no plain
+    product of two operands."""
+    if len(rule.saves) != 2 or max(rule.saves) >= len(rule.inputs) or not rule.outputs:
+        return None
+    left, right = (set(_factors(rule.inputs[i])) for i in sorted(rule.saves))
+    whole = [size for i in sorted(rule.saves) for size, dim in zip(s.input_metas[i].shape, rule.inputs[i], strict=True)
+             if dim is None and size > 1]
+    if whole:
+        return None
+    lengths, result = factor_lengths(s), _factors(rule.outputs[0])
+
+    def length(factors: set[str | None]) -> np.ndarray:
+        total = np.ones(len(s.strategies))
+        for factor in factors:
+            assert factor is not None
+            total = total * (lengths[factor][1] if factor in lengths else float(rule.sizes[factor]))
+        return total
+
+    if (left ^ right) - result:
+        return None
+    return (length(left - right), length(right - left), length((left & right) - result), length(left & right & result))
+
+
+def _factor_size(s: StrategySet, row_number: int) -> int:
+    row = s.axis_strategies[row_number]
+    metas = zip((*row.inputs, *row.outputs), (*s.input_metas, *s.output_metas), strict=True)
+    return min(meta.shape[p.dim] for p, meta in metas if p.is_shard)
+
+
+def _factors(dims: Dims) -> frozenset[str | None]:
+    return frozenset(dims) - {None}
+
+
+def worked_in(s: StrategySet) -> TensorMeta:
+    """The tensor whose dtype the op computes in: the first operand of products (a mixture's result has the dtype of its
+    routing weights), else the result."""
+    product = s.rule is not None and s.rule.op_class in ("matmul", "attention", "conv")
+    return s.input_metas[0] if product or not s.output_metas else s.output_metas[0]
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return name if dtype.is_floating_point else "float32"
+
+
+def dtype_name(meta: TensorMeta) -> str:
+    """The dtype's name in `cost_models`; integers count as float32."""
+    return _name_of(meta.dtype)

@@ -1,0 +1,251 @@
+"""The whole state of a run on disk: weights, optimizer, random state, data loader and more, by torch's distributed
+checkpoints (DCP). A folder holds one folder per checkpoint, ``step-<number>``, complete or not there.
+
+    step-120/ .metadata, *.distcp (DCP: boxes of each tensor, for any mesh), about.json, plan.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from autoparallel.errors import InputError, shown
+from autoparallel.plans import Plan
+from autoparallel.runtime import initialise
+from autoparallel.runtime.agree import decide_once, made_equally
+from autoparallel.runtime.state import State
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_VERSION = 1
+_NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its number, folder, and on how many ranks and which mesh it was saved."""
+
+    step: int
+    path: Path
+    ranks: int
+    mesh_shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    torch_version: str
+
+    @staticmethod
+    def at(path: Path) -> Checkpoint:
+        """Raises InputError for a folder that is none."""
+        try:
+            data = json.loads((path / "about.json").read_text())
+            if data.pop("version") != _VERSION:
+                raise ValueError("another version")
+            return Checkpoint(**{**data, "path": path, "mesh_shape": tuple(data["mesh_shape"]),
+                                 "parts": tuple(data["parts"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{path} is no checkpoint of parallel.save, version {_VERSION}: {error}") from error
+
+    def text(self) -> str:
+        data = {**asdict(self), "version": _VERSION}
+        del data["path"]
+        return json.dumps(data, indent=2, sort_keys=True) + "\n"
+
+
+def checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """The complete checkpoints in a folder, oldest first."""
+    found = [path for path in Path(folder).glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted((Checkpoint.at(path) for path in found), key=lambda checkpoint: checkpoint.step)
+
+
+class Saving:
+    """A save that may still be writing; rank 0 makes it visible when all ranks have written."""
+
+    def __init__(self, written: Future[Any], publish: Callable[[], Checkpoint]) -> None:
+        self._written, self._publish = written, publish
+        self._published: Future[Checkpoint] = Future()
+        if dist.get_rank() == 0:
+            written.add_done_callback(self._when_written)
+
+    def _when_written(self, written: Future[Any]) -> None:
+        """On rank 0, whose part of DCP's save ends after all others'."""
+        try:
+            written.result()
+            self._published.set_result(self._publish())
+        except BaseException as error:
+            self._published.set_exception(error)
+
+    def wait(self) -> Checkpoint:
+        """The checkpoint, once it is visible; an error of any rank is raised on all. All ranks call this."""
+        made_equally("a checkpoint", self._written.result, lambda _: "")
+        return decide_once(self._published.result)
+
+
+class Job:
+    """Saves and loads runs of one parallel module."""
+
+    def __init__(self, parallel: nn.Module, state: State, plan: Plan) -> None:
+        self._parallel, self._state, self._plan = parallel, state, plan
+        self._saving: Saving | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Job:
+        """The job of a copied module."""
+        return Job(deepcopy(self._parallel, memo), deepcopy(self._state, memo), self._plan)
+
+    def save(self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any],
+             step: int | None, keep: int | None, wait: bool) -> Saving:
+        """As `ParallelModule.save` says."""
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise InputError(f"keep is {shown(keep)}: give the number of newest checkpoints to keep, 1 or more")
+        number = self._state.calls if step is None else step
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise InputError(f"step is {shown(step)}: give a number, 0 or more")
+        _check_others(others)
+        self.finish()
+        home = Path(folder)
+        made_equally("a checkpoint", lambda: None, lambda _: f"step {number} of {sorted(others)} in {home.name}")
+        target, written = home / f"step-{number}", home / f".step-{number}.partial"
+        decide_once(lambda: _cleared(written))
+        contents = self._contents(optimizer, others)
+        about = Checkpoint(number, target, dist.get_world_size(), tuple(self._state.position.whole.shape),
+                           tuple(sorted(contents)), torch.__version__)
+        done: Future[Any] = Future()
+        if wait:
+            dcp.save(contents, checkpoint_id=written, process_group=self._own_group())
+            done.set_result(None)
+        else:
+            done = cast(Future[Any], dcp.async_save(contents, checkpoint_id=written, process_group=self._own_group()))
+        self._saving = Saving(done, lambda: _published(written, about, self._plan, keep))
+        saving = self._saving
+        if wait:
+            self.finish()
+        return saving
+
+    def finish(self) -> None:
+        """Wait for a save that is still writing. All ranks call this."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def load(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any],
+             step: int | None) -> Checkpoint | None:
+        """As `ParallelModule.load` says."""
+        _check_others(others)
+        self.finish()
+        found = decide_once(lambda: newest(Path(path), step))
+        if found is None:
+            return None
+        wanted = {"model", "run", *(["optimizer"] if optimizer is not None else []), *others}
+        if lacking := sorted(wanted - set(found.parts)):
+            raise InputError(f"{found.path} has no {', '.join(lacking)}; it has {', '.join(found.parts)}: load what "
+                             "was saved, under the same names")
+        if any(p.is_meta for p in self._parallel.parameters()):
+            _materialise(self._parallel, self._state)
+        contents = self._contents(optimizer, others)
+        try:
+            dcp.load(contents, checkpoint_id=found.path, process_group=self._own_group())
+        except CheckpointException as error:  # on all ranks, where one failed
+            raise InputError(f"{found.path} cannot be read into this model and optimizer: {reason(error)}") from error
+        set_model_state_dict(self._parallel, contents["model"])
+        if optimizer is not None:
+            set_optimizer_state_dict(self._parallel, optimizer, contents["optimizer"], options=_FLAT)
+        self._parallel.load_run_state(contents["run"])  # type: ignore[operator]
+        for name, thing in others.items():
+            thing.load_state_dict(contents[name])
+        return found
+
+    def _contents(self, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]) -> dict[str, Any]:
+        contents = {"model": get_model_state_dict(self._parallel), "run": self._parallel.run_state(),  # type: ignore[operator]
+                    **{name: thing.state_dict() for name, thing in others.items()}}
+        if optimizer is not None:
+            contents["optimizer"] = get_optimizer_state_dict(self._parallel, optimizer, options=_FLAT)
+        return contents
+
+    def _own_group(self) -> dist.ProcessGroup:
+        """A group for checkpoints alone: a save that goes on beside training must not mix with its collectives."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+            assert self._group is not None
+        return self._group
+
+
+def reason(error: BaseException) -> str:
+    """An error of torch's distributed checkpoint in a line: the first rank's."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(failure).__name__}: {failure}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _check_others(others: Mapping[str, Any]) -> None:
+    for name, thing in others.items():
+        if name in ("model", "optimizer", "run") or not (hasattr(thing, "state_dict")
+                                                         and hasattr(thing, "load_state_dict")):
+            raise InputError(f"{name}={shown(thing)}: give objects with state_dict() and load_state_dict(...), such as "
+                             "a scheduler or a loader, under names other than model, optimizer and run")
+
+
+def _cleared(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _published(written: Path, about: Checkpoint, plan: Plan, keep: int | None) -> Checkpoint:
+    """Make a written checkpoint visible under its name, in one step; then remove the oldest beyond ``keep``."""
+    plan.save(written / "plan.json")
+    (written / "about.json").write_text(about.text())
+    if about.path.exists():
+        shutil.rmtree(about.path)
+    written.replace(about.path)
+    for old in checkpoints(about.path.parent)[: -keep if keep else 0]:
+        shutil.rmtree(old.path)
+    return about
+
+
+def newest(path: Path, step: int | None) -> Checkpoint | None:
+    """The checkpoint of this step, the newest, or the one that the folder is; None if there is none."""
+    if (path / "about.json").exists():
+        return Checkpoint.at(path)
+    found = checkpoints(path)
+    if step is None:
+        return found[-1] if found else None
+    for checkpoint in found:
+        if checkpoint.step == step:
+            return checkpoint
+    raise InputError(f"{path} has no checkpoint of step {step}; it has {[checkpoint.step for checkpoint in found]}")
+
+
+def _materialise(parallel: nn.Module, state: State) -> None:
+    """Memory for the shards of a model on the meta device; their values are read next."""
+    for name, value in (*parallel.named_parameters(), *parallel.named_buffers()):
+        if value.is_meta:
+            initialise.set_value(parallel, name, _empty_like(value, state.device), state.device)
+    for name, made in initialise.lost_buffers(state.model, state.device).items():
+        initialise.set_value(parallel, name, made, state.device)
+
+
+def _empty_like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.zeros_like(value, device=device)
+
+
+__all__ = ["Checkpoint", "Job", "Saving", "checkpoints", "newest", "reason"]

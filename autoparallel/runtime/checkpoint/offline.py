@@ -1,0 +1,88 @@
+"""Checkpoints of `parallel.save` without ranks: what is in one, whether it can be read, its weights as safetensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from autoparallel.errors import InputError
+from autoparallel.runtime.checkpoint.files import Entry, Writer, bytes_of, split
+from autoparallel.runtime.checkpoint.job import Checkpoint, newest, reason
+
+_AT_A_TIME = 2**30  # bytes of tensors that are read together
+_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint's weights (by the model's names) and the bytes of its optimizer's tensors."""
+
+    checkpoint: Checkpoint
+    weights: tuple[Entry, ...]
+    optimizer_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.weights)
+
+
+def contents(folder: str | os.PathLike[str], step: int | None = None) -> Contents:
+    """What the newest checkpoint of a folder (or that of ``step``, or the one that the folder is) has.
+
+    Raises InputError where there is none.
+    """
+    found = newest(Path(folder), step)
+    if found is None:
+        raise InputError(f"{folder} has no checkpoint of parallel.save")
+    try:
+        stored = dcp.FileSystemReader(found.path).read_metadata().state_dict_metadata
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise InputError(f"{found.path} cannot be read: {type(error).__name__}: {error}") from error
+    tensors = {name: Entry(name, kept.properties.dtype, tuple(kept.size)) for name, kept in stored.items()
+               if isinstance(kept, TensorStorageMetadata)}
+    weights = [Entry(name.removeprefix(_PREFIX), entry.dtype, entry.shape) for name, entry in tensors.items()
+               if name.startswith(_PREFIX)]
+    state = sum(entry.num_bytes for name, entry in tensors.items() if name.startswith("optimizer."))
+    return Contents(found, tuple(weights), state)
+
+
+def read(found: Contents) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each weight, whole. Raises InputError for one that cannot be read."""
+    for part in split(found.weights, _AT_A_TIME):
+        values = {entry.name: torch.empty(entry.shape, dtype=entry.dtype) for entry in part}
+        try:
+            dcp.load({"model": values}, checkpoint_id=found.checkpoint.path, no_dist=True)
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            raise InputError(f"{found.checkpoint.path}: {part[0].name} to {part[-1].name} cannot be read: "
+                             f"{reason(error)}") from error
+        yield from values.items()
+
+
+def verify(found: Contents) -> list[str]:
+    """Read all weights; the names of those with values that are not finite."""
+    return [name for name, value in read(found) if value.is_floating_point() and not bool(torch.isfinite(value).all())]
+
+
+def to_safetensors(found: Contents, output: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
+    """Write the weights as safetensors files, under the model's names. Raises InputError if there are files."""
+    folder = Path(output)
+    if folder.exists() and any(folder.iterdir()):
+        raise InputError(f"{folder} has files: give an empty folder, or one that is not there yet")
+    folder.mkdir(parents=True, exist_ok=True)
+    writer, finished = Writer(folder, found.weights, bytes_of(max_shard_size)), False
+    try:
+        for name, value in read(found):
+            writer.write(name, value)
+        finished = True
+    finally:
+        writer.close(finished)
+
+
+__all__ = ["Contents", "contents", "read", "to_safetensors", "verify"]

@@ -1,0 +1,95 @@
+"""Element-wise optimizers of torch step this rank's shards as plain tensors.
+
+On DTensors each op of an optimizer goes through DTensor's dispatch, and torch does not pick its ``foreach`` and fused
+kernels. `step_shards` lets an optimizer compute on the local shards instead; its parameters, gradients and state stay
+DTensors for everybody else (state dicts, parameter groups, learning rate schedulers, hooks).
+
+torch's optimizers collect parameters, gradients and state of a group in lists (``_init_group``) and then compute on
+these lists. Here ``_init_group`` is wrapped, per optimizer, to put the local shards in the lists. (The one file that
+touches ``_init_group``.)
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+#: Optimizers whose new value of an element depends on no other element. (Muon and Adafactor are not.)
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.ASGD, torch.optim.Rprop)
+
+
+def steps_shards(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether `step_shards` is for optimizers of this class: one of `ELEMENTWISE`, or a subclass that steps in the same
+    way."""
+    base = next((base for base in ELEMENTWISE if issubclass(kind, base)), None)
+    return base is not None and all(
+        inspect.unwrap(getattr(kind, name, None)) is inspect.unwrap(getattr(base, name, None))  # type: ignore[arg-type]
+        for name in ("step", "_init_group"))
+
+
+def step_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer for which `steps_shards` compute on local shards, from its next step on."""
+    collect, alive = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]
+
+    def collect_shards(group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        itself = alive()
+        assert itself is not None
+        found = collect(itself, group, *lists)
+        if not group.get("differentiable"):
+            _replace(*lists)
+        return found
+
+    optimizer._init_group = collect_shards  # type: ignore[attr-defined]
+    if isinstance(optimizer, torch.optim.SGD):
+        hook = optimizer.register_step_post_hook(_take_momentum)
+        cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks).move_to_end(hook.id, last=False)
+
+
+def _replace(parameters: list[Tensor], gradients: list[Tensor], *states: list[Tensor]) -> None:
+    """Replace DTensors by their local shards in all lists, unless those of a parameter are sharded differently: then
+    the optimizer computes on DTensors, which redistribute."""
+    if all(map(_fit, parameters, gradients)) and all(
+            all(map(_fits_state, parameters, values)) for values in states):
+        for values in (parameters, gradients, *states):
+            values[:] = [value._local_tensor if isinstance(value, DTensor) else value for value in values]
+
+
+def _fit(parameter: Tensor, other: Tensor) -> bool:
+    """Whether both are plain tensors, or DTensors sharded alike."""
+    if not isinstance(parameter, DTensor) or not isinstance(other, DTensor):
+        return isinstance(parameter, DTensor) == isinstance(other, DTensor)
+    ours, theirs = parameter._spec, other._spec
+    return (ours.placements == theirs.placements and ours.mesh == theirs.mesh and ours.shape == theirs.shape
+            and type(other._local_tensor) in (Tensor, torch.nn.Parameter))
+
+
+def _fits_state(parameter: Tensor, state: Tensor | None) -> bool:
+    """`_fit`, or a plain scalar (a step count), or a state not made yet."""
+    return state is None or (not isinstance(state, DTensor) and state.dim() == 0) or _fit(parameter, state)
+
+
+def _take_momentum(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """SGD stores its momentum under the tensors of its lists: move what it stored under local shards to their
+    parameters, as DTensors."""
+    for group in optimizer.param_groups:
+        for parameter in _on_meshes(group["params"] if group["momentum"] else ()):
+            made = optimizer.state.pop(parameter._local_tensor, None)
+            if made is not None and "momentum_buffer" not in optimizer.state[parameter]:
+                buffer = DTensor(made["momentum_buffer"], parameter._spec, requires_grad=False)
+                optimizer.state[parameter]["momentum_buffer"] = buffer
+
+
+def _on_meshes(parameters: Sequence[Tensor]) -> list[DTensor]:
+    return [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+
+
+__all__ = ["ELEMENTWISE", "step_shards", "steps_shards"]

@@ -1,0 +1,92 @@
+"""How far predictions are off: the error that published runs showed, by software and device, and what it means for a
+plan's seconds and memory.
+
+Both errors are those of the closed form of a transformer (`benchmarks.published_runs`), whose unit costs plans share;
+the errors of captured models' plans were not measured apart (their step times differ from it by 2 % in the median).
+
+`accuracy.toml` is written by ``python -m benchmarks.published_runs --runs FILE --accuracy``: errors of runs under
+constants that were fitted without their source (of software that one source alone ran, without a fifth of its runs).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cost_models.cluster import Cluster
+from cost_models.profile import Profile, lineage
+
+FILE = Path(__file__).with_name("accuracy.toml")
+#: Relative errors of step times that half, and nine in ten, predictions stay under where nobody measured anything like
+#: them; and the factor on errors of the same software on another generation of devices. Guesses.
+UNKNOWN, ELSEWHERE = (0.25, 0.6), 1.5
+
+
+@dataclass(frozen=True)
+class ErrorBar:
+    """Relative errors of a predicted step time that half (``p50``) and nine in ten (``p90``) predictions of its kind
+    stay under, and the ``basis``: how many published runs of which kind showed that."""
+
+    p50: float
+    p90: float
+    basis: str
+
+
+def error_bar(profile: Profile | None) -> ErrorBar:
+    """The error bar of step times under a profile; without one the wide one of what nobody compared.
+
+    >>> error_bar(Profile.of("a100-sxm", "megatron-2021")).p90 < error_bar(None).p90
+    True
+    """
+    if profile is None:
+        return ErrorBar(*UNKNOWN, "no measured run to compare with: prices of the cluster's description alone")
+    devices = lineage(profile.machine)[::-1]
+    for software in lineage(profile.software)[:0:-1]:
+        known = _table()["time"].get(software, {})
+        for device in devices:
+            if device in known and device != "default":
+                return _bar(known[device], 1.0, f"{known[device]['runs']} published runs of {software} on {device}")
+        if "all" in known:
+            return _bar(known["all"], ELSEWHERE, f"none on this device, extrapolated from {known['all']['runs']} "
+                                                 f"published runs of {software} on others")
+    return ErrorBar(*UNKNOWN, f"no published run of {profile.software} to compare with")
+
+
+def _bar(entry: dict[str, Any], factor: float, basis: str) -> ErrorBar:
+    return ErrorBar(factor * entry["p50"], factor * entry["p90"], basis)
+
+
+def memory_excess(confidence: float) -> float:
+    """Measured over predicted peak memory (in closed form), which so large a share of published runs does not exceed.
+
+    >>> memory_excess(0.5) < memory_excess(0.95) < 1.3
+    True
+    """
+    known = _table()["memory"]
+    return float(np.interp(confidence, known["shares"], known["ratios"]))
+
+
+def usable_bytes(cluster: Cluster, confidence: float = 0.95) -> float:
+    """Bytes of a device that predicted tensors may take so that this share of runs fits: without the process's own
+    (`Device.reserved_bytes`), communicators' buffers and the allocator's fragments, and with room for the error of
+    predictions. Without a profile only the first is known.
+
+    >>> cluster = Cluster.load("h100-sxm")
+    >>> usable_bytes(cluster, 0.95) < usable_bytes(cluster, 0.5) < cluster.device.usable_bytes
+    True
+    """
+    profile, device = cluster.profile, cluster.device
+    if profile is None:
+        return device.usable_bytes
+    left = device.usable_bytes - (profile.communicators if cluster.num_devices > 1 else 0.0)
+    return min(device.usable_bytes, max(0.0, left) / ((1 + profile.fragments) * memory_excess(confidence)))
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(FILE.read_text("utf-8"))

@@ -1,0 +1,154 @@
+"""accelerate's loop on four ranks computes what it computes in one process; only the class's name changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from autoparallel.errors import AutoparallelError
+from tests.ranks import mesh_of
+from tests.test_checkpoints import llama, whole
+from tests.test_trainer import Text, as_ranks, reset_accelerate
+
+accelerate = pytest.importorskip("accelerate")
+
+
+def accelerator_of(parallel: dict[str, Any], shape: tuple[int, ...], **options: Any) -> Any:
+    """Ours on ranks, accelerate's own in one process."""
+    if not dist.is_initialized():
+        reset_accelerate()
+        return accelerate.Accelerator(cpu=True, **options)
+    from autoparallel.integrations import AutoparallelAccelerator
+
+    as_ranks()
+    return AutoparallelAccelerator(cpu=True, parallel={"mesh": mesh_of(*shape), **parallel}, **options)
+
+
+def language(folder: Path, parallel: dict[str, Any], shape: tuple[int, ...], options: dict[str, Any], resumed: bool
+             ) -> tuple[list[float], list[Any], dict[str, Tensor]]:
+    """As accelerate's nlp_example: losses, metrics of each epoch, weights. Saved after the first of two epochs."""
+    accelerator = accelerator_of(parallel, shape, **options)
+    torch.manual_seed(0)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    train = DataLoader(Text(), batch_size=8 // ranks, shuffle=True, drop_last=True)
+    evaluation = DataLoader(Text(), batch_size=8 // ranks)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    model, optimizer, train, evaluation = accelerator.prepare(model, optimizer, train, evaluation)
+    losses, metrics = [], []
+    if resumed:
+        accelerator.load_state(str(folder / "state"))
+        scheduler.step()
+    for epoch in range(int(resumed), 2):
+        model.train()
+        torch.manual_seed(epoch)
+        for batch in train:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        scheduler.step()
+        model.eval()
+        seen = []
+        for batch in evaluation:
+            with torch.no_grad():
+                predictions = model(**batch).logits.argmax(-1)
+            seen.append(accelerator.gather_for_metrics((predictions, batch["labels"]))[0])
+        metrics.append((sum(len(part) for part in seen), torch.cat(seen)))
+        if epoch == 0:
+            accelerator.save_state(str(folder / "state"))
+    accelerator.wait_for_everyone()
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(folder / "out", is_main_process=accelerator.is_main_process,
+                              save_function=accelerator.save, state_dict=accelerator.get_state_dict(model))
+    reset_accelerate()
+    return losses, metrics, {name: value.detach() for name, value in whole(unwrapped).items()}
+
+
+def assert_same(actual: Any, expected: Any, tolerance: float = 1e-4) -> None:
+    losses, metrics, weights = actual
+    assert losses == pytest.approx(expected[0][-len(losses):], rel=tolerance)
+    for (count, predictions), (their_count, theirs) in zip(metrics, expected[1][-len(metrics):], strict=True):
+        assert count == their_count == 44
+        assert (predictions != theirs).float().mean() < 0.01
+    for name, value in weights.items():
+        assert (value - expected[2][name]).abs().max() <= tolerance * max(1.0, float(value.abs().max())), name
+
+
+@pytest.mark.parametrize(("parallel", "shape", "options"), [
+    ({"baseline": "fsdp"}, (4,), {}),
+    ({"baseline": "tensor_parallel"}, (2, 2), {"gradient_accumulation_steps": 2}),
+])
+def test_a_loop_of_accelerate(ranks: Any, tmp_path: Path, parallel: dict[str, Any], shape: tuple[int, ...],
+                              options: dict[str, Any]) -> None:
+    expected = language(tmp_path / "one", {}, (1,), options, False)
+    for actual in ranks(4).run(language, tmp_path / "four", parallel, shape, options, False, timeout_s=200):
+        assert_same(actual, expected)
+    for actual in ranks(2).run(language, tmp_path / "four", parallel, (2,), options, True, timeout_s=200):
+        assert_same(actual, expected)
+    assert (tmp_path / "four/out/config.json").exists()
+
+
+def images(parallel: dict[str, Any], shape: tuple[int, ...], options: dict[str, Any]) -> list[float]:
+    """As accelerate's cv_example: tuples of images and labels, the loss outside the model."""
+    accelerator = accelerator_of(parallel, shape, **options)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    data = TensorDataset(torch.randn(20, 3, 8, 8), torch.arange(20) % 10)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, DataLoader(
+        data, batch_size=4 // ranks), scheduler)
+    losses = []
+    for image, label in loader:
+        loss = nn.functional.cross_entropy(model(image), label)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    reset_accelerate()
+    return losses
+
+
+@pytest.mark.parametrize(("options", "tolerance"), [({}, 1e-5), ({"mixed_precision": "bf16"}, 2e-2)])
+def test_a_loss_outside_the_model(ranks: Any, options: dict[str, Any], tolerance: float) -> None:
+    """Traced at its first call: the batch is not the model's arguments."""
+    expected = images({}, (1,), options)
+    assert len(expected) == 5
+    for shape, parallel in (((4,), {"baseline": "ddp"}), ((2, 2), {"baseline": "fsdp"})):
+        for actual in ranks(4).run(images, parallel, shape, options, timeout_s=100):
+            assert actual == pytest.approx(expected, rel=tolerance)
+
+
+def refusals(folder: Path) -> list[str]:
+    accelerator = accelerator_of({"baseline": "ddp"}, (2,))
+    told = []
+    folder.mkdir(exist_ok=True)
+    for action in (lambda: accelerator.prepare(nn.Linear(2, 2), nn.Linear(2, 2)),
+                   lambda: accelerator.load_state(),
+                   lambda: accelerator.prepare(DataLoader(Text(), batch_size=None))):
+        try:
+            action()
+            told.append("no error")
+        except AutoparallelError as error:
+            told.append(str(error))
+    reset_accelerate()
+    return told
+
+
+def test_what_cannot_be_is_refused(ranks: Any, tmp_path: Path) -> None:
+    for two, folder, batches in ranks(2).run(refusals, tmp_path / "x"):
+        assert "several models" in two and "needs the folder" in folder
+        assert "batch_size=None" in batches

@@ -1,0 +1,223 @@
+"""Programs that a backend compiles: losses, gradients and buffers as node by node, under every kind of step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import autoparallel
+from autoparallel import backends
+from autoparallel.errors import PlanError
+from autoparallel.kernels import rng, seeded
+from autoparallel.plans import Hybrid
+from autoparallel.runtime import stage_module
+from tests.models import CASES
+from tests.plans import random_plan
+from tests.ranks import mesh_of
+from tests.reference import gathered, gradients_of, scalar
+
+aten = torch.ops.aten
+Way = tuple[tuple[int, ...], Mapping[str, Any]]
+STEPS = 2
+WHOLE_UP_TO = stage_module.WHOLE_UP_TO
+#: Way of a step in micro-batches or stages, where `parallel.step` runs it.
+BY_STEP = ("micro_batches", "pipeline_stages")
+
+
+def run(case_name: str, way: Way, backend: str) -> dict[str, torch.Tensor]:
+    """What two steps leave: losses, the second's gradients, parameters, buffers; and a loss without gradients."""
+    case, (shape, options) = CASES[case_name], way
+    mesh, (args, kwargs) = mesh_of(*shape), case.inputs(8)
+    given = {k: v for k, v in options.items() if k not in ("random", "by_block")}
+    stage_module.WHOLE_UP_TO = 0 if "by_block" in options else WHOLE_UP_TO
+    if "random" in options:
+        given["plan"] = random_plan(case, shape, mesh.mesh_dim_names or (), options["random"])
+    parallel = autoparallel.compile(case.build(), mesh, example_inputs=args, example_kwargs=kwargs, backend=backend,
+                                    **given)
+    parallel.manual_seed(3)
+    stepped = any(name in options for name in BY_STEP)
+    optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.1), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        if stepped:
+            loss = parallel.step(*args, **kwargs)
+        else:
+            loss = case.loss(parallel(*args, **kwargs))
+            loss.backward()
+        losses.append(scalar(loss))
+        optimizer.step()
+    gradients = gradients_of(parallel)
+    with torch.no_grad():
+        again = parallel.step(*args, **kwargs) if stepped else case.loss(parallel(*args, **kwargs))
+    losses.append(scalar(again))
+    found = {f"gradient of {name}": value for name, value in gradients.items()}
+    found |= gathered(parallel.named_parameters()) | gathered(parallel.named_buffers())
+    return {"losses": torch.tensor(losses, dtype=torch.float64), **found}
+
+
+def differences(case_name: str, ways: Sequence[Way], backend: str) -> list[str]:
+    """Run on each rank: what differs from the same way node by node."""
+    found = []
+    for way in ways:
+        expected, actual = run(case_name, way, "eager"), run(case_name, way, backend)
+        assert expected.keys() == actual.keys()
+        largest = max(float(v.abs().max()) for k, v in expected.items() if k.startswith("gradient") and v.numel())
+        for name, value in expected.items():
+            scale = largest if name.startswith("gradient") else float(value.abs().max()) if value.numel() else 1.0
+            error = float((value.double() - actual[name].double()).abs().max()) if value.numel() else 0.0
+            if not error <= 1e-5 * max(scale, 1e-6):
+                found.append(f"{case_name} by {way}: {name} differs by {error:.2e}, its scale is {scale:.2e}")
+    return found
+
+
+def check(ranks: Any, case_name: str, *ways: Way, backend: str = "aot_eager", timeout_s: float = 280) -> None:
+    for found in ranks(4).run(differences, case_name, ways, backend, timeout_s=timeout_s):
+        assert not found, "\n".join(found)
+
+
+DDP: Way = ((4,), {"baseline": "ddp"})
+FSDP: Way = ((4,), {"baseline": "fsdp"})
+
+
+def test_llama_traced(ranks: Any) -> None:
+    check(ranks, "llama", DDP, ((2, 2), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3}))
+
+
+def test_mlp_by_inductor(ranks: Any) -> None:
+    check(ranks, "mlp", FSDP, backend="inductor")
+
+
+def test_steps_in_micro_batches_and_stages(ranks: Any) -> None:
+    check(ranks, "mlp", ((4,), {"micro_batches": 2, "zero_stage": 3}))
+    check(ranks, "gpt2_dropout", ((2, 2), {"pipeline_stages": 2, "micro_batches": 4}))
+
+
+def test_block_by_block_with_dropout(ranks: Any) -> None:
+    check(ranks, "gpt2_dropout", ((4,), {"baseline": "fsdp", "zero_stage": 3, "by_block": True}))
+
+
+def test_experts_run_between_compiled_graphs(ranks: Any) -> None:
+    check(ranks, "mixtral", ((2, 2), {"random": 0}))
+
+
+def left_alone() -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Torch's settings before and after a compiled call, and the graphs that Dynamo makes of the parallel module."""
+    from torch._dynamo.utils import counters
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
+
+    def settings() -> dict[str, Any]:
+        found = {**inductor_config.get_config_copy(), **functorch_config.get_config_copy()}
+        return found | {"grad": torch.is_grad_enabled(), "seed": torch.initial_seed()}
+
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(8, 4)
+    before = settings()
+    parallel = autoparallel.compile(model, mesh_of(1), example_inputs=(x,), backend="aot_eager")
+    expected = parallel(x)
+    after = settings()
+    counters.clear()
+    assert torch.equal(torch.compile(parallel, backend="eager")(x), expected)
+    return before, after, counters["stats"]["unique_graphs"]
+
+
+def test_nothing_of_the_process_changes(ranks: Any) -> None:
+    ((before, after, graphs),) = ranks(1).run(left_alone)
+    assert before == after
+    assert graphs == 0, "torch.compile leaves a parallel module as it is"
+
+
+@pytest.mark.slow
+def test_more_of_llama(ranks: Any) -> None:
+    check(ranks, "llama", FSDP, ((2, 2), {}), ((4,), {"baseline": "fsdp", "recompute": "full"}),
+          ((4,), {"micro_batches": 2, "zero_stage": 1}), ((2, 2), {"by_block": True, "recompute": "full"}),
+          ((4,), {"by_block": True, "micro_batches": 2, "zero_stage": 3}))
+
+
+@pytest.mark.slow
+def test_dropout_draws_the_numbers_of_eager(ranks: Any) -> None:
+    check(ranks, "gpt2_dropout", DDP, ((4,), {"baseline": "ddp", "recompute": "full"}), backend="inductor",
+          timeout_s=900)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case_name", ["mlp", "transformer_encoder", "gpt2", "llama", "bert", "vit", "resnet"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_whole_table(ranks: Any, case_name: str, backend: str) -> None:
+    check(ranks, case_name, DDP, FSDP, ((4,), {"baseline": "tensor_parallel"}), ((2, 2), {}), ((2, 2), {"random": 0}),
+          backend=backend, timeout_s=1500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case_name", ["llama", "gpt2", "bert", "resnet"])
+def test_random_plans(ranks: Any, case_name: str) -> None:
+    check(ranks, case_name, *(((4,), {"random": seed}) for seed in range(10)),
+          *(((2, 2), {"random": seed}) for seed in range(10)), timeout_s=1500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_zero_stages(ranks: Any, zero_stage: int) -> None:
+    check(ranks, "llama", ((4,), {"micro_batches": 2, "zero_stage": zero_stage}),
+          ((2, 2), {"zero_stage": zero_stage, "reduce_dtype": "float32"}),
+          ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, "zero_stage": zero_stage}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"schedule": "gpipe"}, {"schedule": "1f1b"},
+                                     {"schedule": "interleaved", "pipeline_stages": 4},
+                                     {"schedule": "1f1b", "recompute": "full"},
+                                     {"schedule": "1f1b", "recompute": "selective"}])
+def test_pipelines(ranks: Any, options: dict[str, Any]) -> None:
+    check(ranks, "gpt2_dropout", ((2, 2), {"pipeline_stages": 2, "micro_batches": 4, **options}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_recompute(ranks: Any, recompute: str, backend: str) -> None:
+    check(ranks, "gpt2_dropout", ((4,), {"baseline": "ddp", "recompute": recompute}),
+          ((4,), {"baseline": "fsdp", "recompute": recompute, "zero_stage": 3}), backend=backend)
+
+
+# ---------------------------------------------------------------------------------------------------- without processes
+
+
+@pytest.mark.parametrize(("op", "args"), [
+    (aten.dropout.default, (torch.randn(8, 16), 0.3, True)),
+    (aten.scaled_dot_product_attention.default, (*(torch.randn(2, 4, 8, 16),) * 3, None, 0.2)),
+    (aten.rand_like.default, (torch.randn(8, 16),)),
+    (aten.randn.default, ([4, 5],)),
+    (aten.bernoulli.default, (torch.rand(5, 5),)),
+    (aten.multinomial.default, (torch.rand(5, 5), 3)),
+    (aten.alpha_dropout.default, (torch.randn(8, 16), 0.3, True)),
+])
+def test_a_traced_random_op_draws_what_the_op_draws(op: Any, args: tuple[Any, ...]) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    draws = [(3, 1)]
+    traced = make_fx(lambda seeds, *given: seeded.seeded_op(op, seeds, 0, *given))(seeded.seeds_of(0, draws), *args)
+    for call_seed in (5, 6):
+        with rng.use_seed(call_seed):
+            expected = rng.random_op(op, 3, 1, *args)
+        assert torch.equal(traced(seeded.seeds_of(call_seed, draws), *args), expected)
+
+
+def test_other_backends_are_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="unknown backend 'nvfuser'"):
+        backends.chosen("nvfuser", "cpu")
+    assert backends.chosen("auto", "cpu") == "eager"
+
+
+@pytest.mark.parametrize(("hybrid", "message"), [
+    (Hybrid(recompute="offload"), "recompute='offload'"),
+    (Hybrid(4, 2, 2, "zero_bubble", zero_stage=1), "zero_bubble"),
+])
+def test_steps_that_graphs_cannot_run_are_refused(hybrid: Hybrid, message: str) -> None:
+    backends.check("eager", hybrid)
+    with pytest.raises(PlanError, match=message):
+        backends.check("inductor", hybrid)
+
+

@@ -1,0 +1,163 @@
+"""Plans by hand: the layouts that people write, priced and run, and combinations that cannot be."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import autoparallel
+from autoparallel.cli import app
+from autoparallel.errors import InfeasibleError, InputError, PlanError
+from autoparallel.planning.by_hand import ByHand
+from benchmarks.zoo import build
+from cost_models import Cluster
+
+Lines = dict[str, tuple[str, str]]
+
+
+@functools.cache
+def _llama() -> torch.nn.Module:
+    return build("llama")
+
+
+def inputs(batch: int = 8) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(batch, 16, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+def priced(by_hand: Any, devices: int = 4, batch: int = 8, **options: Any) -> autoparallel.Plan:
+    return autoparallel.plan(_llama(), Cluster.load("h100-sxm", num_devices=devices), by_hand=by_hand,
+                             example_kwargs=inputs(batch), **options)
+
+
+def block_of(plan: autoparallel.Plan) -> Lines:
+    """(strategy, layout of the result) by op of a decoder layer."""
+    found = next(block for block in plan.blocks if any("layers.0" in path for path in block.paths))
+    return {name: (strategy, layout) for name, strategy, layout in found.lines}
+
+
+def collectives_of(plan: autoparallel.Plan) -> set[tuple[str, str, str]]:
+    """Those of more than a few bytes."""
+    return {(use.kind, use.axis, use.direction) for use in plan.prediction.collectives if use.num_bytes > 1000}
+
+
+def test_data_parallelism_reduces_gradients_only() -> None:
+    plan = priced("dp=4")
+    assert (plan.mesh_shape, plan.axis_names) == ((4,), ("dp",))
+    assert collectives_of(plan) == {("all_reduce", "dp", "backward")}
+    assert plan.evidence.stop_reason == "by hand: dp=4"
+
+
+def test_zero_3_gathers_and_scatters() -> None:
+    plan = priced({"zero": 3})
+    assert plan.hybrid.zero_stage == 3
+    assert {("all_gather", "dp", "forward"), ("reduce_scatter", "dp", "backward")} <= collectives_of(plan)
+
+
+def test_shards_inside_a_host_and_copies_across() -> None:
+    plan = priced("dp=4,zero=3,shards=2")
+    assert (plan.mesh_shape, plan.axis_names) == ((2, 2), ("dp", "shard"))
+    assert {("all_reduce", "dp", "backward"), ("all_gather", "shard", "forward")} <= collectives_of(plan)
+
+
+def test_tensor_parallelism_cuts_columns_then_rows() -> None:
+    lines = block_of(priced("dp=2,tp=2"))
+    assert lines["self_attn.q_proj linear"][0].endswith("n") and lines["self_attn.o_proj linear"][0].endswith("k")
+    assert lines["mlp.up_proj linear"][0].endswith("n") and lines["mlp.down_proj linear"][0].endswith("k")
+    assert lines["self_attn scaled_dot_product_attention"] == ("b·h", "S(0)·S(1)")
+
+
+def test_sequence_parallelism_cuts_norms_along_the_sequence() -> None:
+    plain, cut = (block_of(priced(f"tp=2,dp=2{more}")) for more in ("", ",sequence_parallel"))
+    assert plain["post_attention_layernorm pow"][1] == "S(0)·I"
+    assert cut["post_attention_layernorm pow"][1] == "S(0)·S(1)"
+
+
+def test_context_parallelism_sends_keys_around() -> None:
+    plan = priced("dp=2,cp=2")
+    assert plan.axis_names == ("dp", "cp")
+    assert block_of(plan)["self_attn scaled_dot_product_attention"][0] in ("b·ring", "b·queries")
+
+
+def test_pipelines_run_micro_batches_by_schedule() -> None:
+    plan = priced("pp=2,dp=2,micro_batch=1")
+    assert (plan.hybrid.stages, plan.hybrid.pipeline_ranks, plan.hybrid.micro_batches) == (2, 2, 4)
+    assert (plan.mesh_shape, plan.hybrid.schedule) == ((2,), "1f1b")
+    assert priced("pp=2,virtual=2").hybrid.schedule == "interleaved"
+
+
+def test_a_plan_that_does_not_fit_is_priced() -> None:
+    least = priced("dp=4").prediction.peak_bytes
+    cluster = Cluster.load("h100-sxm", num_devices=4)
+    assert least < cluster.device.usable_bytes
+    with pytest.raises(InfeasibleError):
+        priced("dp=4", memory_limit_bytes=least / 2)
+    small = replace(cluster, device=replace(cluster.device, memory_bytes=least / 2, reserved_bytes=0.0))
+    plan = autoparallel.plan(_llama(), small, by_hand="dp=4", example_kwargs=inputs())
+    assert plan.prediction.peak_bytes == least
+
+
+@pytest.mark.parametrize(("by_hand", "said"), [
+    ("dp=3", r"dp x tp x pp x cp = 3 x 1 x 1 x 1 = 3, and the cluster has 4 devices"),
+    ("tp=0", "tp is 0: give a whole number, 1 or more"),
+    ("tq=2", "unknown key 'tq'; there are dp, tp"),
+    ("tp", "'tp' has no value: write tp=..."),
+    ("tp=2,tp=2", "tp is given twice"),
+    ("virtual=2", "virtual=2 stages of each pipeline rank need pp of 2 or more"),
+    ("sequence_parallel", "give tp of 2 or more"),
+    ("zero=4", "zero is 4: give 0, 1, 2 or 3"),
+    ("dp=2,tp=2,micro_batch=3", "a batch of 8 is not divided by dp x micro_batch = 2 x 3"),
+    ("recompute=some", "recompute is 'some'; there are"),
+    ("schedule=fast", "schedule is 'fast'; there are"),
+    ("dp=4,ep=3", "dp must be a multiple of ep"),
+    ("pp=4,dp=1,micro_batch=4", "schedule '1f1b' needs at least as many micro-batches as its 4 stages"),
+    (4, "by_hand is 4: give text such as"),
+    ("dp=4,schedule=gpipe", "schedule=gpipe is of a pipeline"),
+    ("dp=4,ep=2", "no parameter of the model is known to have a dim of experts"),
+])
+def test_what_cannot_be_is_refused_with_the_rule(by_hand: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        priced(by_hand)
+
+
+def test_what_it_decides_is_not_given_twice() -> None:
+    with pytest.raises(PlanError, match="by_hand decides mesh_shape, micro_batches"):
+        priced("dp=4", mesh_shape=(4,), micro_batches=2)
+
+
+def test_text_and_mapping_are_the_same() -> None:
+    text = "dp=2,tp=2,pp=2,zero=1,recompute=full,sequence_parallel"
+    assert ByHand.of(text) == ByHand.of({"dp": 2, "tp": 2, "pp": 2, "zero": 1, "recompute": "full",
+                                         "sequence_parallel": True})
+    assert str(ByHand.of(text)) == text
+
+
+@pytest.mark.parametrize("by_hand", ["dp=4,zero=true", {"dp": 4, "zero": 1.0}, "tp=2,sequence_parallel=no", "dp=--5",
+                                     {"tp": 2, "sequence_parallel": 1}, "dp=\u00b2"])
+def test_values_of_other_types_are_refused(by_hand: Any) -> None:
+    with pytest.raises(PlanError, match=r"by_hand: (zero|sequence_parallel|dp) is"):
+        priced(by_hand)
+
+
+def test_micro_batches_need_a_loss() -> None:
+    with pytest.raises(InputError, match="micro-batches need a scalar loss"):
+        autoparallel.plan(torch.nn.Linear(4, 4), Cluster.load("h100-sxm", num_devices=2), by_hand="dp=2,micro_batch=1",
+                          example_inputs=(torch.zeros(8, 4),))
+
+
+def test_a_group_of_one_shards_nothing() -> None:
+    whole, sharded = (priced(f"dp=4,zero=1{more}").prediction.state_bytes for more in (",shards=1", ""))
+    assert whole > 2 * sharded
+
+
+def test_the_command_line_compares_with_a_plan_by_hand() -> None:
+    config = Path(__file__).parents[1] / "benchmarks/configs/small-llama.json"
+    told = CliRunner().invoke(app, ["plan", str(config), "--mesh", "4", "--sequence-length", "128", "--software",
+                                    "torch-compile", "--compare-by-hand", "tp=4"])
+    assert told.exit_code == 0 and "beside the plan by hand tp=4" in told.stdout and "tp=4;" in told.stdout

@@ -1,0 +1,31 @@
+"""The scripts of the guides run as they stand, on four ranks and in one process, with the same numbers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_launch import guide, output_of
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize(("page", "number"), [
+    ("transformers.md", 0), ("transformers.md", 1), ("lightning.md", 0)])
+def test_a_guides_script(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("accelerate", "transformers") if page == "transformers.md" else ("lightning",):
+        pytest.importorskip(needed)
+    script = tmp_path / "train.py"
+    script.write_text(guide(page, number))
+    lines = []
+    for ranks in ("4", "1"):
+        folder = tmp_path / ranks
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        command = [sys.executable, str(script)] if ranks == "1" else [
+            sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", ranks, "--", sys.executable, str(script)]
+        lines.append(next(line for line in output_of(command, ACCELERATE_USE_CPU="1").splitlines() if "final" in line))
+    four, one = ([float(word) for word in line.split()[1:]] for line in lines)
+    assert len(four) >= 1 and four == pytest.approx(one, rel=1e-3)

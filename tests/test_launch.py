@@ -1,0 +1,230 @@
+"""One script under every launcher; what a launcher's environment says is read right, or refused by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoparallel
+from autoparallel.errors import AutoparallelError, LaunchError
+from autoparallel.launch.environment import FAMILIES, Identity, identity_of
+from autoparallel.launch.local import free_port
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
+            "MASTER_PORT": "7"}
+OPENMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+           "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0",
+         "SLURM_JOB_NODELIST": "gnode[10,20-21],x"}
+SHELL = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "8", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+           "MV2_COMM_WORLD_LOCAL_SIZE": "2"}
+MSRUN = {"RANK_ID": "3", "RANK_SIZE": "8", "MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "s", "MS_SCHED_PORT": "8118"}
+HOST = {"MASTER_ADDR": "h"}
+
+
+@pytest.mark.parametrize(("environment", "expected"), [
+    ({}, None),
+    (TORCHRUN, ("torchrun", 3, 8, 1, 2, "a", 7)),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 1, None, None, "127.0.0.1", 29500)),
+    ({**OPENMPI, **HOST, "MASTER_PORT": "9"}, ("openmpi", 3, 8, 1, 2, "h", 9)),
+    ({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, ("openmpi", 3, 8, 1, 8, "127.0.0.1", 29500)),
+    ({**PMI, **HOST}, ("mpich", 3, 8, 1, 2, "h", 29500)),
+    ({**MVAPICH, **HOST}, ("mvapich", 3, 8, 1, 2, "h", 29500)),
+    ({**SLURM, "MASTER_PORT": "9"}, ("slurm", 3, 8, 1, None, "gnode10", 9)),
+    ({**SLURM, "SLURM_STEP_NODELIST": "n7", "MASTER_PORT": "9"}, ("slurm", 3, 8, 1, None, "n7", 9)),
+    (MSRUN, ("msrun", 3, 8, None, None, "s", 8118)),
+    ({**SLURM, **PMI, "MASTER_PORT": "9"}, ("mpich", 3, 8, 1, 2, "h", 9)),
+    ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x", **SLURM, "SLURM_PROCID": "0"}, ("torchrun", 3, 8, 1, 2, "a", 7)),
+    ({**SHELL, **OPENMPI, **HOST}, ("openmpi", 3, 8, 1, 2, "h", 29500)),
+    (SHELL, ("slurm", 0, 1, 0, None, "127.0.0.1", 29500)),
+])
+def test_each_launcher_is_read(environment: Mapping[str, str], expected: tuple[Any, ...] | None) -> None:
+    if "PMI_RANK" in environment and "SLURM_PROCID" in environment:
+        environment = {**environment, **HOST}
+    assert identity_of(environment) == (None if expected is None else Identity(*expected))
+
+
+def test_a_job_has_one_port_and_others_have_others() -> None:
+    ports = []
+    for job, step in (("77", "0"), ("77", "1"), ("78", "0")):
+        mine = {identity_of({**SLURM, "SLURM_PROCID": str(rank), "SLURM_JOB_ID": job, "SLURM_STEP_ID": step})
+                for rank in range(8)}
+        (port,) = {identity.master_port for identity in mine if identity}
+        ports.append(port)
+    assert len(set(ports)) == 3 and all(10_000 <= port < 30_000 for port in ports)
+
+
+@pytest.mark.parametrize(("environment", "launcher", "said"), [
+    ({**OPENMPI, **SLURM, "SLURM_PROCID": "0"}, None,
+     ["Open MPI says rank 3 of 8 (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)",
+      "Slurm says rank 0 of 8 (SLURM_PROCID, SLURM_NTASKS)", "autoparallel.init(launcher='openmpi')",
+      "AUTOPARALLEL_LAUNCHER=openmpi"]),
+    ({**TORCHRUN, **OPENMPI, "WORLD_SIZE": "4"}, None, ["torchrun says rank 3 of 4", "Open MPI says rank 3 of 8"]),
+    ({"RANK": "1"}, None, ["RANK is set and WORLD_SIZE is not"]),
+    ({"RANK": "x", "WORLD_SIZE": "2"}, None, ["RANK is 'x': a whole number is required"]),
+    ({"RANK": "2", "WORLD_SIZE": "2", **HOST}, None, ["rank 2 of 2"]),
+    (OPENMPI, None, ["does not say where rank 0 is", "mpirun -x MASTER_ADDR=host"]),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, None, ["does not say where rank 0 is"]),
+    (OPENMPI, "slurm", ["Slurm was to count, and SLURM_PROCID is not set"]),
+    (OPENMPI, "srun", ["launcher is 'srun': one of ['mpich', 'msrun', 'mvapich', 'openmpi', 'slurm', 'torchrun']"]),
+])
+def test_environments_that_describe_no_rank_are_refused(environment: Mapping[str, str], launcher: str | None,
+                                                        said: list[str]) -> None:
+    with pytest.raises(LaunchError) as raised:
+        identity_of(environment, launcher)
+    assert all(text in str(raised.value) for text in said)
+
+
+def test_one_of_several_launchers_can_be_picked() -> None:
+    both = {**OPENMPI, **SLURM, "SLURM_PROCID": "0", **HOST}
+    by_argument, by_variable = identity_of(both, "slurm"), identity_of({**both, "AUTOPARALLEL_LAUNCHER": "openmpi"})
+    assert by_argument and by_variable
+    assert (by_argument.launcher, by_argument.rank, by_variable.launcher, by_variable.rank) == (
+        "slurm", 0, "openmpi", 3)
+
+
+# ------------------------------------------------------------------------------------------------- real processes
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without any launcher's variables, and with the project on the path."""
+    names = {name for family in FAMILIES for name in (*family.rank, *family.size, *family.local_rank)}
+    kept = {name: value for name, value in os.environ.items()
+            if name not in names and not name.startswith(("MASTER_", "TORCHELASTIC", "SLURM", "AUTOPARALLEL"))}
+    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]),
+            "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def output_of(command: list[str], **more: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env={**clean_environment(), **more})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def guide(page: str, number: int = 0) -> str:
+    """A Python script of a guide."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides" / page).read_text(), re.S)[number]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(guide("launch.md"))
+    return str(path)
+
+
+def guides_model() -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """The guide's model and batch, made by its own lines."""
+    names: dict[str, Any] = {}
+    lines = guide("launch.md").replace("world = autoparallel.init()", "").split("parallel = ")[0]
+    exec(compile(lines, "launch.md", "exec"), names)
+    return names["model"], names["batch"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """The loss of one process without autoparallel."""
+    model, batch = guides_model()
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    return f"{float(loss.detach()):.6f}"
+
+
+def mpirun_of(kind: str) -> list[str]:
+    """The command of one MPI, by what ``--version`` of the ones there says; skips where it is not installed."""
+    for name in ("mpirun", f"mpirun.{'openmpi' if kind == 'Open MPI' else 'mpich'}"):
+        if path := shutil.which(name):
+            said = subprocess.run([path, "--version"], capture_output=True, text=True, env=clean_environment()).stdout
+            if ("Open MPI" if kind == "Open MPI" else "HYDRA") in said:
+                return [path, *(["--oversubscribe"] if kind == "Open MPI" else [])]
+    pytest.skip(f"{kind} is not installed (Debian: apt-get install openmpi-bin mpich)")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("kind", "named"), [("Open MPI", "openmpi"), ("MPICH", "mpich")])
+def test_the_script_runs_under_mpirun(kind: str, named: str, script: str, expected: str) -> None:
+    assert output_of([*mpirun_of(kind), "-n", "4", sys.executable, script]).splitlines()[-1] == f"{named} 4 {expected}"
+
+
+@pytest.mark.ranks
+def test_the_script_runs_alone_and_under_torchrun(script: str, expected: str) -> None:
+    assert output_of([sys.executable, script]).splitlines()[-1] == f"alone 1 {expected}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", script]
+    assert output_of(torchrun).splitlines()[-1] == f"torchrun 4 {expected}"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["slurm", "mvapich", "msrun"])
+def test_the_script_runs_under_launchers_that_are_emulated(kind: str, script: str, expected: str) -> None:
+    """Processes with the variables that srun, MVAPICH's mpirun and msrun set."""
+    port, processes = str(free_port()), []
+    for rank in range(4):
+        mine = {
+            "slurm": {"SLURM_PROCID": f"{rank}", "SLURM_NTASKS": "4", "SLURM_LOCALID": f"{rank}", "SLURM_JOB_ID": "5",
+                      "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": port},
+            "mvapich": {"MV2_COMM_WORLD_RANK": f"{rank}", "MV2_COMM_WORLD_SIZE": "4", "MASTER_PORT": port,
+                        "MV2_COMM_WORLD_LOCAL_RANK": f"{rank}", "MV2_COMM_WORLD_LOCAL_SIZE": "4"},
+            "msrun": {"RANK_ID": f"{rank}", "RANK_SIZE": "4", "MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "127.0.0.1",
+                      "MS_SCHED_PORT": port}}[kind]
+        processes.append(subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True,
+                                          env={**clean_environment(), **mine}))
+    outputs = [process.communicate(timeout=150)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0, 0]
+    assert outputs[0].splitlines()[-1] == f"{kind} 4 {expected}"
+    if kind == "msrun":
+        assert output_of([sys.executable, script], MS_ROLE="MS_SCHED", MS_WORKER_NUM="4") == ""
+
+
+@pytest.mark.ranks
+def test_a_plan_is_launched(script: str, expected: str, tmp_path: Path) -> None:
+    model, batch = guides_model()
+    plan = autoparallel.plan(model, "local-cpu", example_inputs=batch, mesh_shape=(2, 2),
+                             axis_names=("rows", "columns"), baseline="tensor_parallel")
+    plan.save(tmp_path / "plan.json")
+    shown = Path(script)
+    shown.write_text(shown.read_text() + "    print(world.mesh.mesh_dim_names, parallel.plan.mesh_shape)\n")
+    cli = [sys.executable, "-m", "autoparallel.cli", "launch", str(tmp_path / "plan.json"), "--"]
+    lines = output_of([*cli, sys.executable, script]).splitlines()
+    assert lines[-2:] == [f"torchrun 4 {expected}", "('rows', 'columns') (2, 2)"]
+
+
+@pytest.mark.ranks
+def test_launch_tells_of_failures_and_starts_again(tmp_path: Path) -> None:
+    script, cli = tmp_path / "train.py", [sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "2"]
+    script.write_text("import os, sys, autoparallel\nworld = autoparallel.init()\n"
+                      "os.write(1, f\"started {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n\".encode())\n"
+                      "sys.exit(int(world.rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\n")
+    once = subprocess.run([*cli, "--", sys.executable, str(script)], capture_output=True, text=True, timeout=150,
+                          env=clean_environment())
+    assert once.returncode == 1 and "local_rank: 1" in once.stdout
+    assert output_of([*cli, "--max-restarts", "1", "--", sys.executable, str(script)]).count("started 1") == 2
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--", "no-such-command"], "cannot start no-such-command"),
+    (["--nodes", "2", "--", "ls"], "2 hosts need --master host:port"),
+    (["missing.json", "--", "ls"], "cannot read the plan file missing.json"),
+])
+def test_launches_that_cannot_be_are_refused(words: list[str], said: str) -> None:
+    from typer.testing import CliRunner
+
+    from autoparallel.cli import app
+
+    result = CliRunner().invoke(app, ["launch", *words])
+    assert isinstance(result.exception, AutoparallelError) and said in str(result.exception)

@@ -1,0 +1,159 @@
+"""Manifests are what their platforms' own client libraries take, and start the script as the platform would."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import autoparallel
+from autoparallel.errors import LaunchError
+from autoparallel.launch.local import free_port
+from autoparallel.launch.manifest import FORMATS, Job, manifest
+from tests.test_launch import clean_environment, expected, guide, guides_model, mpirun_of
+
+assert expected  # a fixture
+
+FAKE_SRUN = """#!/bin/bash
+# srun on one host: a process for each task of the batch script, with the variables that Slurm sets
+tasks=$(sed -n 's/^#SBATCH --ntasks-per-node=//p' "$BATCH_SCRIPT")
+for task in $(seq 0 $((tasks - 1))); do
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=$tasks SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=localhost "$@" &
+done
+wait
+"""
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    model, batch = guides_model()
+    plan = autoparallel.plan(model, "local-cpu", example_inputs=batch, mesh_shape=(2, 2), baseline="tensor_parallel")
+    plan.save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+@pytest.fixture
+def job(plan_file: Path, tmp_path: Path) -> Job:
+    script = tmp_path / "train.py"
+    script.write_text(guide("launch.md"))
+    return job_of(plan_file, (sys.executable, str(script)))
+
+
+def job_of(plan_file: Path, command: tuple[str, ...] = ("python", "train.py"), **more: Any) -> Job:
+    options = {"nodes": 1, "image": "me/train:1", "gpus": False, "hosts": ("localhost",), **more}
+    return Job("train", autoparallel.Plan.load(plan_file), str(plan_file), command=command, **options)
+
+
+@pytest.mark.parametrize("to", ["kubeflow", "jobset", "pytorchjob"])
+def test_clients_of_the_platforms_take_them(to: str, plan_file: Path) -> None:
+    """What a client library does not know of is dropped by it: all that we wrote must come back."""
+    plan, document = yaml.safe_load_all(manifest(to, job_of(plan_file, nodes=2, gpus=True)))
+    assert json.loads(plan["data"]["plan.json"]) == json.loads(plan_file.read_text())
+    if to == "pytorchjob":
+        models = pytest.importorskip("kubeflow.training.models")
+        client = pytest.importorskip("kubernetes.client")
+        spec = client.ApiClient()._ApiClient__deserialize(document["spec"]["pytorchReplicaSpecs"]["Worker"]["template"],
+                                                          client.V1PodTemplateSpec)
+        assert client.ApiClient().sanitize_for_serialization(spec) == (
+            document["spec"]["pytorchReplicaSpecs"]["Worker"]["template"])
+        known = set(models.KubeflowOrgV1PyTorchJobSpec.attribute_map.values())
+        assert set(document["spec"]) <= known
+        assert document["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"] == 1
+        return
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    kind = models.TrainerV1alpha1TrainJob if to == "kubeflow" else models.JobsetV1alpha2JobSet
+    assert kind.from_dict(document).to_dict() == document
+    broken = {**document, "spec": {**document["spec"], "noSuchField": 1}}
+    assert kind.from_dict(broken).to_dict() != broken  # the comparison does tell
+
+
+def run(command: list[str], environment: dict[str, str], cwd: Path) -> str:
+    """The last line that the command printed."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=cwd,
+                          env={**clean_environment(), **environment})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(line for line in reversed(done.stdout.splitlines()) if re.match(r"\w+ 4 ", line))
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    path = folder / name
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.mark.ranks
+def test_slurm_starts_it(job: Job, tmp_path: Path, expected: str) -> None:
+    script = written(tmp_path, "job.sh", manifest("slurm", job))
+    written(tmp_path, "srun", FAKE_SRUN)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BATCH_SCRIPT": script}
+    assert run(["bash", script], path, tmp_path) == f"slurm 4 {expected}"
+
+
+@pytest.mark.ranks
+def test_mpirun_starts_it(job: Job, tmp_path: Path, expected: str) -> None:
+    command = mpirun_of("Open MPI")
+    written(tmp_path, "mpirun", f'#!/bin/bash\nexec {" ".join(command)} "$@"\n')
+    script = written(tmp_path, "job.sh", manifest("mpi", job))
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": str(free_port())}
+    assert run(["bash", script], path, tmp_path) == f"openmpi 4 {expected}"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("to", ["kubeflow", "pytorchjob", "jobset", "skypilot"])
+def test_the_command_of_a_container_runs(to: str, job: Job, tmp_path: Path, expected: str) -> None:
+    """In the environment that the platform makes, with the plan where it mounts it."""
+    documents = list(yaml.safe_load_all(manifest(to, job)))
+    spec, port = documents[-1].get("spec", documents[-1]), str(free_port())
+    environment = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1",
+                   "PET_MASTER_PORT": port}
+    if to == "kubeflow":
+        command, mounted = spec["trainer"]["command"], spec["trainer"]["env"][0]["value"]
+    elif to == "pytorchjob":
+        container = spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
+        command, mounted = container["command"], container["env"][0]["value"]
+    elif to == "jobset":
+        container = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+        assert container["env"][1]["name"] == "NODE_RANK"  # Kubernetes puts $(NODE_RANK) into the command
+        command = [word.replace("$(NODE_RANK)", "0").replace("train-workers-0-0.train", "127.0.0.1").replace(
+            "=29500", f"={port}") for word in container["command"]]
+        mounted, environment = container["env"][0]["value"], {}
+    else:
+        (mounted, source), = spec["file_mounts"].items()
+        assert source == job.plan_file and spec["envs"] == {"AUTOPARALLEL_PLAN": mounted}
+        command = ["bash", "-c", spec["run"].replace("=29500", f"={port}")]
+        environment = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "127.0.0.1"}
+    assert mounted == "/etc/autoparallel/plan.json"
+    written(tmp_path, "torchrun", f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "AUTOPARALLEL_PLAN": job.plan_file}
+    assert run(command, environment, tmp_path) == f"torchrun 4 {expected}"
+
+
+def test_rank_tables_number_devices_host_by_host(plan_file: Path) -> None:
+    table = json.loads(manifest("ranktable", job_of(plan_file, nodes=2, hosts=("10.0.0.2", "10.0.0.1"))))
+    assert (table["version"], table["server_count"], table["status"]) == ("1.0", "2", "completed")
+    assert [server["server_id"] for server in table["server_list"]] == ["10.0.0.1", "10.0.0.2"]
+    devices = [device for server in table["server_list"] for device in server["device"]]
+    assert [device["rank_id"] for device in devices] == list("0123")
+    assert [device["device_id"] for device in devices] == list("0101")
+
+
+@pytest.mark.parametrize(("to", "options", "said"), [
+    ("nomad", {}, f"one of {', '.join(sorted(FORMATS))} is required"),
+    ("slurm", {"nodes": 3}, "4 devices, which 3 hosts cannot share evenly"),
+    ("slurm", {"command": ()}, "write the command of a rank after --"),
+    ("kubeflow", {"image": None}, "containers need an image"),
+    ("mpi", {"nodes": 2}, "2 hosts are needed and ['localhost'] given"),
+    ("skypilot", {"gpus": True}, "has devices that SkyPilot has no name for"),
+])
+def test_what_cannot_be_is_refused(to: str, options: dict[str, Any], said: str, plan_file: Path) -> None:
+    with pytest.raises(LaunchError, match=re.escape(said)):
+        manifest(to, job_of(plan_file, **options))

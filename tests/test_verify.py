@@ -1,0 +1,91 @@
+"""`parallel.verify`: predicted beside measured steps, what it leaves alone, and what the correction is worth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoparallel
+from autoparallel.plans import Prediction
+from autoparallel.runtime.verify import Measured, Verification
+from cost_models import Cluster, ClusterError, Correction
+from tests.models import CASES
+from tests.ranks import mesh_of
+
+
+def prediction(**changes: Any) -> Prediction:
+    plain = Prediction(forward_s=1.0, backward_s=2.0, optimizer_s=0.5, forward_communication_s=0.5,
+                       backward_communication_s=1.0, state_bytes=1.0, activation_bytes=1.0, peak_bytes=2.0)
+    return replace(plain, **changes)
+
+
+def test_a_correction_brings_the_parts_to_what_was_measured() -> None:
+    cluster = Cluster.load("h100-sxm", software="none")
+    found = Verification(prediction(), Measured(8.0, 6.0, 2.0, None, {"allreduce": 3}), cluster)
+    assert found.error == pytest.approx(4.5 / 8.0 - 1)
+    assert tuple(vars(found.correction).values()) == pytest.approx((2.0, 2.0 / 1.5, 0.0))
+    assert "allreduce: 3 calls" in str(found) and "compute" in str(found)
+
+
+def test_waits_in_a_pipeline_are_compute_of_others() -> None:
+    found = Verification(prediction(waiting_s=1.0, forward_communication_s=0.0, backward_communication_s=0.1),
+                         Measured(8.2, 6.0, 2.2, None, {}), Cluster.load("local-cpu"))
+    assert tuple(vars(found.correction).values()) == pytest.approx((2.0, 2.0, 0.0))
+
+
+def test_parts_beyond_the_step_shrink_alike() -> None:
+    found = Verification(prediction(), Measured(3.0, 3.0, 0.0, None, {}), Cluster.load("local-cpu"))
+    assert found.correction.compute == 1.0 and found.correction.communication == 1e-3
+    assert "at its limit" in str(found)
+
+
+def test_a_correction_slows_compute_and_communication(tmp_path: Path) -> None:
+    plain = Cluster.load("h100-sxm", num_devices=4, software="none")
+    slow = replace(plain, correction=Correction(2.0, 3.0, 0.25))
+    x, model = torch.zeros(4096, 4096), torch.nn.Linear(4096, 4096)
+    before, after = (autoparallel.plan(model, machine, example_inputs=(x,), mesh_shape=(4,), baseline="fsdp").prediction
+                     for machine in (plain, slow))
+    assert after.forward_s == pytest.approx(2 * before.forward_s, rel=0.01)
+    assert after.forward_communication_s == pytest.approx(3 * before.forward_communication_s, rel=0.05)
+    assert after.fixed_s == 0.25
+    path = tmp_path / "slow.toml"
+    Verification(prediction(), Measured(8.0, 6.0, 2.0, None, {}), slow).save(path)
+    assert Cluster.load(path, num_devices=4).correction.compute == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("change", [{"compute": 0.0}, {"communication": 1e4}, {"fixed_s": -1.0}])
+def test_impossible_corrections_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ClusterError, match="correction"):
+        Correction(**change)
+
+
+def verified(path: str) -> tuple[float, float, bool]:
+    """The prediction's error before one correction and after it, against the same measurement (other work on the
+    machine would change another); and whether gradients, buffers and run state stayed."""
+    case, mesh = CASES["llama"], mesh_of(4)
+    args, kwargs = case.inputs(8)
+
+    def compiled(cluster: str) -> autoparallel.ParallelModule:
+        return autoparallel.compile(case.build(), mesh, example_inputs=args, example_kwargs=kwargs, baseline="ddp",
+                                    cluster=cluster)
+
+    parallel = compiled("local-cpu")
+    parallel.step(*args, **kwargs)
+    gradients, state = [p.grad.to_local().clone() for p in parallel.parameters()], parallel.run_state()
+    found = parallel.verify(*args, steps=5, **kwargs)
+    same = all(torch.equal(p.grad.to_local(), g) for p, g in zip(parallel.parameters(), gradients, strict=True))
+    if torch.distributed.get_rank() == 0:
+        found.save(path)
+    torch.distributed.barrier()
+    again = replace(found, predicted=compiled(path).plan.prediction)
+    return abs(found.error), abs(again.error), same and parallel.run_state() == state
+
+
+def test_one_correction_halves_the_error(ranks: Any, tmp_path: Path) -> None:
+    for before, after, same in ranks(4).run(verified, str(tmp_path / "corrected.toml")):
+        assert same
+        assert after <= 0.5 * before, (before, after)
