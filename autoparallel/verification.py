@@ -42,15 +42,10 @@ def main(request: Request, ranks: int, output: Path | None) -> None:
     if "WORLD_SIZE" not in os.environ and given is not None and (needed := math.prod(given.axes[0])) != ranks:
         raise InputError(f"the plan is for {needed} devices, and --ranks is {ranks}: give --ranks {needed}")
     if "WORLD_SIZE" in os.environ:
-        import torch.distributed as dist
-
         import autoparallel
 
         autoparallel.init()
-        try:
-            found = run(request)
-        finally:
-            dist.destroy_process_group()
+        found = run(request)
     else:
         if ranks < 2:
             raise InputError(f"--ranks {ranks}: communication needs at least two processes")

@@ -192,6 +192,17 @@ def test_the_script_runs_under_launchers_that_are_emulated(kind: str, script: st
 
 
 @pytest.mark.ranks
+def test_a_script_may_end_with_a_collective(tmp_path: Path) -> None:
+    """gloo's threads release a collective's tensors after its end, which must not meet the end of the interpreter."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys, torch, torch.distributed as dist, autoparallel\nautoparallel.init()\n"
+                      "sys.setswitchinterval(100)\n"
+                      "for _ in range(20):\n    dist.all_reduce(torch.ones(64), async_op=True).wait()\n")
+    assert output_of([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
+                      str(script)]) == ""
+
+
+@pytest.mark.ranks
 def test_a_plan_is_launched(script: str, expected: str, tmp_path: Path) -> None:
     model, batch = guides_model()
     plan = autoparallel.plan(model, "local-cpu", example_inputs=batch, mesh_shape=(2, 2),

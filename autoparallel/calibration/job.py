@@ -40,13 +40,15 @@ def _measured(name: str, ranks_per_host: int, nics_per_host: int | None, repeats
 def _under_torchrun(name: str, nics_per_host: int | None, repeats: int) -> Calibration:
     import torch.distributed as dist
 
+    from autoparallel.kernels.groups import destroy_groups
+
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         return _measured(name, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), nics_per_host, repeats)
     finally:
-        dist.destroy_process_group()
+        destroy_groups()
 
 
 def _tell(found: Calibration, output: Path) -> None:

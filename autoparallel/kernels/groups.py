@@ -5,10 +5,12 @@ Emitted programs name axes; `bind` resolves the names on a mesh. The one file th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -52,6 +54,38 @@ def bind(mesh: DeviceMesh) -> dict[str, Axis]:
         name: Axis(name, mesh.size(i), coordinate[i], mesh.get_group(i).group_name)
         for i, name in enumerate(axis_names(mesh))
     }
+
+
+def destroy_groups() -> None:
+    """Destroy this process's groups, if any; call it right before the process ends.
+
+    Waits until gloo's threads have released the tensors of the last collectives. That takes the interpreter, and a
+    thread that asks for it while the interpreter ends aborts the process ("terminate called without an active
+    exception", torch 2.13).
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    resting, until = 0, time.monotonic() + _REST_AT_MOST_S
+    while resting < 2 and time.monotonic() < until:  # a thread that only lacked the interpreter has it during a sleep
+        time.sleep(0.01)
+        resting = resting + 1 if _gloo_rests() else 0
+
+
+_REST_AT_MOST_S = 5.0
+
+
+def _gloo_rests() -> bool:
+    """Whether gloo's threads wait for work; as Linux tells, and nobody elsewhere."""
+    threads = [task.parent for task in Path("/proc/self/task").glob("*/comm") if _text(task) == "pt_gloo_runloop\n"]
+    return all(_text(thread / "stat").rpartition(")")[2].split()[:1] in (["S"], []) for thread in threads)
+
+
+def _text(path: Path) -> str:
+    """A file's text; empty if its thread has just ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from autoparallel.kernels.groups import destroy_groups
+
 
 def free_port() -> int:
     """A TCP port that is free now."""
@@ -40,4 +42,4 @@ def _rank_main(rank: int, num_ranks: int, port: int, function: Callable[..., Any
     try:
         results[rank] = function(*args)
     finally:
-        dist.destroy_process_group()
+        destroy_groups()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoparallel.errors import LaunchError, MeshError, shown
+from autoparallel.kernels.groups import destroy_groups
 from autoparallel.launch.environment import Identity, identity_of, is_scheduler
 from autoparallel.plans import Plan
 
@@ -86,8 +87,8 @@ def _leave_at_exit() -> None:
     Not after an uncaught error, since others may still wait in a collective."""
 
     def leave() -> None:
-        if dist.is_initialized() and getattr(sys, "last_value", None) is None:
-            dist.destroy_process_group()
+        if getattr(sys, "last_value", None) is None:
+            destroy_groups()
 
     atexit.register(leave)
 
