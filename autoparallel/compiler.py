@@ -5,30 +5,33 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autoparallel.capture import OpGraph, capture
-from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, MeshError, PlanError, SearchError, shown
+from autoparallel.capture import capture
+from autoparallel.errors import PlanError, shown
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
 from autoparallel.partition import MicroBatches, split_batch, stages_of
-from autoparallel.partition.microbatch import batch_size, loss_output
-from autoparallel.planning.by_hand import ByHand
-from autoparallel.planning.joint_candidates import Candidate, First, Fixed
-from autoparallel.planning.joint_search import search_jointly
-from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_in, plan_on
-from autoparallel.planning.options import Options, check_axes, check_call, check_cluster, options_of, with_options
-from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
-from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
+from autoparallel.planning.one_mesh import plan_in
+from autoparallel.planning.options import (
+    DECIDED_BY_A_PLAN,
+    Options,
+    check_axes,
+    check_call,
+    check_cluster,
+    check_joint,
+    options_of,
+    with_options,
+    with_plan_by_hand,
+)
+from autoparallel.planning.plan_graph import plan_graph
+from autoparallel.planning.recompute import blocks_by_stage
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
@@ -41,11 +44,6 @@ if TYPE_CHECKING:
     from autoparallel.runtime.form import Compiled
     from autoparallel.runtime.module import ParallelModule
     from autoparallel.search import Progress
-
-
-#: Options that a ready plan leaves no room for.
-DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
-                               "recompute", "zero_stage", "reduce_dtype"})
 
 
 @with_options
@@ -97,181 +95,17 @@ def plan(
     cluster = check_cluster(cluster)
     check_call(model, example_inputs, example_kwargs)
     check_axes(mesh_shape, axis_names, cluster.num_devices)
-    if not isinstance(joint, bool):
-        raise PlanError(f"joint is {shown(joint)}: give True or False")
+    check_joint(joint, chosen, axis_names)
     if by_hand is not None:
-        given = {"mesh_shape": mesh_shape, "axis_names": axis_names, "joint": joint,
-                 **{name: getattr(chosen, name) for name in DECIDED_BY_A_PLAN - {"reduce_dtype"}}}
-        if taken := sorted(name for name, value in given.items() if value):
-            raise PlanError(f"by_hand decides {', '.join(taken)}: leave them out, or leave out by_hand and search")
-        chosen = replace(chosen, by_hand=ByHand.of(by_hand).on(cluster.num_devices))
-    if joint and (axis_names or chosen.baseline):
-        raise PlanError("joint=True picks the axes and the plan: leave out axis_names and baseline")
+        chosen = with_plan_by_hand(chosen, by_hand, cluster.num_devices,
+                                   mesh_shape=mesh_shape, axis_names=axis_names, joint=joint)
     with collected_later():
         started = time.process_time()
         graph = capture(model, example_inputs or (), example_kwargs or {})
         captured = time.process_time() - started
-    if chosen.by_hand is not None:
-        best = _plan_by_hand(graph, cluster, chosen, chosen.by_hand)
-    elif joint:
-        best = _plan_jointly(graph, cluster, mesh_shape, chosen)
-    else:
-        best = _plan_plainly(graph, cluster, mesh_shape, axis_names, chosen)
+    best = plan_graph(graph, cluster, mesh_shape, axis_names, joint, chosen)
     seconds = {"capture": captured, **best.evidence.seconds}
     return replace(best, evidence=replace(best.evidence, seconds=seconds))
-
-
-def _plan_plainly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
-                  options: Options) -> Plan:
-    """The best plan on the mesh given, or on any; where none fits and the options leave it open, with micro-batches,
-    ZeRO and recompute."""
-    shapes = [tuple(mesh_shape)] if mesh_shape is not None else \
-        mesh_shapes(cluster.num_devices, options.stages, sum(options.replicas))
-    shapes = [shape for shape in shapes if axis_names is None or len(shape) == len(axis_names)]
-    if not shapes:
-        raise MeshError(f"{cluster.num_devices} devices are not cut into {len(axis_names or ())} axes: give as many "
-                        "axis_names as mesh_shape has axes")
-    try:
-        with collected_later():
-            return best_of(graph, cluster, shapes, axis_names, options)
-    except InfeasibleError as error:
-        if axis_names is not None or not options.is_open:
-            raise
-        return _plan_fitting(graph, cluster, mesh_shape, options, error)
-
-
-def _plan_fitting(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
-                  error: InfeasibleError) -> Plan:
-    """The best plan with micro-batches, ZeRO and recompute, where a plain step does not fit (``error``); without
-    micro-batches, which run by `ParallelModule.step` only, where the call returns no scalar loss. Raises that error if
-    nothing fits."""
-    options = replace(options, pipeline_stages=1)
-    if loss_output(graph) is None:
-        options = replace(options, micro_batches=1)
-    try:
-        found = _plan_jointly(graph, cluster, mesh_shape, options)
-    except (InfeasibleError, SearchError, InputError):
-        error.args = (f"{error} (This is of a step of one micro-batch without recompute; no plan was found with "
-                      "micro-batches, ZeRO and recompute either.)",)
-        raise error from None
-    reason = ("a step of one micro-batch without recompute does not fit; "
-              f"{found.evidence.stop_reason}")
-    return replace(found, evidence=replace(found.evidence, stop_reason=reason))
-
-
-def _plan_by_hand(graph: OpGraph, cluster: Cluster, options: Options, hand: ByHand) -> Plan:
-    """The plan of a person, whose parameters and activations are laid out by the roles of its axes."""
-    batch = batch_size(graph) if hand.needs_batch else 1
-    hybrid = replace(hand.hybrid(batch), reduce_dtype=options.reduce_dtype)
-    if hybrid.micro_batches > 1 and loss_output(graph) is None:
-        raise InputError(f"by_hand: {hybrid.micro_batches} micro-batches need a scalar loss: return the loss from the "
-                         "model, alone, first in a tuple, or as `loss` of a structure; or leave out micro_batch")
-    shape, names, _ = hand.mesh
-    try:
-        micro = split_batch(graph, hybrid.micro_batches)
-    except InfeasibleError as error:
-        raise PlanError(f"by_hand: {hybrid.micro_batches} micro-batches: {error} In by_hand that is micro_batch="
-                        f"{batch // (hand.dp or 1)}") from error
-    made = plan_on(micro, cluster, shape, names, options, hybrid)
-    limit, needed = options.memory_limit_bytes, made.prediction.peak_bytes
-    if limit is not None and needed > limit:
-        raise InfeasibleError(f"the plan by hand ({hand}) needs {needed:.4g} bytes on a device, and memory_limit_bytes "
-                              f"is {limit:.4g}: without a limit it is priced all the same")
-    return made
-
-
-def best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
-            options: Options) -> Plan:
-    """The fastest plan over mesh shapes; shapes on which nothing fits, or the pipeline cannot run, are passed over
-    while another one does."""
-    plans: list[Plan] = []
-    failures: list[AutoparallelError] = []
-    for shape in shapes:
-        try:
-            plans.append(_plan_of_shape(graph, cluster, shape, axis_names, options))
-        except (InfeasibleError, PlanError) as error:
-            failures.append(error)
-    if not plans:
-        raise min(failures, key=lambda error: getattr(error, "needed_bytes", float("inf")))
-    return _with_rivals(sorted(plans, key=lambda p: p.prediction.step_s))
-
-
-def _with_rivals(plans: Sequence[Plan]) -> Plan:
-    """The fastest plan (the first), whose evidence names the meshes whose plans the prediction's error cannot tell from
-    it."""
-    best = plans[0]
-    least, error = best.prediction.step_s, best.prediction.p50
-    near = [f"{'x'.join(map(str, p.mesh_shape))} (+{p.prediction.step_s / least - 1:.1%})" for p in plans[1:]
-            if p.prediction.step_s <= (1 + error) * least]
-    if not near:
-        return best
-    reason = f"{best.evidence.stop_reason}; within the error of predictions: mesh {', '.join(near)}"
-    return replace(best, evidence=replace(best.evidence, stop_reason=reason))
-
-
-def _plan_of_shape(graph: OpGraph, cluster: Cluster, shape: tuple[int, ...], axis_names: Sequence[str] | None,
-                   options: Options) -> Plan:
-    """The best plan on one mesh, whose first axis is the pipeline's if there are stages."""
-    hybrid = options.hybrid(shape[0] if options.stages > 1 else 1)
-    micro = split_batch(graph, hybrid.micro_batches)
-    if options.stages == 1:
-        return plan_on(micro, cluster, shape, axis_names, options, hybrid)
-    names = axis_names[1:] if axis_names else None
-    return plan_on(micro, cluster, shape[1:] or (1,), names, options, hybrid)
-
-
-def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
-    """The best of pipelines, meshes, micro-batches, ZeRO and recompute; what options fix stays. With time left, the
-    best recomputes fewer blocks, if it may."""
-    started, open_ = time.monotonic(), options.recompute in (None, "auto")
-    deadline = started + options.time_limit_s
-    options = replace(options, recompute=None if open_ else options.recompute)
-    stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
-    fixed = Fixed(options.micro_batches, stages, options.schedule, options.recompute, options.zero_stage,
-                  tuple(mesh_shape) if mesh_shape is not None else None, options.reduce_dtype, options.replicas)
-
-    split = cache(partial(split_batch, graph))
-
-    def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
-        micro, end = split(candidate.hybrid.micro_batches), time.monotonic() + seconds
-
-        def plan_as(hybrid: Hybrid, first: First | None, seconds: float) -> Plan:
-            within = replace(options, time_limit_s=seconds, search=search)
-            return plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first)
-
-        made = plan_as(candidate.hybrid, candidate.first, seconds)
-        fixed_stages = stages is not None or options.schedule not in (None, "gpipe", "1f1b") or candidate.hybrid.cuts
-        if fixed_stages or not is_uneven(made):
-            return made
-        space = StrategySpace(micro.body, made.mesh_shape)
-        prices = Prices(space, cluster, options.optimizer, stages=made.hybrid.pipeline_ranks)
-        other = on_several_ranks(made, prices, micro.loss)
-        with suppress(InfeasibleError, SearchError):
-            if other is not None:
-                again = plan_as(other, made.strategies_on, max(ROUGH_S, end - time.monotonic()))
-                made = min(made, again, key=lambda p: p.prediction.step_s)
-        return made
-
-    def with_blocks(whole: Plan, again: tuple[str, ...]) -> Plan:
-        candidate = Candidate(
-            replace(whole.hybrid, recompute_blocks=again), whole.mesh_shape, first=whole.strategies_on
-        )
-        return in_full(candidate, min(options.time_limit_s / RECOMPUTE_TRIES, deadline - time.monotonic()))
-
-    found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
-                           options.time_limit_s, in_full)
-    best = found.plan
-    if open_ and best.hybrid.recompute != "none":
-        micro = split(best.hybrid.micro_batches)
-        space = StrategySpace(micro.body, best.mesh_shape)
-        blocks = blocks_by_stage(space, stages_of(space, micro.loss, best.hybrid))
-        best = fewest_recomputed(best, blocks, partial(with_blocks, best), deadline)
-    evidence, seen = best.evidence, found.survey
-    reason = (f"{evidence.stop_reason} on the best of {len(seen.candidates)} combinations ({seen.without_plan} without "
-              f"a plan that fits); {seen.pruned} more bounded away, {seen.left} left for lack of time; "
-              f"{found.planned} planned in full")
-    seconds = {**evidence.seconds, "joint": time.monotonic() - started}
-    return replace(best, evidence=replace(evidence, stop_reason=reason, seconds=seconds, step_bound_s=seen.bound_s))
 
 
 @with_options
@@ -335,6 +169,7 @@ def compile(
     from autoparallel.kernels import groups
     from autoparallel.runtime.agree import made_equally
     from autoparallel.runtime.inputs import Inputs
+    from autoparallel.runtime.mesh import check_mesh, cluster_of
     from autoparallel.runtime.module import ParallelModule
 
     chosen = options_of(locals())
@@ -378,6 +213,7 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
                      options: Options) -> tuple[Plan, Options]:
     """The best plan on so many devices, over all ways to cut them into axes; and the options that it leaves open."""
     from autoparallel.runtime.agree import decide_once
+    from autoparallel.runtime.mesh import check_mesh, cluster_of
 
     machine = cluster_of(check_mesh(count), cluster)
     given = {name: value for name, value in vars(options).items() if name != "by_hand"}
@@ -420,80 +256,4 @@ def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster,
                       lambda made: "".join(order_digest(p) for p in made.programs.values()), position.pipeline_rank)
 
 
-def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> list[tuple[int, ...]]:
-    """Every way to cut a device count into one or two axes of at least two devices, behind a pipeline axis if there
-    are stages (of ``pipeline_ranks``, if that is given).
-
-    Raises PlanError when the stages cannot be dealt out evenly to a part of the devices.
-    """
-    if stages == 1:
-        pairs = [(a, num_devices // a) for a in range(2, num_devices // 2 + 1) if num_devices % a == 0]
-        return [(num_devices,), *pairs]
-    ranks = [r for r in range(2, num_devices + 1) if num_devices % r == 0
-             and (r == pipeline_ranks if pipeline_ranks else stages % r == 0)]
-    if pipeline_ranks and not ranks:
-        raise PlanError(f"stage_replicas are {pipeline_ranks} ranks together, and do not divide {num_devices} devices")
-    if not ranks:
-        raise PlanError(f"{stages} pipeline stages cannot be dealt out evenly to {num_devices} devices: a number above "
-                        "1 must divide both")
-    return [(r, *shape) if num_devices > r else (r,) for r in ranks for shape in mesh_shapes(num_devices // r)]
-
-
-def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
-    """The mesh, checked against the world; of a device count with the plan's axes, or one."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    from autoparallel.runtime.failing import check_groups
-
-    if not isinstance(mesh, (int, DeviceMesh)) or isinstance(mesh, bool):
-        raise MeshError(f"mesh is {shown(mesh)}: give a torch.distributed.DeviceMesh, as init_device_mesh makes, or a "
-                        "device count")
-    if not dist.is_initialized():
-        raise MeshError("no process group: start the program with torchrun, mpirun or srun and call "
-                        "autoparallel.init() before autoparallel.compile")
-    check_groups()
-    world = dist.get_world_size()
-    if isinstance(mesh, int):
-        if mesh != world:
-            raise MeshError(f"{mesh} devices were asked for and the world has {world} ranks: start {mesh} processes")
-        shape, names = ((mesh,), ("devices",)) if plan is None else plan.axes
-        if math.prod(shape) != mesh:
-            raise MeshError(f"the plan is for a mesh of {shape}, and {mesh} devices were asked for: start "
-                            f"{math.prod(shape)} processes, or plan again")
-        return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", shape, mesh_dim_names=names)
-    if mesh.size() != world:
-        raise MeshError(f"the mesh has {mesh.size()} devices {tuple(mesh.shape)} and the world {world} ranks: "
-                        "every rank must be on the mesh")
-    return mesh
-
-
-def cluster_of(mesh: DeviceMesh, cluster: Cluster | str | Path | None, backend: str = "eager") -> Cluster:
-    """The cluster that prices the search: the one given, or what the mesh's devices suggest, with the software profile
-    of the backend."""
-    if isinstance(cluster, Cluster):
-        if cluster.num_devices != mesh.size():
-            raise MeshError(f"the cluster has {cluster.num_devices} devices and the mesh {mesh.size()}")
-        return cluster
-    if cluster is None:
-        cluster = _known_name(mesh.device_type)
-    found = Cluster.load(cluster, num_devices=mesh.size())
-    if found.profile is None or backend != "inductor":
-        return found
-    return Cluster.load(cluster, num_devices=mesh.size(), software="torch-compile")
-
-
-def _known_name(device_type: str) -> str:
-    import torch
-
-    if device_type == "cpu":
-        return "local-cpu"
-    name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
-    for part, cluster in (("H200", "h200"), ("H100", "h100-sxm"), ("A100", "a100-sxm")):
-        if part in name:
-            return cluster
-    raise MeshError(f"no cluster description for devices of type {name!r}: give cluster=, a name or a TOML file")
-
-
-__all__ = ["Options", "best_of", "check_mesh", "cluster_of", "compile", "mesh_shapes", "plan"]
+__all__ = ["compile", "plan"]

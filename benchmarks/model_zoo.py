@@ -26,9 +26,10 @@ import typer
 from torch import nn
 
 from autoparallel.capture import OpGraph, capture
-from autoparallel.compiler import Options, best_of, mesh_shapes
 from autoparallel.layout import Layout, local_box
 from autoparallel.lower import Program, check, emit
+from autoparallel.planning.meshes import best_of, mesh_shapes
+from autoparallel.planning.options import Options
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.search import solve
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace

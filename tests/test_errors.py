@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import autoparallel
 from autoparallel import Cluster, Plan
 from autoparallel.cli import app
-from autoparallel.compiler import cluster_of, plan
+from autoparallel.compiler import plan
 from autoparallel.errors import (
     AutoparallelError,
     CaptureError,
@@ -35,6 +35,7 @@ from autoparallel.errors import (
     SearchError,
 )
 from autoparallel.models import load_model
+from autoparallel.runtime.mesh import cluster_of
 from tests.models import CASES
 from tests.ranks import mesh_of
 

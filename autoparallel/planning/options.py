@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
@@ -55,6 +55,11 @@ OPTIONS = """
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     progress: called during the search with its best cost and bound (`autoparallel.search.solve`).
 """
+
+
+#: Options that a ready plan leaves no room for.
+DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
+                               "recompute", "zero_stage", "reduce_dtype"})
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,23 @@ class Options:
         if self.memory_limit_bytes is not None:
             return self.memory_limit_bytes
         return usable_bytes(cluster, self.memory_confidence)
+
+
+def check_joint(joint: Any, options: Options, axis_names: Sequence[str] | None) -> None:
+    """Raises PlanError if ``joint`` is no bool, or options decide what a joint search decides."""
+    if not isinstance(joint, bool):
+        raise PlanError(f"joint is {shown(joint)}: give True or False")
+    if joint and (axis_names or options.baseline):
+        raise PlanError("joint=True picks the axes and the plan: leave out axis_names and baseline")
+
+
+def with_plan_by_hand(options: Options, by_hand: Any, num_devices: int, **given: Any) -> Options:
+    """The options with a plan by hand for so many devices. Raises PlanError if it is none, or if something that it
+    decides is ``given`` or among the options."""
+    given |= {name: getattr(options, name) for name in DECIDED_BY_A_PLAN - {"reduce_dtype"}}
+    if taken := sorted(name for name, value in given.items() if value):
+        raise PlanError(f"by_hand decides {', '.join(taken)}: leave them out, or leave out by_hand and search")
+    return replace(options, by_hand=ByHand.of(by_hand).on(num_devices))
 
 
 P = ParamSpec("P")

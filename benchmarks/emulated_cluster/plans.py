@@ -9,8 +9,8 @@ from typing import Any
 
 import autoparallel
 from autoparallel import Cluster, Plan
-from autoparallel.compiler import mesh_shapes
 from autoparallel.errors import AutoparallelError
+from autoparallel.planning.meshes import mesh_shapes
 from benchmarks.emulated_cluster.subjects import Subject, captured_once
 
 SEARCH, JOINT = "search", "joint search"

@@ -1,0 +1,80 @@
+"""The joint search's plan of a captured model, with as few blocks recomputed as the time left allows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+
+from autoparallel.capture import OpGraph
+from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.partition import split_batch, stages_of
+from autoparallel.planning.joint_candidates import Candidate, First, Fixed
+from autoparallel.planning.joint_search import search_jointly
+from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
+from autoparallel.planning.options import Options
+from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
+from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
+from autoparallel.plans import Hybrid, Plan
+from autoparallel.pricing import Prices
+from autoparallel.strategies.space import StrategySpace
+from cost_models import Cluster
+
+
+def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
+    """The best of pipelines, meshes, micro-batches, ZeRO and recompute; what options fix stays. With time left, the
+    best recomputes fewer blocks, if it may."""
+    started, open_ = time.monotonic(), options.recompute in (None, "auto")
+    deadline = started + options.time_limit_s
+    options = replace(options, recompute=None if open_ else options.recompute)
+    stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
+    fixed = Fixed(options.micro_batches, stages, options.schedule, options.recompute, options.zero_stage,
+                  tuple(mesh_shape) if mesh_shape is not None else None, options.reduce_dtype, options.replicas)
+
+    split = cache(partial(split_batch, graph))
+
+    def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
+        micro, end = split(candidate.hybrid.micro_batches), time.monotonic() + seconds
+
+        def plan_as(hybrid: Hybrid, first: First | None, seconds: float) -> Plan:
+            within = replace(options, time_limit_s=seconds, search=search)
+            return plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first)
+
+        made = plan_as(candidate.hybrid, candidate.first, seconds)
+        fixed_stages = stages is not None or options.schedule not in (None, "gpipe", "1f1b") or candidate.hybrid.cuts
+        if fixed_stages or not is_uneven(made):
+            return made
+        space = StrategySpace(micro.body, made.mesh_shape)
+        prices = Prices(space, cluster, options.optimizer, stages=made.hybrid.pipeline_ranks)
+        other = on_several_ranks(made, prices, micro.loss)
+        with suppress(InfeasibleError, SearchError):
+            if other is not None:
+                again = plan_as(other, made.strategies_on, max(ROUGH_S, end - time.monotonic()))
+                made = min(made, again, key=lambda p: p.prediction.step_s)
+        return made
+
+    def with_blocks(whole: Plan, again: tuple[str, ...]) -> Plan:
+        candidate = Candidate(
+            replace(whole.hybrid, recompute_blocks=again), whole.mesh_shape, first=whole.strategies_on
+        )
+        return in_full(candidate, min(options.time_limit_s / RECOMPUTE_TRIES, deadline - time.monotonic()))
+
+    found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
+                           options.time_limit_s, in_full)
+    best = found.plan
+    if open_ and best.hybrid.recompute != "none":
+        micro = split(best.hybrid.micro_batches)
+        space = StrategySpace(micro.body, best.mesh_shape)
+        blocks = blocks_by_stage(space, stages_of(space, micro.loss, best.hybrid))
+        best = fewest_recomputed(best, blocks, partial(with_blocks, best), deadline)
+    evidence, seen = best.evidence, found.survey
+    reason = (f"{evidence.stop_reason} on the best of {len(seen.candidates)} combinations ({seen.without_plan} without "
+              f"a plan that fits); {seen.pruned} more bounded away, {seen.left} left for lack of time; "
+              f"{found.planned} planned in full")
+    seconds = {**evidence.seconds, "joint": time.monotonic() - started}
+    return replace(best, evidence=replace(evidence, stop_reason=reason, seconds=seconds, step_bound_s=seen.bound_s))
+
+
+__all__ = ["plan_jointly"]

@@ -1,0 +1,76 @@
+"""The best plan over the ways to cut a number of devices into mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoparallel.capture import OpGraph
+from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError
+from autoparallel.partition import split_batch
+from autoparallel.planning.one_mesh import plan_on
+from autoparallel.planning.options import Options
+from autoparallel.plans import Plan
+from cost_models import Cluster
+
+
+def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> list[tuple[int, ...]]:
+    """Every way to cut a device count into one or two axes of at least two devices, behind a pipeline axis if there
+    are stages (of ``pipeline_ranks``, if that is given).
+
+    Raises PlanError when the stages cannot be dealt out evenly to a part of the devices.
+    """
+    if stages == 1:
+        pairs = [(a, num_devices // a) for a in range(2, num_devices // 2 + 1) if num_devices % a == 0]
+        return [(num_devices,), *pairs]
+    ranks = [r for r in range(2, num_devices + 1) if num_devices % r == 0
+             and (r == pipeline_ranks if pipeline_ranks else stages % r == 0)]
+    if pipeline_ranks and not ranks:
+        raise PlanError(f"stage_replicas are {pipeline_ranks} ranks together, and do not divide {num_devices} devices")
+    if not ranks:
+        raise PlanError(f"{stages} pipeline stages cannot be dealt out evenly to {num_devices} devices: a number above "
+                        "1 must divide both")
+    return [(r, *shape) if num_devices > r else (r,) for r in ranks for shape in mesh_shapes(num_devices // r)]
+
+
+def best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
+            options: Options) -> Plan:
+    """The fastest plan over mesh shapes; shapes on which nothing fits, or the pipeline cannot run, are passed over
+    while another one does."""
+    plans: list[Plan] = []
+    failures: list[AutoparallelError] = []
+    for shape in shapes:
+        try:
+            plans.append(_plan_of_shape(graph, cluster, shape, axis_names, options))
+        except (InfeasibleError, PlanError) as error:
+            failures.append(error)
+    if not plans:
+        raise min(failures, key=lambda error: getattr(error, "needed_bytes", float("inf")))
+    return _with_rivals(sorted(plans, key=lambda p: p.prediction.step_s))
+
+
+def _with_rivals(plans: Sequence[Plan]) -> Plan:
+    """The fastest plan (the first), whose evidence names the meshes whose plans the prediction's error cannot tell from
+    it."""
+    best = plans[0]
+    least, error = best.prediction.step_s, best.prediction.p50
+    near = [f"{'x'.join(map(str, p.mesh_shape))} (+{p.prediction.step_s / least - 1:.1%})" for p in plans[1:]
+            if p.prediction.step_s <= (1 + error) * least]
+    if not near:
+        return best
+    reason = f"{best.evidence.stop_reason}; within the error of predictions: mesh {', '.join(near)}"
+    return replace(best, evidence=replace(best.evidence, stop_reason=reason))
+
+
+def _plan_of_shape(graph: OpGraph, cluster: Cluster, shape: tuple[int, ...], axis_names: Sequence[str] | None,
+                   options: Options) -> Plan:
+    """The best plan on one mesh, whose first axis is the pipeline's if there are stages."""
+    hybrid = options.hybrid(shape[0] if options.stages > 1 else 1)
+    micro = split_batch(graph, hybrid.micro_batches)
+    if options.stages == 1:
+        return plan_on(micro, cluster, shape, axis_names, options, hybrid)
+    names = axis_names[1:] if axis_names else None
+    return plan_on(micro, cluster, shape[1:] or (1,), names, options, hybrid)
+
+
+__all__ = ["best_of", "mesh_shapes"]

@@ -1,0 +1,67 @@
+"""The mesh that a job runs on, checked against its processes, and the cluster that prices the search for it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autoparallel.errors import MeshError, shown
+from autoparallel.plans import Plan
+from autoparallel.runtime.failing import check_groups
+from cost_models import Cluster
+
+
+def check_mesh(mesh: DeviceMesh | int, plan: Plan | None = None) -> DeviceMesh:
+    """The mesh, checked against the world; of a device count with the plan's axes, or one."""
+    if not isinstance(mesh, (int, DeviceMesh)) or isinstance(mesh, bool):
+        raise MeshError(f"mesh is {shown(mesh)}: give a torch.distributed.DeviceMesh, as init_device_mesh makes, or a "
+                        "device count")
+    if not dist.is_initialized():
+        raise MeshError("no process group: start the program with torchrun, mpirun or srun and call "
+                        "autoparallel.init() before autoparallel.compile")
+    check_groups()
+    world = dist.get_world_size()
+    if isinstance(mesh, int):
+        if mesh != world:
+            raise MeshError(f"{mesh} devices were asked for and the world has {world} ranks: start {mesh} processes")
+        shape, names = ((mesh,), ("devices",)) if plan is None else plan.axes
+        if math.prod(shape) != mesh:
+            raise MeshError(f"the plan is for a mesh of {shape}, and {mesh} devices were asked for: start "
+                            f"{math.prod(shape)} processes, or plan again")
+        return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", shape, mesh_dim_names=names)
+    if mesh.size() != world:
+        raise MeshError(f"the mesh has {mesh.size()} devices {tuple(mesh.shape)} and the world {world} ranks: "
+                        "every rank must be on the mesh")
+    return mesh
+
+
+def cluster_of(mesh: DeviceMesh, cluster: Cluster | str | Path | None, backend: str = "eager") -> Cluster:
+    """The cluster that prices the search: the one given, or what the mesh's devices suggest, with the software profile
+    of the backend."""
+    if isinstance(cluster, Cluster):
+        if cluster.num_devices != mesh.size():
+            raise MeshError(f"the cluster has {cluster.num_devices} devices and the mesh {mesh.size()}")
+        return cluster
+    if cluster is None:
+        cluster = _known_name(mesh.device_type)
+    found = Cluster.load(cluster, num_devices=mesh.size())
+    if found.profile is None or backend != "inductor":
+        return found
+    return Cluster.load(cluster, num_devices=mesh.size(), software="torch-compile")
+
+
+def _known_name(device_type: str) -> str:
+    if device_type == "cpu":
+        return "local-cpu"
+    name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
+    for part, cluster in (("H200", "h200"), ("H100", "h100-sxm"), ("A100", "a100-sxm")):
+        if part in name:
+            return cluster
+    raise MeshError(f"no cluster description for devices of type {name!r}: give cluster=, a name or a TOML file")
+
+
+__all__ = ["check_mesh", "cluster_of"]
