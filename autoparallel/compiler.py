@@ -18,7 +18,7 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
 from autoparallel.partition import MicroBatches, split_batch, stages_of
-from autoparallel.planning.one_mesh import plan_in
+from autoparallel.planning.one_mesh import plan_call
 from autoparallel.planning.options import (
     DECIDED_BY_A_PLAN,
     Options,
@@ -233,7 +233,7 @@ def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster,
     from autoparallel.runtime.form import Compiled
 
     space = StrategySpace(micro.body, tuple(position.mesh.shape), position.axis_names)
-    found = given or decide_once(lambda: plan_in(space, micro, cluster, options, placed, hybrid))
+    found = given or decide_once(lambda: plan_call(space, micro, cluster, options, placed, hybrid))
 
     def lowered() -> Compiled:
         backends.check(backend, found.hybrid)

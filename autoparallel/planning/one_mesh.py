@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +32,7 @@ from autoparallel.search.model.problem import Problem, Solution, evaluate
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 
+_LOG = logging.getLogger("autoparallel")
 #: The number of searches among which recompute="auto" divides its time limit.
 RECOMPUTE_TRIES = 4
 #: The gap and the time limit of the search whose plan places the cuts.
@@ -161,6 +164,32 @@ def _rough_strategies(pricer: SpacePricer) -> list[Strategy] | None:
     """Strategies of an approximate plan, found quickly, for placing the cuts; None if there is none."""
     found = plan_within(pricer.full(), ROUGH_GAP, ROUGH_S, pricer)
     return pricer.strategies_of(found.choice) if found is not None and found.choice is not None else None
+
+
+def plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
+              placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
+    """The best plan for one call of a compiled module, as `plan_in`. Where none fits and the options leave it open, as
+    few blocks as memory requires are computed again in backward, then with ZeRO-3 too, if no parameter is ``placed``.
+
+    Raises InfeasibleError (that of the plain step) if nothing fits; PinError, SearchError.
+    """
+    try:
+        return plan_in(space, micro, cluster, options, placed, hybrid)
+    except InfeasibleError as error:
+        if not options.is_open:
+            raise
+        for zero_stage in (None,) if placed else (None, 3):
+            within = replace(options, recompute="auto", zero_stage=zero_stage)
+            with suppress(InfeasibleError, SearchError):
+                found = plan_in(space, micro, cluster, within, placed,
+                                replace(hybrid, zero_stage=zero_stage or hybrid.zero_stage))
+                reason = f"a step without recompute does not fit; {found.evidence.stop_reason}"
+                _LOG.warning("the step does not fit into memory as it is: the plan has recompute=%r, zero_stage=%d",
+                             found.hybrid.recompute, found.hybrid.zero_stage)
+                return replace(found, evidence=replace(found.evidence, stop_reason=reason))
+        error.args = (f"{error} (No plan was found with recompute and ZeRO-3 either. With micro_batches, which "
+                      "parallel.step runs, less memory is needed.)",)
+        raise
 
 
 def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
