@@ -31,11 +31,11 @@ LEVELS = (
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
 
-def _room(module: str) -> str:
+def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def _imports(path: Path) -> Iterator[tuple[int, str]]:
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """Modules of the package that a file imports, anywhere in it, with the line."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -57,8 +57,8 @@ def test_every_room_has_a_level() -> None:
 def test_imports_run_down(room: str) -> None:
     home = ROOT / "autoparallel" / room
     files = home.rglob("*.py") if home.is_dir() else [home.with_suffix(".py")]
-    up = [f"{path.relative_to(ROOT)}:{line} imports {module}" for path in files for line, module in _imports(path)
-          if _room(module) not in ("", room) and LEVEL[_room(module)] <= LEVEL[room]]
+    up = [f"{path.relative_to(ROOT)}:{line} imports {module}" for path in files for line, module in imports_of(path)
+          if room_of(module) not in ("", room) and LEVEL[room_of(module)] <= LEVEL[room]]
     assert not up
 
 
