@@ -246,6 +246,32 @@ def verify_plan(
 
 
 @app.command()
+def selftest(
+    minutes: Annotated[float, typer.Option(help="begin no check after so many")] = 10.0,
+    ranks: Annotated[int, typer.Option(min=2, help="local processes, where torchrun, srun or mpirun did not start any; "
+                                       "on GPUs one each if there are as many")] = 4,
+    models: Annotated[str | None, typer.Option(help="of the equality checks, with commas between: mlp,images,llama,"
+                                               "gpt2,bert,t5,mixtral")] = None,
+    backends: Annotated[str, typer.Option(help="with commas between: eager, aot_eager, inductor")] = "eager",
+    rounds: Annotated[int, typer.Option(min=1, help="steps of each side of a race")] = 20,
+    output: Annotated[Path | None, typer.Option(help="write the results here as .json, and a page beside it as "
+                                                ".md")] = None,
+) -> None:
+    """Check on the devices at hand: numbers against one process, predicted times, speed beside DDP and FSDP2.
+
+    Exit code 1 if a check failed.
+    """
+    from autoparallel.selftest import job
+    from autoparallel.selftest.subjects import SUBJECTS
+
+    if output is not None:
+        _check_output(output)
+    names = tuple(models.split(",")) if models else tuple(SUBJECTS)
+    if not job.main(job.Request(ranks, minutes, names, tuple(backends.split(",")), rounds), output):
+        raise typer.Exit(1)
+
+
+@app.command()
 def clusters() -> None:
     """List the known clusters."""
     from cost_models import known_clusters

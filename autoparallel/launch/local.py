@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any
     with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()
         mp.spawn(_rank_main, (num_ranks, free_port(), function, args, results), nprocs=num_ranks, join=True)
-        return [results[rank] for rank in range(num_ranks)]
+        return [pickle.loads(results[rank]) for rank in range(num_ranks)]
 
 
 def _rank_main(rank: int, num_ranks: int, port: int, function: Callable[..., Any], args: Any, results: Any) -> None:
@@ -40,6 +41,6 @@ def _rank_main(rank: int, num_ranks: int, port: int, function: Callable[..., Any
         "nccl" if gpus else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks
     )
     try:
-        results[rank] = function(*args)
+        results[rank] = pickle.dumps(function(*args))    # so that the manager need not import what it is made of
     finally:
         destroy_groups()

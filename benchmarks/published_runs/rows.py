@@ -465,7 +465,7 @@ def _stated_overlap(row: Row) -> bool | None:
 def _recompute(row: Row, stack: str) -> str:
     stated = _get(row, "plan", "recompute")
     if stack == TRACED:
-        return "none"    # whatever is stated: no A100 is as fast as these rows if it were so (docs/measurements/benchmarks.md)
+        return "none"    # whatever is stated: no A100 is as fast as these rows if it were so
     if stated is None:
         always = stack.startswith("megatron-2") or stack == "megatron-deepspeed"
         return "full" if always else "selective" if is_torch(stack) else "none"
