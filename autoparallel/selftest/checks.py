@@ -210,8 +210,8 @@ def _step(model: nn.Module, inputs: dict[str, Any]) -> Callable[[], None]:
 
 
 def failure() -> list[Check]:
-    """The last rank raises in backward: every other one must hear of it, in its next step at the latest, and be told the
-    rank. Ends the groups."""
+    """The last rank raises in backward: every other one must hear of it, in its next step at the latest, and be told
+    its number. Ends the groups."""
     guilty = dist.get_world_size() - 1
     subject = SUBJECTS["mlp"]
     inputs = subject.inputs(device())
