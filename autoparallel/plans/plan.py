@@ -12,11 +12,11 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.plans.files import check_plan, data_of, nearest, text_of
 from autoparallel.plans.reading import read
 from autoparallel.schedule.step_config import Hybrid
-from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models.files import write_whole
 
 if TYPE_CHECKING:
     from autoparallel.plans.answers import Choice, Sensitivity, Study
+    from autoparallel.strategies.space import Strategy, StrategySpace
 
 VERSION = 2
 Strategies = Mapping[str, tuple[str, ...]]
