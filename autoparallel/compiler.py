@@ -18,6 +18,7 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
 from autoparallel.partition import MicroBatches, split_batch, stages_of
+from autoparallel.planning.history import SearchHistory
 from autoparallel.planning.one_mesh import plan_call
 from autoparallel.planning.options import (
     DECIDED_BY_A_PLAN,
@@ -92,7 +93,8 @@ def plan(
     Raises CaptureError, InputError, PinError, PlanError, MeshError, SearchError, InfeasibleError, ClusterError.
     """
     chosen = options_of(locals())
-    cluster = check_cluster(cluster)
+    cluster, history = check_cluster(cluster), SearchHistory(chosen.progress)
+    chosen = replace(chosen, progress=history)
     check_call(model, example_inputs, example_kwargs)
     check_axes(mesh_shape, axis_names, cluster.num_devices)
     check_joint(joint, chosen, axis_names)
@@ -105,7 +107,7 @@ def plan(
         captured = time.process_time() - started
     best = plan_graph(graph, cluster, mesh_shape, axis_names, joint, chosen)
     seconds = {"capture": captured, **best.evidence.seconds}
-    return replace(best, evidence=replace(best.evidence, seconds=seconds))
+    return replace(best, evidence=replace(best.evidence, seconds=seconds), record=history.told(best))
 
 
 @with_options

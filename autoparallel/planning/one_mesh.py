@@ -23,9 +23,12 @@ from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
+from autoparallel.plans.record import Record
 from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer, predict
-from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed
+from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed, spans
+from autoparallel.pricing.prediction import stage_seconds
 from autoparallel.pricing.problem import FAULT_S
+from autoparallel.pricing.record import memory_profile, workload
 from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
@@ -268,7 +271,17 @@ def _plan_of(
         pins=pin_strings(space, options.pins or {}),
         direct=pricer.prices.direct,
         hybrid=pricer.counts.hybrid,
+        recorder=partial(_record, pricer, problem, strategies, stages),
     )
+
+
+def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Stages) -> Record:
+    """What reports tell of a plan, without the answers that are asked for later."""
+    work, memory = workload(pricer, strategies), memory_profile(pricer, problem, strategies)
+    if pricer.counts.hybrid.stages == 1:
+        return Record(work, tuple(spans(pricer, strategies)), memory=memory)
+    sends = stages.sent_bytes(pricer.space, strategies)
+    return Record(work, stages=stage_seconds(pricer, problem, strategies, sends), memory=memory)
 
 
 def _check_host(prediction: Prediction, cluster: Cluster) -> None:

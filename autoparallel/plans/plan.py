@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoparallel.errors import PlanError, shown
 from autoparallel.plans.files import check_plan, data_of, nearest, text_of
 from autoparallel.plans.reading import read
+from autoparallel.plans.record import Record
 from autoparallel.schedule.step_config import Hybrid
 from cost_models.files import write_whole
 
@@ -108,8 +109,8 @@ class Plan:
     Lowering needs ``strategies`` (by decision name, the name of an axis strategy for each mesh axis), ``hybrid`` (the
     step configuration; with a pipeline ``mesh_shape`` is the mesh of one stage) and ``direct`` (redistribution with the
     fewest steps instead of the cheapest, for baselines). The other fields explain the plan. ``fingerprint`` identifies
-    the traced program. A plan may be edited by hand: compiling checks it. ``study`` answers questions; plans read from
-    files have none.
+    the traced program. A plan may be edited by hand: compiling checks it. ``record``: what reports tell beside the
+    decisions. ``study`` answers questions, and ``recorder`` makes the record; plans read from files have neither.
     """
 
     fingerprint: str
@@ -125,6 +126,13 @@ class Plan:
     hybrid: Hybrid = field(default_factory=Hybrid)
     study: Study | None = field(default=None, compare=False, repr=False)
     version: int = VERSION
+    record: Record | None = field(default=None, repr=False)
+    recorder: Callable[[], Record] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def known(self) -> Record | None:
+        """The record: the plan's own, or made now."""
+        return self.record if self.record is not None or self.recorder is None else self.recorder()
 
     @property
     def axes(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -175,8 +183,8 @@ class Plan:
         return text_report(self, width)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickles omit ``study``: the search does not travel to other processes."""
-        return {**self.__dict__, "study": None}
+        """Pickles omit ``study`` and ``recorder``: the search does not travel to other processes."""
+        return {**self.__dict__, "study": None, "recorder": None}
 
     def alternatives(self, k: int) -> list[Plan]:
         """The ``k`` best plans that differ in more than a few ops, cheapest first.
@@ -230,9 +238,13 @@ class Plan:
         return "\n".join([head, *lines])
 
     def to_json(self) -> str:
-        data = asdict(replace(self, study=None))
-        del data["study"]
-        return json.dumps(data, indent=1)
+        data = asdict(replace(self, study=None, recorder=None, record=None))
+        del data["study"], data["recorder"], data["record"]
+        text = json.dumps(data, indent=1)
+        if (record := self.known) is None:
+            return text
+        compact = json.dumps(asdict(record), separators=(",", ":"))  # thousands of numbers, which nobody edits
+        return f'{text[:-2]},\n "record": {compact}\n}}'
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. Raises PlanError when the file cannot be written; one that was there stays then."""

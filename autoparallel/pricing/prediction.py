@@ -11,6 +11,7 @@ import numpy as np
 
 from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
+from autoparallel.plans.record import StageSeconds
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.overlap_simulation import hidden_s
 from autoparallel.pricing.problem import Move, SpacePricer
@@ -31,8 +32,8 @@ Sends = Sequence[tuple[float, float]]
 @dataclass
 class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``once``: the seconds that do not
-    depend on the number of micro-batches. ``activations_s``: communication of activations, which is in the others
-    too."""
+    depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: recompute.
+    ``activations_s``: communication of activations. All of these are in the others too."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -40,6 +41,8 @@ class _Parts:
     forward_communication: float = 0.0
     backward_communication: float = 0.0
     once: float = 0.0
+    once_forward: float = 0.0
+    again: float = 0.0
     activations_s: float = 0.0
     state_bytes: float = 0.0
     live_bytes: float = 0.0
@@ -169,8 +172,7 @@ def _virtual(hybrid: Hybrid) -> int:
 def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
-                 "activations_s",
-                 "state_bytes", "live_bytes", "host_bytes"):
+                 "once_forward", "again", "activations_s", "state_bytes", "live_bytes", "host_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     return made
 
@@ -183,11 +185,7 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     Per micro-batch both stages at a cut wait for one message: a value in one direction while a gradient comes back.
     """
     hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
-    groups, network = hybrid.groups, cluster.group((hybrid.pipeline_ranks, *pricer.space.mesh_shape), 0)
-    scatters = cluster.profile is not None and cluster.profile.scatter_sends > 0
-    passed = [float(collectives.send_recv_s(part if scatters else sent, network))
-              + (_regathered_s(pricer, sent, part) if scatters else 0.0) for sent, part in sends]
-    passed = passed or [0.0] * (hybrid.stages - 1)
+    groups, passed = hybrid.groups, _passed_s(pricer, sends)
     profile = cluster.profile if strategies is not None else None
     micro_batch_s = [(s.total - s.once - s.beside_s(profile)) / hybrid.micro_batches_on(number) + before + after
             for number, (s, before, after) in enumerate(zip(stages, [0.0, *passed], [*passed, 0.0], strict=True))]
@@ -196,6 +194,36 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     hidden = [_hidden_s(pricer, strategies, rank) if strategies is not None else 0.0 for rank in of_rank]
     once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
     return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
+
+
+def _passed_s(pricer: SpacePricer, sends: Sends) -> list[float]:
+    """Seconds of sending one micro-batch over each cut."""
+    hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
+    network = cluster.group((hybrid.pipeline_ranks, *pricer.space.mesh_shape), 0)
+    scatters = cluster.profile is not None and cluster.profile.scatter_sends > 0
+    passed = [float(collectives.send_recv_s(part if scatters else sent, network))
+              + (_regathered_s(pricer, sent, part) if scatters else 0.0) for sent, part in sends]
+    return passed or [0.0] * (hybrid.stages - 1)
+
+
+def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], sends: Sends
+                  ) -> tuple[StageSeconds, ...]:
+    """Seconds and bytes of each stage of a pipeline, whose micro-batches and sends add up to those of `predict`."""
+    hybrid, profile = pricer.counts.hybrid, pricer.prices.cluster.profile
+    stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
+    _add_decisions(pricer, strategies, stages, {})
+    _add_uses(pricer, strategies, stages, {})
+    _add_live_bytes(pricer, problem, strategies, stages)
+    found = []
+    for number, (s, send_s) in enumerate(zip(stages, [*_passed_s(pricer, sends), 0.0], strict=True)):
+        count, held = hybrid.micro_batches_on(number), pricer.counts.in_flight(number)
+        whole_s = s.total - s.once - s.beside_s(profile)
+        forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
+        share = forward / (s.total - s.once) if s.total > s.once else 0.0
+        saved = max(0.0, s.live_bytes - s.state_bytes) / max(1, held)
+        found.append(StageSeconds(share * whole_s / count, (1 - share) * whole_s / count, s.once, send_s,
+                                  s.state_bytes, saved))
+    return tuple(found)
 
 
 def _regathered_s(pricer: SpacePricer, whole: float, part: float) -> float:
@@ -226,6 +254,7 @@ def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:
     seconds = pricer.op_s(index, number, place)
     stage.forward += count * (seconds.forward + seconds.again)
+    stage.again += count * seconds.again
     stage.backward += count * seconds.backward
     forward, backward = pricer.counts.op_times(index, place)
     for exchanged in pricer.prices.op_of(index).inside:
@@ -345,3 +374,4 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
                 stage.activations_s += count * n * s
             if counts.of_parameter[use.source] and n == counts.multiplicities[use.target]:
                 stage.once += count * s
+                stage.once_forward += count * s if direction == "forward" else 0.0

@@ -1,0 +1,153 @@
+"""What a report says of a step beside its prediction: the work, and the memory by kind along the step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoparallel.plans.record import MemoryProfile, Workload
+from autoparallel.pricing.op_costs import dtype_name, share_of_work, worked_in
+from autoparallel.pricing.problem import SpacePricer
+from autoparallel.search.model.problem import Problem
+from autoparallel.strategies.space import Strategy, StrategySet
+from cost_models import Group, compute
+from cost_models.memory import training_state
+
+#: Op classes whose FLOPs count, as they run on matrix units.
+COUNTED = frozenset({"matmul", "attention", "conv"})
+#: Backward FLOPs per forward FLOP that a model needs: a product for each of two operands.
+BACKWARD = 2.0
+KINDS = ("parameters", "gradients", "optimizer state", "gathered parameters", "activations", "communication buffers",
+         "inputs and buffers")
+#: Places of a memory profile, at most.
+MOST_PLACES = 240
+
+
+def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
+    """What a step of ``strategies`` computes, and on what."""
+    space, cluster, hybrid = pricer.space, pricer.prices.cluster, pricer.counts.hybrid
+    unit, count = _counted(pricer)
+    model, run, dtypes = _flops(pricer, strategies)
+    dtype = max(dtypes, key=lambda name: dtypes[name]) if dtypes else "float32"
+    sizes = (hybrid.pipeline_ranks, *space.mesh_shape)
+    groups = {name: _link(group) for name, group in zip(space.axis_names, pricer.prices.groups, strict=True)}
+    if hybrid.pipeline_ranks > 1:
+        groups["pipeline"] = _link(cluster.group(sizes, 0))
+    parameters = sum(pricer.space.strategy_sets[d.index].output_metas[0].num_elements
+                     for d in space.decisions if d.kind == "parameter")
+    return Workload(
+        unit, count * hybrid.micro_batches, float(parameters), model * hybrid.micro_batches, run * hybrid.micro_batches,
+        dtype, compute.peak_flops_per_s("matmul", dtype, cluster.device), math.prod(sizes), cluster.device.name,
+        cluster.device.memory_bytes, min(cluster.links[0].num_devices, cluster.num_devices),
+        cluster.device.price_per_hour, cluster.device.watts, groups,
+    )
+
+
+def _link(group: Group) -> str:
+    return group.slowest.name
+
+
+def _counted(pricer: SpacePricer) -> tuple[str, float]:
+    """What is counted in a micro-batch, and how many there are: "tokens", or "samples"."""
+    graph = pricer.space.graph
+    inputs = [node.outputs[0] for node in graph.of_kind("input") if node.outputs[0].shape]
+    whole = [m.num_elements for m in inputs if not m.dtype.is_floating_point and len(m.shape) == 2]
+    attends = any(s.rule is not None and s.rule.op_class == "attention" for s in pricer.space.strategy_sets)
+    if attends and whole:
+        return "tokens", float(max(whole))
+    return "samples", float(inputs[0].shape[0]) if inputs else 0.0
+
+
+def _flops(pricer: SpacePricer, strategies: Sequence[Strategy]) -> tuple[float, float, Counter[str]]:
+    """FLOPs of a micro-batch on all devices: (as the model needs them, as they run), and the first by dtype."""
+    space, numbers, training = pricer.space, pricer.numbers(strategies), pricer.prices.training
+    model, run, dtypes = 0.0, 0.0, Counter[str]()
+    ranks = math.prod(space.mesh_shape)
+    for decision in space.decisions:
+        s = space.strategy_sets[decision.index]
+        if decision.kind != "op" or s.rule is None or s.rule.op_class not in COUNTED:
+            continue
+        backward = _wanted(s) if training else 0.0
+        again = 1.0 if decision.index in pricer.counts.runs_again else 0.0
+        share = float(share_of_work(s)[numbers[decision.index]]) * ranks
+        own = s.rule.flops * (1 + BACKWARD * backward)
+        model, dtypes[dtype_name(worked_in(s))] = model + own, dtypes[dtype_name(worked_in(s))] + own
+        run += s.rule.flops * share * (1 + again + s.rule.backward_flops * backward)
+    return model, run, dtypes
+
+
+def _wanted(s: StrategySet) -> float:
+    """The share of an op's products in backward that are needed: none for operands without a gradient."""
+    if not any(m.requires_grad for m in s.output_metas):
+        return 0.0
+    assert s.rule is not None
+    operands = [i for i in s.rule.saves if i < len(s.input_metas)] if s.rule.op_class != "attention" else []
+    return sum(s.input_metas[i].requires_grad for i in operands) / len(operands) if operands else 1.0
+
+
+def memory_profile(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy]) -> MemoryProfile:
+    """Bytes by kind on the fullest rank along a step, from the same rows by which the search judged memory."""
+    space, counts = pricer.space, pricer.counts
+    usages = problem.usages.take(problem.cells(pricer.choice_of(strategies)))
+    split = _split(pricer, strategies, usages)
+    length = 2 * len(space) + 2
+    begin, end = problem.intervals.T
+    ranks = max(1, len(counts.hybrid.groups) if counts.hybrid.stages > 1 else 1)
+    steps = np.zeros((ranks * length + 1, len(KINDS)))
+    np.add.at(steps, begin, split)
+    np.subtract.at(steps, np.minimum(end, ranks * length), split)
+    live = np.maximum(np.cumsum(steps, axis=0)[: ranks * length], 0.0)
+    rank = int(live.sum(axis=1).argmax()) // length
+    return _sampled(pricer, live[rank * length : rank * length + 2 * len(space) + 1])
+
+
+def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarray) -> np.ndarray:
+    """``usages`` of nodes and edges by kind; shape (nodes and edges, kinds)."""
+    space, counts, numbers = pricer.space, pricer.counts, pricer.numbers(strategies)
+    found = np.zeros((len(usages), len(KINDS)))
+    column = {kind: number for number, kind in enumerate(KINDS)}
+    for decision, whole in zip(space.decisions, usages.tolist(), strict=False):
+        s = space.strategy_sets[decision.index]
+        if decision.kind == "parameter" and s.output_metas[0].requires_grad and pricer.prices.training:
+            meta = s.output_metas[0]
+            elements = space.spaces(meta).local_elements[s.outputs[0][numbers[decision.index]]]
+            state = training_state(elements, dtype_name(meta), pricer.prices.optimizer)
+            scale = whole / float(state.total) if whole and state.total else 0.0
+            own = min(scale, 1.0) * float(state.parameters), min(scale, 1.0) * float(state.gradients)
+            found[decision.index, :3] = *own, max(0.0, whole - sum(own))
+        else:
+            kind = {"parameter": "parameters", "op": "activations", "shared_read": "activations"}.get(
+                decision.kind, "inputs and buffers")
+            found[decision.index, column[kind]] = whole
+    first, uses = len(space), len(space.uses)
+    of_parameter = np.array([counts.of_parameter[use.source] for use in space.uses], bool)
+    found[first : first + uses, column["gathered parameters"]] = np.where(of_parameter, usages[first : first + uses], 0)
+    found[first : first + uses, column["activations"]] = np.where(of_parameter, 0, usages[first : first + uses])
+    rest = slice(first + uses, first + uses + len(counts.buffers))
+    found[rest, column["communication buffers"]] = usages[rest]
+    found[rest.stop :, column["gathered parameters"]] = usages[rest.stop :]
+    return found
+
+
+def _sampled(pricer: SpacePricer, live: np.ndarray) -> MemoryProfile:
+    """At most `MOST_PLACES` places; each stands for those after it until the next, by the fullest of them."""
+    space, count = pricer.space, len(pricer.space)
+    bounds = np.unique(np.linspace(0, len(live), MOST_PLACES + 1).astype(int))
+    places = [int(a + live[a:b].sum(axis=1).argmax()) for a, b in itertools.pairwise(bounds) if b > a]
+    kept = [number for number, kind in enumerate(KINDS) if live[places, number].any()]
+
+    def name(place: int) -> str:
+        index = min(max(place if place < count else 2 * count - place, 0), count - 1)
+        where = space.blocks[index] or space.decisions[index].name
+        return f"{'forward' if place < count else 'backward'} {where}"
+
+    return MemoryProfile(tuple(KINDS[k] for k in kept), tuple(map(name, places)),
+                         tuple(round(place / count, 5) for place in places),
+                         tuple(tuple(float(round(live[place, k])) for k in kept) for place in places))
+
+
+__all__ = ["memory_profile", "workload"]
