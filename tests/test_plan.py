@@ -20,13 +20,13 @@ from torch.distributed.tensor import Replicate, Shard
 import autoparallel
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
-from autoparallel.cli import progress_line
 from autoparallel.compiler import plan
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.lower import count_collectives, emit
+from autoparallel.plan_cli import progress_line
 from autoparallel.plans import BlockLayouts, CollectiveUse, Evidence, Prediction
-from autoparallel.plans.text import sensitivities, text_report
+from autoparallel.plans.reports.text import sensitivities, text_report
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.search import evaluate
 from autoparallel.strategies.space import StrategySpace

@@ -13,7 +13,7 @@ from torch import nn
 import autoparallel
 from autoparallel.cli import main
 from autoparallel.errors import printable
-from autoparallel.plans.text import ReportConsole, print_report
+from autoparallel.plans.reports.text import ReportConsole, print_report
 
 HOSTILE = ["[/red]", "[bold red]x[/bold red]", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", ":smile:", "a\rb", "\u202egnp"]
 

@@ -42,7 +42,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """The collectives of one kind, axis and direction in a step: number, bytes per rank, predicted seconds."""
+    """The collectives of one kind, axis, direction and purpose in a step: number, bytes per rank, predicted seconds.
+    ``purpose``: what they move, "parameters", "gradients" (of parameters) or "activations" (and their gradients)."""
 
     kind: str
     axis: str
@@ -50,6 +51,7 @@ class CollectiveUse:
     count: int
     num_bytes: float
     seconds: float
+    purpose: str = ""
 
 
 @dataclass(frozen=True)
@@ -175,12 +177,40 @@ class Plan:
             )
         return strategy
 
-    def report(self, width: int = 100) -> str:
-        """The plan as text of ``width`` columns: step time by part, memory, collectives, layouts by block, bound and
-        gap."""
-        from autoparallel.plans.text import text_report
+    def summary(self) -> str:
+        """Three lines: what plan this is, in the field's words; how fast, and how full the memory; how sure."""
+        from autoparallel.plans.reports.build import report_of
 
-        return text_report(self, width)
+        return "\n".join(report_of(self).summary)
+
+    def report(self, width: int = 100, details: bool = False) -> str:
+        """The plan as text of ``width`` columns: the summary, mesh, step time by part, memory, collectives, what is cut
+        by what in each block, bound and gap; with ``details`` every op and collective."""
+        from autoparallel.plans.reports.text import text_report
+
+        return text_report(self, width, details)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the report as one page that needs no network. Raises PlanError when the file cannot be written.
+
+        Needs jinja2: ``pip install 'autoparallel[report]'``.
+        """
+        from autoparallel.plans.reports.page import page
+
+        _write(path, page(self))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the predicted step in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens. Raises PlanError
+        for a plan without a timeline, and when the file cannot be written."""
+        from autoparallel.plans.reports.trace import trace_json
+
+        _write(path, trace_json(self))
+
+    def _repr_html_(self) -> str:
+        """The summary, for notebooks."""
+        from html import escape
+
+        return "".join(f"<p>{escape(line)}</p>" for line in self.summary().split("\n"))
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles omit ``study`` and ``recorder``: the search does not travel to other processes."""
@@ -248,10 +278,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. Raises PlanError when the file cannot be written; one that was there stays then."""
-        try:
-            write_whole(path, self.to_json())
-        except (OSError, TypeError, ValueError) as error:
-            raise PlanError(f"cannot write the plan file {path}: {getattr(error, 'strerror', error)}") from error
+        _write(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -277,6 +304,13 @@ class Plan:
         except PlanError as error:
             raise PlanError(f"{origin} is not a plan of format {VERSION}: {error}") from error
         return plan
+
+
+def _write(path: str | Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except (OSError, TypeError, ValueError) as error:
+        raise PlanError(f"cannot write the file {path}: {getattr(error, 'strerror', error)}") from error
 
 
 def _names(names: tuple[str, ...] | None) -> str:

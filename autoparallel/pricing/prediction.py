@@ -23,8 +23,8 @@ from cost_models.accuracy import error_bar
 from cost_models.pipeline import pipeline_s
 from cost_models.profile import Profile
 
-#: (kind of collective, axis, direction) -> [count, bytes, seconds].
-Found = dict[tuple[str, str, str], list[float]]
+#: (kind of collective, axis, direction, purpose) -> [count, bytes, seconds].
+Found = dict[tuple[str, str, str, str], list[float]]
 #: By cut: bytes of one micro-batch that a rank sends in one direction, and of its part of values that several have.
 Sends = Sequence[tuple[float, float]]
 
@@ -70,7 +70,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     """
     hybrid, decisions, nodes = pricer.counts.hybrid, pricer.space.decisions, pricer.space.graph.nodes
     stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
-    found: dict[tuple[str, str, str], list[float]] = {}
+    found: Found = {}
     _add_decisions(pricer, strategies, stages, found)
     _add_uses(pricer, strategies, stages, found)
     _add_live_bytes(pricer, problem, strategies, stages)
@@ -95,7 +95,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         state_bytes=fullest.state_bytes,
         activation_bytes=max(0.0, fullest.live_bytes - fullest.state_bytes),
         peak_bytes=peak_bytes,
-        collectives=tuple(CollectiveUse(k, a, d, int(n), b, s) for (k, a, d), (n, b, s) in sorted(found.items())
+        collectives=tuple(CollectiveUse(k, a, d, int(n), b, s, p) for (k, a, d, p), (n, b, s) in sorted(found.items())
                           if k in COLLECTIVES or " in " in k),
         repeated_ops=tuple(str(nodes[decisions[index].node]) for index in sorted(set(mean.repeated))),
         host_bytes=max(s.host_bytes for s in by_rank),
@@ -265,7 +265,7 @@ def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, sta
     updated, shared = (float(s[number]) for s in (pricer.parameter_s(index), pricer.shared_s(index)))
     stage.optimizer += count * updated
     if shared:
-        _count_use(found, ("all_reduce", "pipeline", "backward"), stage.ranks * count,
+        _count_use(found, ("all_reduce", "pipeline", "backward", "gradients"), stage.ranks * count,
                    float(pricer.shared_bytes(index)[number]), shared)
     stage.backward_communication += count * shared
     stage.once += count * (updated + shared)
@@ -280,14 +280,15 @@ def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[i
     counts = (times[0] * exchange.forward, times[1] * exchange.backward if pricer.prices.training else 0)
     for direction, n in zip(("forward", "backward"), counts, strict=True):
         if n:
-            key = (f"{exchange.action} in {inside.variant}", pricer.space.axis_names[inside.axis], direction)
+            axis = pricer.space.axis_names[inside.axis]
+            key = (f"{exchange.action} in {inside.variant}", axis, direction, "activations")
             _count_use(found, key, n * stage.ranks, float(inside.num_bytes[number]), seconds)
             setattr(stage, direction, getattr(stage, direction) - n * seconds)
             name = f"{direction}_communication"
             setattr(stage, name, getattr(stage, name) + n * seconds)
 
 
-def _count_use(found: Found, key: tuple[str, str, str], times: int, num_bytes: float, seconds: float) -> None:
+def _count_use(found: Found, key: tuple[str, str, str, str], times: int, num_bytes: float, seconds: float) -> None:
     entry = found.setdefault(key, [0, 0.0, 0.0])
     for place, value in enumerate((1, num_bytes, seconds)):
         entry[place] += times * value
@@ -367,7 +368,10 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
                 continue
             scale = summing.scale if direction == "backward" and kind in SUMS else 1.0
             num_bytes = scale * float(elements) * use.meta.dtype.itemsize
-            _count_use(found, (kind, axis, direction), count * n * stage.ranks, num_bytes, s)
+            purpose = "activations"
+            if counts.of_parameter[use.source]:
+                purpose = "parameters" if direction == "forward" else "gradients"
+            _count_use(found, (kind, axis, direction, purpose), count * n * stage.ranks, num_bytes, s)
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
             setattr(stage, name, getattr(stage, name) + count * n * s)
             if kind in COLLECTIVES and not counts.of_parameter[use.source]:
