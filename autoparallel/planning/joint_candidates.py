@@ -84,7 +84,7 @@ class Candidate:
 
     def __str__(self) -> str:
         h, mesh = self.hybrid, "x".join(map(str, self.mesh_shape))
-        pipeline = f"pipeline {h.pipeline_ranks} ({h.schedule}), " if h.stages > 1 else ""
+        pipeline = f"{h.stages} stages on pipeline {h.pipeline_ranks} ({h.schedule}), " if h.stages > 1 else ""
         return f"{pipeline}mesh {mesh}, micro-batches {h.micro_batches}, ZeRO {h.zero_stage}, recompute {h.recompute}"
 
     @property

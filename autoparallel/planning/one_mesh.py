@@ -28,7 +28,7 @@ from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed, spans
 from autoparallel.pricing.prediction import stage_seconds
 from autoparallel.pricing.problem import FAULT_S
-from autoparallel.pricing.record import memory_profile, workload
+from autoparallel.pricing.record import memory_profile, redistributions, workload
 from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
@@ -277,11 +277,13 @@ def _plan_of(
 
 def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Stages) -> Record:
     """What reports tell of a plan, without the answers that are asked for later."""
-    work, memory = workload(pricer, strategies), memory_profile(pricer, problem, strategies)
+    shown = [block.paths[0] for block in block_layouts(pricer.space, strategies)]
+    found = Record(workload(pricer, strategies), memory=memory_profile(pricer, problem, strategies),
+                   redistributions=redistributions(pricer, strategies, shown))
     if pricer.counts.hybrid.stages == 1:
-        return Record(work, tuple(spans(pricer, strategies)), memory=memory)
+        return replace(found, spans=tuple(spans(pricer, strategies)))
     sends = stages.sent_bytes(pricer.space, strategies)
-    return Record(work, stages=stage_seconds(pricer, problem, strategies, sends), memory=memory)
+    return replace(found, stages=stage_seconds(pricer, problem, strategies, sends))
 
 
 def _check_host(prediction: Prediction, cluster: Cluster) -> None:

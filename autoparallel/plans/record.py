@@ -74,6 +74,24 @@ class MemoryProfile:
 
 
 @dataclass(frozen=True)
+class Redistribution:
+    """A tensor that one decision makes and another reads with another layout: ``how``, a step for each mesh axis
+    changed, bytes of the larger local shard, and seconds of one execution forward and backward. ``block``: the first of
+    the equal blocks in which it is read ("": outside blocks)."""
+
+    block: str
+    source: str
+    target: str
+    before: str
+    after: str
+    how: tuple[str, ...]
+    num_bytes: float
+    forward_s: float
+    backward_s: float
+    of_parameter: bool
+
+
+@dataclass(frozen=True)
 class Trial:
     """A combination that was planned in full (or, with ``estimated``, on the model of reduced depth): step seconds, and
     bytes of the fullest rank (0: not known)."""
@@ -96,13 +114,14 @@ class Alternative:
 @dataclass(frozen=True)
 class Record:
     """What planning knew. ``spans``: the timeline of a rank, without a pipeline; ``stages``: seconds by stage, with
-    one. ``search``: (seconds since the start, phase, best, bound) after each phase. ``alternatives``,
+    one. ``redistributions``: of one block of each kind, and outside blocks. ``search``: (seconds since the start, phase, best, bound) after each phase. ``alternatives``,
     ``sensitivities`` and ``explanations`` (by name of the decision) are answers that were asked for."""
 
     workload: Workload
     spans: tuple[Span, ...] = ()
     stages: tuple[StageSeconds, ...] = ()
     memory: MemoryProfile | None = None
+    redistributions: tuple[Redistribution, ...] = ()
     trials: tuple[Trial, ...] = ()
     search: tuple[tuple[float, str, float, float], ...] = ()
     alternatives: tuple[Alternative, ...] = ()
@@ -129,6 +148,7 @@ def check_record(record: Record) -> None:
 
 def _amounts(record: Record) -> Iterator[tuple[str, float]]:
     parts = [("workload", record.workload), *((f"stages[{n}]", stage) for n, stage in enumerate(record.stages)),
+             *((f"redistributions[{n}]", one) for n, one in enumerate(record.redistributions)),
              *((f"trials[{n}]", trial) for n, trial in enumerate(record.trials)),
              *((f"alternatives[{n}]", one) for n, one in enumerate(record.alternatives))]
     for where, part in parts:

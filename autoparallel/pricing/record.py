@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from autoparallel.plans.record import MemoryProfile, Workload
+from autoparallel.layout import COLLECTIVES, Step, layout_str
+from autoparallel.plans.record import MemoryProfile, Redistribution, Workload
 from autoparallel.pricing.op_costs import dtype_name, share_of_work, worked_in
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.search.model.problem import Problem
-from autoparallel.strategies.space import Strategy, StrategySet
+from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace
 from cost_models import Group, compute
 from cost_models.memory import training_state
 
@@ -89,6 +90,42 @@ def _wanted(s: StrategySet) -> float:
     return sum(s.input_metas[i].requires_grad for i in operands) / len(operands) if operands else 1.0
 
 
+def redistributions(pricer: SpacePricer, strategies: Sequence[Strategy], blocks: Collection[str]
+                    ) -> tuple[Redistribution, ...]:
+    """Those of these blocks, and outside of blocks, in execution order."""
+    space, found = pricer.space, []
+    for use, path, _ in pricer.moves(strategies):
+        block = space.blocks[use.target] or ""
+        if not path or (block and block not in blocks):
+            continue
+        names = [space.axis_names[priced.step.axis] for priced in path]
+        how = tuple(f"{_action(priced.step)} over {name}" for priced, name in zip(path, names, strict=True))
+        training = use.meta.requires_grad and pricer.prices.training
+        found.append(Redistribution(
+            block, _named(space, use.source, block), _named(space, use.target, block), layout_str(path[0].step.before),
+            layout_str(path[-1].step.after), how,
+            float(max(priced.elements for priced in path) * use.meta.dtype.itemsize),
+            sum(priced.seconds[0] for priced in path), sum(priced.seconds[1] for priced in path) if training else 0.0,
+            pricer.counts.of_parameter[use.source]))
+    return tuple(found)
+
+
+def _named(space: StrategySpace, index: int, block: str) -> str:
+    """A decision as block layouts name it: an op by its module within the block, and the op; others by their names."""
+    decision = space.decisions[index]
+    if decision.kind != "op":
+        return decision.name.removeprefix(block).lstrip(".") or decision.name
+    node = space.graph.nodes[decision.node]
+    where = node.module_path.removeprefix(block).lstrip(".")
+    return f"{where} {node.op_name.removeprefix('aten.').rsplit('.', 1)[0]}".strip()
+
+
+def _action(step: Step) -> str:
+    """What a step does forward, and backward if that is another collective."""
+    kinds = dict.fromkeys(kind.replace("_", "-") for kind in (step.forward, step.backward) if kind in COLLECTIVES)
+    return ", backward ".join(kinds) or "local"
+
+
 def memory_profile(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy]) -> MemoryProfile:
     """Bytes by kind on the fullest rank along a step, from the same rows by which the search judged memory."""
     space, counts = pricer.space, pricer.counts
@@ -150,4 +187,4 @@ def _sampled(pricer: SpacePricer, live: np.ndarray) -> MemoryProfile:
                          tuple(tuple(float(round(live[place, k])) for k in kept) for place in places))
 
 
-__all__ = ["memory_profile", "workload"]
+__all__ = ["memory_profile", "redistributions", "workload"]

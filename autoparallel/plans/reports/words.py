@@ -15,6 +15,8 @@ ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
 PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
             "expert": "expert parallel", "replicated": "computed by every rank"}
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B", "zero_bubble": "zero bubble"}
+#: Modules named in a departure, at most.
+MOST_NAMES = 5
 _GENERIC = re.compile(r"axis\d+|devices")
 
 
@@ -86,16 +88,28 @@ def _cuts_vocabulary(plan: Plan, axis: int) -> bool:
 
 
 def _folded(departures: Iterable[str], vocabulary: bool) -> Iterator[str]:
-    """Departures of equal modules as one: "model.layers.*.mlp.down_proj (32 times) is data parallel"."""
-    counts = Counter[tuple[str, str]]()
+    """Departures by role: "q_proj, k_proj (160 products) are data parallel"."""
+    found: dict[str, Counter[str]] = {}
     for text in departures:
         where, _, role = text.rpartition(": ")
         path = where.rsplit(" ", 1)[0]
-        counts[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), role.rpartition("(")[2].rstrip(")")] += 1
-    for (path, role), count in counts.items():
-        times = f" ({count} times)" if count > 1 else ""
-        what = "in shards by vocabulary" if vocabulary and role == "tensor" and count == 1 else PARALLEL.get(role, role)
-        yield f"{path}{times} is {what}"
+        name = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+        found.setdefault(role.rpartition("(")[2].rstrip(")"), Counter())[name] += 1
+    for role, counts in found.items():
+        names, total = [_short(name) for name in counts], counts.total()
+        said = ", ".join(dict.fromkeys(names[:MOST_NAMES])) + (", ..." if len(names) > MOST_NAMES else "")
+        times = f" ({total} products)" if total > 1 else ""
+        what = "in shards by vocabulary" if vocabulary and role == "tensor" and total == 1 else PARALLEL.get(role, role)
+        yield f"{said}{times} {'are' if total > 1 else 'is'} {what}"
+
+
+def _short(name: str) -> str:
+    """The last words of a module's path that are no number.
+
+    >>> _short("model.layers.*.self_attn.q_proj"), _short("experts.*")
+    ('q_proj', 'experts')
+    """
+    return next((part for part in reversed(name.split(".")) if part != "*"), name)
 
 
 # ------------------------------------------------------------------------------------------ the whole as a sentence
