@@ -36,9 +36,11 @@ class PartRow:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Equal blocks: a title, their number, a row per part, and each op with its strategy and result layout."""
+    """Equal blocks: a title, the first one's path, their number, a row per part, and each op with its strategy and
+    result layout."""
 
     title: str
+    first: str
     count: int
     rows: tuple[PartRow, ...]
     lines: tuple[tuple[str, str, str], ...]
@@ -48,7 +50,7 @@ def block_rows(plan: Plan, axes: Sequence[AxisWords]) -> tuple[BlockRows, ...]:
     """The blocks of a plan, folded."""
     own = [axis for axis in axes if axis.role != "pipeline"]
     roles = {(product.op, product.strategies, product.layouts): product.roles for product in products_of(plan)}
-    return tuple(BlockRows(_title(block.paths), len(block.paths), _rows(block, len(own), roles), block.lines)
+    return tuple(BlockRows(_title(block.paths), block.paths[0], len(block.paths), _rows(block, len(own), roles), block.lines)
                  for block in plan.blocks)
 
 

@@ -1,0 +1,271 @@
+"""Pictures of a report as numbers: what the page draws, in the units of its drawing areas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autoparallel.plans.answers import Sensitivity
+from autoparallel.plans.record import MemoryProfile, Redistribution, Trial
+from autoparallel.plans.reports.blocks import BlockRows, part_of
+from autoparallel.plans.reports.report import Report
+from autoparallel.plans.reports.timeline import Timeline
+from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
+from autoparallel.plans.reports.words import AxisWords
+
+#: Boxes of a timeline, hosts of a mesh and points of a scatter that are drawn, at most.
+MOST_BOXES, MOST_HOSTS, MOST_POINTS = 5000, 8, 300
+WIDTH, HEIGHT, ROW = 1000.0, 300.0, 24.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A rectangle, circle (``width`` is its radius) or polygon (``points``), of a kind, and what a reader is told."""
+
+    kind: str
+    said: str
+    x: float = 0.0
+    y: float = 0.0
+    width: float = 0.0
+    height: float = 0.0
+    points: str = ""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place on an axis with its text."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Shapes in an area, with marks on both axes, labels of rows, kinds for the legend, and a note."""
+
+    width: float
+    height: float
+    shapes: tuple[Shape, ...]
+    x_marks: tuple[Mark, ...] = ()
+    y_marks: tuple[Mark, ...] = ()
+    rows: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    note: str = ""
+
+
+def timeline_picture(line: Timeline, step_s: float) -> Picture:
+    """Rows of boxes; of more than `MOST_BOXES` the longest."""
+    boxes = [box for box in line.boxes if box.end_s > box.start_s]
+    shown = sorted(boxes, key=lambda box: box.start_s - box.end_s)[:MOST_BOXES]
+    scale = WIDTH / line.total_s if line.total_s else 0.0
+    shapes = tuple(
+        Shape(box.kind, f"{box.name}: {seconds_str(box.end_s - box.start_s)}, from {seconds_str(box.start_s)}",
+              _round(box.start_s * scale), box.row * ROW + 2, max(0.05, _round((box.end_s - box.start_s) * scale)),
+              ROW - 4)
+        for box in sorted(shown, key=lambda box: (box.row, box.start_s)))
+    several = len({row.rank for row in line.rows}) > 1
+    rows = tuple(f"rank {row.rank}: {row.stream}" if several else row.stream for row in line.rows)
+    left = f" The {len(boxes) - len(shown):,} shortest are not drawn." if len(boxes) > len(shown) else ""
+    note = (f"Simulated: {seconds_str(line.total_s)}; predicted: {seconds_str(step_s)}, with what the framework takes "
+            f"once a step.{left}")
+    return Picture(WIDTH, len(rows) * ROW, shapes, tuple(_marks(line.total_s, WIDTH, seconds_str)), (), rows,
+                   _kinds(shapes), note)
+
+
+def memory_picture(memory: MemoryProfile, limit_bytes: float) -> Picture:
+    """Areas by kind over forward and backward, one on the other, and the limit."""
+    top = max([sum(row) for row in memory.num_bytes] + [limit_bytes]) * 1.05 or 1.0
+    below, shapes = [0.0] * len(memory.at), list[Shape]()
+    xs = [_round(passed / 2 * WIDTH) for passed in memory.passed]
+    for number, kind in enumerate(memory.kinds):
+        above = [low + row[number] for low, row in zip(below, memory.num_bytes, strict=True)]
+        edge = [*zip(xs, above, strict=True), *reversed([*zip(xs, below, strict=True)])]
+        most = max(row[number] for row in memory.num_bytes)
+        shapes.append(Shape(f"m{number}", f"{kind}: at most {bytes_str(most)}", points=" ".join(
+            f"{x:g},{_round(HEIGHT - y / top * HEIGHT):g}" for x, y in edge)))
+        below = above
+    if limit_bytes:
+        shapes.append(Shape("limit", f"limit {bytes_str(limit_bytes)}", 0.0, HEIGHT - limit_bytes / top * HEIGHT, WIDTH,
+                            1.5))
+    for x, place, row in zip(xs, memory.at, memory.num_bytes, strict=True):
+        parts = ", ".join(f"{kind} {bytes_str(count)}" for kind, count in zip(memory.kinds, row, strict=True) if count)
+        shapes.append(Shape("reading", f"{place}: {bytes_str(sum(row))} ({parts})", x - 2.5, 0.0, 5.0, HEIGHT))
+    marks = (Mark(0.0, "forward"), Mark(WIDTH / 2, "backward"), Mark(WIDTH, "end"))
+    return Picture(WIDTH, HEIGHT, tuple(shapes), marks, tuple(_marks(top, HEIGHT, bytes_str)), (), memory.kinds)
+
+
+def scatter_picture(trials: Sequence[Trial], limit_bytes: float) -> Picture:
+    """Step time (right) against memory (up) of the combinations tried; those of unknown memory on the lower edge. The
+    Pareto front: nothing is both faster and smaller."""
+    some = sorted(trials, key=lambda trial: (trial.estimated, trial.step_s))[:MOST_POINTS]
+    fast = min(trial.step_s for trial in some)
+    slow = max([trial.step_s for trial in some if trial.step_s <= 4 * fast] + [fast * 1.01])
+    top = max([trial.peak_bytes for trial in some] + [limit_bytes]) * 1.05 or 1.0
+    front, shapes = _front(some), list[Shape]()
+    for trial in some:
+        if trial.step_s > slow:
+            continue
+        kind = "estimated" if trial.estimated else "front" if trial in front else "planned"
+        known = bytes_str(trial.peak_bytes) if trial.peak_bytes else "memory not known"
+        shapes.append(Shape(kind, f"{trial.what}: {seconds_str(trial.step_s)}, {known} ({kind})",
+                            _round(10 + (trial.step_s - fast) / (slow - fast) * (WIDTH - 20)),
+                            _round(HEIGHT - 8 - trial.peak_bytes / top * (HEIGHT - 16)), 6.0))
+    if limit_bytes:
+        shapes.append(Shape("limit", f"limit {bytes_str(limit_bytes)}", 0.0,
+                            HEIGHT - 8 - limit_bytes / top * (HEIGHT - 16), WIDTH, 1.5))
+    left = len(trials) - sum(shape.kind != "limit" for shape in shapes)
+    marks = tuple(Mark(10 + share * (WIDTH - 20), seconds_str(fast + share * (slow - fast))) for share in (0, 0.5, 1))
+    return Picture(WIDTH, HEIGHT, tuple(shapes), marks, tuple(_marks(top, HEIGHT, bytes_str)), (), _kinds(shapes),
+                   f"{left} combinations that are slower, or more than {MOST_POINTS}, are not drawn." if left else "")
+
+
+def _front(trials: Iterable[Trial]) -> set[Trial]:
+    found, least = set[Trial](), math.inf
+    for trial in sorted((t for t in trials if t.peak_bytes), key=lambda t: (t.step_s, t.peak_bytes)):
+        if trial.peak_bytes < least:
+            found.add(trial)
+            least = trial.peak_bytes
+    return found
+
+
+def search_picture(points: Sequence[tuple[float, str, float, float]]) -> Picture:
+    """Best cost and bound after each phase of each search, in the order in which they were told."""
+    top = max(best for _, _, best, _ in points) * 1.05 or 1.0
+    last = max(at for at, *_ in points) or 1.0
+    shapes = []
+    for at, phase, best, bound in points:
+        x = _round(10 + at / last * (WIDTH - 20))
+        for kind, value in (("best", best), ("bound", bound)):
+            shapes.append(Shape(kind, f"{at:.2f} s, {phase}: {kind} {seconds_str(value)}", x,
+                                _round(HEIGHT - 8 - value / top * (HEIGHT - 16)), 5.0))
+    marks = tuple(Mark(10 + share * (WIDTH - 20), f"{share * last:.1f} s") for share in (0, 0.5, 1))
+    return Picture(WIDTH, HEIGHT, tuple(shapes), marks, tuple(_marks(top, HEIGHT, seconds_str)), (), ("best", "bound"))
+
+
+def tornado_picture(found: Sequence[Sensitivity], step_s: float) -> Picture:
+    """The change of the step with each link's bandwidth or the memory limit, widest first; bars to the right are
+    slower."""
+    finite = [s for s in found if math.isfinite(s.best_s)]
+    reach = max([abs(s.best_s - step_s) for s in finite] + [1e-12])
+    names = sorted({s.what for s in found},
+                   key=lambda what: -max([abs(s.best_s - step_s) for s in finite if s.what == what] + [0.0]))
+    shapes = []
+    for s in found:
+        row, change = names.index(s.what), s.best_s - step_s
+        if not math.isfinite(change):
+            shapes.append(Shape("slower", f"{s.what} x {s.factor:g}: no plan fits", WIDTH / 2, row * ROW + 4, WIDTH / 2,
+                                ROW - 8))
+            continue
+        width = abs(change) / reach * (WIDTH / 2 - 10)
+        shapes.append(Shape(
+            "slower" if change > 0 else "faster",
+            f"{s.what} x {s.factor:g}: {seconds_str(s.best_s)} ({'+' if change > 0 else ''}"
+            f"{percent_str(change / step_s)})",
+            _round(WIDTH / 2 - (width if change < 0 else 0)), row * ROW + 4, max(1.0, _round(width)), ROW - 8))
+    return Picture(WIDTH, len(names) * ROW, tuple(shapes), (Mark(WIDTH / 2, seconds_str(step_s)),), (), tuple(names),
+                   ("slower", "faster"))
+
+
+# ------------------------------------------------------------------------------------------------------ mesh and blocks
+
+
+@dataclass(frozen=True)
+class DeviceCell:
+    """A device by its rank, its coordinates on the axes, and the number of its group along each axis."""
+
+    rank: int
+    coordinates: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
+def hosts(axes: Sequence[AxisWords], devices: int, host_devices: int) -> list[list[DeviceCell]]:
+    """The first hosts, with their devices; ranks lie row by row, so that the last axis runs over neighbours."""
+    sizes = [axis.size for axis in axes]
+    per_host = max(1, min(host_devices or devices, 64))
+    shown = min(devices, MOST_HOSTS * per_host)
+    cells = [_cell(rank, sizes) for rank in range(shown)]
+    return [cells[first : first + per_host] for first in range(0, shown, per_host)]
+
+
+def _cell(rank: int, sizes: Sequence[int]) -> DeviceCell:
+    coordinates, rest = [], rank
+    for size in reversed(sizes):
+        coordinates.append(rest % size)
+        rest //= size
+    coordinates.reverse()
+    groups = []
+    for axis in range(len(sizes)):
+        number = 0
+        for other, size in enumerate(sizes):
+            number = number * size + coordinates[other] if other != axis else number
+        groups.append(number)
+    return DeviceCell(rank, tuple(coordinates), tuple(groups))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """An item of a block's diagram: ops of one module, or (``moved``) a redistribution before them."""
+
+    name: str
+    part: str
+    layout: str
+    ops: int = 0
+    moved: Redistribution | None = None
+    reads: tuple[Redistribution, ...] = ()
+
+
+def block_flow(block: BlockRows, moves: Sequence[Redistribution]) -> list[Flow]:
+    """The ops of a block in order, those of one module together, with the redistributions of activations between them
+    and of parameters beside the ops that read them."""
+    names = [name for name, _, _ in block.lines]
+    before: dict[int, list[Redistribution]] = {}
+    for move in moves:
+        if (place := _place(names, move)) is not None:
+            before.setdefault(place, []).append(move)
+    found = list[Flow]()
+    for number, (name, _, layout) in enumerate(block.lines):
+        here = before.get(number, ())
+        found += [Flow(move.source, "", move.after, moved=move) for move in here if not move.of_parameter]
+        module = name.rsplit(" ", 1)[0] if " " in name else name
+        reads = tuple(move for move in here if move.of_parameter)
+        if found and found[-1].moved is None and found[-1].name == module and found[-1].layout == layout:
+            last = found[-1]
+            found[-1] = Flow(module, last.part, layout, last.ops + 1, None, (*last.reads, *reads))
+        else:
+            found.append(Flow(module, part_of(name), layout, 1, None, reads))
+    return found
+
+
+def _place(names: Sequence[str], move: Redistribution) -> int | None:
+    """The line that reads: the first of that name after the one that makes the tensor."""
+    after = names.index(move.source) + 1 if move.source in names else 0
+    places = [number for number, name in enumerate(names) if name == move.target]
+    return next((number for number in places if number >= after), places[0] if places else None)
+
+
+def moves_of(report: Report, number: int) -> list[Redistribution]:
+    """The redistributions in the block of this number."""
+    if report.record is None:
+        return []
+    title = report.blocks[number].title
+    first = "" if title == "outside blocks" else report.blocks[number].first
+    return [move for move in report.record.redistributions if move.block == first]
+
+
+def _marks(most: float, length: float, text: Callable[[float], str]) -> Iterator[Mark]:
+    """Five marks from nothing to the most."""
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        yield Mark(_round(share * length), text(share * most) if share else "0")
+
+
+def _kinds(shapes: Iterable[Shape]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(shape.kind for shape in shapes))
+
+
+def _round(value: float) -> float:
+    return round(value, 2)
+
+
+__all__ = ["DeviceCell", "Flow", "Picture", "block_flow", "hosts", "memory_picture", "moves_of", "scatter_picture",
+           "search_picture", "timeline_picture", "tornado_picture"]
