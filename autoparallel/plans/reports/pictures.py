@@ -29,7 +29,7 @@ class Shape:
     y: float = 0.0
     width: float = 0.0
     height: float = 0.0
-    points: str = ""
+    points: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def memory_picture(memory: MemoryProfile, limit_bytes: float) -> Picture:
         above = [low + row[number] for low, row in zip(below, memory.num_bytes, strict=True)]
         edge = [*zip(xs, above, strict=True), *reversed([*zip(xs, below, strict=True)])]
         most = max(row[number] for row in memory.num_bytes)
-        shapes.append(Shape(f"m{number}", f"{kind}: at most {bytes_str(most)}", points=" ".join(
-            f"{x:g},{_round(HEIGHT - y / top * HEIGHT):g}" for x, y in edge)))
+        shapes.append(Shape(f"m{number}", f"{kind}: at most {bytes_str(most)}", points=tuple(
+            (x, _round(HEIGHT - y / top * HEIGHT)) for x, y in edge)))
         below = above
     if limit_bytes:
         shapes.append(Shape("limit", f"limit {bytes_str(limit_bytes)}", 0.0, HEIGHT - limit_bytes / top * HEIGHT, WIDTH,
