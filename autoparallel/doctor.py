@@ -29,9 +29,10 @@ class Finding:
 
 def findings() -> Iterator[Finding]:
     """All that is looked at, in order; takes a few seconds."""
-    from autoparallel import __version__
+    import autoparallel
 
-    yield Finding("autoparallel", True, f"{__version__} on Python {platform.python_version()}, {platform.platform()}")
+    version, python = autoparallel.__version__, platform.python_version()
+    yield Finding("autoparallel", True, f"{version} on Python {python}, {platform.platform()}")
     yield from map(_package, PACKAGES)
     yield from _devices()
     yield _tried("planning", _plans, needed=True)

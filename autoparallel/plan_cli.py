@@ -39,9 +39,9 @@ def add_to(app: typer.Typer) -> None:
 
 def _say_version(asked: bool) -> None:
     if asked:
-        from autoparallel import __version__
+        import autoparallel
 
-        typer.echo(f"autoparallel {__version__}")
+        typer.echo(f"autoparallel {autoparallel.__version__}")
         raise typer.Exit
 
 

@@ -129,6 +129,7 @@ def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, opt
     """The solution as a plan (if ``held``), or the best plan, on another cluster or memory limit. Raises as
     `plan_in`."""
     options = replace(options, memory_limit_bytes=limit_bytes, progress=None,
+                      search="auto" if options.search == "local" else options.search,  # of a trial plan
                       time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
     space, hybrid = pricer.space, pricer.counts.hybrid
     if not held:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from autoparallel.errors import PlanError
 from autoparallel.plans.answers import Choice, Sensitivity
@@ -45,8 +45,8 @@ class Workload:
 @dataclass(frozen=True)
 class StageSeconds:
     """Seconds of one stage of a pipeline: forward and backward of a micro-batch, what is done once per step, and
-    sending one micro-batch to the next stage. ``state_bytes`` stay for the step, ``activation_bytes`` for each
-    micro-batch in flight."""
+    sending one micro-batch to the next stage. ``state_bytes`` stay for the step (parameters, gathered ones
+    too, gradients, optimizer state, buffers), ``activation_bytes`` for each micro-batch in flight."""
 
     forward_s: float
     backward_s: float
@@ -114,8 +114,9 @@ class Alternative:
 @dataclass(frozen=True)
 class Record:
     """What planning knew. ``spans``: the timeline of a rank, without a pipeline; ``stages``: seconds by stage, with
-    one. ``redistributions``: of one block of each kind, and outside blocks. ``search``: (seconds since the start, phase, best, bound) after each phase. ``alternatives``,
-    ``sensitivities`` and ``explanations`` (by name of the decision) are answers that were asked for."""
+    one. ``redistributions``: of one block of each kind, and outside blocks. ``trials``: combinations that were tried.
+    ``search``: (seconds since the start, phase, best, bound) after each phase. ``alternatives``, ``sensitivities`` and
+    ``explanations`` (by name of the decision) are answers that were asked for."""
 
     workload: Workload
     spans: tuple[Span, ...] = ()
@@ -152,9 +153,9 @@ def _amounts(record: Record) -> Iterator[tuple[str, float]]:
              *((f"trials[{n}]", trial) for n, trial in enumerate(record.trials)),
              *((f"alternatives[{n}]", one) for n, one in enumerate(record.alternatives))]
     for where, part in parts:
-        for f in fields(part):
-            if isinstance(value := getattr(part, f.name), (int, float)):
-                yield f"{where}.{f.name}", value
+        for name, value in vars(part).items():
+            if isinstance(value, (int, float)):
+                yield f"{where}.{name}", value
     if record.memory is not None:
         for n, row in enumerate((record.memory.passed, *record.memory.num_bytes)):
             yield from ((f"memory row {n}", value) for value in row)

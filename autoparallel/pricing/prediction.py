@@ -46,6 +46,7 @@ class _Parts:
     activations_s: float = 0.0
     state_bytes: float = 0.0
     live_bytes: float = 0.0
+    always_bytes: float = 0.0
     host_bytes: float = 0.0
     repeated: list[int] = field(default_factory=list)
     ranks: int = 1
@@ -172,7 +173,8 @@ def _virtual(hybrid: Hybrid) -> int:
 def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
-                 "once_forward", "again", "activations_s", "state_bytes", "live_bytes", "host_bytes"):
+                 "once_forward", "again", "activations_s", "state_bytes", "live_bytes", "always_bytes",
+                 "host_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     return made
 
@@ -220,9 +222,9 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
         whole_s = s.total - s.once - s.beside_s(profile)
         forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
         share = forward / (s.total - s.once) if s.total > s.once else 0.0
-        saved = max(0.0, s.live_bytes - s.state_bytes) / max(1, held)
+        saved = max(0.0, s.live_bytes - s.always_bytes) / max(1, held)
         found.append(StageSeconds(share * whole_s / count, (1 - share) * whole_s / count, s.once, send_s,
-                                  s.state_bytes, saved))
+                                  s.always_bytes, saved))
     return tuple(found)
 
 
@@ -297,14 +299,17 @@ def _count_use(found: Found, key: tuple[str, str, str, str], times: int, num_byt
 def _add_live_bytes(
     pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Sequence[_Parts]
 ) -> None:
-    """Add the bytes live at the end of each stage's forward pass."""
+    """Add the bytes live at the end of each stage's forward pass, and those of them that live the whole step."""
     counts, num_bytes = pricer.counts, problem.usages.take(problem.cells(pricer.choice_of(strategies)))
     for holders, users in _holders(pricer, problem).items():
         moments = [counts.turning_of(stage) for stage in holders]
         begin, end = problem.intervals[users].T
         live = float(num_bytes[users][(begin <= min(moments)) & (max(moments) < end)].sum())
+        half = len(pricer.space)  # from the turn to the start, and to the end
+        always = float(num_bytes[users][(begin <= min(moments) - half) & (max(moments) + half < end)].sum())
         for stage in holders:
             stages[stage].live_bytes += live
+            stages[stage].always_bytes += always
 
 
 def _holders(pricer: SpacePricer, problem: Problem) -> Mapping[tuple[int, ...], Sequence[int]]:

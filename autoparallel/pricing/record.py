@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -38,7 +37,7 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
     groups = {name: _link(group) for name, group in zip(space.axis_names, pricer.prices.groups, strict=True)}
     if hybrid.pipeline_ranks > 1:
         groups["pipeline"] = _link(cluster.group(sizes, 0))
-    parameters = sum(pricer.space.strategy_sets[d.index].output_metas[0].num_elements
+    parameters = sum(space.strategy_sets[d.index].output_metas[0].num_elements
                      for d in space.decisions if d.kind == "parameter")
     return Workload(
         unit, count * hybrid.micro_batches, float(parameters), model * hybrid.micro_batches, run * hybrid.micro_batches,
@@ -63,22 +62,29 @@ def _counted(pricer: SpacePricer) -> tuple[str, float]:
     return "samples", float(inputs[0].shape[0]) if inputs else 0.0
 
 
-def _flops(pricer: SpacePricer, strategies: Sequence[Strategy]) -> tuple[float, float, Counter[str]]:
+def _flops(pricer: SpacePricer, strategies: Sequence[Strategy]) -> tuple[float, float, dict[str, float]]:
     """FLOPs of a micro-batch on all devices: (as the model needs them, as they run), and the first by dtype."""
-    space, numbers, training = pricer.space, pricer.numbers(strategies), pricer.prices.training
-    model, run, dtypes = 0.0, 0.0, Counter[str]()
-    ranks = math.prod(space.mesh_shape)
-    for decision in space.decisions:
-        s = space.strategy_sets[decision.index]
-        if decision.kind != "op" or s.rule is None or s.rule.op_class not in COUNTED:
-            continue
-        backward = _wanted(s) if training else 0.0
-        again = 1.0 if decision.index in pricer.counts.runs_again else 0.0
-        share = float(share_of_work(s)[numbers[decision.index]]) * ranks
-        own = s.rule.flops * (1 + BACKWARD * backward)
-        model, dtypes[dtype_name(worked_in(s))] = model + own, dtypes[dtype_name(worked_in(s))] + own
-        run += s.rule.flops * share * (1 + again + s.rule.backward_flops * backward)
+    space, runs_again = pricer.space, pricer.counts.runs_again
+    found, which = pricer.each("flops", pricer.decision_codes(strategies), lambda at: _flops_of(pricer, strategies, at))
+    model, run, dtypes = 0.0, 0.0, dict[str, float]()
+    for decision, kind in zip(space.decisions, which.tolist(), strict=True):
+        own, ran, again, dtype = found[kind]
+        model, run = model + own, run + ran + (again if decision.index in runs_again else 0.0)
+        dtypes[dtype] = dtypes.get(dtype, 0.0) + own
     return model, run, dtypes
+
+
+def _flops_of(pricer: SpacePricer, strategies: Sequence[Strategy], index: int) -> tuple[float, float, float, str]:
+    """FLOPs of one op on all devices: (as the model needs them, as they run, of running forward again), and the
+    dtype."""
+    s = pricer.space.strategy_sets[index]
+    if pricer.space.decisions[index].kind != "op" or s.rule is None or s.rule.op_class not in COUNTED:
+        return 0.0, 0.0, 0.0, "float32"
+    backward = _wanted(s) if pricer.prices.training else 0.0
+    number = s.position[strategies[index]]
+    forward = s.rule.flops * float(share_of_work(s)[number]) * math.prod(pricer.space.mesh_shape)
+    return (s.rule.flops * (1 + BACKWARD * backward), forward * (1 + s.rule.backward_flops * backward), forward,
+            dtype_name(worked_in(s)))
 
 
 def _wanted(s: StrategySet) -> float:

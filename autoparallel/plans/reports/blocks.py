@@ -50,8 +50,8 @@ def block_rows(plan: Plan, axes: Sequence[AxisWords]) -> tuple[BlockRows, ...]:
     """The blocks of a plan, folded."""
     own = [axis for axis in axes if axis.role != "pipeline"]
     roles = {(product.op, product.strategies, product.layouts): product.roles for product in products_of(plan)}
-    return tuple(BlockRows(_title(block.paths), block.paths[0], len(block.paths), _rows(block, len(own), roles), block.lines)
-                 for block in plan.blocks)
+    return tuple(BlockRows(_title(block.paths), block.paths[0], len(block.paths), _rows(block, len(own), roles),
+                           block.lines) for block in plan.blocks)
 
 
 def _rows(block: BlockLayouts, num_axes: int, roles: dict[tuple[str, tuple[str, ...], tuple[str, ...]], tuple[str, ...]]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoparallel.plans.answers import Choice
 from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
@@ -66,4 +69,25 @@ def _parts(ours: Report, theirs: Report) -> list[Row]:
     return found
 
 
-__all__ = ["Comparison", "Row", "compare"]
+def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
+    """Strategies of a decision, the chosen one first: (name, seconds with all else unchanged, seconds of the best plan
+    with it, lower bound); those of others as differences from the chosen one."""
+    own_s = choices[0].alone_s if choices else 0.0
+
+    def said(seconds: float, none: str) -> str:
+        if not math.isfinite(seconds):
+            return none
+        return f"{'-' if seconds < own_s else '+'}{seconds_str(abs(seconds - own_s))}"
+
+    found = []
+    for number, c in enumerate(choices):
+        name = "·".join(c.strategy)
+        if not number and math.isfinite(own_s):
+            found.append((f"{name} (chosen)", seconds_str(own_s), seconds_str(own_s), seconds_str(c.least_s)))
+        else:
+            resolved = "" if c.resolved_s is None else said(c.resolved_s, "none")
+            found.append((name, said(c.alone_s, "not possible"), resolved, said(c.least_s, "none")))
+    return found
+
+
+__all__ = ["Comparison", "Row", "compare", "explained"]

@@ -15,6 +15,7 @@ from autoparallel.errors import PlanError, printable
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.reports import pictures, units
 from autoparallel.plans.reports.build import report_of
+from autoparallel.plans.reports.comparison import explained
 from autoparallel.plans.reports.glossary import GLOSSARY
 from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.timeline import timeline_of
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).with_name("templates")
 #: Letters of a name that are shown; the rest is left out.
-MOST_LETTERS = 200
+MOST_LETTERS = 1000
+#: Points of the search's history that make a picture.
+LEAST_POINTS = 3
 
 
 def page(plan: Plan) -> str:
@@ -33,7 +36,8 @@ def page(plan: Plan) -> str:
     style, script = (_text(name) for name in ("page.css", "page.js"))
     return _template().render(
         report=report, style=style, script=script, policy=_policy(style, script), glossary=GLOSSARY,
-        pictures=_pictures(plan, report), hosts=_hosts(report), flows=_flows(report), max_hosts=pictures.MOST_HOSTS,
+        pictures=_pictures(report), timelines=_timelines(plan, report), hosts=_hosts(report), flows=_flows(report),
+        explained=explained,
     )
 
 
@@ -74,24 +78,30 @@ def _shown(value: Any) -> Any:
     if type(value) is not str:
         return value
     text = printable(value)
-    return text if len(text) <= MOST_LETTERS * 5 else text[: MOST_LETTERS * 5] + "..."
+    return text if len(text) <= MOST_LETTERS else text[:MOST_LETTERS] + "..."
 
 
-def _pictures(plan: Plan, report: Report) -> dict[str, pictures.Picture]:
+def _timelines(plan: Plan, report: Report) -> list[pictures.Picture]:
+    """The timeline, in one picture or two; where there is none, an empty picture says why."""
+    if report.record is None:
+        return []
+    try:
+        return pictures.timeline_pictures(timeline_of(plan), plan.prediction.step_s)
+    except PlanError as error:
+        return [pictures.Picture(0, 0, (), note=str(error))]
+
+
+def _pictures(report: Report) -> dict[str, pictures.Picture]:
     """The pictures that the plan's record has numbers for."""
     found = dict[str, pictures.Picture]()
     record = report.record
     if record is None:
         return found
-    try:
-        found["timeline"] = pictures.timeline_picture(timeline_of(plan), plan.prediction.step_s)
-    except PlanError as error:
-        found["timeline"] = pictures.Picture(0, 0, (), note=str(error))
     if record.memory is not None and record.memory.at:
         found["memory"] = pictures.memory_picture(record.memory, report.memory.limit_bytes)
     if record.trials:
         found["trials"] = pictures.scatter_picture(record.trials, report.memory.limit_bytes)
-    if record.search:
+    if len(record.search) >= LEAST_POINTS:
         found["search"] = pictures.search_picture(record.search)
     if record.sensitivities:
         found["tornado"] = pictures.tornado_picture(record.sensitivities, report.speed.step_s)

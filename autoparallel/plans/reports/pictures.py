@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from autoparallel.plans.answers import Sensitivity
 from autoparallel.plans.record import MemoryProfile, Redistribution, Trial
 from autoparallel.plans.reports.blocks import BlockRows, part_of
 from autoparallel.plans.reports.report import Report
-from autoparallel.plans.reports.timeline import Timeline
+from autoparallel.plans.reports.timeline import Box, Timeline
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 from autoparallel.plans.reports.words import AxisWords
 
 #: Boxes of a timeline, hosts of a mesh and points of a scatter that are drawn, at most.
 MOST_BOXES, MOST_HOSTS, MOST_POINTS = 5000, 8, 300
+#: A limit of so many times the peak is above the picture.
+FAR = 2.0
+#: Rows of a timeline; with more, sends have none.
+MOST_ROWS = 16
 WIDTH, HEIGHT, ROW = 1000.0, 300.0, 24.0
 
 
@@ -54,28 +58,49 @@ class Picture:
     note: str = ""
 
 
-def timeline_picture(line: Timeline, step_s: float) -> Picture:
-    """Rows of boxes; of more than `MOST_BOXES` the longest."""
-    boxes = [box for box in line.boxes if box.end_s > box.start_s]
-    shown = sorted(boxes, key=lambda box: box.start_s - box.end_s)[:MOST_BOXES]
-    scale = WIDTH / line.total_s if line.total_s else 0.0
-    shapes = tuple(
-        Shape(box.kind, f"{box.name}: {seconds_str(box.end_s - box.start_s)}, from {seconds_str(box.start_s)}",
-              _round(box.start_s * scale), box.row * ROW + 2, max(0.05, _round((box.end_s - box.start_s) * scale)),
-              ROW - 4)
-        for box in sorted(shown, key=lambda box: (box.row, box.start_s)))
-    several = len({row.rank for row in line.rows}) > 1
-    rows = tuple(f"rank {row.rank}: {row.stream}" if several else row.stream for row in line.rows)
-    left = f" The {len(boxes) - len(shown):,} shortest are not drawn." if len(boxes) > len(shown) else ""
+def timeline_pictures(line: Timeline, step_s: float) -> list[Picture]:
+    """Rows of boxes: the whole step, or, of more than `MOST_BOXES`, its beginning and its end."""
     note = (f"Simulated: {seconds_str(line.total_s)}; predicted: {seconds_str(step_s)}, with what the framework takes "
-            f"once a step.{left}")
-    return Picture(WIDTH, len(rows) * ROW, shapes, tuple(_marks(line.total_s, WIDTH, seconds_str)), (), rows,
-                   _kinds(shapes), note)
+            "once a step.")
+    left_out = {number for number, row in enumerate(line.rows) if row.stream == "send"} \
+        if len(line.rows) > MOST_ROWS else set()
+    boxes = [box for box in line.boxes if box.end_s > box.start_s and box.row not in left_out]
+    note += " Sends are left out." if left_out else ""
+    if len(boxes) <= MOST_BOXES:
+        return [_window(line, boxes, (0.0, line.total_s), left_out, note)]
+    half = MOST_BOXES // 2
+    first = (0.0, sorted(box.start_s for box in boxes)[half])
+    last = (sorted(box.end_s for box in boxes)[-half], line.total_s)
+    note += " The picture has beginning and end; a trace (--trace) has all."
+    return [_window(line, boxes, first, left_out, ""), _window(line, boxes, last, left_out, note)]
+
+
+def _window(line: Timeline, boxes: Sequence[Box], window: tuple[float, float], left_out: set[int], note: str
+            ) -> Picture:
+    """The boxes between two times."""
+    begin, end = window
+    scale = WIDTH / (end - begin) if end > begin else 0.0
+    shown = [number for number in range(len(line.rows)) if number not in left_out]
+    height = {number: place * ROW for place, number in enumerate(shown)}
+    shapes = []
+    for box in sorted(boxes, key=lambda box: (box.row, box.start_s)):
+        if box.end_s > begin and box.start_s < end:
+            left, right = max(box.start_s, begin), min(box.end_s, end)
+            said = f"{box.name}: {seconds_str(box.end_s - box.start_s)}, from {seconds_str(box.start_s)}"
+            shapes.append(Shape(box.kind, said, _round((left - begin) * scale), height[box.row] + 2,
+                                max(0.05, _round((right - left) * scale)), ROW - 4))
+    several = len({row.rank for row in line.rows}) > 1
+    rows = tuple((f"rank {line.rows[n].rank}: " if several else "") + line.rows[n].stream for n in shown)
+    marks = tuple(Mark(share * WIDTH, seconds_str(begin + share * (end - begin)) if begin or share else "0")
+                  for share in (0.0, 0.25, 0.5, 0.75, 1.0))
+    return Picture(WIDTH, len(rows) * ROW, tuple(shapes), marks, (), rows, _kinds(shapes), note)
 
 
 def memory_picture(memory: MemoryProfile, limit_bytes: float) -> Picture:
     """Areas by kind over forward and backward, one on the other, and the limit."""
-    top = max([sum(row) for row in memory.num_bytes] + [limit_bytes]) * 1.05 or 1.0
+    peak = max(sum(row) for row in memory.num_bytes)
+    far = limit_bytes > FAR * peak
+    top = 1.05 * (peak if far else max(peak, limit_bytes)) or 1.0
     below, shapes = [0.0] * len(memory.at), list[Shape]()
     xs = [_round(passed / 2 * WIDTH) for passed in memory.passed]
     for number, kind in enumerate(memory.kinds):
@@ -85,14 +110,15 @@ def memory_picture(memory: MemoryProfile, limit_bytes: float) -> Picture:
         shapes.append(Shape(f"m{number}", f"{kind}: at most {bytes_str(most)}", points=tuple(
             (x, _round(HEIGHT - y / top * HEIGHT)) for x, y in edge)))
         below = above
-    if limit_bytes:
+    if limit_bytes and not far:
         shapes.append(Shape("limit", f"limit {bytes_str(limit_bytes)}", 0.0, HEIGHT - limit_bytes / top * HEIGHT, WIDTH,
                             1.5))
     for x, place, row in zip(xs, memory.at, memory.num_bytes, strict=True):
         parts = ", ".join(f"{kind} {bytes_str(count)}" for kind, count in zip(memory.kinds, row, strict=True) if count)
         shapes.append(Shape("reading", f"{place}: {bytes_str(sum(row))} ({parts})", x - 2.5, 0.0, 5.0, HEIGHT))
     marks = (Mark(0.0, "forward"), Mark(WIDTH / 2, "backward"), Mark(WIDTH, "end"))
-    return Picture(WIDTH, HEIGHT, tuple(shapes), marks, tuple(_marks(top, HEIGHT, bytes_str)), (), memory.kinds)
+    return Picture(WIDTH, HEIGHT, tuple(shapes), marks, tuple(_marks(top, HEIGHT, bytes_str)), (), memory.kinds,
+                   f"The limit, {bytes_str(limit_bytes)}, lies above the picture." if far else "")
 
 
 def scatter_picture(trials: Sequence[Trial], limit_bytes: float) -> Picture:
@@ -132,14 +158,15 @@ def _front(trials: Iterable[Trial]) -> set[Trial]:
 def search_picture(points: Sequence[tuple[float, str, float, float]]) -> Picture:
     """Best cost and bound after each phase of each search, in the order in which they were told."""
     top = max(best for _, _, best, _ in points) * 1.05 or 1.0
-    last = max(at for at, *_ in points) or 1.0
+    start, last = min(at for at, *_ in points), max(at for at, *_ in points)
+    length = last - start or 1.0
     shapes = []
     for at, phase, best, bound in points:
-        x = _round(10 + at / last * (WIDTH - 20))
+        x = _round(10 + (at - start) / length * (WIDTH - 20))
         for kind, value in (("best", best), ("bound", bound)):
             shapes.append(Shape(kind, f"{at:.2f} s, {phase}: {kind} {seconds_str(value)}", x,
                                 _round(HEIGHT - 8 - value / top * (HEIGHT - 16)), 5.0))
-    marks = tuple(Mark(10 + share * (WIDTH - 20), f"{share * last:.1f} s") for share in (0, 0.5, 1))
+    marks = tuple(Mark(10 + share * (WIDTH - 20), f"{start + share * length:.1f} s") for share in (0, 0.5, 1))
     return Picture(WIDTH, HEIGHT, tuple(shapes), marks, tuple(_marks(top, HEIGHT, seconds_str)), (), ("best", "bound"))
 
 
@@ -250,7 +277,18 @@ def moves_of(report: Report, number: int) -> list[Redistribution]:
         return []
     title = report.blocks[number].title
     first = "" if title == "outside blocks" else report.blocks[number].first
-    return [move for move in report.record.redistributions if move.block == first]
+    labels = {axis.name: axis.label for axis in report.axes}
+    return [replace(move, how=_steps_said(move.how, labels)) for move in report.record.redistributions
+            if move.block == first]
+
+
+def _steps_said(how: Sequence[str], labels: Mapping[str, str]) -> tuple[str, ...]:
+    """Equal steps on several axes as one: "all-gather over data-inner and data-outer"."""
+    axes: dict[str, list[str]] = {}
+    for step in how:
+        action, _, axis = step.partition(" over ")
+        axes.setdefault(action, []).append(labels.get(axis, axis))
+    return tuple(f"{action} over {' and '.join(names)}" for action, names in axes.items())
 
 
 def _marks(most: float, length: float, text: Callable[[float], str]) -> Iterator[Mark]:
@@ -268,4 +306,4 @@ def _round(value: float) -> float:
 
 
 __all__ = ["DeviceCell", "Flow", "Picture", "block_flow", "hosts", "memory_picture", "moves_of", "scatter_picture",
-           "search_picture", "timeline_picture", "tornado_picture"]
+           "search_picture", "timeline_pictures", "tornado_picture"]

@@ -31,7 +31,8 @@ def _speed(speed: Speed) -> str:
         text += f" = {count_str(speed.per_device_per_s)} {speed.unit}/s per device"
     if speed.mfu is not None and speed.hfu is not None:
         text += f", {percent_str(speed.mfu)} MFU"
-        text += f" ({percent_str(speed.hfu)} HFU)" if speed.hfu > 1.005 * speed.mfu else ""
+        same = percent_str(speed.hfu) == percent_str(speed.mfu)
+        text += "" if same else f" ({percent_str(speed.hfu)} HFU)"
     return text
 
 

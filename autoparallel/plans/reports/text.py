@@ -15,7 +15,7 @@ from autoparallel.plans.answers import Choice, Sensitivity
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Alternative
 from autoparallel.plans.reports.build import report_of
-from autoparallel.plans.reports.comparison import Comparison
+from autoparallel.plans.reports.comparison import Comparison, explained
 from autoparallel.plans.reports.report import Collectives, Report
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
@@ -189,10 +189,8 @@ def explanation(name: str, choices: Sequence[Choice]) -> Table:
     """The answer of `Study.explain` for decision ``name`` as a table."""
     columns = ("strategy", "all else unchanged", "best plan with it", "lower bound")
     table = _table(f"{name}: step time with each strategy", columns, right=columns[1:])
-    for c in choices:
-        alone = "not possible" if c.alone_s == float("inf") else seconds_str(c.alone_s)
-        resolved = "" if c.resolved_s is None else "none" if c.resolved_s == float("inf") else seconds_str(c.resolved_s)
-        table.add_row("·".join(c.strategy), alone, resolved, seconds_str(c.least_s))
+    for row in explained(choices):
+        table.add_row(*row)
     return table
 
 

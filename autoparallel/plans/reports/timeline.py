@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from autoparallel.errors import PlanError
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Record, StageSeconds
 from autoparallel.schedule.step_config import Hybrid
 
-if TYPE_CHECKING:
-    from cost_models.timeline import Task
-
+SAID = {"F": "forward", "B": "backward", "W": "weight gradients"}
 #: The kinds of boxes by the beginnings of their names.
 KINDS = (("gather", "gather"), ("reduce", "reduce"), ("gradients of activations", "exchange"),
          ("activations", "exchange"), ("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"),
-         ("micro-batches", "forward"), ("send", "exchange"), ("once", "optimizer"))
+         ("micro-batches", "forward"), ("send", "exchange"), ("once", "optimizer"),
+         ("weight gradients", "backward"))
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,7 @@ class Timeline:
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """The timeline of a plan. Raises PlanError for plans without a record, and for zero bubble, whose order of
-    micro-batches is not known here."""
+    """The timeline of a plan. Raises PlanError for plans without a record."""
     record = plan.known
     if record is None:
         raise PlanError("the plan has no timeline: it was written by an older version; plan again")
@@ -113,10 +110,9 @@ def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
     sends = _issue(stages, hybrid, orders, number)
     for rank, actions in enumerate(orders):
         for kind, stage, micro in actions:
-            seconds = stages[stage].forward_s if kind == "F" else stages[stage].backward_s
             after = _before(kind, stage, micro, hybrid.stages, where, number, sends)
-            tasks.append(Task(seconds, "compute", after, rank))
-            names.append(f"{'forward' if kind == 'F' else 'backward'} of micro-batch {micro}, stage {stage}")
+            tasks.append(Task(_seconds(kind, stages[stage], hybrid), "compute", after, rank))
+            names.append(f"{SAID[kind]} of micro-batch {micro}, stage {stage}")
             if (rank, kind, stage, micro) in sends:
                 sent_s = stages[stage if kind == "F" else stage - 1].send_s
                 tasks.append(Task(sent_s, "send", (len(tasks) - 1,), rank))
@@ -131,6 +127,13 @@ def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
                   for name, task, start_s, end_s in zip(names, tasks, line.start_s, line.end_s, strict=True))
     return Timeline(rows, boxes, line.total_s, tuple(_held_by(rank, actions, stages, boxes)
                                                      for rank, actions in enumerate(orders)))
+
+
+def _seconds(kind: str, stage: StageSeconds, hybrid: Hybrid) -> float:
+    """Zero bubble splits backward in two, here in equal parts: gradients of inputs, then of weights."""
+    if kind == "F":
+        return stage.forward_s
+    return stage.backward_s / (2 if hybrid.schedule == "zero_bubble" else 1)
 
 
 def _issue(stages: Sequence[StageSeconds], hybrid: Hybrid, orders: Sequence[Sequence[tuple[str, int, int]]],
@@ -152,6 +155,8 @@ def _before(kind: str, stage: int, micro: int, stages: int, where: dict[tuple[st
             number: dict[tuple[int, str, int, int], int], sends: dict[tuple[int, str, int, int], int]
             ) -> tuple[int, ...]:
     """What a forward or backward of a stage waits for: the neighbour's send, or its own forward at the end."""
+    if kind == "W":
+        return ()
     other = ("F", stage - 1, micro) if kind == "F" else ("B", stage + 1, micro)
     if 0 <= other[1] < stages:
         return (sends[where[other], *other],)
@@ -162,17 +167,15 @@ def _before(kind: str, stage: int, micro: int, stages: int, where: dict[tuple[st
 
 
 def _order(hybrid: Hybrid, rank: int) -> Iterator[tuple[str, int, int]]:
-    """(F or B, stage, micro-batch) of one rank of the pipeline axis, in order, as torch.distributed.pipelining and
-    Megatron run them. Raises PlanError for zero bubble."""
+    """(F, B or W, stage, micro-batch) of one rank of the pipeline axis, in order, as torch.distributed.pipelining runs
+    them; W: the gradients of weights, where backward is in two parts."""
     from cost_models.pipeline import order, warm_up
 
     own, micro_batches = hybrid.stages_of(rank), hybrid.micro_batches_of(rank)
-    if hybrid.schedule == "zero_bubble":
-        raise PlanError("the timeline of schedule 'zero_bubble' is not drawn: its backward has two parts")
     if hybrid.schedule == "gpipe":
         yield from (("F", own[0], micro) for micro in micro_batches)
         yield from (("B", own[0], micro) for micro in micro_batches)
-    elif hybrid.schedule == "1f1b" or len(own) == 1:
+    elif hybrid.schedule == "1f1b":
         ahead = warm_up(hybrid.groups, own[0])
         yield from ((kind, own[0], micro) for kind, micro in order(ahead, micro_batches))
     else:
@@ -180,11 +183,13 @@ def _order(hybrid: Hybrid, rank: int) -> Iterator[tuple[str, int, int]]:
 
 
 def _interleaved(hybrid: Hybrid, rank: int, own: Sequence[int]) -> Iterator[tuple[str, int, int]]:
-    """Interleaved 1F1B (Narayanan et al. 2021): micro-batches in rounds, each through all of a rank's stages."""
-    ranks, count, chunks = hybrid.pipeline_ranks, hybrid.micro_batches, len(own)
+    """Interleaved 1F1B (Narayanan et al. 2021): micro-batches in rounds, each through all of a rank's stages. With zero
+    bubble (Qi et al. 2023) the gradients of weights come later, in the order of backward."""
+    ranks, late = hybrid.pipeline_ranks, hybrid.schedule == "zero_bubble"
+    count, chunks = hybrid.micro_batches, len(own)
     per_round = count // max(1, count // ranks)
     total = count * chunks
-    warm = min(total, (chunks - 1) * per_round + 2 * (ranks - 1 - rank))
+    warm = min(total, (chunks - 1) * per_round + (1 if late else 2) * (ranks - 1 - rank))
 
     def action(kind: str, step: int) -> tuple[str, int, int]:
         chunk, within = step // per_round % chunks, step % per_round
@@ -196,16 +201,22 @@ def _interleaved(hybrid: Hybrid, rank: int, own: Sequence[int]) -> Iterator[tupl
         if warm + step < total:
             yield action("F", warm + step)
         yield action("B", step)
+        if late and step >= rank:
+            yield ("W", *action("B", step - rank)[1:])
+    for step in range(max(0, total - rank), total) if late else ():
+        yield ("W", *action("B", step)[1:])
 
 
 def _held_by(rank: int, actions: Sequence[tuple[str, int, int]], stages: Sequence[StageSeconds], boxes: Sequence[Box]
              ) -> tuple[tuple[float, float], ...]:
-    """The memory of a pipeline rank in time: state, and activations from forward to the end of backward."""
+    """The memory of a pipeline rank in time: state, and activations from forward to the end of the last part of
+    backward."""
+    last = "W" if any(kind == "W" for kind, _, _ in actions) else "B"
     own = [box for box in boxes if box.row == 2 * rank and box.kind in ("forward", "backward")]
     held = sum(stages[stage].state_bytes for stage in {stage for _, stage, _ in actions})
     points = [(0.0, held)]
     for (kind, stage, _), box in zip(actions, own, strict=True):
-        held += stages[stage].activation_bytes * (1 if kind == "F" else -1)
+        held += stages[stage].activation_bytes * {"F": 1, last: -1}.get(kind, 0)
         points.append((box.start_s if kind == "F" else box.end_s, held))
     return tuple(points)
 

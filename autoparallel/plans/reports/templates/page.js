@@ -38,26 +38,24 @@ for (const chart of document.querySelectorAll("svg[data-read]")) {
   });
 }
 
-const timeline = document.getElementById("timeline");
-let zoomed = 1;
-
-function zoom(factor) {
-  const around = timeline.parentElement;
+function zoom(chart, factor) {
+  const around = chart.parentElement;
   const middle = (around.scrollLeft + around.clientWidth / 2) / Math.max(1, around.scrollWidth);
-  zoomed = factor ? Math.min(Math.max(zoomed * factor, 1), 64) : 1;
-  timeline.setAttribute("width", zoomed === 1 ? "100%" : String(Math.round(around.clientWidth * zoomed)));
-  const marks = around.querySelector(".x-marks");
-  marks.toggleAttribute("hidden", zoomed !== 1);
+  const zoomed = factor ? Math.min(Math.max(Number(chart.dataset.zoomed || 1) * factor, 1), 64) : 1;
+  chart.dataset.zoomed = String(zoomed);
+  chart.setAttribute("width", zoomed === 1 ? "100%" : String(Math.round(around.clientWidth * zoomed)));
+  around.querySelector(".x-marks").toggleAttribute("hidden", zoomed !== 1);
   around.scrollLeft = middle * around.scrollWidth - around.clientWidth / 2;
 }
 
-if (timeline) {
-  for (const button of document.querySelectorAll("button[data-zoom]")) {
-    button.addEventListener("click", () => zoom(Number(button.dataset.zoom)));
+for (const buttons of document.querySelectorAll(".zoom")) {
+  const chart = document.getElementById(buttons.dataset.for);
+  for (const button of buttons.children) {
+    button.addEventListener("click", () => zoom(chart, Number(button.dataset.zoom)));
   }
-  timeline.addEventListener("keydown", (event) => {
+  chart.addEventListener("keydown", (event) => {
     const factor = { "+": 2, "=": 2, "-": 0.5, 0: 0 }[event.key];
-    if (factor !== undefined) zoom(factor);
+    if (factor !== undefined) zoom(chart, factor);
   });
 }
 
