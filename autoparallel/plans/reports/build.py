@@ -52,10 +52,12 @@ def _memory(p: Prediction, record: Record | None) -> Memory:
     plain = p.peak_bytes, p.limit_bytes, p.state_bytes, p.activation_bytes, p.host_bytes
     if record is None or record.memory is None or not record.memory.num_bytes:
         return Memory(*plain, (("parameters, gradients and optimizer state", p.state_bytes),
-                               ("activations at the end of forward", p.activation_bytes)))
+                               ("activations at the end of forward", p.activation_bytes)),
+                      device_bytes=record.workload.memory_bytes if record else 0.0)
     table = record.memory
     at = max(range(len(table.at)), key=lambda n: sum(table.num_bytes[n]))
-    return Memory(*plain, tuple(zip(table.kinds, table.num_bytes[at], strict=True)), table.at[at])
+    return Memory(*plain, tuple(zip(table.kinds, table.num_bytes[at], strict=True)), table.at[at],
+                  record.workload.memory_bytes)
 
 
 def _times(p: Prediction) -> tuple[Time, ...]:

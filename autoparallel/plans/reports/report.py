@@ -43,7 +43,7 @@ class Speed:
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the fullest rank. ``limit_bytes``: what tensors may take (0: no limit). ``kinds``: at the peak.
-    ``fullest``: the place of the peak."""
+    ``fullest``: the place of the peak. ``device_bytes``: of the device (0: not known)."""
 
     peak_bytes: float
     limit_bytes: float
@@ -52,6 +52,7 @@ class Memory:
     host_bytes: float
     kinds: tuple[tuple[str, float], ...] = ()
     fullest: str = ""
+    device_bytes: float = 0.0
 
     @property
     def margin_bytes(self) -> float:

@@ -40,7 +40,9 @@ def _memory(memory: Memory) -> str:
     peak = bytes_str(memory.peak_bytes)
     host = f", and {bytes_str(memory.host_bytes)} of the host's memory" if memory.host_bytes else ""
     if not memory.limit_bytes:
-        return f"{peak} a device, without a limit{host}"
+        fits = "" if memory.peak_bytes <= memory.device_bytes else "; does not fit"
+        whole = f", of the {bytes_str(memory.device_bytes)} that it has{fits}" if memory.device_bytes else ""
+        return f"{peak} a device{whole}{host}"
     margin = memory.margin_bytes
     room = f"margin {bytes_str(margin)}" if margin >= 0 else f"does not fit: {bytes_str(-margin)} too much"
     return f"{peak} of {bytes_str(memory.limit_bytes)} ({room}){host}"

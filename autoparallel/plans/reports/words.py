@@ -92,24 +92,22 @@ def _folded(departures: Iterable[str], vocabulary: bool) -> Iterator[str]:
     found: dict[str, Counter[str]] = {}
     for text in departures:
         where, _, role = text.rpartition(": ")
-        path = where.rsplit(" ", 1)[0]
-        name = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
-        found.setdefault(role.rpartition("(")[2].rstrip(")"), Counter())[name] += 1
+        found.setdefault(role.rpartition("(")[2].rstrip(")"), Counter())[_short(where.rsplit(" ", 1)[0])] += 1
     for role, counts in found.items():
-        names, total = [_short(name) for name in counts], counts.total()
-        said = ", ".join(dict.fromkeys(names[:MOST_NAMES])) + (", ..." if len(names) > MOST_NAMES else "")
+        names, total = list(counts), counts.total()
+        said = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
         times = f" ({total} products)" if total > 1 else ""
         what = "in shards by vocabulary" if vocabulary and role == "tensor" and total == 1 else PARALLEL.get(role, role)
         yield f"{said}{times} {'are' if total > 1 else 'is'} {what}"
 
 
 def _short(name: str) -> str:
-    """The last words of a module's path that are no number.
+    """The last word of a module's path that is no number.
 
-    >>> _short("model.layers.*.self_attn.q_proj"), _short("experts.*")
-    ('q_proj', 'experts')
+    >>> _short("model.layers.3.self_attn.q_proj"), _short("experts.3"), _short("3")
+    ('q_proj', 'experts', 'module 3')
     """
-    return next((part for part in reversed(name.split(".")) if part != "*"), name)
+    return next((part for part in reversed(name.split(".")) if not part.isdigit()), f"module {name}")
 
 
 # ------------------------------------------------------------------------------------------ the whole as a sentence
