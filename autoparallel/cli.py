@@ -90,6 +90,8 @@ def plan(
         if explain or alternatives or sensitivity:
             progress.says("answers")
             made = ask(made, explain or (), alternatives, sensitivity)
+            if alternatives and made.record is not None and not made.record.alternatives:
+                typer.echo("no other plan was found in the time", err=True)
             if output is not None:
                 made.save(output)
         theirs = None

@@ -51,8 +51,8 @@ class AxisRole:
     """The role of one mesh axis (a key of the table above).
 
     ``shards``: whether ranks of a data, context or expert axis store shards of parameters, which are gathered before
-    they are read (FSDP, ZeRO). ``sequence``: whether norms on a tensor axis are cut along the sequence. ``experts``:
-    whether it cuts experts. ``departures``: products with another role, as "path op: strategy".
+    they are read (FSDP, ZeRO). ``sequence``: whether norms and residuals on a tensor axis are cut along the sequence.
+    ``experts``: whether it cuts experts. ``departures``: products with another role, as "path op: strategy".
     """
 
     name: str
@@ -200,7 +200,7 @@ def _axis(plan: Plan, products: list[Product], axis: int) -> AxisRole:
     shards = shards or (role == "expert" and plan.hybrid.zero_stage > 0 and all(p[0] == "S" for p in stored))
     departures = tuple(f"{p.module or 'the model'} {p.op}: {p.strategies[axis]} ({p.roles[axis]})" for p in others)
     return AxisRole(plan.axis_names[axis], plan.mesh_shape[axis], role, shards,
-                    role == "tensor" and _norms_along_sequence(plan, axis), cut, departures)
+                    role == "tensor" and _is_cut_along_sequence(plan, axis), cut, departures)
 
 
 def _role_of_inputs(plan: Plan, axis: int) -> str:
@@ -211,10 +211,10 @@ def _role_of_inputs(plan: Plan, axis: int) -> str:
     return "data" if "S(0)" in given else "context" if "S(1)" in given else "replicated"
 
 
-def _norms_along_sequence(plan: Plan, axis: int) -> bool:
-    votes = Counter(layout.split("·")[axis] for block in plan.blocks for _ in block.paths
-                    for name, _, layout in block.lines if name.rsplit(" ", 1)[-1] in _NORMS)
-    return 2 * votes["S(1)"] > votes.total() > 0
+def _is_cut_along_sequence(plan: Plan, axis: int) -> bool:
+    """Whether some norm or sum of residuals is: a gather may come before or after a norm."""
+    return any(layout.split("·")[axis] == "S(1)" for block in plan.blocks for name, _, layout in block.lines
+               if name == "add" or name.rsplit(" ", 1)[-1] in _NORMS)
 
 
 __all__ = ["ROLES", "AxisRole", "Product", "Roles", "parameters_of", "products_of", "roles_of"]
