@@ -39,7 +39,8 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     baseline: Annotated[str | None, typer.Option(help="ddp, fsdp, tensor_parallel, sequence_parallel")] = None,
     by_hand: Annotated[str | None, typer.Option(help="price this plan: dp=8,tp=8,pp=4,micro_batch=1,...")] = None,
-    compare_by_hand: Annotated[str | None, typer.Option(help="compare our plan with this one")] = None,
+    compare_by_hand: Annotated[str | None, typer.Option(help="compare our plan with this one, or with the "
+                                                        "'usual' one for so many devices")] = None,
     joint: Annotated[bool, typer.Option(help="search pipeline, micro-batches, ZeRO and recompute too")] = False,
     pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis)")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="parts of the batch, one after the other")] = None,
@@ -62,7 +63,10 @@ def plan(
 ) -> None:
     """Plan one training step; needs no devices and loads no weights."""
     import autoparallel
+    from autoparallel.capture import capture
     from autoparallel.planning.by_hand import ByHand
+    from autoparallel.planning.options import Options
+    from autoparallel.planning.usual import usual_plan
     from autoparallel.plans.reports.asked import ask
 
     for path, option in ((output, "--output"), (html, "--html"), (trace, "--trace")):
@@ -72,7 +76,7 @@ def plan(
     if shape and _product(shape) != count:
         raise InputError(f"--mesh {mesh} has {_product(shape)} devices and --devices says {count}: give one of them")
     machine = autoparallel.Cluster.load(cluster, num_devices=count, software=software)
-    if compare_by_hand is not None:
+    if compare_by_hand not in (None, "usual"):
         ByHand.of(compare_by_hand).on(count)
     network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length, dtype)
     with plan_cli.Progress(time_limit, quiet) as progress:
@@ -95,7 +99,11 @@ def plan(
             if output is not None:
                 made.save(output)
         theirs = None
-        if compare_by_hand is not None:
+        if compare_by_hand == "usual":
+            progress.says("usual plans by hand")
+            limits = Options(memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, reduce_dtype=reduce_dtype)
+            compare_by_hand, theirs = usual_plan(capture(network, args, kwargs), machine, limits)
+        elif compare_by_hand is not None:
             progress.says("the plan by hand")
             theirs = autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs,
                                        optimizer=optimizer, by_hand=compare_by_hand, reduce_dtype=reduce_dtype)

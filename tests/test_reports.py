@@ -20,8 +20,12 @@ from torch.nn import functional as F  # noqa: N812
 from typer.testing import CliRunner
 
 import autoparallel
+from autoparallel.capture import capture
 from autoparallel.cli import app, main
-from autoparallel.errors import PlanError
+from autoparallel.errors import InfeasibleError, PlanError
+from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.options import Options
+from autoparallel.planning.usual import recipes, usual_plan
 from autoparallel.plans import Plan
 from autoparallel.plans.record import check_record
 from autoparallel.plans.reports.asked import ask
@@ -489,3 +493,29 @@ def test_the_doctor_finds_what_is_needed() -> None:
 def test_notebooks_show_the_summary_as_text(plans: dict[str, Plan]) -> None:
     odd = replace(plans["fsdp"], evidence=replace(plans["fsdp"].evidence, stop_reason="by hand <b>"))
     assert "&lt;b&gt;" in odd._repr_html_() and "<b>" not in odd._repr_html_()
+
+
+@pytest.mark.parametrize(("devices", "host", "experts", "some"), [
+    (8, 8, False, "dp=8,zero=3"),
+    (16, 8, False, "pp=2,micro_batch=1,tp=8,zero=1,recompute=selective,sequence_parallel"),
+    (16, 8, True, "dp=16,ep=8,zero=1"), (1, 8, True, "dp=1"), (12, 8, False, "dp=12"),
+])
+def test_usual_recipes_use_all_devices(devices: int, host: int, experts: bool, some: str) -> None:
+    found = list(recipes(devices, host, experts))
+    assert some in found and len(set(found)) == len(found)
+    for text in found:
+        hand = ByHand.of(text).on(devices)
+        assert (hand.dp or 1) * hand.tp * hand.pp == devices
+
+
+def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:
+    with torch.device("meta"):
+        model, ids = Transformer(), torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
+    graph, cluster = capture(model, (ids, ids), {}), Cluster.load("h100-sxm", num_devices=4)
+    text, plan = usual_plan(graph, cluster, Options())
+    assert text in recipes(4, 4) and plan.evidence.stop_reason.startswith("by hand")
+    _, smaller = usual_plan(graph, cluster, Options(memory_limit_bytes=plan.prediction.peak_bytes - 1))
+    assert smaller.prediction.peak_bytes < plan.prediction.peak_bytes
+    assert smaller.prediction.step_s >= plan.prediction.step_s
+    with pytest.raises(InfeasibleError, match="no usual plan by hand fits"):
+        usual_plan(graph, cluster, Options(memory_limit_bytes=1.0))
