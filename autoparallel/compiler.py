@@ -225,6 +225,11 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
     return found, Options(**{**vars(options), **dict.fromkeys(DECIDED_BY_A_PLAN)})
 
 
+def _recorded(plan: Plan) -> Plan:
+    """The plan with its record made, so that all ranks have it: what makes it stays on rank 0."""
+    return replace(plan, record=plan.known)
+
+
 @collected_later()
 def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster, options: Options, hybrid: Hybrid,
                   given: Plan | None, placed: Mapping[str, Layout], backend: str) -> Compiled:
@@ -235,7 +240,7 @@ def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster,
     from autoparallel.runtime.form import Compiled
 
     space = StrategySpace(micro.body, tuple(position.mesh.shape), position.axis_names)
-    found = given or decide_once(lambda: plan_call(space, micro, cluster, options, placed, hybrid))
+    found = given or decide_once(lambda: _recorded(plan_call(space, micro, cluster, options, placed, hybrid)))
 
     def lowered() -> Compiled:
         backends.check(backend, found.hybrid)

@@ -49,8 +49,8 @@ def usual_plan(graph: OpGraph, cluster: Cluster, options: Options) -> tuple[str,
                 found[text] = plan_graph(graph, cluster, None, None, False, replace(plain, by_hand=hand))
     fitting = {text: made for text, made in found.items() if made.prediction.peak_bytes <= limit}
     if not fitting:
-        raise InfeasibleError(f"no usual plan by hand fits in {limit:,.0f} bytes a device, of {len(found)} priced: name one "
-                              "to compare with, as --compare-by-hand dp=8,tp=8,pp=4")
+        raise InfeasibleError(f"no usual plan by hand fits in {limit:,.0f} bytes a device, of {len(found)} priced: "
+                              "name one to compare with, as --compare-by-hand dp=8,tp=8,pp=4")
     return min(fitting.items(), key=lambda item: item[1].prediction.step_s)
 
 
