@@ -88,4 +88,4 @@ def _train() -> tuple[bool, int]:
 
 
 def test_all_ranks_know_the_work_and_rank_0_tells(ranks: Callable[[int], RankPool]) -> None:
-    assert ranks(2).run(_train) == [(True, 2), (True, 0)]
+    assert ranks(2).run(_train, timeout_s=200.0) == [(True, 2), (True, 0)]

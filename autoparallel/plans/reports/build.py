@@ -23,7 +23,8 @@ def report_of(plan: Plan) -> Report:
         ("", "", ""), title(plan, axes), plan.cluster, plan.fingerprint, axes, _departures(axes),
         _speed(p, record.workload if record else None), _memory(p, record), times,
         exposed_s / p.step_s if p.step_s else 0.0, tuple(_collectives(p, labels)), block_rows(plan, axes),
-        _proof(plan), tuple(plan.pins.items()), p.repeated_ops, record,
+        _proof(plan), tuple(plan.pins.items()), plan.hybrid.cuts,
+        plan.hybrid.recompute_blocks or (), p.repeated_ops, record,
     )
     return summary(found)
 

@@ -103,6 +103,7 @@ class Proof:
 @dataclass(frozen=True)
 class Report:
     """A plan for people. ``summary``: three lines. ``exposed_share``: communication that nothing hides, of the step.
+    ``cuts``: the ops at which pipeline stages 1, 2, ... begin. ``recomputed``: the blocks that recompute, if not all.
     ``record``: what planning kept (None: an older plan file)."""
 
     summary: tuple[str, str, str]
@@ -119,6 +120,8 @@ class Report:
     blocks: tuple[BlockRows, ...]
     proof: Proof
     pins: tuple[tuple[str, str], ...]
+    cuts: tuple[str, ...]
+    recomputed: tuple[str, ...]
     repeated_ops: tuple[str, ...]
     record: Record | None
 

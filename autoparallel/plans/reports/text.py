@@ -62,6 +62,10 @@ def print_report(report: Report, console: ReportConsole, details: bool = False) 
     console.print(_memory(report))
     console.print(_collectives(report.collectives, details))
     console.print(_blocks(report))
+    if details and report.cuts:
+        console.print(f"pipeline stages begin at: {', '.join(report.cuts)}")
+    if details and report.recomputed:
+        console.print(f"blocks with recompute: {', '.join(report.recomputed)}")
     if details:
         console.print(LAYOUTS)
         for block in report.blocks:
