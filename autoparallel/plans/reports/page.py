@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoparallel.errors import PlanError, printable
 from autoparallel.plans.plan import Plan
-from autoparallel.plans.reports import pictures, units
+from autoparallel.plans.reports import diagrams, pictures, units
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import explained
 from autoparallel.plans.reports.glossary import GLOSSARY
@@ -108,15 +108,15 @@ def _pictures(report: Report) -> dict[str, pictures.Picture]:
     return found
 
 
-def _hosts(report: Report) -> list[list[pictures.DeviceCell]]:
+def _hosts(report: Report) -> list[list[diagrams.DeviceCell]]:
     if report.record is None:
         return []
     work = report.record.workload
-    return pictures.hosts(report.axes, work.devices, work.host_devices)
+    return diagrams.hosts(report.axes, work.devices, work.host_devices)
 
 
-def _flows(report: Report) -> list[list[pictures.Flow]]:
-    return [pictures.block_flow(block, pictures.moves_of(report, number))
+def _flows(report: Report) -> list[list[diagrams.Flow]]:
+    return [diagrams.block_flow(block, diagrams.moves_of(report, number))
             for number, block in enumerate(report.blocks)]
 
 

@@ -173,7 +173,7 @@ def comparison_table(found: Comparison) -> Table:
     """Two plans side by side, by part; then what differs."""
     table = _table(f"{found.names[0]} beside {found.names[1]}", ("", *found.names, "saved"), right=("saved",))
     for row in found.rows:
-        table.add_row(row.what, row.texts[0], row.texts[1], "" if row.saved_s is None else seconds_str(row.saved_s))
+        table.add_row(row.what, row.texts[0], row.texts[1], seconds_str(row.saved_s) if row.saved_s else "")
     return table
 
 

@@ -23,7 +23,8 @@ _GENERIC = re.compile(r"axis\d+|devices")
 @dataclass(frozen=True)
 class AxisWords:
     """A mesh axis: its ``label`` in reports (its name, or after its role), what it does in ``words``, the slowest link
-    that its groups cross ("": not known), whether it cuts the vocabulary, and products of another role."""
+    that its groups cross ("": not known), whether it cuts the vocabulary, and products of another role. ``shards``,
+    ``sequence``, ``experts``: as in `plans.roles.AxisRole`."""
 
     name: str
     label: str
@@ -33,6 +34,9 @@ class AxisWords:
     link: str = ""
     vocabulary: bool = False
     departures: tuple[str, ...] = ()
+    shards: bool = False
+    sequence: bool = False
+    experts: bool = False
 
 
 def axis_words(plan: Plan, work: Workload | None) -> tuple[AxisWords, ...]:
@@ -45,7 +49,8 @@ def axis_words(plan: Plan, work: Workload | None) -> tuple[AxisWords, ...]:
         vocabulary = _cuts_vocabulary(plan, number)
         departures = tuple(_folded(axis.departures, vocabulary and axis.role != "tensor"))
         found.append(AxisWords(axis.name, label, axis.size, axis.role, _words(axis, roles.zero_stage),
-                               links.get(axis.name, ""), vocabulary, departures))
+                               links.get(axis.name, ""), vocabulary, departures, axis.shards, axis.sequence,
+                               axis.experts))
     return tuple(found)
 
 
@@ -138,14 +143,14 @@ def _axes_said(plan: Plan, axes: list[AxisWords]) -> Iterator[str]:
 
 def _stored(some: list[AxisWords], zero: int) -> str:
     """ZeRO, FSDP and HSDP of data and expert axes; the sequence of tensor axes."""
-    sharded = [axis for axis in some if "in shards" in axis.words]
+    sharded = [axis for axis in some if axis.shards]
     text = ""
     if sharded:
         text = f" with {ZERO[zero or 1]}"
         text += f" among {_product(sharded)} (hybrid sharded, HSDP)" if len(sharded) < len(some) else ""
-    if any("norms along the sequence" in axis.words for axis in some):
+    if any(axis.sequence for axis in some):
         text += " with sequence parallelism"
-    if any("experts too" in axis.words for axis in some):
+    if any(axis.experts and axis.role != "expert" for axis in some):
         text += ", experts too"
     return text
 
