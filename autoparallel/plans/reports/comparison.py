@@ -60,8 +60,8 @@ def _purpose(purpose: str, ours: Report, theirs: Report) -> Row | None:
 def _parts(ours: Report, theirs: Report) -> list[Row]:
     """Parts of blocks that are cut by something else."""
     found = []
-    tables = [{(block.title, row.part): " x ".join(dict.fromkeys(row.cut_by)) for block in one.blocks for row in block.rows}
-              for one in (ours, theirs)]
+    tables = [{(block.title, row.part): " x ".join(dict.fromkeys(row.cut_by))
+               for block in one.blocks for row in block.rows} for one in (ours, theirs)]
     for key in dict.fromkeys((*tables[0], *tables[1])):
         texts = tables[0].get(key, "-"), tables[1].get(key, "-")
         if texts[0] != texts[1]:
