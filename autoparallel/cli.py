@@ -69,8 +69,9 @@ def plan(
     from autoparallel.planning.usual import usual_plan
     from autoparallel.plans.reports.asked import ask
 
-    for path, option in ((output, "--output"), (html, "--html"), (trace, "--trace")):
-        plan_cli.check_output(path, option)
+    plan_cli.check_output(output)
+    plan_cli.check_output(trace, "--trace")
+    plan_cli.check_page(html)
     shape = _mesh_shape(mesh)
     count = devices if devices is not None else _product(shape) if shape else 8
     if shape and _product(shape) != count:

@@ -55,7 +55,7 @@ def show(plan: PlanFile, html: Html = None, trace: Trace = None, details: Detail
     """Report on a saved plan."""
     from autoparallel.plans import Plan
 
-    check_output(html, "--html")
+    check_page(html)
     check_output(trace, "--trace")
     tell(Plan.load(plan), details, as_json, quiet, html, trace)
 
@@ -239,4 +239,14 @@ def check_output(path: Path | None, option: str = "--output") -> None:
         raise InputError(f"{option} {path} cannot be written: give a file in a folder that is there")
 
 
-__all__ = ["AsJson", "Details", "Html", "Progress", "Quiet", "Trace", "add_to", "check_output", "progress_line", "tell"]
+def check_page(path: Path | None) -> None:
+    """Raises InputError for a page that cannot be written, and PlanError without jinja2, before the work."""
+    check_output(path, "--html")
+    if path is not None:
+        from autoparallel.plans.reports.page import check_jinja2
+
+        check_jinja2()
+
+
+__all__ = ["AsJson", "Details", "Html", "Progress", "Quiet", "Trace", "add_to", "check_output", "check_page",
+           "progress_line", "tell"]

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 from dataclasses import fields, replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -28,6 +29,7 @@ from autoparallel.planning.options import Options
 from autoparallel.planning.usual import recipes, usual_plan
 from autoparallel.plans import Plan
 from autoparallel.plans.record import check_record
+from autoparallel.plans.reports import page as reports_page
 from autoparallel.plans.reports.asked import ask
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import compare, explained
@@ -519,3 +521,14 @@ def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:
     assert smaller.prediction.step_s >= plan.prediction.step_s
     with pytest.raises(InfeasibleError, match="no usual plan by hand fits"):
         usual_plan(graph, cluster, Options(memory_limit_bytes=1.0))
+
+
+def test_a_page_without_jinja2_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    reports_page._template.cache_clear()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "no:model", "--html", str(tmp_path / "a.html")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "pip install 'autoparallel[report]'" in capsys.readouterr().err
+    reports_page._template.cache_clear()

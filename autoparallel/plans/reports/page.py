@@ -41,6 +41,11 @@ def page(plan: Plan) -> str:
     )
 
 
+def check_jinja2() -> None:
+    """Raises PlanError without jinja2."""
+    _template()
+
+
 def _policy(style: str, script: str) -> str:
     """The Content-Security-Policy: this style, this script, and nothing else."""
     return (f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
@@ -120,4 +125,4 @@ def _flows(report: Report) -> list[list[diagrams.Flow]]:
             for number, block in enumerate(report.blocks)]
 
 
-__all__ = ["page"]
+__all__ = ["check_jinja2", "page"]

@@ -121,7 +121,7 @@ def _short(name: str) -> str:
 def title(plan: Plan, axes: Iterable[AxisWords]) -> str:
     """The plan in one sentence, without its end: "Data parallel 8 with ZeRO-1 over NVLink 4, 2 micro-batches"."""
     axes = [axis for axis in axes if axis.size > 1]
-    parts = [*_axes_said(plan, axes), *_settings(plan)] or ["one device"]
+    parts = [*(_axes_said(plan, axes) if axes else ["one device"]), *_settings(plan)]
     text = ", ".join(parts)
     return text[:1].upper() + text[1:]
 
