@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autoparallel.rules.custom import register_rule
     from autoparallel.runtime.module import ParallelModule
     from autoparallel.runtime.scaler import GradScaler
+    from autoparallel.runtime.step_log import JsonLines, StepLog, TensorBoard
     from cost_models import Cluster
 
 __version__ = "0.1.0"
@@ -28,12 +29,15 @@ _HOMES = {
     "World": "autoparallel.launch.world",
     "Plan": "autoparallel.plans",
     "GradScaler": "autoparallel.runtime.scaler",
+    "JsonLines": "autoparallel.runtime.step_log",
+    "StepLog": "autoparallel.runtime.step_log",
+    "TensorBoard": "autoparallel.runtime.step_log",
     "ParallelModule": "autoparallel.runtime.module",
     "Cluster": "cost_models",
     "register_rule": "autoparallel.rules.custom",
 }
-__all__ = ["Cluster", "GradScaler", "ParallelModule", "Plan", "World", "__version__", "compile", "init", "plan",
-           "register_rule"]
+__all__ = ["Cluster", "GradScaler", "JsonLines", "ParallelModule", "Plan", "StepLog", "TensorBoard", "World",
+           "__version__", "compile", "init", "plan", "register_rule"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,18 +1,24 @@
-"""The command line: ``autoparallel plan``, ``verify``, ``launch``, ``manifest``, ``demo``, ``calibrate``, ..."""
+"""The command line: ``autoparallel plan``, ``show``, ``verify``, ``launch``, ``manifest``, ``demo``, ``calibrate``, ...
+
+Exit codes: 0 done; 1 a job ran and failed, or two plans differ; 2 a mistake in the call, or an error that is told; 3 no
+plan fits; 130 interrupted. What takes long is imported by the command that needs it, so that ``--help`` is quick.
+"""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autoparallel.errors import AutoparallelError, InputError, printable
+from autoparallel import plan_cli
+from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, printable
 from autoparallel.models import load_model
 
 app = typer.Typer(help="The fastest correct way to run a PyTorch model on these devices.", no_args_is_help=True,
-                  add_completion=False, pretty_exceptions_enable=False)
+                  pretty_exceptions_enable=False,
+                  epilog="Exit codes: 0 done; 1 a job failed, or two plans differ; 2 a mistake in the call; 3 no plan "
+                         "fits; 130 interrupted.")
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -33,7 +39,8 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     baseline: Annotated[str | None, typer.Option(help="ddp, fsdp, tensor_parallel, sequence_parallel")] = None,
     by_hand: Annotated[str | None, typer.Option(help="price this plan: dp=8,tp=8,pp=4,micro_batch=1,...")] = None,
-    compare_by_hand: Annotated[str | None, typer.Option(help="compare our plan with this one")] = None,
+    compare_by_hand: Annotated[str | None, typer.Option(help="compare our plan with this one, or with the "
+                                                        "'usual' one for so many devices")] = None,
     joint: Annotated[bool, typer.Option(help="search pipeline, micro-batches, ZeRO and recompute too")] = False,
     pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis)")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="parts of the batch, one after the other")] = None,
@@ -42,28 +49,38 @@ def plan(
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto")] = None,
     reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16")] = None,
-    explain: Annotated[str | None, typer.Option(help="an op, parameter or input: what its strategies cost")] = None,
+    explain: Annotated[list[str] | None, typer.Option(help="an op, parameter or input: what its strategies "
+                                                      "cost")] = None,
+    alternatives: Annotated[int, typer.Option(min=0, help="so many other plans, by how much slower they are")] = 0,
     sensitivity: Annotated[bool, typer.Option(help="what half or twice the bandwidth or memory would mean")] = False,
     time_limit: Annotated[float, typer.Option(help="seconds for the search")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
+    html: plan_cli.Html = None,
+    trace: plan_cli.Trace = None,
+    details: plan_cli.Details = False,
+    as_json: plan_cli.AsJson = False,
+    quiet: plan_cli.Quiet = False,
 ) -> None:
     """Plan one training step; needs no devices and loads no weights."""
-    from rich.console import Console
-
     import autoparallel
+    from autoparallel.capture import capture
     from autoparallel.planning.by_hand import ByHand
-    from autoparallel.plans.text import ReportConsole, comparison, explanation, print_report, sensitivities
+    from autoparallel.planning.options import Options
+    from autoparallel.planning.usual import usual_plan
+    from autoparallel.plans.reports.asked import ask
 
-    _check_output(output)
+    plan_cli.check_output(output)
+    plan_cli.check_output(trace, "--trace")
+    plan_cli.check_page(html)
     shape = _mesh_shape(mesh)
     count = devices if devices is not None else _product(shape) if shape else 8
     if shape and _product(shape) != count:
         raise InputError(f"--mesh {mesh} has {_product(shape)} devices and --devices says {count}: give one of them")
     machine = autoparallel.Cluster.load(cluster, num_devices=count, software=software)
-    if compare_by_hand is not None:
+    if compare_by_hand not in (None, "usual"):
         ByHand.of(compare_by_hand).on(count)
     network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length, dtype)
-    with Console(stderr=True).status("capture and prices") as status:  # shown on a terminal only
+    with plan_cli.Progress(time_limit, quiet) as progress:
         made = autoparallel.plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
             memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
@@ -71,30 +88,33 @@ def plan(
             schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
-            progress=lambda *state: status.update(progress_line(*state)),
+            progress=progress,
         )
-    if output is not None:  # first: what follows may fail
-        made.save(output)
-    console = ReportConsole()
-    print_report(made, console)
-    if output is not None:
+        if output is not None:  # first: what follows may fail
+            made.save(output)
+        if explain or alternatives or sensitivity:
+            progress.says("answers")
+            made = ask(made, explain or (), alternatives, sensitivity)
+            if alternatives and made.record is not None and not made.record.alternatives:
+                typer.echo("no other plan was found in the time", err=True)
+            if output is not None:
+                made.save(output)
+        theirs = None
+        if compare_by_hand == "usual":
+            progress.says("usual plans by hand")
+            limits = Options(memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, reduce_dtype=reduce_dtype)
+            compare_by_hand, theirs = usual_plan(capture(network, args, kwargs), machine, limits)
+        elif compare_by_hand is not None:
+            progress.says("the plan by hand")
+            theirs = autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs,
+                                       optimizer=optimizer, by_hand=compare_by_hand, reduce_dtype=reduce_dtype)
+    plan_cli.tell(made, details, as_json, quiet, html, trace,
+                  None if theirs is None or compare_by_hand is None else (theirs, f"by hand {compare_by_hand}"))
+    if output is not None and not (quiet or as_json):
         typer.echo(f"plan written to {output}")
-    if compare_by_hand is not None:
-        theirs = autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs, optimizer=optimizer,
-                                   by_hand=compare_by_hand, reduce_dtype=reduce_dtype)
-        console.print(comparison(made, theirs, compare_by_hand))
-    if explain is not None:
-        console.print(explanation(explain, made.explain(explain)))
-    if sensitivity:
-        console.print(sensitivities(made.prediction.step_s, made.sensitivity()))
 
 
-def progress_line(phase: str, best_s: float, bound_s: float) -> str:
-    """How far the search is, in a line."""
-    if best_s == float("inf"):
-        return f"search ({phase}): no plan yet, none below {bound_s:.4g} s; Ctrl-C ends the search"
-    gap = (best_s - bound_s) / best_s if best_s > 0 else 0.0
-    return f"search ({phase}): best {best_s:.4g} s, bound {bound_s:.4g} s, gap {gap:.2%}; Ctrl-C takes the best"
+plan_cli.add_to(app)
 
 
 @app.command()
@@ -194,7 +214,7 @@ def manifest(
     from autoparallel.launch.manifest import Job, manifest
     from autoparallel.plans import Plan
 
-    _check_output(output)
+    plan_cli.check_output(output)
     job = Job(name, Plan.load(words[0]), str(Path(words[0]).resolve()), nodes, tuple(words[1:]), image, gpus,
               tuple(hosts.split(",")) if hosts else ())
     text = manifest(to, job)
@@ -217,7 +237,7 @@ def calibrate(
     """
     from autoparallel.calibration import job
 
-    _check_output(output)
+    plan_cli.check_output(output)
     job.main(output, ranks, nics_per_host, repeats)
 
 
@@ -240,7 +260,7 @@ def verify_plan(
     from autoparallel import verification
 
     if output is not None:
-        _check_output(output)
+        plan_cli.check_output(output)
     asked = verification.Request(model, global_batch, sequence_length, dtype, plan, cluster, backend, steps)
     verification.main(asked, ranks, output)
 
@@ -280,12 +300,6 @@ def clusters() -> None:
         typer.echo(name)
 
 
-def _check_output(path: Path | None) -> None:
-    """Raises InputError for a file that cannot be written, before the work of which it tells."""
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise InputError(f"--output {path} cannot be written: give a file in a folder that is there")
-
-
 def _mesh_shape(text: str | None) -> tuple[int, ...] | None:
     return _sizes(text, "the mesh", "x", "8x8")
 
@@ -323,7 +337,7 @@ def main() -> None:
         app()
     except AutoparallelError as error:
         typer.secho(f"error: {printable(str(error))}", fg="red", err=True)
-        raise SystemExit(2) from None
+        raise SystemExit(3 if isinstance(error, InfeasibleError) else 2) from None
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
 from autoparallel.partition import MicroBatches, split_batch, stages_of
+from autoparallel.planning.history import SearchHistory
 from autoparallel.planning.one_mesh import plan_call
 from autoparallel.planning.options import (
     DECIDED_BY_A_PLAN,
@@ -92,7 +93,8 @@ def plan(
     Raises CaptureError, InputError, PinError, PlanError, MeshError, SearchError, InfeasibleError, ClusterError.
     """
     chosen = options_of(locals())
-    cluster = check_cluster(cluster)
+    cluster, history = check_cluster(cluster), SearchHistory(chosen.progress)
+    chosen = replace(chosen, progress=history)
     check_call(model, example_inputs, example_kwargs)
     check_axes(mesh_shape, axis_names, cluster.num_devices)
     check_joint(joint, chosen, axis_names)
@@ -105,7 +107,7 @@ def plan(
         captured = time.process_time() - started
     best = plan_graph(graph, cluster, mesh_shape, axis_names, joint, chosen)
     seconds = {"capture": captured, **best.evidence.seconds}
-    return replace(best, evidence=replace(best.evidence, seconds=seconds))
+    return replace(best, evidence=replace(best.evidence, seconds=seconds), record=history.told(best))
 
 
 @with_options
@@ -223,6 +225,11 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
     return found, Options(**{**vars(options), **dict.fromkeys(DECIDED_BY_A_PLAN)})
 
 
+def _recorded(plan: Plan) -> Plan:
+    """The plan with its record made, so that all ranks have it: what makes it stays on rank 0."""
+    return replace(plan, record=plan.known)
+
+
 @collected_later()
 def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster, options: Options, hybrid: Hybrid,
                   given: Plan | None, placed: Mapping[str, Layout], backend: str) -> Compiled:
@@ -233,7 +240,7 @@ def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster,
     from autoparallel.runtime.form import Compiled
 
     space = StrategySpace(micro.body, tuple(position.mesh.shape), position.axis_names)
-    found = given or decide_once(lambda: plan_call(space, micro, cluster, options, placed, hybrid))
+    found = given or decide_once(lambda: _recorded(plan_call(space, micro, cluster, options, placed, hybrid)))
 
     def lowered() -> Compiled:
         backends.check(backend, found.hybrid)

@@ -1,9 +1,23 @@
-"""Cost models: numbers in, seconds and bytes out. No torch. See README.md."""
+"""Cost models: numbers in, seconds and bytes out. No torch. See README.md.
 
-from cost_models import calibrate, collectives, compute, memory, timeline
-from cost_models.cluster import Cluster, Correction, Device, Group, Host, Link, Protocol, Tiles
-from cost_models.description import known_clusters
+Names are imported when first used: errors and plan files need no numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from cost_models.errors import AutoparallelError, ClusterError, TimelineError
+
+if TYPE_CHECKING:
+    from cost_models import calibrate, collectives, compute, memory, timeline
+    from cost_models.cluster import Cluster, Correction, Device, Group, Host, Link, Protocol, Tiles
+    from cost_models.description import known_clusters
+
+_IN_CLUSTER = ("Cluster", "Correction", "Device", "Group", "Host", "Link", "Protocol", "Tiles")
+_HOMES = {**dict.fromkeys(_IN_CLUSTER, "cost_models.cluster"), "known_clusters": "cost_models.description"}
+_MODULES = ("calibrate", "collectives", "compute", "memory", "timeline")
 
 __all__ = [
     "AutoparallelError",
@@ -24,3 +38,11 @@ __all__ = [
     "memory",
     "timeline",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"cost_models.{name}")
+    raise AttributeError(f"module 'cost_models' has no attribute {name!r}")

@@ -71,6 +71,8 @@ class Device:
     that of large transfers. ``reserved_bytes`` is what a process loses before the first tensor: context, library and
     communication buffers. ``tiles``, where known, prices matrix products by their shape (`compute.matmul_time_s`).
     ``overlap_slowdown``: how many times longer compute and communication take while both run (2: nothing is gained).
+    ``price_per_hour`` (in any currency) and ``watts`` of one device with its share of the host, for reports; 0: not
+    known.
 
     A curve may not rise so steeply that a larger call takes less time:
 
@@ -93,6 +95,8 @@ class Device:
     reserved_bytes: float = 0.0
     tiles: Tiles | None = None
     overlap_slowdown: float = OVERLAP_SLOWDOWN
+    price_per_hour: float = 0.0
+    watts: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.overlap_slowdown <= 2:
@@ -103,6 +107,9 @@ class Device:
         if not 0 < self.memory_bandwidth_efficiency <= 1:
             raise ClusterError(f"device {self.name}: memory_bandwidth_efficiency must be in (0, 1], "
                                f"not {self.memory_bandwidth_efficiency}")
+        for what in ("price_per_hour", "watts"):
+            if not 0 <= getattr(self, what) < math.inf:
+                raise ClusterError(f"device {self.name}: {what} must not be negative, but is {getattr(self, what)}")
         if not 0 <= self.launch_s < math.inf or not 0 <= self.reserved_bytes < self.memory_bytes:
             raise ClusterError(f"device {self.name}: launch_s must not be negative, and reserved_bytes in "
                                f"[0, memory_bytes), not {self.launch_s} and {self.reserved_bytes}")

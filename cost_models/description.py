@@ -243,6 +243,8 @@ def _device(d: _Table) -> Device:
         "reserved_bytes": d.number("reserved_bytes", "bytes lost to context and libraries", 0.0),
         "overlap_slowdown": d.number("overlap_slowdown", "slowdown of compute and communication while they overlap",
                                      OVERLAP_SLOWDOWN),
+        "price_per_hour": d.number("price_per_hour", "price of one device for an hour", 0.0),
+        "watts": d.number("watts", "power of one device with its share of the host", 0.0),
     }
     name = d.text("name", "the device's name")
     cut = d.table("tiles", "how matrix products are cut", optional=True)

@@ -167,7 +167,8 @@ def test_as_few_blocks_are_recomputed_as_memory_allows() -> None:
     assert made.hybrid.recompute == "full" and made.hybrid.recompute_blocks == ("model.layers.0",)
     assert made.prediction.peak_bytes <= limit
     assert free.prediction.step_s < made.prediction.step_s < least.prediction.step_s
-    assert "recompute full of 1 blocks (model.layers.0)" in made.report()
+    assert "full recompute on 1 of 2 blocks" in made.summary()
+    assert "blocks with recompute: model.layers.0\n" in made.report(details=True)
     assert autoparallel.Plan.from_json(made.to_json()).hybrid == made.hybrid
     assert planned(recompute="auto").hybrid.recompute == "none"
     jointly = planned(joint=True, micro_batches=1, time_limit_s=20,

@@ -226,7 +226,9 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
             for place in (TOP, *range(len(space))) for begins, pair in plan.windows.events.get(place, ())
             if pair in plan.windows.gathered]
     waits = list[float]()
-    step.issue = lambda seconds, stream: told.append(("issued", seconds)) or waits.append(seconds) or len(waits) - 1
+    step.issue = lambda seconds, stream, label: (
+        told.append(("issued", seconds)) or waits.append(seconds) or len(waits) - 1
+    )
     step.wait = lambda tasks: told.extend(("waited", waits[task]) for task in tasks)
     for index in reversed(range(len(space))):
         again.read(index)

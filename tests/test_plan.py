@@ -20,13 +20,13 @@ from torch.distributed.tensor import Replicate, Shard
 import autoparallel
 from autoparallel import Cluster, Plan
 from autoparallel.capture import capture
-from autoparallel.cli import progress_line
 from autoparallel.compiler import plan
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.lower import count_collectives, emit
+from autoparallel.plan_cli import progress_line
 from autoparallel.plans import BlockLayouts, CollectiveUse, Evidence, Prediction
-from autoparallel.plans.text import sensitivities, text_report
+from autoparallel.plans.reports.text import sensitivities, text_report
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.search import evaluate
 from autoparallel.strategies.space import StrategySpace
@@ -117,15 +117,16 @@ def test_diff_names_what_differs() -> None:
 def test_the_report_has_its_parts() -> None:
     """Step time and its parts, memory, every collective, equal blocks told once, bound, gap and planning time."""
     made = planned("llama", baseline="tensor_parallel")
-    text = made.report()
-    assert text == text_report(made, 100) and max(map(len, text.splitlines())) <= 100
-    for part in ("dp=2 x tp=2 on h100-sxm", made.fingerprint, "forward compute", "backward compute", "optimizer",
-                 "forward communication", "backward communication", "whole step", "memory per rank",
-                 "lower bound", "gap", "baseline tensor_parallel", "planning: capture"):
+    text = made.report(details=True)
+    assert text == text_report(made, 100, details=True) and max(map(len, text.splitlines())) <= 100
+    assert made.report() == text_report(made) != text
+    for part in ("h100-sxm", made.fingerprint, "forward compute", "backward compute", "optimizer", "tensor parallel",
+                 "exposed communication", "whole step", "memory of the fullest rank", "activations",
+                 "lower bound", "baseline tensor_parallel", "planning: capture"):
         assert part in text, part
     for use in made.prediction.collectives:
         assert re.search(rf"{use.kind}\s+.\s+{use.axis}\s+.\s+{use.direction}\s+.\s+{use.count}\b", text), use
-    assert "model.layers.0 ... model.layers.1 (2 equal blocks)" in text
+    assert "model.layers.0-1 (2 equal blocks)" in text
 
 
 # ------------------------------------------------------------------------------------------------------------- evidence

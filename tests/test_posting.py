@@ -115,7 +115,7 @@ def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...]
     assert written == lines_priced(plan)
     issued: list[float] = []
     monkeypatch.setattr(_Step, "work", lambda step, *rest: None)
-    monkeypatch.setattr(_Step, "issue", lambda step, seconds, stream: issued.append(seconds) or len(issued) - 1)
+    monkeypatch.setattr(_Step, "issue", lambda step, seconds, stream, label: issued.append(seconds) or len(issued) - 1)
     plan.step()
     pairs = [event for event in written if isinstance(event, tuple)]
     again = sum(any(plan.parameter_steps[n].again_s for n in pair.steps) for pair in plan.windows.gathered)

@@ -13,7 +13,8 @@ from torch import nn
 import autoparallel
 from autoparallel.cli import main
 from autoparallel.errors import printable
-from autoparallel.plans.text import ReportConsole, print_report
+from autoparallel.plans.reports.build import report_of
+from autoparallel.plans.reports.text import ReportConsole, print_report
 
 HOSTILE = ["[/red]", "[bold red]x[/bold red]", "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", ":smile:", "a\rb", "\u202egnp"]
 
@@ -38,7 +39,7 @@ def _plan(name: str = "part") -> autoparallel.Plan:
 def test_item_18_hostile_names_are_shown_as_they_are(name: str) -> None:
     made = dataclasses.replace(_plan(name), cluster=name, axis_names=(name,), pins={name: name})
     file = io.StringIO()
-    print_report(made, ReportConsole(file=file, force_terminal=True, width=200, color_system=None))
+    print_report(report_of(made), ReportConsole(file=file, force_terminal=True, width=200, color_system=None))
     for text in (made.report(), file.getvalue()):
         assert printable(name) in text
         assert not any(c in text.replace("\x1b[1m", "").replace("\x1b[0m", "") for c in "\x1b\x07\r\u202e")

@@ -52,7 +52,7 @@ def _under_torchrun(name: str, nics_per_host: int | None, repeats: int) -> Calib
 
 
 def _tell(found: Calibration, output: Path) -> None:
-    from autoparallel.plans.text import ReportConsole
+    from autoparallel.plans.reports.text import ReportConsole
 
     source = f"autoparallel calibrate, {datetime.date.today()}, torch {torch.__version__}"
     write_cluster(output, found.cluster, source)

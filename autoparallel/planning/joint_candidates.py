@@ -82,6 +82,11 @@ class Candidate:
         """The combination, without its estimate."""
         return self.hybrid, self.mesh_shape
 
+    def __str__(self) -> str:
+        h, mesh = self.hybrid, "x".join(map(str, self.mesh_shape))
+        pipeline = f"{h.stages} stages on pipeline {h.pipeline_ranks} ({h.schedule}), " if h.stages > 1 else ""
+        return f"{pipeline}mesh {mesh}, micro-batches {h.micro_batches}, ZeRO {h.zero_stage}, recompute {h.recompute}"
+
     @property
     def is_bound(self) -> bool:
         """Whether ``estimate_s`` is a lower bound, without a plan."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -18,6 +18,7 @@ from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
 from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
 from autoparallel.plans import Hybrid, Plan
+from autoparallel.plans.record import Record, Trial
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
@@ -74,7 +75,13 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
               f"a plan that fits); {seen.pruned} more bounded away, {seen.left} left for lack of time; "
               f"{found.planned} planned in full")
     seconds = {**evidence.seconds, "joint": time.monotonic() - started}
-    return replace(best, evidence=replace(evidence, stop_reason=reason, seconds=seconds, step_bound_s=seen.bound_s))
+    recorder = None if best.recorder is None else partial(_with_trials, best.recorder, found.trials)
+    return replace(best, evidence=replace(evidence, stop_reason=reason, seconds=seconds, step_bound_s=seen.bound_s),
+                   recorder=recorder)
+
+
+def _with_trials(recorder: Callable[[], Record], trials: tuple[Trial, ...]) -> Record:
+    return replace(recorder(), trials=trials)
 
 
 __all__ = ["plan_jointly"]

@@ -16,6 +16,7 @@ from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError, InfeasibleError, SearchError
 from autoparallel.planning.joint_candidates import Candidate, Fixed, JointSearch, Survey
 from autoparallel.plans import Hybrid, Plan
+from autoparallel.plans.record import Trial
 from autoparallel.search import NotRepairedError
 from cost_models import Cluster
 
@@ -34,11 +35,12 @@ LEAST_ROOM = 0.5
 
 @dataclass(frozen=True)
 class JointResult:
-    """The best plan, the survey of candidates, and the number of trial plans."""
+    """The best plan, the survey of candidates, the number of trial plans, and all combinations that were judged."""
 
     plan: Plan
     survey: Survey
     planned: int
+    trials: tuple[Trial, ...] = ()
 
 
 class InFull(Protocol):
@@ -72,7 +74,7 @@ def search_jointly(
         trials.take(candidate, max(LEAST_FULL_S, left))
     if trials.best is None:
         raise trials.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
-    return JointResult(trials.best, survey, trials.planned)
+    return JointResult(trials.best, survey, trials.planned, tuple(trials.told(survey)))
 
 
 def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: float, time_limit_s: float
@@ -131,6 +133,15 @@ class _TrialPlans:
         for candidate, seconds in self.trial_s.items():
             yield replace(candidate, estimate_s=seconds)
         yield from (c for c in self.left if c.room < 1.0)
+
+    def told(self, survey: Survey) -> Iterator[Trial]:
+        """The combinations for the report: planned for the whole model, and only estimated."""
+        planned = {candidate.key for candidate in self.plans}
+        for candidate, made in self.plans.items():
+            yield Trial(str(candidate), made.prediction.step_s, made.prediction.peak_bytes)
+        for candidate in survey.candidates:
+            if candidate.key not in planned and not candidate.is_bound and candidate.estimate_s < math.inf:
+                yield Trial(str(candidate), candidate.estimate_s, estimated=True)
 
     @property
     def planned(self) -> int:
@@ -207,5 +218,5 @@ class _TrialPlans:
             return math.inf
         if made.prediction.step_s < self.best_s:
             self.best = made
-        self.plans[candidate] = replace(made, study=None)
+        self.plans[candidate] = replace(made, study=None, recorder=None)
         return made.prediction.step_s

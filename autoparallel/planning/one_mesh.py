@@ -23,9 +23,12 @@ from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
+from autoparallel.plans.record import Record
 from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer, predict
-from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed
+from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed, spans
+from autoparallel.pricing.prediction import stage_seconds
 from autoparallel.pricing.problem import FAULT_S
+from autoparallel.pricing.record import memory_profile, redistributions, workload
 from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
@@ -126,6 +129,7 @@ def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, opt
     """The solution as a plan (if ``held``), or the best plan, on another cluster or memory limit. Raises as
     `plan_in`."""
     options = replace(options, memory_limit_bytes=limit_bytes, progress=None,
+                      search="auto" if options.search == "local" else options.search,  # of a trial plan
                       time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
     space, hybrid = pricer.space, pricer.counts.hybrid
     if not held:
@@ -268,7 +272,19 @@ def _plan_of(
         pins=pin_strings(space, options.pins or {}),
         direct=pricer.prices.direct,
         hybrid=pricer.counts.hybrid,
+        recorder=partial(_record, pricer, problem, strategies, stages),
     )
+
+
+def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Stages) -> Record:
+    """What reports tell of a plan, without the answers that are asked for later."""
+    shown = [block.paths[0] for block in block_layouts(pricer.space, strategies)]
+    found = Record(workload(pricer, strategies), memory=memory_profile(pricer, problem, strategies),
+                   redistributions=redistributions(pricer, strategies, shown))
+    if pricer.counts.hybrid.stages == 1:
+        return replace(found, spans=tuple(spans(pricer, strategies)))
+    sends = stages.sent_bytes(pricer.space, strategies)
+    return replace(found, stages=stage_seconds(pricer, problem, strategies, sends))
 
 
 def _check_host(prediction: Prediction, cluster: Cluster) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.errors import PlanError, shown
+from autoparallel.plans.record import check_record
 
 if TYPE_CHECKING:
     from autoparallel.plans.plan import Evidence, Plan, Prediction
@@ -99,6 +100,8 @@ def check_plan(plan: Plan) -> None:
         if not block.paths:
             raise PlanError(f"blocks[{number}].paths is empty: name the blocks that it stands for")
     _check_cuts(plan)
+    if plan.record is not None:
+        check_record(plan.record)
     for where, value in (*_amounts(plan.prediction), *_evidence(plan.evidence)):
         if not value >= 0:  # nor nan
             raise PlanError(f"{where} is {value!r}: give an amount, 0 or more")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from autoparallel.errors import PlanError, shown
 from autoparallel.plans.files import check_plan, data_of, nearest, text_of
 from autoparallel.plans.reading import read
+from autoparallel.plans.record import Record
 from autoparallel.schedule.step_config import Hybrid
-from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models.files import write_whole
 
 if TYPE_CHECKING:
     from autoparallel.plans.answers import Choice, Sensitivity, Study
+    from autoparallel.strategies.space import Strategy, StrategySpace
 
 VERSION = 2
 Strategies = Mapping[str, tuple[str, ...]]
@@ -41,7 +42,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """The collectives of one kind, axis and direction in a step: number, bytes per rank, predicted seconds."""
+    """The collectives of one kind, axis, direction and purpose in a step: number, bytes per rank, predicted seconds.
+    ``purpose``: what they move, "parameters", "gradients" (of parameters) or "activations" (and their gradients)."""
 
     kind: str
     axis: str
@@ -49,6 +51,7 @@ class CollectiveUse:
     count: int
     num_bytes: float
     seconds: float
+    purpose: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,8 @@ class Plan:
     Lowering needs ``strategies`` (by decision name, the name of an axis strategy for each mesh axis), ``hybrid`` (the
     step configuration; with a pipeline ``mesh_shape`` is the mesh of one stage) and ``direct`` (redistribution with the
     fewest steps instead of the cheapest, for baselines). The other fields explain the plan. ``fingerprint`` identifies
-    the traced program. A plan may be edited by hand: compiling checks it. ``study`` answers questions; plans read from
-    files have none.
+    the traced program. A plan may be edited by hand: compiling checks it. ``record``: what reports tell beside the
+    decisions. ``study`` answers questions, and ``recorder`` makes the record; plans read from files have neither.
     """
 
     fingerprint: str
@@ -125,6 +128,13 @@ class Plan:
     hybrid: Hybrid = field(default_factory=Hybrid)
     study: Study | None = field(default=None, compare=False, repr=False)
     version: int = VERSION
+    record: Record | None = field(default=None, repr=False)
+    recorder: Callable[[], Record] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def known(self) -> Record | None:
+        """The record: the plan's own, or made now."""
+        return self.record if self.record is not None or self.recorder is None else self.recorder()
 
     @property
     def axes(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -167,16 +177,44 @@ class Plan:
             )
         return strategy
 
-    def report(self, width: int = 100) -> str:
-        """The plan as text of ``width`` columns: step time by part, memory, collectives, layouts by block, bound and
-        gap."""
-        from autoparallel.plans.text import text_report
+    def summary(self) -> str:
+        """Three lines: what plan this is, in the field's words; how fast, and how full the memory; how sure."""
+        from autoparallel.plans.reports.build import report_of
 
-        return text_report(self, width)
+        return "\n".join(report_of(self).summary)
+
+    def report(self, width: int = 100, details: bool = False) -> str:
+        """The plan as text of ``width`` columns: the summary, mesh, step time by part, memory, collectives, what is cut
+        by what in each block, bound and gap; with ``details`` every op and collective."""
+        from autoparallel.plans.reports.text import text_report
+
+        return text_report(self, width, details)
+
+    def save_html(self, path: str | Path) -> None:
+        """Write the report as one page that needs no network. Raises PlanError when the file cannot be written.
+
+        Needs jinja2: ``pip install 'autoparallel[report]'``.
+        """
+        from autoparallel.plans.reports.page import page
+
+        _write(path, page(self))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the predicted step in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens. Raises PlanError
+        for a plan without a timeline, and when the file cannot be written."""
+        from autoparallel.plans.reports.trace import trace_json
+
+        _write(path, trace_json(self))
+
+    def _repr_html_(self) -> str:
+        """The summary, for notebooks."""
+        from html import escape
+
+        return "".join(f"<p>{escape(line)}</p>" for line in self.summary().split("\n"))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickles omit ``study``: the search does not travel to other processes."""
-        return {**self.__dict__, "study": None}
+        """Pickles omit ``study`` and ``recorder``: the search does not travel to other processes."""
+        return {**self.__dict__, "study": None, "recorder": None}
 
     def alternatives(self, k: int) -> list[Plan]:
         """The ``k`` best plans that differ in more than a few ops, cheapest first.
@@ -230,16 +268,17 @@ class Plan:
         return "\n".join([head, *lines])
 
     def to_json(self) -> str:
-        data = asdict(replace(self, study=None))
-        del data["study"]
-        return json.dumps(data, indent=1)
+        data = asdict(replace(self, study=None, recorder=None, record=None))
+        del data["study"], data["recorder"], data["record"]
+        text = json.dumps(data, indent=1)
+        if (record := self.known) is None:
+            return text
+        compact = json.dumps(asdict(record), separators=(",", ":"))  # thousands of numbers, which nobody edits
+        return f'{text[:-2]},\n "record": {compact}\n}}'
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. Raises PlanError when the file cannot be written; one that was there stays then."""
-        try:
-            write_whole(path, self.to_json())
-        except (OSError, TypeError, ValueError) as error:
-            raise PlanError(f"cannot write the plan file {path}: {getattr(error, 'strerror', error)}") from error
+        _write(path, self.to_json())
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -265,6 +304,13 @@ class Plan:
         except PlanError as error:
             raise PlanError(f"{origin} is not a plan of format {VERSION}: {error}") from error
         return plan
+
+
+def _write(path: str | Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except (OSError, TypeError, ValueError) as error:
+        raise PlanError(f"cannot write the file {path}: {getattr(error, 'strerror', error)}") from error
 
 
 def _names(names: tuple[str, ...] | None) -> str:

@@ -19,10 +19,11 @@ import numpy as np
 
 from autoparallel.layout import COLLECTIVES
 from autoparallel.plans import Hybrid
+from autoparallel.plans.record import Span
 from autoparallel.pricing.problem import Move, SpacePricer
 from autoparallel.pricing.unit_costs import PricedStep
 from autoparallel.schedule.async_windows import TOP, AsyncWindows, Pair, Read, ToAsk, kind_of, places
-from autoparallel.strategies.space import Strategy, TensorUse
+from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models.timeline import Task, equal_slowdown, simulate
 
 COMPUTE = "compute"
@@ -49,6 +50,31 @@ def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequen
                        lambda: _Plan(pricer, strategies, stages).step().hidden_s(slowdown))
 
 
+def spans(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> list[Span]:
+    """The timeline of one rank of these stages as `hidden_s` simulates it; where nothing overlaps, one task after the
+    other."""
+    step = _Plan(pricer, strategies, stages).step()
+    if _hides(pricer):
+        streams = sorted({task.stream for task in step.tasks} | {COMPUTE})
+        line = simulate(step.tasks, equal_slowdown(streams, pricer.prices.device.overlap_slowdown))
+        start_s, end_s = line.start_s.tolist(), line.end_s.tolist()
+    else:
+        end_s = list(itertools.accumulate(task.duration_s for task in step.tasks))
+        start_s = [0.0, *end_s[:-1]]
+    return [
+        (_said(pricer.space, label), task.stream, begin, end,
+         tuple(n for n in dict.fromkeys(task.after) if step.tasks[n].stream != task.stream))
+        for task, label, begin, end in zip(step.tasks, step.labels, start_s, end_s, strict=True)
+    ]
+
+
+def _said(space: StrategySpace, label: Label) -> str:
+    """A label as text: what it does, and the blocks (outside blocks the ops) in which."""
+    what, *ends = label
+    names = [space.blocks[index] or space.decisions[index].name for index in ends if 0 <= index < len(space)]
+    return " ".join([what, " to ".join(dict.fromkeys(names))]).strip()
+
+
 def _hides(pricer: SpacePricer) -> bool:
     """Whether anything overlaps with compute: in every micro-batch, or if parameters are gathered and gradients reduced
     once per step. (Zero bubble computes weight gradients last, so nothing is left to overlap with.)"""
@@ -62,37 +88,53 @@ def _equivalent(hybrid: Hybrid) -> bool:
     return hybrid.is_plain or hybrid.prefetches
 
 
+#: What a task does, and the first and the last decision for which.
+Label = tuple[str, int, int]
+UNNAMED: Label = ("", TOP, TOP)
+
+
 class _Step:
-    """The tasks of one rank in issue order; the program awaits some of them."""
+    """The tasks of one rank in issue order; the program awaits some of them. ``labels``: of each task."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
+        self.labels: list[Label] = []
         self._compute_s = 0.0
+        self._label: Label | None = None
         self._after: tuple[int, ...] = ()
 
-    def issue(self, seconds: float, stream: str) -> int:
+    def issue(self, seconds: float, stream: str, label: Label = UNNAMED) -> int:
         """Launch asynchronous work on a stream; returns its task number."""
         self.flush()
-        self.tasks.append(Task(seconds, stream, self._after))
+        self._add(Task(seconds, stream, self._after), label)
         return len(self.tasks) - 1
+
+    def _add(self, task: Task, label: Label) -> None:
+        self.tasks.append(task)
+        self.labels.append(label)
 
     def wait(self, tasks: Sequence[int]) -> None:
         """Later work waits for these tasks."""
         self.flush()
         self._after = (*self._after, *tasks)
 
-    def work(self, seconds: float, stream: str = COMPUTE) -> None:
+    def work(self, seconds: float, stream: str = COMPUTE, label: Label = UNNAMED) -> None:
         """Compute, or synchronous work on another stream."""
         if stream == COMPUTE:
-            self._compute_s += seconds
+            if seconds:
+                if self._label is not None and self._label[0] != label[0]:
+                    self.flush()
+                self._compute_s += seconds
+                self._label = label if self._label is None else (self._label[0], self._label[1], label[2])
         elif seconds:
-            self.wait([self.issue(seconds, stream)])
+            self.wait([self.issue(seconds, stream, label)])
 
     def flush(self) -> None:
         """Turn the compute accumulated so far into a task."""
         if self._compute_s:
-            self.tasks.append(Task(self._compute_s, COMPUTE, self._after))
-            self._compute_s, self._after = 0.0, (len(self.tasks) - 1,)
+            assert self._label is not None
+            self._add(Task(self._compute_s, COMPUTE, self._after), self._label)
+            self._compute_s, self._label, self._after = 0.0, None, (len(self.tasks) - 1,)
 
     def hidden_s(self, slowdown: float) -> float:
         """Seconds by which the simulated step is shorter than the sum of its tasks."""
@@ -117,6 +159,12 @@ class _TimedStep(NamedTuple):
     forward: tuple[float, str]
     again_s: float
     backward: tuple[float, str]
+
+
+def _targets(what: str, steps: Sequence[_TimedStep]) -> Label:
+    """The label of redistributions of parameters, or of activations, by the decisions that read them."""
+    targets = [timed.target for timed in steps]
+    return what, min(targets), max(targets)
 
 
 class _Plan:
@@ -237,13 +285,13 @@ class _Plan:
 
             def reduce(index: int) -> None:
                 self._reduce(step, index, pending)
-                step.work(self._sums_s.get(index, 0.0))
+                step.work(self._sums_s.get(index, 0.0), COMPUTE, ("backward", index, index))
 
             self._backward(step, {*marked, *self.asked, *self._sums_s}, _Again(step, self).read, reduce)
             self._reduce(step, TOP, pending)
         else:
             self._in_micro_batches(step, pending)
-        step.work(self._updates_s())
+        step.work(self._updates_s(), COMPUTE, ("optimizer", TOP, TOP))
         step.flush()
         return step
 
@@ -254,14 +302,15 @@ class _Plan:
         places = sorted({TOP, *self.windows.events, *self.waited})
         for place in places:
             self._read(step, place, pending)
-        step.work((self.count - 1) * self._micro_batch_s() + (self.count - 2) * sum(self._sums_s.values()))
+        step.work((self.count - 1) * self._micro_batch_s() + (self.count - 2) * sum(self._sums_s.values()),
+                  COMPUTE, ("micro-batches before the last", TOP, TOP))
         early = defaultdict[int, list[Pair]](list)
         for pair in (*self.windows.reduced, *self.windows.gathered):
             if self.count > 1 and all(self.windows.is_last(n) for n in pair.steps):
                 early[min(self._first_reader(self.parameter_steps[n].target) for n in pair.steps)].append(pair)
 
         def reduce(index: int) -> None:
-            step.work(self._sums_s.get(index, 0.0))
+            step.work(self._sums_s.get(index, 0.0), COMPUTE, ("backward", index, index))
             for pair in early.get(index, ()):
                 self._issue(step, pair, pending)
 
@@ -291,12 +340,13 @@ class _Plan:
         for begins, pair in self.windows.events.get(place, ()):
             if begins:
                 steps = self._of(pair)  # one all_gather for the bucket
-                seconds = sum(timed.forward[0] for timed in steps)
-                pending[pair] = [step.issue(seconds, steps[0].forward[1])] if seconds else []
+                seconds, label = sum(timed.forward[0] for timed in steps), _targets("gather", steps)
+                pending[pair] = [step.issue(seconds, steps[0].forward[1], label)] if seconds else []
             else:
                 step.wait(pending.pop(pair))
         for timed in self.waited.get(place, ()):
-            step.work(*timed.forward)
+            seconds, stream = timed.forward
+            step.work(seconds, stream, _targets("gather", [timed]))
 
     @cached_property
     def asked(self) -> Mapping[int, Sequence[int]]:
@@ -319,8 +369,8 @@ class _Plan:
 
     def _reduce(self, step: _Step, place: int, pending: _Pending) -> None:
         for timed in reversed(self.waited.get(place, ())):
-            step.work(timed.again_s, timed.forward[1])
-            step.work(*timed.backward)
+            step.work(timed.again_s, timed.forward[1], _targets("gather again", [timed]))
+            step.work(*timed.backward, _targets("reduce", [timed]))
         for begins, pair in reversed(self.windows.events.get(place, ())):
             if begins:
                 step.wait(pending[pair])
@@ -329,36 +379,38 @@ class _Plan:
 
     def _issue(self, step: _Step, pair: Pair, pending: _Pending) -> None:
         steps = self._of(pair)  # one all_reduce for the bucket
-        pending[pair] = [step.issue(sum(timed.backward[0] for timed in steps), steps[0].backward[1])]
+        seconds, label = sum(timed.backward[0] for timed in steps), _targets("reduce", steps)
+        pending[pair] = [step.issue(seconds, steps[0].backward[1], label)]
 
     def _forward(self, step: _Step, marked: Collection[int] = (), before: Callable[[int], None] = _nothing) -> None:
         """One forward pass; calls ``before`` at the marked decisions."""
         until, done = self._forward_s, 0
         for index in sorted({*marked, *self.sent}):
-            step.work((until[index] - until[done]) / self.count)
+            step.work((until[index] - until[done]) / self.count, COMPUTE, ("forward", done, index))
             done = index
             if index in marked:
                 before(index)
             for timed in self.sent.get(index, ()):
-                step.work(timed.forward[0] / self.count, timed.forward[1])
-        step.work((until[-1] - until[done]) / self.count)
+                step.work(timed.forward[0] / self.count, timed.forward[1], _targets("activations", [timed]))
+        step.work((until[-1] - until[done]) / self.count, COMPUTE, ("forward", done, len(until) - 2))
 
     def _backward(self, step: _Step, marked: Collection[int], before: Callable[[int], None] = _nothing,
                   after: Callable[[int], None] = _nothing) -> None:
         """One backward pass; calls ``before`` and ``after`` at the marked decisions."""
         until, done = self._backward_s, len(self.space)
         for index in sorted({*marked, *self.sent}, reverse=True):
-            step.work((until[done] - until[index + 1]) / self.count)
+            step.work((until[done] - until[index + 1]) / self.count, COMPUTE, ("backward", done - 1, index + 1))
             done = index
             if index in marked:
                 before(index)
-            step.work((until[index + 1] - until[index]) / self.count)
+            step.work((until[index + 1] - until[index]) / self.count, COMPUTE, ("backward", index, index))
             for timed in reversed(self.sent.get(index, ())):
-                step.work(timed.again_s / self.count, timed.forward[1])
-                step.work(timed.backward[0] / self.count, timed.backward[1])
+                step.work(timed.again_s / self.count, timed.forward[1], _targets("activations again", [timed]))
+                step.work(timed.backward[0] / self.count, timed.backward[1],
+                          _targets("gradients of activations", [timed]))
             if index in marked:
                 after(index)
-        step.work(until[done] / self.count)
+        step.work(until[done] / self.count, COMPUTE, ("backward", done - 1, 0))
 
     def _micro_batch_s(self) -> float:
         """Seconds of one micro-batch without overlap and without gradient accumulation."""
@@ -458,7 +510,8 @@ class _Again:
                 for earlier in path[1]:
                     self._wait(earlier)
             again = [self.plan.parameter_steps[n] for n in self.numbers[pair]]
-            self.pending[pair] = self.step.issue(sum(one.again_s for one in again), again[0].forward[1])
+            seconds, label = sum(one.again_s for one in again), _targets("gather again", again)
+            self.pending[pair] = self.step.issue(seconds, again[0].forward[1], label)
 
     def _wait(self, pair: Pair) -> None:
         if (task := self.pending.pop(pair, None)) is not None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from autoparallel.layout import COLLECTIVES, SUMS
 from autoparallel.plans import CollectiveUse, Hybrid, Prediction
+from autoparallel.plans.record import StageSeconds
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.overlap_simulation import hidden_s
 from autoparallel.pricing.problem import Move, SpacePricer
@@ -22,8 +23,8 @@ from cost_models.accuracy import error_bar
 from cost_models.pipeline import pipeline_s
 from cost_models.profile import Profile
 
-#: (kind of collective, axis, direction) -> [count, bytes, seconds].
-Found = dict[tuple[str, str, str], list[float]]
+#: (kind of collective, axis, direction, purpose) -> [count, bytes, seconds].
+Found = dict[tuple[str, str, str, str], list[float]]
 #: By cut: bytes of one micro-batch that a rank sends in one direction, and of its part of values that several have.
 Sends = Sequence[tuple[float, float]]
 
@@ -31,8 +32,8 @@ Sends = Sequence[tuple[float, float]]
 @dataclass
 class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``once``: the seconds that do not
-    depend on the number of micro-batches. ``activations_s``: communication of activations, which is in the others
-    too."""
+    depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: recompute.
+    ``activations_s``: communication of activations. All of these are in the others too."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -40,9 +41,12 @@ class _Parts:
     forward_communication: float = 0.0
     backward_communication: float = 0.0
     once: float = 0.0
+    once_forward: float = 0.0
+    again: float = 0.0
     activations_s: float = 0.0
     state_bytes: float = 0.0
     live_bytes: float = 0.0
+    always_bytes: float = 0.0
     host_bytes: float = 0.0
     repeated: list[int] = field(default_factory=list)
     ranks: int = 1
@@ -67,7 +71,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     """
     hybrid, decisions, nodes = pricer.counts.hybrid, pricer.space.decisions, pricer.space.graph.nodes
     stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
-    found: dict[tuple[str, str, str], list[float]] = {}
+    found: Found = {}
     _add_decisions(pricer, strategies, stages, found)
     _add_uses(pricer, strategies, stages, found)
     _add_live_bytes(pricer, problem, strategies, stages)
@@ -92,7 +96,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         state_bytes=fullest.state_bytes,
         activation_bytes=max(0.0, fullest.live_bytes - fullest.state_bytes),
         peak_bytes=peak_bytes,
-        collectives=tuple(CollectiveUse(k, a, d, int(n), b, s) for (k, a, d), (n, b, s) in sorted(found.items())
+        collectives=tuple(CollectiveUse(k, a, d, int(n), b, s, p) for (k, a, d, p), (n, b, s) in sorted(found.items())
                           if k in COLLECTIVES or " in " in k),
         repeated_ops=tuple(str(nodes[decisions[index].node]) for index in sorted(set(mean.repeated))),
         host_bytes=max(s.host_bytes for s in by_rank),
@@ -169,8 +173,8 @@ def _virtual(hybrid: Hybrid) -> int:
 def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
-                 "activations_s",
-                 "state_bytes", "live_bytes", "host_bytes"):
+                 "once_forward", "again", "activations_s", "state_bytes", "live_bytes", "always_bytes",
+                 "host_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     return made
 
@@ -183,11 +187,7 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     Per micro-batch both stages at a cut wait for one message: a value in one direction while a gradient comes back.
     """
     hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
-    groups, network = hybrid.groups, cluster.group((hybrid.pipeline_ranks, *pricer.space.mesh_shape), 0)
-    scatters = cluster.profile is not None and cluster.profile.scatter_sends > 0
-    passed = [float(collectives.send_recv_s(part if scatters else sent, network))
-              + (_regathered_s(pricer, sent, part) if scatters else 0.0) for sent, part in sends]
-    passed = passed or [0.0] * (hybrid.stages - 1)
+    groups, passed = hybrid.groups, _passed_s(pricer, sends)
     profile = cluster.profile if strategies is not None else None
     micro_batch_s = [(s.total - s.once - s.beside_s(profile)) / hybrid.micro_batches_on(number) + before + after
             for number, (s, before, after) in enumerate(zip(stages, [0.0, *passed], [*passed, 0.0], strict=True))]
@@ -196,6 +196,36 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     hidden = [_hidden_s(pricer, strategies, rank) if strategies is not None else 0.0 for rank in of_rank]
     once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
     return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
+
+
+def _passed_s(pricer: SpacePricer, sends: Sends) -> list[float]:
+    """Seconds of sending one micro-batch over each cut."""
+    hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
+    network = cluster.group((hybrid.pipeline_ranks, *pricer.space.mesh_shape), 0)
+    scatters = cluster.profile is not None and cluster.profile.scatter_sends > 0
+    passed = [float(collectives.send_recv_s(part if scatters else sent, network))
+              + (_regathered_s(pricer, sent, part) if scatters else 0.0) for sent, part in sends]
+    return passed or [0.0] * (hybrid.stages - 1)
+
+
+def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], sends: Sends
+                  ) -> tuple[StageSeconds, ...]:
+    """Seconds and bytes of each stage of a pipeline, whose micro-batches and sends add up to those of `predict`."""
+    hybrid, profile = pricer.counts.hybrid, pricer.prices.cluster.profile
+    stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
+    _add_decisions(pricer, strategies, stages, {})
+    _add_uses(pricer, strategies, stages, {})
+    _add_live_bytes(pricer, problem, strategies, stages)
+    found = []
+    for number, (s, send_s) in enumerate(zip(stages, [*_passed_s(pricer, sends), 0.0], strict=True)):
+        count, held = hybrid.micro_batches_on(number), pricer.counts.in_flight(number)
+        whole_s = s.total - s.once - s.beside_s(profile)
+        forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
+        share = forward / (s.total - s.once) if s.total > s.once else 0.0
+        saved = max(0.0, s.live_bytes - s.always_bytes) / max(1, held)
+        found.append(StageSeconds(share * whole_s / count, (1 - share) * whole_s / count, s.once, send_s,
+                                  s.always_bytes, saved))
+    return tuple(found)
 
 
 def _regathered_s(pricer: SpacePricer, whole: float, part: float) -> float:
@@ -226,6 +256,7 @@ def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:
     seconds = pricer.op_s(index, number, place)
     stage.forward += count * (seconds.forward + seconds.again)
+    stage.again += count * seconds.again
     stage.backward += count * seconds.backward
     forward, backward = pricer.counts.op_times(index, place)
     for exchanged in pricer.prices.op_of(index).inside:
@@ -236,7 +267,7 @@ def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, sta
     updated, shared = (float(s[number]) for s in (pricer.parameter_s(index), pricer.shared_s(index)))
     stage.optimizer += count * updated
     if shared:
-        _count_use(found, ("all_reduce", "pipeline", "backward"), stage.ranks * count,
+        _count_use(found, ("all_reduce", "pipeline", "backward", "gradients"), stage.ranks * count,
                    float(pricer.shared_bytes(index)[number]), shared)
     stage.backward_communication += count * shared
     stage.once += count * (updated + shared)
@@ -251,14 +282,15 @@ def _add_inside(pricer: SpacePricer, inside: Inside, number: int, times: tuple[i
     counts = (times[0] * exchange.forward, times[1] * exchange.backward if pricer.prices.training else 0)
     for direction, n in zip(("forward", "backward"), counts, strict=True):
         if n:
-            key = (f"{exchange.action} in {inside.variant}", pricer.space.axis_names[inside.axis], direction)
+            axis = pricer.space.axis_names[inside.axis]
+            key = (f"{exchange.action} in {inside.variant}", axis, direction, "activations")
             _count_use(found, key, n * stage.ranks, float(inside.num_bytes[number]), seconds)
             setattr(stage, direction, getattr(stage, direction) - n * seconds)
             name = f"{direction}_communication"
             setattr(stage, name, getattr(stage, name) + n * seconds)
 
 
-def _count_use(found: Found, key: tuple[str, str, str], times: int, num_bytes: float, seconds: float) -> None:
+def _count_use(found: Found, key: tuple[str, str, str, str], times: int, num_bytes: float, seconds: float) -> None:
     entry = found.setdefault(key, [0, 0.0, 0.0])
     for place, value in enumerate((1, num_bytes, seconds)):
         entry[place] += times * value
@@ -267,14 +299,17 @@ def _count_use(found: Found, key: tuple[str, str, str], times: int, num_bytes: f
 def _add_live_bytes(
     pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Sequence[_Parts]
 ) -> None:
-    """Add the bytes live at the end of each stage's forward pass."""
+    """Add the bytes live at the end of each stage's forward pass, and those of them that live the whole step."""
     counts, num_bytes = pricer.counts, problem.usages.take(problem.cells(pricer.choice_of(strategies)))
     for holders, users in _holders(pricer, problem).items():
         moments = [counts.turning_of(stage) for stage in holders]
         begin, end = problem.intervals[users].T
         live = float(num_bytes[users][(begin <= min(moments)) & (max(moments) < end)].sum())
+        half = len(pricer.space)  # from the turn to the start, and to the end
+        always = float(num_bytes[users][(begin <= min(moments) - half) & (max(moments) + half < end)].sum())
         for stage in holders:
             stages[stage].live_bytes += live
+            stages[stage].always_bytes += always
 
 
 def _holders(pricer: SpacePricer, problem: Problem) -> Mapping[tuple[int, ...], Sequence[int]]:
@@ -338,10 +373,14 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
                 continue
             scale = summing.scale if direction == "backward" and kind in SUMS else 1.0
             num_bytes = scale * float(elements) * use.meta.dtype.itemsize
-            _count_use(found, (kind, axis, direction), count * n * stage.ranks, num_bytes, s)
+            purpose = "activations"
+            if counts.of_parameter[use.source]:
+                purpose = "parameters" if direction == "forward" else "gradients"
+            _count_use(found, (kind, axis, direction, purpose), count * n * stage.ranks, num_bytes, s)
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
             setattr(stage, name, getattr(stage, name) + count * n * s)
             if kind in COLLECTIVES and not counts.of_parameter[use.source]:
                 stage.activations_s += count * n * s
             if counts.of_parameter[use.source] and n == counts.multiplicities[use.target]:
                 stage.once += count * s
+                stage.once_forward += count * s if direction == "forward" else 0.0

@@ -6,10 +6,12 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
+from typing import TYPE_CHECKING
 
 from autoparallel.errors import PlanError, shown
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 RECOMPUTE = ("none", "selective", "full", "offload")
@@ -119,6 +121,8 @@ class Hybrid:
     @property
     def sum_dtype(self) -> torch.dtype | None:
         """``reduce_dtype`` as a torch dtype."""
+        import torch  # not above: plans are read and shown without it
+
         return getattr(torch, self.reduce_dtype) if self.reduce_dtype else None
 
     def recomputed(self, block: str | None) -> bool:

@@ -1,0 +1,252 @@
+"""Commands on saved plans (``show``, ``diff``, ``explain``, ...), and what they share with ``autoparallel plan``.
+
+Nothing here imports torch before a command needs it: ``show`` of a saved plan takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from autoparallel.errors import InputError, PlanError
+
+if TYPE_CHECKING:
+    from autoparallel.plans import Plan
+
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json", help="a plan that `autoparallel plan --output`, or "
+                                          "plan.save, has written")]
+Html = Annotated[Path | None, typer.Option(help="write the report here, as one page that needs no network")]
+Trace = Annotated[Path | None, typer.Option(help="write the predicted step here, for ui.perfetto.dev")]
+Details = Annotated[bool, typer.Option("--details", help="every op and collective")]
+AsJson = Annotated[bool, typer.Option("--json", help="the report as JSON on stdout (docs/report_schema.md)")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="the three lines of the summary only")]
+#: Seconds between two lines of progress where there is no terminal.
+EVERY_S = 10.0
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the commands, and ``--version``."""
+    app.callback()(_main)
+    for command in (show, diff, explain, alternatives, sensitivity, doctor):
+        app.command()(command)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        import autoparallel
+
+        typer.echo(f"autoparallel {autoparallel.__version__}")
+        raise typer.Exit
+
+
+def _main(version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True,
+                                                help="print the version and end")] = False) -> None:
+    """The fastest correct way to run a PyTorch model on these devices."""
+
+
+def show(plan: PlanFile, html: Html = None, trace: Trace = None, details: Details = False, as_json: AsJson = False,
+         quiet: Quiet = False) -> None:
+    """Report on a saved plan."""
+    from autoparallel.plans import Plan
+
+    check_page(html)
+    check_output(trace, "--trace")
+    tell(Plan.load(plan), details, as_json, quiet, html, trace)
+
+
+def tell(plan: Plan, details: bool, as_json: bool, quiet: bool, html: Path | None, trace: Path | None,
+         other: tuple[Plan, str] | None = None) -> None:
+    """Print the report of a plan, beside an ``other`` with its name, and write page and trace."""
+    from autoparallel.plans.reports.build import report_of
+    from autoparallel.plans.reports.comparison import compare
+    from autoparallel.plans.reports.data import report_json
+
+    if html is not None:
+        plan.save_html(html)
+    if trace is not None:
+        plan.save_trace(trace)
+    report = report_of(plan)
+    if as_json:
+        typer.echo(report_json(report))
+        return
+    from autoparallel.plans.reports import text
+
+    console = text.ReportConsole()
+    if quiet:
+        text.print_summary(report, console)
+        return
+    text.print_report(report, console, details)
+    if other is not None:
+        console.print(text.comparison_table(compare(report, report_of(other[0]), ("this plan", other[1]))))
+    if report.record is not None:
+        for name, choices in report.record.explanations.items():
+            console.print(text.explanation(name, choices))
+        if report.record.alternatives:
+            console.print(text.alternatives_table(report.speed.step_s, report.record.alternatives))
+        if report.record.sensitivities:
+            console.print(text.sensitivities(report.speed.step_s, report.record.sensitivities))
+    for path, what in ((html, "page"), (trace, "trace")):
+        if path is not None:
+            typer.echo(f"{what} written to {path}")
+
+
+def diff(first: PlanFile, second: PlanFile, details: Details = False, as_json: AsJson = False) -> None:
+    """Compare two saved plans; exit code 1 if they differ."""
+    from autoparallel.plans import Plan
+    from autoparallel.plans.reports.build import report_of
+    from autoparallel.plans.reports.comparison import compare
+    from autoparallel.plans.reports.data import comparison_json
+
+    ours, theirs = Plan.load(first), Plan.load(second)
+    found = compare(report_of(ours), report_of(theirs), (str(first), str(second)))
+    head, *lines = ours.diff(theirs).split("\n")
+    if as_json:
+        typer.echo(comparison_json(found))
+    else:
+        from autoparallel.plans.reports import text
+
+        console = text.ReportConsole()
+        console.print(text.comparison_table(found))
+        console.print(head + ("" if details or not lines else "; each: --details"))
+        for line in lines if details else ():
+            console.print(line)
+    raise typer.Exit(1 if lines else 0)
+
+
+def explain(plan: PlanFile, name: Annotated[str | None, typer.Argument(help="an op, parameter or input")] = None
+            ) -> None:
+    """Say what each strategy of an op, parameter or input costs; without NAME list those that were asked for."""
+    from autoparallel.plans.reports import text
+
+    record, console = _record(plan), text.ReportConsole()
+    if name is None:
+        for known in record.explanations:
+            console.print(known)
+    elif name in record.explanations:
+        console.print(text.explanation(name, record.explanations[name]))
+    else:
+        raise _not_asked(plan, f"what the strategies of {name!r} cost", f"--explain {name}")
+
+
+def alternatives(plan: PlanFile) -> None:
+    """List other plans that were found, by how much slower they are."""
+    from autoparallel.plans.reports import text
+
+    record = _record(plan)
+    if not record.alternatives:
+        raise _not_asked(plan, "other plans", "--alternatives 3")
+    step_s = _load(plan).prediction.step_s
+    text.ReportConsole().print(text.alternatives_table(step_s, record.alternatives))
+
+
+def sensitivity(plan: PlanFile) -> None:
+    """Say what half or twice the bandwidth or the memory would mean."""
+    from autoparallel.plans.reports import text
+
+    record = _record(plan)
+    if not record.sensitivities:
+        raise _not_asked(plan, "how sensitive it is", "--sensitivity")
+    step_s = _load(plan).prediction.step_s
+    text.ReportConsole().print(text.sensitivities(step_s, record.sensitivities))
+
+
+def _load(path: Path) -> Plan:
+    from autoparallel.plans import Plan
+
+    return Plan.load(path)
+
+
+def _record(path: Path) -> Any:
+    record = _load(path).record
+    if record is None:
+        raise PlanError(f"{path} was written without a record of its search: plan again with this version")
+    return record
+
+
+def _not_asked(path: Path, what: str, option: str) -> PlanError:
+    return PlanError(f"{path} does not say {what}, and a saved plan has no search to ask: run `autoparallel plan ... "
+                     f"{option} --output {path}`")
+
+
+def doctor() -> None:
+    """Check versions, devices, links and what works here; exit code 1 if something that is needed does not."""
+    from autoparallel.doctor import findings
+
+    good = True
+    for finding in findings():
+        good = good and (finding.works or not finding.needed)
+        mark = "ok  " if finding.works else "FAIL" if finding.needed else "--  "
+        typer.echo(f"{mark} {finding.what}: {finding.said}")
+    raise typer.Exit(0 if good else 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- progress
+
+
+class Progress:
+    """How far a search is, on stderr: a line that changes on a terminal, else a line every `EVERY_S` seconds."""
+
+    def __init__(self, time_limit_s: float, quiet: bool = False) -> None:
+        self.time_limit_s, self.quiet, self.started = time_limit_s, quiet, time.monotonic()
+        self.said_s, self.status = 0.0, None
+        if not quiet and sys.stderr.isatty():
+            from rich.console import Console
+
+            self.status = Console(stderr=True, markup=False).status("capture and prices")
+
+    def __enter__(self) -> Progress:
+        if self.status is not None:
+            self.status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:
+        if self.status is not None:
+            self.status.stop()
+
+    def __call__(self, phase: str, best_s: float, bound_s: float) -> None:
+        passed = time.monotonic() - self.started
+        self.says(progress_line(phase, best_s, bound_s, self.time_limit_s - passed))
+
+    def says(self, line: str) -> None:
+        """Show a line."""
+        passed = time.monotonic() - self.started
+        if self.status is not None:
+            self.status.update(line)
+        elif not self.quiet and passed - self.said_s >= EVERY_S:
+            self.said_s = passed
+            typer.echo(f"{passed:.0f} s: {line}", err=True)
+
+
+def progress_line(phase: str, best_s: float, bound_s: float, left_s: float | None = None) -> str:
+    """How far the search is, in a line."""
+    left = "" if left_s is None else f", {max(0.0, left_s):.0f} s left"
+    if best_s == float("inf"):
+        return f"search ({phase}): no plan yet, none below {bound_s:.4g} s{left}; Ctrl-C ends the search"
+    gap = (best_s - bound_s) / best_s if best_s > 0 else 0.0
+    return f"search ({phase}): best {best_s:.4g} s, bound {bound_s:.4g} s, gap {gap:.2%}{left}; Ctrl-C takes the best"
+
+
+def check_output(path: Path | None, option: str = "--output") -> None:
+    """Raises InputError for a file that cannot be written, before the work of which it tells."""
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise InputError(f"{option} {path} cannot be written: give a file in a folder that is there")
+
+
+def check_page(path: Path | None) -> None:
+    """Raises InputError for a page that cannot be written, and PlanError without jinja2, before the work."""
+    check_output(path, "--html")
+    if path is not None:
+        from autoparallel.plans.reports.page import check_jinja2
+
+        check_jinja2()
+
+
+__all__ = ["AsJson", "Details", "Html", "Progress", "Quiet", "Trace", "add_to", "check_output", "check_page",
+           "progress_line", "tell"]

@@ -1,0 +1,39 @@
+"""How a search went, for the report: best and bound after each phase."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from autoparallel.plans import Plan
+from autoparallel.plans.record import Record
+
+if TYPE_CHECKING:
+    from autoparallel.search import Progress
+
+#: Points that a record keeps, at most: the last ones.
+MOST_POINTS = 500
+
+
+@dataclass
+class SearchHistory:
+    """Remembers what a search tells by ``progress``, and passes it on to the user's. ``points``: (seconds since the
+    start, phase, best, bound)."""
+
+    progress: Progress | None = None
+    points: list[tuple[float, str, float, float]] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    def __call__(self, phase: str, best_s: float, bound_s: float) -> None:
+        self.points.append((round(time.monotonic() - self.started, 3), phase, best_s, bound_s))
+        if self.progress is not None:
+            self.progress(phase, best_s, bound_s)
+
+    def told(self, plan: Plan) -> Record | None:
+        """The plan's record with the points at which both best and bound were known."""
+        if (record := plan.known) is None:
+            return None
+        finite = [point for point in self.points if math.isfinite(point[2]) and math.isfinite(point[3])]
+        return replace(record, search=tuple(finite[-MOST_POINTS:]))

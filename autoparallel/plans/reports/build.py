@@ -1,0 +1,92 @@
+"""Plan -> `Report`: each number once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autoparallel.plans.plan import Plan, Prediction
+from autoparallel.plans.record import Record, Workload
+from autoparallel.plans.reports.blocks import block_rows
+from autoparallel.plans.reports.report import PURPOSES, Collectives, Memory, Proof, Report, Speed, Time
+from autoparallel.plans.reports.summary import summary
+from autoparallel.plans.reports.words import AxisWords, axis_words, title
+
+
+def report_of(plan: Plan) -> Report:
+    """The report of a plan, searched or read from a file."""
+    record, p = plan.known, plan.prediction
+    axes = axis_words(plan, record.workload if record else None)
+    labels = {axis.name: axis.label for axis in axes}
+    times = _times(p)
+    exposed_s = next(time.seconds for time in times if time.part == "exposed communication")
+    found = Report(
+        ("", "", ""), title(plan, axes), plan.cluster, plan.fingerprint, axes, _departures(axes),
+        _speed(p, record.workload if record else None), _memory(p, record), times,
+        exposed_s / p.step_s if p.step_s else 0.0, tuple(_collectives(p, labels)), block_rows(plan, axes),
+        _proof(plan), tuple(plan.pins.items()), plan.hybrid.cuts,
+        plan.hybrid.recompute_blocks or (), p.repeated_ops, record,
+    )
+    return summary(found)
+
+
+def _departures(axes: Iterable[AxisWords]) -> tuple[str, ...]:
+    return tuple(f"{text} (axis {axis.label})" for axis in axes for text in axis.departures)
+
+
+def _speed(p: Prediction, work: Workload | None) -> Speed:
+    p90_s = p.step_s * (1 + p.p90)
+    if work is None or not p.step_s:
+        return Speed(p.step_s, p.p50, p.p90, p90_s, p.basis)
+    device_s = p.step_s * work.devices
+    peak = device_s * work.peak_flops_per_s
+    price = device_s / 3600 * work.price_per_hour if work.price_per_hour else None
+    energy = device_s * work.watts if work.watts else None
+    return Speed(
+        p.step_s, p.p50, p.p90, p90_s, p.basis, work.unit, work.count / device_s, work.count / p.step_s,
+        work.model_flops / peak if work.model_flops else None, work.hardware_flops / peak if work.model_flops else None,
+        price, None if price is None or not work.count else 1e12 * price / work.count,
+        energy, None if energy is None or not work.count else energy / work.count,
+    )
+
+
+def _memory(p: Prediction, record: Record | None) -> Memory:
+    plain = p.peak_bytes, p.limit_bytes, p.state_bytes, p.activation_bytes, p.host_bytes
+    if record is None or record.memory is None or not record.memory.num_bytes:
+        return Memory(*plain, (("parameters, gradients and optimizer state", p.state_bytes),
+                               ("activations at the end of forward", p.activation_bytes)),
+                      device_bytes=record.workload.memory_bytes if record else 0.0)
+    table = record.memory
+    at = max(range(len(table.at)), key=lambda n: sum(table.num_bytes[n]))
+    return Memory(*plain, tuple(zip(table.kinds, table.num_bytes[at], strict=True)), table.at[at],
+                  record.workload.memory_bytes)
+
+
+def _times(p: Prediction) -> tuple[Time, ...]:
+    """The parts of a step: compute, communication that is exposed and that is hidden, the bubble, the framework."""
+    communication_s = p.forward_communication_s + p.backward_communication_s
+    return (
+        Time("forward compute", p.forward_s), Time("backward compute", p.backward_s), Time("optimizer", p.optimizer_s),
+        Time("exposed communication", communication_s - p.hidden_s), Time("pipeline bubble and sends", p.waiting_s),
+        Time("framework, once a step", p.fixed_s), Time("hidden communication", p.hidden_s, beside=True),
+    )
+
+
+def _collectives(p: Prediction, labels: dict[str, str]) -> list[Collectives]:
+    """By purpose, the most expensive first."""
+    found = [Collectives(use.purpose, use.kind, labels.get(use.axis, use.axis), use.direction, use.count, use.num_bytes,
+                         use.seconds) for use in p.collectives]
+    order = {purpose: number for number, purpose in enumerate(PURPOSES)}
+    return sorted(found, key=lambda use: (order.get(use.purpose, len(order)), -use.seconds))
+
+
+def _proof(plan: Plan) -> Proof:
+    e, step_s = plan.evidence, plan.prediction.step_s
+    searched = not e.stop_reason.startswith(("by hand", "baseline", "zero_stage=0"))
+    within = e.objective_s / e.lower_bound_s - 1 if searched and 0 < e.lower_bound_s < float("inf") else None
+    within_any = step_s / e.step_bound_s - 1 if e.step_bound_s and 0 < e.step_bound_s <= step_s else None
+    phases = tuple((name, seconds) for name, seconds in e.seconds.items() if not name.startswith("search:"))
+    return Proof(searched, e.solver, e.objective_s, e.lower_bound_s, e.stop_reason,
+                 None if within is None else max(0.0, within), within_any, e.step_bound_s, phases)
+
+
+__all__ = ["report_of"]

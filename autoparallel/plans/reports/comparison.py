@@ -1,0 +1,93 @@
+"""Two plans side by side: what differs, and the seconds that each part saves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoparallel.plans.answers import Choice
+from autoparallel.plans.reports.report import Report
+from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a comparison; ``saved_s``: seconds that the first plan saves (None: no time)."""
+
+    what: str
+    texts: tuple[str, str]
+    saved_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two plans, named, line by line."""
+
+    names: tuple[str, str]
+    rows: tuple[Row, ...]
+
+
+def compare(ours: Report, theirs: Report, names: tuple[str, str] = ("this plan", "the other")) -> Comparison:
+    """How two plans of one model differ: step, rates, memory, parts of the step, communication by purpose, and what
+    they do differently."""
+    rows = [Row("plan", (ours.title, theirs.title)),
+            _seconds("whole step", ours.speed.step_s, theirs.speed.step_s)]
+    if ours.speed.mfu is not None and theirs.speed.mfu is not None:
+        rows.append(Row("MFU", (percent_str(ours.speed.mfu), percent_str(theirs.speed.mfu))))
+    rows.append(Row("peak memory", (bytes_str(ours.memory.peak_bytes), bytes_str(theirs.memory.peak_bytes))))
+    rows += [_seconds(a.part, a.seconds, b.seconds) for a, b in zip(ours.times, theirs.times, strict=True)
+             if a.seconds or b.seconds]
+    rows += [row for purpose in dict.fromkeys(use.purpose for use in (*ours.collectives, *theirs.collectives))
+             if (row := _purpose(purpose, ours, theirs)) is not None]
+    rows += _parts(ours, theirs)
+    return Comparison(names, tuple(rows))
+
+
+def _seconds(what: str, ours_s: float, theirs_s: float) -> Row:
+    beside = what == "hidden communication"
+    return Row(what, (seconds_str(ours_s), seconds_str(theirs_s)), None if beside else theirs_s - ours_s)
+
+
+def _purpose(purpose: str, ours: Report, theirs: Report) -> Row | None:
+    """Communication of one purpose, before overlap: in a pipeline summed over its ranks, so without savings."""
+    totals = [sum(use.seconds for use in one.collectives if use.purpose == purpose) for one in (ours, theirs)]
+    if not purpose or not any(totals):
+        return None
+    return Row(f"communication of {purpose}, with what is hidden", (seconds_str(totals[0]), seconds_str(totals[1])))
+
+
+def _parts(ours: Report, theirs: Report) -> list[Row]:
+    """Parts of blocks that are cut by something else."""
+    found = []
+    tables = [{(block.title, row.part): " x ".join(dict.fromkeys(row.cut_by))
+               for block in one.blocks for row in block.rows} for one in (ours, theirs)]
+    for key in dict.fromkeys((*tables[0], *tables[1])):
+        texts = tables[0].get(key, "-"), tables[1].get(key, "-")
+        if texts[0] != texts[1]:
+            found.append(Row(f"{key[1]} of {key[0]} cut by", texts))
+    return found
+
+
+def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
+    """Strategies of a decision, the chosen one first: (name, seconds with all else unchanged, seconds of the best plan
+    with it, lower bound); those of others as differences from the chosen one."""
+    own_s = choices[0].alone_s if choices else 0.0
+
+    def said(seconds: float, none: str) -> str:
+        if not math.isfinite(seconds):
+            return none
+        return f"{'-' if seconds < own_s else '+'}{seconds_str(abs(seconds - own_s))}"
+
+    found = []
+    for number, c in enumerate(choices):
+        name = "·".join(c.strategy)
+        if not number and math.isfinite(own_s):
+            found.append((f"{name} (chosen)", seconds_str(own_s), seconds_str(own_s), seconds_str(c.least_s)))
+        else:
+            resolved = "" if c.resolved_s is None else said(c.resolved_s, "none")
+            found.append((name, said(c.alone_s, "not possible"), resolved, said(c.least_s, "none")))
+    return found
+
+
+__all__ = ["Comparison", "Row", "compare", "explained"]

@@ -1,0 +1,28 @@
+"""The field's words, for readers who are new to them."""
+
+GLOSSARY = {
+    "data parallel": "Each rank has its own rows of the batch and all layers; gradients are summed over the ranks.",
+    "tensor parallel": "Each rank has some columns, rows or heads of every weight; activations are exchanged in each "
+                       "layer.",
+    "sequence parallel": "On a tensor-parallel axis, norms and residuals are cut along the sequence between the "
+                         "products.",
+    "context parallel": "Each rank has a part of every sequence; attention exchanges keys and values.",
+    "expert parallel": "Each rank has some of the experts; tokens travel to them and back.",
+    "pipeline parallel": "Each rank has some of the layers; micro-batches pass from stage to stage.",
+    "ZeRO": "Parameters, gradients and optimizer state are stored in shards over data-parallel ranks. Stage 1 gathers "
+            "parameters and sums gradients once a step, stage 2 sums gradients for each micro-batch, stage 3 (FSDP) "
+            "gathers for each use.",
+    "micro-batch": "A part of the batch. Micro-batches run one after the other, and their gradients add up.",
+    "recompute": "Backward runs a block's forward again instead of keeping its results.",
+    "exposed communication": "Seconds in which ranks exchange data and compute nothing.",
+    "hidden communication": "Seconds saved because ranks exchange data while they compute.",
+    "bubble": "Seconds in which a pipeline's rank waits for its first, or after its last, micro-batch.",
+    "MFU": "Model FLOPs utilisation: FLOPs that the model needs in a step / (step seconds x devices x a device's "
+           "peak). Products, convolutions and attention count, forward once, backward at twice that; causal attention "
+           "at the half that it computes.",
+    "HFU": "Hardware FLOPs utilisation: as MFU, of the FLOPs that devices run, with recompute and repeated work.",
+    "p90": "Nine in ten predictions of this kind were at most so far from the measured step.",
+    "bound": "Seconds that no plan can be below; what lies between it and the best plan is not proven either way.",
+    "S(d), R, I, P": "Layouts, one for each mesh axis: a shard of dim d; replicated (R: ranks change it differently in "
+                     "backward, I: they do not); a partial sum.",
+}

@@ -1,0 +1,129 @@
+"""`Report`: all that text, JSON and pages say of a plan, computed once.
+
+    MFU = model FLOPs of a step / (step seconds x devices x peak FLOP/s of a device)
+    HFU = the same of the FLOPs that devices run, with recompute and repeated work
+
+Model FLOPs are those of matrix products, convolutions and attention: forward once, backward at twice that; causal
+attention at the half that it computes (`plans.record.Workload`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoparallel.plans.record import Record
+from autoparallel.plans.reports.blocks import BlockRows
+from autoparallel.plans.reports.words import AxisWords
+
+PURPOSES = ("parameters", "gradients", "activations")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Step seconds: predicted (half of predictions of its ``basis`` are within ``p50`` of the measured step, nine in
+    ten within ``p90``), and ``p90_s``, what nine in ten are at most. Rates, shares of the peak, cost and energy; None:
+    not known."""
+
+    step_s: float
+    p50: float
+    p90: float
+    p90_s: float
+    basis: str
+    unit: str | None = None
+    per_device_per_s: float | None = None
+    per_s: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    price_per_step: float | None = None
+    price_per_1e12: float | None = None
+    joules_per_step: float | None = None
+    joules_per_unit: float | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank. ``limit_bytes``: what tensors may take (0: no limit). ``kinds``: at the peak.
+    ``fullest``: the place of the peak. ``device_bytes``: of the device (0: not known)."""
+
+    peak_bytes: float
+    limit_bytes: float
+    state_bytes: float
+    activation_bytes: float
+    host_bytes: float
+    kinds: tuple[tuple[str, float], ...] = ()
+    fullest: str = ""
+    device_bytes: float = 0.0
+
+    @property
+    def margin_bytes(self) -> float:
+        return self.limit_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True)
+class Time:
+    """A part of the step, in seconds; the parts add up to the step, but for overlapped communication, which runs
+    beside compute (``beside``)."""
+
+    part: str
+    seconds: float
+    beside: bool = False
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Collectives of one purpose, kind, axis and direction in a step."""
+
+    purpose: str
+    kind: str
+    axis: str
+    direction: str
+    count: int
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How good the plan is known to be. ``searched``: a search made it, rather than a person or a rule.
+    ``within``: its additive cost is at most so much above that of the best sharding, as a share (None: nothing was
+    proven). ``within_any``: its step above any combination (None: no joint search). ``reason``: why the search
+    ended."""
+
+    searched: bool
+    solver: str
+    objective_s: float
+    lower_bound_s: float
+    reason: str
+    within: float | None
+    within_any: float | None
+    step_bound_s: float | None
+    phases: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan for people. ``summary``: three lines. ``exposed_share``: communication that nothing hides, of the step.
+    ``cuts``: the ops at which pipeline stages 1, 2, ... begin. ``recomputed``: the blocks that recompute, if not all.
+    ``record``: what planning kept (None: an older plan file)."""
+
+    summary: tuple[str, str, str]
+    title: str
+    cluster: str
+    fingerprint: str
+    axes: tuple[AxisWords, ...]
+    departures: tuple[str, ...]
+    speed: Speed
+    memory: Memory
+    times: tuple[Time, ...]
+    exposed_share: float
+    collectives: tuple[Collectives, ...]
+    blocks: tuple[BlockRows, ...]
+    proof: Proof
+    pins: tuple[tuple[str, str], ...]
+    cuts: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    repeated_ops: tuple[str, ...]
+    record: Record | None
+
+
+__all__ = ["PURPOSES", "Collectives", "Memory", "Proof", "Report", "Speed", "Time"]

@@ -1,0 +1,212 @@
+"""Reports as text for a terminal."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autoparallel.errors import printable
+from autoparallel.plans.answers import Choice, Sensitivity
+from autoparallel.plans.plan import Plan
+from autoparallel.plans.record import Alternative
+from autoparallel.plans.reports.build import report_of
+from autoparallel.plans.reports.comparison import Comparison, explained
+from autoparallel.plans.reports.report import Collectives, Report
+from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
+
+#: Lines of the details of a block, at most.
+MOST_LINES = 200
+LAYOUTS = ("strategies and layouts have an entry per mesh axis: S(d) a shard of dim d, R and I replicated (I: not "
+           "changed by any rank), P a partial sum")
+
+
+class ReportConsole(Console):
+    """A console that takes strings as plain text: names from models and files are no markup, emoji or escape codes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
+
+
+def text_report(plan: Plan, width: int = 100, details: bool = False) -> str:
+    """The report of a plan as text of ``width`` columns."""
+    console = ReportConsole(file=io.StringIO(), width=width, force_terminal=False)
+    print_report(report_of(plan), console, details)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def print_summary(report: Report, console: ReportConsole) -> None:
+    """The three lines."""
+    for number, line in enumerate(report.summary):
+        console.print(line, style="" if number else "bold")
+
+
+def print_report(report: Report, console: ReportConsole, details: bool = False) -> None:
+    """Print the report on ``console``, in colour on a terminal; with ``details`` every op and collective."""
+    print_summary(report, console)
+    console.print()
+    console.print(_axes(report))
+    if report.pins:
+        console.print("pins: " + ", ".join(f"{k} = {v}" for k, v in report.pins))
+    console.print(_times(report))
+    if report.speed.p90:
+        console.print(f"half of such predictions are within {percent_str(report.speed.p50)} of the measured step, nine "
+                      f"in ten within {percent_str(report.speed.p90)}: {report.speed.basis}")
+    console.print(_memory(report))
+    console.print(_collectives(report.collectives, details))
+    console.print(_blocks(report))
+    if details and report.cuts:
+        console.print(f"pipeline stages begin at: {', '.join(report.cuts)}")
+    if details and report.recomputed:
+        console.print(f"blocks with recompute: {', '.join(report.recomputed)}")
+    if details:
+        console.print(LAYOUTS)
+        for block in report.blocks:
+            console.print(_lines(block.title, block.lines))
+    else:
+        console.print("every op and collective: --details, or plan.report(details=True)")
+    if report.repeated_ops:
+        console.print(f"no rule, so repeated on every rank: {', '.join(report.repeated_ops)}")
+    _print_proof(report, console)
+
+
+def _print_proof(report: Report, console: ReportConsole) -> None:
+    proof = report.proof
+    gap = "" if proof.within is None else f", at most {percent_str(proof.within)} above it"
+    console.print(f"search ({proof.solver}): {seconds_str(proof.objective_s)} without overlap, lower bound "
+                  f"{seconds_str(proof.lower_bound_s)}{gap}; {proof.reason}")
+    if proof.step_bound_s is not None:
+        console.print(f"no combination's step is below {seconds_str(proof.step_bound_s)} (ops divided evenly, no "
+                      "communication)")
+    console.print("planning: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in proof.phases))
+    console.print(f"program {report.fingerprint} on {report.cluster}")
+
+
+def _axes(report: Report) -> Table:
+    table = _table("mesh axes, slowest links first", ("axis", "ranks", "what for", "link"), right=("ranks",))
+    for axis in report.axes:
+        name = axis.label if axis.label == axis.name else f"{axis.label} ({axis.name})"
+        also = "; vocabulary in shards" if axis.vocabulary else ""
+        table.add_row(name, str(axis.size), axis.words + also, axis.link)
+    return table
+
+
+def _times(report: Report) -> Table:
+    table = _table("predicted step", ("part", "time", "share"), right=("time", "share"))
+    step_s = report.speed.step_s
+    for time in report.times:
+        if time.seconds and not time.beside:
+            table.add_row(time.part, seconds_str(time.seconds), percent_str(time.seconds / step_s) if step_s else "-")
+    table.add_row("whole step", seconds_str(step_s), "100 %", style="bold")
+    for time in report.times:
+        if time.seconds and time.beside:
+            table.add_row(f"beside it: {time.part}", seconds_str(time.seconds), "")
+    return table
+
+
+def _memory(report: Report) -> Table:
+    memory = report.memory
+    where = f" (fullest in {memory.fullest})" if memory.fullest else ""
+    table = _table(f"memory of the fullest rank{where}", ("kind", "bytes"), right=("bytes",))
+    for kind, num_bytes in memory.kinds:
+        if num_bytes:
+            table.add_row(kind, bytes_str(num_bytes))
+    table.add_row("peak", bytes_str(memory.peak_bytes), style="bold")
+    if memory.limit_bytes:
+        table.add_row("that tensors may take", bytes_str(memory.limit_bytes))
+    if memory.host_bytes:
+        table.add_row("in the host's memory", bytes_str(memory.host_bytes))
+    return table
+
+
+def _collectives(uses: Sequence[Collectives], details: bool) -> Table:
+    """By purpose, kind and axis; with details also by direction."""
+    columns = ("moves", "collective", "axis", *(("direction",) if details else ()), "count", "bytes per rank", "time")
+    table = _table("collectives in one step (gradients of unsharded parameters in buckets)", columns,
+                   right=("count", "bytes per rank", "time"))
+    rows: dict[tuple[str, ...], list[Collectives]] = {}
+    for use in uses:
+        key = (use.purpose or "not known", use.kind, use.axis, *((use.direction,) if details else ()))
+        rows.setdefault(key, []).append(use)
+    for row, some in rows.items():
+        table.add_row(*row, str(sum(u.count for u in some)), bytes_str(sum(u.num_bytes for u in some)),
+                      seconds_str(sum(u.seconds for u in some)))
+    return table
+
+
+def _blocks(report: Report) -> Table:
+    axes = [axis.label for axis in report.axes if axis.role != "pipeline"]
+    table = _table("what is cut by what, on each axis", ("block", "part", "ops", *axes), right=("ops",))
+    for block in report.blocks:
+        for number, row in enumerate(block.rows):
+            table.add_row("" if number else block.title, row.part, str(row.ops), *row.cut_by)
+    return table
+
+
+def _lines(title: str, lines: Sequence[tuple[str, str, str]]) -> Table:
+    table = _table(title, ("op", "strategy", "result"))
+    for line in lines[:MOST_LINES]:
+        table.add_row(*line)
+    if len(lines) > MOST_LINES:
+        table.add_row(f"... {len(lines) - MOST_LINES} more", "", "")
+    return table
+
+
+def _table(title: str, columns: Iterable[str], right: Sequence[str] = ()) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left")
+    return table
+
+
+# ------------------------------------------------------------------------------------------ answers and comparisons
+
+
+def comparison_table(found: Comparison) -> Table:
+    """Two plans side by side, by part; then what differs."""
+    table = _table(f"{found.names[0]} beside {found.names[1]}", ("", *found.names, "saved"), right=("saved",))
+    for row in found.rows:
+        table.add_row(row.what, row.texts[0], row.texts[1], seconds_str(row.saved_s) if row.saved_s else "")
+    return table
+
+
+def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
+    """The answers of `Study.sensitivity` as a table; ``step_s``: the plan's step time."""
+    table = _table(f"sensitivity of the step time of {seconds_str(step_s)}",
+                   ("what", "factor", "this plan", "best plan", "changed ops"),
+                   right=("factor", "this plan", "best plan", "changed ops"))
+    for s in found:
+        held = "does not fit" if s.held_s == float("inf") else seconds_str(s.held_s)
+        best = "none found" if s.none_found else "none fits" if s.best_s == float("inf") else seconds_str(s.best_s)
+        table.add_row(s.what, f"{s.factor:g}", held, best, str(s.num_others))
+    return table
+
+
+def explanation(name: str, choices: Sequence[Choice]) -> Table:
+    """The answer of `Study.explain` for decision ``name`` as a table."""
+    columns = ("strategy", "all else unchanged", "best plan with it", "lower bound")
+    table = _table(f"{name}: step time with each strategy", columns, right=columns[1:])
+    for row in explained(choices):
+        table.add_row(*row)
+    return table
+
+
+def alternatives_table(step_s: float, found: Sequence[Alternative]) -> Table:
+    """Other plans, by how much slower they are, and the first of their differences."""
+    table = _table("other plans", ("step", "slower by", "peak memory", "differs in"), right=("step", "slower by"))
+    for one in found:
+        more = f", and {len(one.differences) - 3} more" if len(one.differences) > 3 else ""
+        table.add_row(seconds_str(one.step_s), percent_str(one.step_s / step_s - 1) if step_s else "-",
+                      bytes_str(one.peak_bytes), "; ".join(one.differences[:3]) + more)
+    return table
+
+
+__all__ = ["ReportConsole", "alternatives_table", "comparison_table", "explanation", "print_report", "print_summary",
+           "sensitivities", "text_report"]

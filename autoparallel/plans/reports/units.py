@@ -1,0 +1,58 @@
+"""Numbers with units, as reports write them."""
+
+from __future__ import annotations
+
+import math
+
+
+def seconds_str(seconds: float) -> str:
+    """Seconds with three digits and a unit: 12.3 ms."""
+    if seconds < 0:
+        return f"-{seconds_str(-seconds)}"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def bytes_str(count: float) -> str:
+    """Bytes with three digits and a binary unit: 1.25 GiB."""
+    if count < 0:
+        return f"-{bytes_str(-count)}"
+    for scale, unit in ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def count_str(count: float) -> str:
+    """A number with three digits, and commas: 8,610, 0.43.
+
+    >>> count_str(8612.3), count_str(0.4321), count_str(1234567.0)
+    ('8,610', '0.432', '1,230,000')
+    """
+    if count == 0 or not math.isfinite(count):
+        return f"{count:g}"
+    digits = 2 - math.floor(math.log10(abs(count)))
+    return f"{round(count, digits):,.{max(0, digits)}f}"
+
+
+def large_str(count: float) -> str:
+    """A number with three digits and a letter: 8.03 B (billions of parameters), 1.2 M."""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.3g}"
+
+
+def percent_str(share: float) -> str:
+    """A share in percent, with two digits below ten: 47 %, 3.5 %, 0.10 %.
+
+    >>> percent_str(0.473), percent_str(0.0351), percent_str(0.0004)
+    ('47 %', '3.5 %', '0.04 %')
+    """
+    value = 100 * share
+    return f"{value:.0f} %" if abs(value) >= 9.95 else f"{value:.1f} %" if abs(value) >= 0.995 else f"{value:.2g} %"
+
+
+__all__ = ["bytes_str", "count_str", "large_str", "percent_str", "seconds_str"]

@@ -1,0 +1,183 @@
+"""A plan in the field's words: what each mesh axis is for, and a sentence for the whole."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autoparallel.plans.plan import Plan
+from autoparallel.plans.record import Workload
+from autoparallel.plans.roles import AxisRole, roles_of
+
+ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
+PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
+            "expert": "expert parallel", "replicated": "computed by every rank"}
+SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B", "zero_bubble": "zero bubble"}
+#: Modules named in a departure, at most.
+MOST_NAMES = 5
+_GENERIC = re.compile(r"axis\d+|devices")
+
+
+@dataclass(frozen=True)
+class AxisWords:
+    """A mesh axis: its ``label`` in reports (its name, or after its role), what it does in ``words``, the slowest link
+    that its groups cross ("": not known), whether it cuts the vocabulary, and products of another role. ``shards``,
+    ``sequence``, ``experts``: as in `plans.roles.AxisRole`."""
+
+    name: str
+    label: str
+    size: int
+    role: str
+    words: str
+    link: str = ""
+    vocabulary: bool = False
+    departures: tuple[str, ...] = ()
+    shards: bool = False
+    sequence: bool = False
+    experts: bool = False
+
+
+def axis_words(plan: Plan, work: Workload | None) -> tuple[AxisWords, ...]:
+    """The axes of the whole mesh, the pipeline's first; slowest links first."""
+    roles, links = roles_of(plan), dict(work.links) if work else {}
+    labels = _labels(roles.axes)
+    found = [AxisWords("pipeline", "pipeline", plan.hybrid.pipeline_ranks, "pipeline", _pipeline(plan),
+                       links.get("pipeline", ""))] if plan.hybrid.pipeline_ranks > 1 else []
+    for number, (axis, label) in enumerate(zip(roles.axes, labels, strict=True)):
+        vocabulary = _cuts_vocabulary(plan, number)
+        departures = tuple(_folded(axis.departures, vocabulary and axis.role != "tensor"))
+        found.append(AxisWords(axis.name, label, axis.size, axis.role, _words(axis, roles.zero_stage),
+                               links.get(axis.name, ""), vocabulary, departures, axis.shards, axis.sequence,
+                               axis.experts))
+    return tuple(found)
+
+
+def _labels(axes: Iterable[AxisRole]) -> list[str]:
+    """Generic names give way to the role; of several axes with one role the outer is on the slower links."""
+    axes, found = list(axes), []
+    for axis in axes:
+        equal = [other for other in axes if other.role == axis.role and _GENERIC.fullmatch(other.name)]
+        place = equal.index(axis) if axis in equal else 0
+        ends = ("-outer", "-inner") if len(equal) == 2 else tuple(f"-{n}" for n in range(len(equal)))
+        label = axis.role + (ends[place] if len(equal) > 1 else "")
+        taken = {other.name for other in axes}
+        found.append(label if _GENERIC.fullmatch(axis.name) and label not in taken else axis.name)
+    return found
+
+
+def _words(axis: AxisRole, zero_stage: int) -> str:
+    text = PARALLEL[axis.role]
+    if axis.shards:
+        text += f", parameters in shards ({ZERO[zero_stage or 1]})"
+    if axis.sequence:
+        text += ", norms along the sequence"
+    if axis.experts and axis.role != "expert":
+        text += ", experts too"
+    return text
+
+
+def _pipeline(plan: Plan) -> str:
+    h = plan.hybrid
+    per_rank = f", {h.stages // h.pipeline_ranks} stages a rank" if h.stages > h.pipeline_ranks else ""
+    shared = f", stages on {' + '.join(map(str, h.replicas))} ranks" if h.replicas else ""
+    return f"pipeline parallel ({SCHEDULES[h.schedule]}{per_rank}{shared})"
+
+
+def _cuts_vocabulary(plan: Plan, axis: int) -> bool:
+    """Whether the embedding of tokens, or the classes of the loss, are cut on an axis."""
+    wanted = {"embedding": "vocabulary", "cross_entropy_loss": "classes"}
+    return any(wanted.get(name.rsplit(" ", 1)[-1]) == strategy.split("·")[axis]
+               for block in plan.blocks for name, strategy, _ in block.lines)
+
+
+def _folded(departures: Iterable[str], vocabulary: bool) -> Iterator[str]:
+    """Departures by role: "q_proj, k_proj (160 products) are data parallel"."""
+    found: dict[str, Counter[str]] = {}
+    for text in departures:
+        where, _, role = text.rpartition(": ")
+        found.setdefault(role.rpartition("(")[2].rstrip(")"), Counter())[_short(where.rsplit(" ", 1)[0])] += 1
+    for role, counts in found.items():
+        names, total = list(counts), counts.total()
+        said = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
+        times = f" ({total} products)" if total > 1 else ""
+        what = "in shards by vocabulary" if vocabulary and role == "tensor" and total == 1 else PARALLEL.get(role, role)
+        yield f"{said}{times} {'are' if total > 1 else 'is'} {what}"
+
+
+def _short(name: str) -> str:
+    """The last word of a module's path that is no number.
+
+    >>> _short("model.layers.3.self_attn.q_proj"), _short("experts.3"), _short("3")
+    ('q_proj', 'experts', 'module 3')
+    """
+    return next((part for part in reversed(name.split(".")) if not part.isdigit()), f"module {name}")
+
+
+# ------------------------------------------------------------------------------------------ the whole as a sentence
+
+
+def title(plan: Plan, axes: Iterable[AxisWords]) -> str:
+    """The plan in one sentence, without its end: "Data parallel 8 with ZeRO-1 over NVLink 4, 2 micro-batches"."""
+    axes = [axis for axis in axes if axis.size > 1]
+    parts = [*(_axes_said(plan, axes) if axes else ["one device"]), *_settings(plan)]
+    text = ", ".join(parts)
+    return text[:1].upper() + text[1:]
+
+
+def _axes_said(plan: Plan, axes: list[AxisWords]) -> Iterator[str]:
+    zero = roles_of(plan).zero_stage
+    for role in ("data", "expert", "context", "tensor", "pipeline", "replicated"):
+        some = [axis for axis in axes if axis.role == role]
+        if not some:
+            continue
+        degree, mesh = _product(some), f" ({' x '.join(str(axis.size) for axis in some)})" if len(some) > 1 else ""
+        if role == "pipeline":
+            yield some[0].words.replace("parallel", f"parallel {degree}") + _over(some)
+        elif role == "replicated":
+            yield f"{degree} ranks{mesh} that compute the same{_over(some)}"
+        else:
+            yield f"{PARALLEL[role]} {degree}{mesh}{_stored(some, zero)}{_over(some)}"
+
+
+def _stored(some: list[AxisWords], zero: int) -> str:
+    """ZeRO, FSDP and HSDP of data and expert axes; the sequence of tensor axes."""
+    sharded = [axis for axis in some if axis.shards]
+    text = ""
+    if sharded:
+        text = f" with {ZERO[zero or 1]}"
+        text += f" among {_product(sharded)} (hybrid sharded, HSDP)" if len(sharded) < len(some) else ""
+    if any(axis.sequence for axis in some):
+        text += " with sequence parallelism"
+    if any(axis.experts and axis.role != "expert" for axis in some):
+        text += ", experts too"
+    return text
+
+
+def _over(some: Iterable[AxisWords]) -> str:
+    links = list(dict.fromkeys(axis.link for axis in some if axis.link))
+    return f" over {' and '.join(links)}" if links else ""
+
+
+def _product(axes: Iterable[AxisWords]) -> int:
+    count = 1
+    for axis in axes:
+        count *= axis.size
+    return count
+
+
+def _settings(plan: Plan) -> Iterator[str]:
+    h = plan.hybrid
+    if h.micro_batches > 1:
+        yield f"{h.micro_batches} micro-batches"
+    if h.recompute != "none":
+        how = "saved tensors in the host's memory" if h.recompute == "offload" else f"{h.recompute} recompute"
+        every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}
+        some = f"{len(h.recompute_blocks)} of " if h.recompute_blocks is not None else "all "
+        yield f"{how} on {some}{len(every)} blocks"
+    if h.reduce_dtype:
+        yield f"gradients summed in {h.reduce_dtype}"
+
+
+__all__ = ["AxisWords", "axis_words", "title"]

@@ -1,0 +1,220 @@
+"""Roles of a plan's mesh axes, in the field's words, recognised from strategies and layouts.
+
+    roles_of(plan)  ->  Roles(axes=(AxisRole("dp", 2, "data", shards=True), AxisRole("tp", 2, "tensor", sequence=True)),
+                              zero_stage=3, pipeline_ranks=1, micro_batches=1, ...)
+
+    | role       | products and attention on this axis                                                        |
+    |------------|--------------------------------------------------------------------------------------------|
+    | data       | each rank has rows of the batch                                                            |
+    | context    | each rank has a part of every sequence (or image)                                          |
+    | tensor     | each rank has heads, columns or rows of weights                                            |
+    | expert     | each rank has experts; everything else as data                                             |
+    | replicated | all ranks compute the same                                                                 |
+
+The role of an axis is that of most of its products and attentions; those with another are its departures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoparallel.plans.plan import Plan
+from autoparallel.schedule.step_config import Hybrid
+
+ROLES = ("data", "context", "tensor", "expert", "replicated")
+_PLACEMENT = re.compile(r"S\(\d+\)|[RIP]")
+_ATTENTION = ("scaled_dot_product_attention", "flex_attention")
+_EXPERTS = ("autoparallel.routed_experts",)
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d.input",
+                 "conv_transpose3d.input")
+_PRODUCTS = ("linear", "autoparallel.linear_sections", "mm", "matmul", "bmm", "addmm", "einsum", "_grouped_mm")
+_NORMS = ("rsqrt", "rms_norm", "layer_norm", "native_layer_norm", "group_norm")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of matrices, convolution, attention or mixture of experts of a plan. ``module``: its path ("" outside
+    modules). ``strategies``, ``layouts`` (of the result) and ``roles``: by mesh axis."""
+
+    module: str
+    op: str
+    strategies: tuple[str, ...]
+    layouts: tuple[str, ...]
+    roles: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AxisRole:
+    """The role of one mesh axis (a key of the table above).
+
+    ``shards``: whether ranks of a data, context or expert axis store shards of parameters, which are gathered before
+    they are read (FSDP, ZeRO). ``sequence``: whether norms and residuals on a tensor axis are cut along the sequence.
+    ``experts``: whether it cuts experts. ``departures``: products with another role, as "path op: strategy".
+    """
+
+    name: str
+    size: int
+    role: str
+    shards: bool = False
+    sequence: bool = False
+    experts: bool = False
+    departures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Degrees and settings of a plan. ``axes``: of a stage's mesh, slowest links first. ``zero_stage``: 0 if no
+    parameter is stored in shards, else 1 to 3. ``virtual``: pipeline stages of each pipeline rank."""
+
+    axes: tuple[AxisRole, ...]
+    zero_stage: int = 0
+    pipeline_ranks: int = 1
+    virtual: int = 1
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+    recompute: str = "none"
+
+    def degree(self, role: str) -> int:
+        """Ranks along all axes of a role.
+
+        >>> Roles((AxisRole("dp", 4, "data"), AxisRole("tp", 2, "tensor"))).degree("tensor")
+        2
+        """
+        count = 1
+        for axis in self.axes:
+            count *= axis.size if axis.role == role else 1
+        return count
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks, with those of expert axes, which share the batch as well."""
+        return self.degree("data") * self.degree("expert")
+
+    @property
+    def tensor(self) -> int:
+        return self.degree("tensor")
+
+    @property
+    def context(self) -> int:
+        return self.degree("context")
+
+    @property
+    def expert(self) -> int:
+        """Ranks among which experts are divided, over whichever axes."""
+        count = 1
+        for axis in self.axes:
+            count *= axis.size if axis.experts else 1
+        return count
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return any(axis.sequence for axis in self.axes)
+
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks among which parameters are stored in shards (HSDP: fewer than ``data``)."""
+        count = 1
+        for axis in self.axes:
+            count *= axis.size if axis.shards and axis.role in ("data", "expert") else 1
+        return count
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        return tuple(f"axis {axis.name}: {text}" for axis in self.axes for text in axis.departures)
+
+    def __str__(self) -> str:
+        """``data 2 (in shards) x tensor 4 (with sequence), pipeline 2, ...``."""
+        parts = [f"{axis.role} {axis.size}" + (" (in shards)" if axis.shards else "")
+                 + (" (norms along the sequence)" if axis.sequence else "")
+                 + (" (experts)" if axis.experts and axis.role != "expert" else "") for axis in self.axes]
+        settings = [f"pipeline {self.pipeline_ranks} ({self.schedule}" + (f", {self.virtual} stages a rank" if
+                    self.virtual > 1 else "") + ")"] if self.pipeline_ranks > 1 else []
+        settings += [f"ZeRO {self.zero_stage}"] if self.zero_stage else []
+        settings += [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
+        settings += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        return ", ".join([" x ".join(parts), *settings])
+
+
+def roles_of(plan: Plan) -> Roles:
+    """The roles of a plan's axes, searched or by hand, also of one read from a file."""
+    products = list(products_of(plan))
+    axes = tuple(_axis(plan, products, axis) for axis in range(len(plan.mesh_shape)))
+    hybrid: Hybrid = plan.hybrid
+    stored = any(axis.shards for axis in axes)
+    return Roles(axes, max(1, hybrid.zero_stage) if stored else 0, hybrid.pipeline_ranks,
+                 max(1, hybrid.stages // hybrid.pipeline_ranks), hybrid.schedule, hybrid.micro_batches,
+                 hybrid.recompute)
+
+
+def products_of(plan: Plan) -> Iterator[Product]:
+    """The products, convolutions, attentions and mixtures of experts, in execution order within each block."""
+    for block in plan.blocks:
+        for path in block.paths:
+            for name, strategy, layout in block.lines:
+                *module, op = name.split(" ")
+                if op in (*_PRODUCTS, *_ATTENTION, *_EXPERTS, *_CONVOLUTIONS):
+                    inside = "" if path == "outside blocks" else path
+                    where = ".".join(filter(None, (inside, *module)))
+                    strategies, layouts = tuple(strategy.split("·")), tuple(layout.split("·"))
+                    roles = tuple(_role(op, s, at) for s, at in zip(strategies, layouts, strict=True))
+                    yield Product(where, op, strategies, layouts, roles)
+
+
+def parameters_of(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """The storage of each parameter and buffer, by name: "S(0)" or "I" by mesh axis."""
+    return {name: layout for name, layout in plan.strategies.items()
+            if ("." in name or name in ("weight", "bias")) and ":" not in name
+            and all(_PLACEMENT.fullmatch(placement) for placement in layout)}
+
+
+def _role(op: str, strategy: str, layout: str) -> str:
+    """The role of one strategy of one product on one axis."""
+    if strategy in ("repeat", "part"):
+        return "replicated"
+    if op in _EXPERTS:
+        return {"t": "data", "dispatch": "expert"}.get(strategy, "tensor")
+    if op in _ATTENTION:
+        return "data" if strategy[0] == "b" else "tensor" if strategy == "h" else "context"
+    if op in _CONVOLUTIONS:
+        return {"S(0)": "data", "S(1)": "tensor", "P": "tensor"}.get(layout, "context")
+    if layout == "P" or strategy in ("n", "k"):
+        return "tensor"
+    return "data" if strategy in ("b", "b0", "m") or layout == "S(0)" else "context"
+
+
+def _axis(plan: Plan, products: list[Product], axis: int) -> AxisRole:
+    votes = Counter(product.roles[axis] for product in products if product.op not in _EXPERTS)
+    role = max(ROLES, key=lambda one: votes[one]) if votes else _role_of_inputs(plan, axis)
+    experts = [product for product in products if product.op in _EXPERTS]
+    cut = any(product.strategies[axis] in ("e", "dispatch") for product in experts)
+    if cut and role == "data":
+        role = "expert"
+    expected = {"expert": ("data",)}.get(role, (role,))
+    others = [product for product in products if product.roles[axis] not in expected
+              and not (product in experts and cut and role in ("expert", "tensor"))]
+    stored = [layout[axis] for layout in parameters_of(plan).values()]
+    shards = role != "tensor" and role != "expert" and 2 * sum(p[0] == "S" for p in stored) > len(stored)
+    shards = shards or (role == "expert" and plan.hybrid.zero_stage > 0 and all(p[0] == "S" for p in stored))
+    departures = tuple(f"{p.module or 'the model'} {p.op}: {p.strategies[axis]} ({p.roles[axis]})" for p in others)
+    return AxisRole(plan.axis_names[axis], plan.mesh_shape[axis], role, shards,
+                    role == "tensor" and _is_cut_along_sequence(plan, axis), cut, departures)
+
+
+def _role_of_inputs(plan: Plan, axis: int) -> str:
+    """Of a plan without products: whether an input is cut along its first dim."""
+    stored = parameters_of(plan)
+    given = [layout[axis] for name, layout in plan.strategies.items()
+             if name not in stored and len(layout) > axis and _PLACEMENT.fullmatch(layout[axis])]
+    return "data" if "S(0)" in given else "context" if "S(1)" in given else "replicated"
+
+
+def _is_cut_along_sequence(plan: Plan, axis: int) -> bool:
+    """Whether some norm or sum of residuals is: a gather may come before or after a norm."""
+    return any(layout.split("·")[axis] == "S(1)" for block in plan.blocks for name, _, layout in block.lines
+               if name == "add" or name.rsplit(" ", 1)[-1] in _NORMS)
+
+
+__all__ = ["ROLES", "AxisRole", "Product", "Roles", "parameters_of", "products_of", "roles_of"]

@@ -1,0 +1,196 @@
+"""What a report says of a step beside its prediction: the work, and the memory by kind along the step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from autoparallel.layout import COLLECTIVES, Step, layout_str
+from autoparallel.plans.record import MemoryProfile, Redistribution, Workload
+from autoparallel.pricing.op_costs import dtype_name, share_of_work, worked_in
+from autoparallel.pricing.problem import SpacePricer
+from autoparallel.search.model.problem import Problem
+from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace
+from cost_models import Group, compute
+from cost_models.memory import training_state
+
+#: Op classes whose FLOPs count, as they run on matrix units.
+COUNTED = frozenset({"matmul", "attention", "conv"})
+#: Backward FLOPs per forward FLOP that a model needs: a product for each of two operands.
+BACKWARD = 2.0
+KINDS = ("parameters", "gradients", "optimizer state", "gathered parameters", "activations", "communication buffers",
+         "inputs and buffers")
+#: Places of a memory profile, at most.
+MOST_PLACES = 240
+
+
+def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
+    """What a step of ``strategies`` computes, and on what."""
+    space, cluster, hybrid = pricer.space, pricer.prices.cluster, pricer.counts.hybrid
+    unit, count = _counted(pricer)
+    model, run, dtypes = _flops(pricer, strategies)
+    dtype = max(dtypes, key=lambda name: dtypes[name]) if dtypes else "float32"
+    sizes = (hybrid.pipeline_ranks, *space.mesh_shape)
+    groups = {name: _link(group) for name, group in zip(space.axis_names, pricer.prices.groups, strict=True)}
+    if hybrid.pipeline_ranks > 1:
+        groups["pipeline"] = _link(cluster.group(sizes, 0))
+    parameters = sum(space.strategy_sets[d.index].output_metas[0].num_elements
+                     for d in space.decisions if d.kind == "parameter")
+    return Workload(
+        unit, count * hybrid.micro_batches, float(parameters), model * hybrid.micro_batches, run * hybrid.micro_batches,
+        dtype, compute.peak_flops_per_s("matmul", dtype, cluster.device), math.prod(sizes), cluster.device.name,
+        cluster.device.memory_bytes, min(cluster.links[0].num_devices, cluster.num_devices),
+        cluster.device.price_per_hour, cluster.device.watts, groups,
+    )
+
+
+def _link(group: Group) -> str:
+    return group.slowest.name
+
+
+def _counted(pricer: SpacePricer) -> tuple[str, float]:
+    """What is counted in a micro-batch, and how many there are: "tokens", or "samples"."""
+    graph = pricer.space.graph
+    inputs = [node.outputs[0] for node in graph.of_kind("input") if node.outputs[0].shape]
+    whole = [m.num_elements for m in inputs if not m.dtype.is_floating_point and len(m.shape) == 2]
+    attends = any(s.rule is not None and s.rule.op_class == "attention" for s in pricer.space.strategy_sets)
+    if attends and whole:
+        return "tokens", float(max(whole))
+    return "samples", float(inputs[0].shape[0]) if inputs else 0.0
+
+
+def _flops(pricer: SpacePricer, strategies: Sequence[Strategy]) -> tuple[float, float, dict[str, float]]:
+    """FLOPs of a micro-batch on all devices: (as the model needs them, as they run), and the first by dtype."""
+    space, runs_again = pricer.space, pricer.counts.runs_again
+    found, which = pricer.each("flops", pricer.decision_codes(strategies), lambda at: _flops_of(pricer, strategies, at))
+    model, run, dtypes = 0.0, 0.0, dict[str, float]()
+    for decision, kind in zip(space.decisions, which.tolist(), strict=True):
+        own, ran, again, dtype = found[kind]
+        model, run = model + own, run + ran + (again if decision.index in runs_again else 0.0)
+        dtypes[dtype] = dtypes.get(dtype, 0.0) + own
+    return model, run, dtypes
+
+
+def _flops_of(pricer: SpacePricer, strategies: Sequence[Strategy], index: int) -> tuple[float, float, float, str]:
+    """FLOPs of one op on all devices: (as the model needs them, as they run, of running forward again), and the
+    dtype."""
+    s = pricer.space.strategy_sets[index]
+    if pricer.space.decisions[index].kind != "op" or s.rule is None or s.rule.op_class not in COUNTED:
+        return 0.0, 0.0, 0.0, "float32"
+    backward = _wanted(s) if pricer.prices.training else 0.0
+    number = s.position[strategies[index]]
+    forward = s.rule.flops * float(share_of_work(s)[number]) * math.prod(pricer.space.mesh_shape)
+    return (s.rule.flops * (1 + BACKWARD * backward), forward * (1 + s.rule.backward_flops * backward), forward,
+            dtype_name(worked_in(s)))
+
+
+def _wanted(s: StrategySet) -> float:
+    """The share of an op's products in backward that are needed: none for operands without a gradient."""
+    if not any(m.requires_grad for m in s.output_metas):
+        return 0.0
+    assert s.rule is not None
+    operands = [i for i in s.rule.saves if i < len(s.input_metas)] if s.rule.op_class != "attention" else []
+    return sum(s.input_metas[i].requires_grad for i in operands) / len(operands) if operands else 1.0
+
+
+def redistributions(pricer: SpacePricer, strategies: Sequence[Strategy], blocks: Collection[str]
+                    ) -> tuple[Redistribution, ...]:
+    """Those of these blocks, and outside of blocks, in execution order."""
+    space, found = pricer.space, []
+    for use, path, _ in pricer.moves(strategies):
+        block = space.blocks[use.target] or ""
+        if not path or (block and block not in blocks):
+            continue
+        names = [space.axis_names[priced.step.axis] for priced in path]
+        how = tuple(f"{_action(priced.step)} over {name}" for priced, name in zip(path, names, strict=True))
+        training = use.meta.requires_grad and pricer.prices.training
+        found.append(Redistribution(
+            block, _named(space, use.source, block), _named(space, use.target, block), layout_str(path[0].step.before),
+            layout_str(path[-1].step.after), how,
+            float(max(priced.elements for priced in path) * use.meta.dtype.itemsize),
+            sum(priced.seconds[0] for priced in path), sum(priced.seconds[1] for priced in path) if training else 0.0,
+            pricer.counts.of_parameter[use.source]))
+    return tuple(found)
+
+
+def _named(space: StrategySpace, index: int, block: str) -> str:
+    """A decision as block layouts name it: an op by its module within the block, and the op; others by their names."""
+    decision = space.decisions[index]
+    if decision.kind != "op":
+        return decision.name.removeprefix(block).lstrip(".") or decision.name
+    node = space.graph.nodes[decision.node]
+    where = node.module_path.removeprefix(block).lstrip(".")
+    return f"{where} {node.op_name.removeprefix('aten.').rsplit('.', 1)[0]}".strip()
+
+
+def _action(step: Step) -> str:
+    """What a step does forward, and backward if that is another collective."""
+    kinds = dict.fromkeys(kind.replace("_", "-") for kind in (step.forward, step.backward) if kind in COLLECTIVES)
+    return ", backward ".join(kinds) or "local"
+
+
+def memory_profile(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy]) -> MemoryProfile:
+    """Bytes by kind on the fullest rank along a step, from the same rows by which the search judged memory."""
+    space, counts = pricer.space, pricer.counts
+    usages = problem.usages.take(problem.cells(pricer.choice_of(strategies)))
+    split = _split(pricer, strategies, usages)
+    length = 2 * len(space) + 2
+    begin, end = problem.intervals.T
+    ranks = max(1, len(counts.hybrid.groups) if counts.hybrid.stages > 1 else 1)
+    steps = np.zeros((ranks * length + 1, len(KINDS)))
+    np.add.at(steps, begin, split)
+    np.subtract.at(steps, np.minimum(end, ranks * length), split)
+    live = np.maximum(np.cumsum(steps, axis=0)[: ranks * length], 0.0)
+    rank = int(live.sum(axis=1).argmax()) // length
+    return _sampled(pricer, live[rank * length : rank * length + 2 * len(space) + 1])
+
+
+def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarray) -> np.ndarray:
+    """``usages`` of nodes and edges by kind; shape (nodes and edges, kinds)."""
+    space, counts, numbers = pricer.space, pricer.counts, pricer.numbers(strategies)
+    found = np.zeros((len(usages), len(KINDS)))
+    column = {kind: number for number, kind in enumerate(KINDS)}
+    for decision, whole in zip(space.decisions, usages.tolist(), strict=False):
+        s = space.strategy_sets[decision.index]
+        if decision.kind == "parameter" and s.output_metas[0].requires_grad and pricer.prices.training:
+            meta = s.output_metas[0]
+            elements = space.spaces(meta).local_elements[s.outputs[0][numbers[decision.index]]]
+            state = training_state(elements, dtype_name(meta), pricer.prices.optimizer)
+            scale = whole / float(state.total) if whole and state.total else 0.0
+            own = min(scale, 1.0) * float(state.parameters), min(scale, 1.0) * float(state.gradients)
+            found[decision.index, :3] = *own, max(0.0, whole - sum(own))
+        else:
+            kind = {"parameter": "parameters", "op": "activations", "shared_read": "activations"}.get(
+                decision.kind, "inputs and buffers")
+            found[decision.index, column[kind]] = whole
+    first, uses = len(space), len(space.uses)
+    of_parameter = np.array([counts.of_parameter[use.source] for use in space.uses], bool)
+    found[first : first + uses, column["gathered parameters"]] = np.where(of_parameter, usages[first : first + uses], 0)
+    found[first : first + uses, column["activations"]] = np.where(of_parameter, 0, usages[first : first + uses])
+    rest = slice(first + uses, first + uses + len(counts.buffers))
+    found[rest, column["communication buffers"]] = usages[rest]
+    found[rest.stop :, column["gathered parameters"]] = usages[rest.stop :]
+    return found
+
+
+def _sampled(pricer: SpacePricer, live: np.ndarray) -> MemoryProfile:
+    """At most `MOST_PLACES` places; each stands for those after it until the next, by the fullest of them."""
+    space, count = pricer.space, len(pricer.space)
+    bounds = np.unique(np.linspace(0, len(live), MOST_PLACES + 1).astype(int))
+    places = [int(a + live[a:b].sum(axis=1).argmax()) for a, b in itertools.pairwise(bounds) if b > a]
+    kept = [number for number, kind in enumerate(KINDS) if live[places, number].any()]
+
+    def name(place: int) -> str:
+        index = min(max(place if place < count else 2 * count - place, 0), count - 1)
+        where = space.blocks[index] or space.decisions[index].name
+        return f"{'forward' if place < count else 'backward'} {where}"
+
+    return MemoryProfile(tuple(KINDS[k] for k in kept), tuple(map(name, places)),
+                         tuple(round(place / count, 5) for place in places),
+                         tuple(tuple(float(round(live[place, k])) for k in kept) for place in places))
+
+
+__all__ = ["memory_profile", "redistributions", "workload"]

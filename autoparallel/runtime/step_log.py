@@ -1,0 +1,172 @@
+"""A line for every so many steps of a run: seconds of a step, tokens per second, MFU, memory beside the plan's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from autoparallel.errors import InputError, shown
+from autoparallel.plans import Plan
+from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, seconds_str
+
+if TYPE_CHECKING:
+    from autoparallel.runtime.module import ParallelModule
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """``steps`` counted so far; mean seconds of a step since the last line, and ``over_plan``, their ratio to the
+    plan's less 1; tokens or samples (``unit``) per second of all devices, and MFU (None: the plan does not know the
+    work); peak bytes that tensors took on this rank's device (None: not counted there), and the plan's. All by the plan
+    of the first form of call, and its batch."""
+
+    steps: int
+    step_s: float
+    plan_s: float
+    over_plan: float
+    unit: str | None = None
+    per_s: float | None = None
+    mfu: float | None = None
+    peak_bytes: float | None = None
+    plan_bytes: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [f"step {self.steps}: {seconds_str(self.step_s)} ({self.over_plan:+.1%} of the plan)"]
+        if self.per_s is not None and self.mfu is not None:
+            parts.append(f"{count_str(self.per_s)} {self.unit}/s, {percent_str(self.mfu)} MFU")
+        if self.peak_bytes is not None:
+            parts.append(f"peak {bytes_str(self.peak_bytes)} (plan {bytes_str(self.plan_bytes)})")
+        return ", ".join(parts)
+
+
+class Writer(Protocol):
+    """Takes each line, on rank 0."""
+
+    def write(self, line: StepLine) -> None: ...
+
+
+class JsonLines:
+    """Appends each line to a file as one JSON object."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def write(self, line: StepLine) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(line)) + "\n")
+
+
+class TensorBoard:
+    """Writes the numbers of each line as scalars under ``autoparallel/`` by a SummaryWriter, or into a folder."""
+
+    def __init__(self, writer: Any) -> None:
+        if isinstance(writer, (str, Path)):
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise InputError("writing into a folder needs tensorboard: pip install tensorboard, or give a writer "
+                                 "with add_scalar") from error
+            writer = SummaryWriter(str(writer))
+        self.writer = writer
+
+    def write(self, line: StepLine) -> None:
+        for name, value in asdict(line).items():
+            if name != "steps" and isinstance(value, (int, float)):
+                self.writer.add_scalar(f"autoparallel/{name}", value, line.steps)
+
+
+class StepLog:
+    """Counts steps, and tells of each ``every`` of them, on rank 0, by logging (INFO) and the ``writers``.
+
+        log = autoparallel.StepLog(parallel, every=20, writers=[autoparallel.JsonLines("steps.jsonl")])
+        for batch in loader:
+            loss = parallel.step(**batch)
+            optimizer.step()
+            log.step()                                     # once a step, on every rank or on rank 0 alone
+
+    The first step, in which programs are compiled, is left out. Where the lines' median is further above the plan than
+    nine in ten predictions of its kind were (`Prediction.p90`), a warning says so once, and what to measure. The device
+    is waited for at each line only. ``clock``: seconds, for tests.
+    """
+
+    def __init__(self, parallel: ParallelModule | Plan, every: int = 10, writers: Sequence[Writer] = (),
+                 clock: Callable[[], float] = time.perf_counter) -> None:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise InputError(f"every is {shown(every)}: give a number of steps, 1 or more")
+        self.parallel, self.every, self.writers, self.clock = parallel, every, tuple(writers), clock
+        self.steps, self.warned = 0, False
+        self._marks: list[tuple[int, float]] = []
+        self.last: StepLine | None = None
+
+    def step(self) -> StepLine | None:
+        """Count a step; returns the line that it completes, if any."""
+        if dist.is_initialized() and dist.get_rank():
+            return None
+        self.steps += 1
+        if self.steps == 1 or (self.steps - 1) % self.every == 0:
+            _finish()
+            self._marks.append((self.steps, self.clock()))
+        if len(self._marks) < 2 or self._marks[-1][0] != self.steps:
+            return None
+        self.last = self._line()
+        _LOG.info("%s", self.last)
+        for writer in self.writers:
+            writer.write(self.last)
+        self._warn()
+        return self.last
+
+    def _plan(self) -> Plan:
+        return self.parallel if isinstance(self.parallel, Plan) else self.parallel.plan
+
+    def _line(self) -> StepLine:
+        (before, started), (now, ended) = self._marks[-2:]
+        step_s, plan = (ended - started) / (now - before), self._plan()
+        p, record = plan.prediction, plan.record
+        found = StepLine(self.steps, step_s, p.step_s, step_s / p.step_s - 1 if p.step_s else 0.0,
+                         peak_bytes=_peak_bytes(), plan_bytes=p.peak_bytes)
+        if record is None or not step_s:
+            return found
+        work = record.workload
+        peak = step_s * work.devices * work.peak_flops_per_s
+        return StepLine(**{**asdict(found), "unit": work.unit, "per_s": work.count / step_s,
+                           "mfu": work.model_flops / peak})
+
+    def _warn(self) -> None:
+        """Once: where the median of the lines so far is above the plan by more than `Prediction.p90`."""
+        p = self._plan().prediction
+        lines = [(b - a) / (n - m) for (m, a), (n, b) in pairwise(self._marks)]
+        over = statistics.median(lines) / p.step_s - 1 if p.step_s else 0.0
+        if not self.warned and p.p90 and over > p.p90:
+            self.warned = True
+            _LOG.warning("steps take %s, %s more than the plan's %s; nine in ten predictions of its kind were within "
+                         "%s. parallel.verify(**batch) measures compute and communication apart, and gives a cluster "
+                         "for the next plan", seconds_str(statistics.median(lines)), percent_str(over),
+                         seconds_str(p.step_s), percent_str(p.p90))
+
+
+def _finish() -> None:
+    """Wait for the device, so that a line counts whole steps."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _peak_bytes() -> float | None:
+    """The most that tensors took since the process began; None where nobody counts."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return float(torch.cuda.max_memory_allocated())
+    return None
+
+
+__all__ = ["JsonLines", "StepLine", "StepLog", "TensorBoard"]

@@ -1,0 +1,534 @@
+"""Reports: what they say is what the plan says, in every form; names from models and files stay text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import sys
+from dataclasses import fields, replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.nn import functional as F  # noqa: N812
+from typer.testing import CliRunner
+
+import autoparallel
+from autoparallel.capture import capture
+from autoparallel.cli import app, main
+from autoparallel.errors import InfeasibleError, PlanError
+from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.options import Options
+from autoparallel.planning.usual import recipes, usual_plan
+from autoparallel.plans import Plan
+from autoparallel.plans.record import check_record
+from autoparallel.plans.reports import page as reports_page
+from autoparallel.plans.reports.asked import ask
+from autoparallel.plans.reports.build import report_of
+from autoparallel.plans.reports.comparison import compare, explained
+from autoparallel.plans.reports.data import report_json
+from autoparallel.plans.reports.page import page
+from autoparallel.plans.reports.report import Report
+from autoparallel.plans.reports.timeline import _order, timeline_of
+from autoparallel.plans.reports.trace import trace_json
+from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
+from autoparallel.schedule.step_config import Hybrid
+from cost_models import Cluster
+
+HIDDEN, VOCABULARY, LAYERS, TOKENS, SEQUENCE = 256, 512, 2, 4096, 128
+
+
+class Block(nn.Module):
+    """Attention and MLP, before each a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (p(y).unflatten(-1, (8, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.o_proj(y)
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """A small decoder with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def factory(batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor], dict[str, object]]:
+    """For the command line."""
+    return nn.Linear(sequence, 64), (torch.zeros(batch, sequence),), {}
+
+
+def made(devices: int = 4, cluster: Cluster | None = None, **options: object) -> Plan:
+    with torch.device("meta"):
+        model, ids = Transformer(), torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
+    found = cluster or Cluster.load("h100-sxm", num_devices=devices)
+    return autoparallel.plan(model, found, example_inputs=(ids, ids), time_limit_s=10.0, **options)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    """Plans of the small transformer: searched, by hand, and pipelines by all schedules."""
+    hand = {"fsdp": "dp=4,zero=3", "tensor": "dp=2,tp=2,zero=1,sequence_parallel", "1f1b": "dp=2,pp=2,micro_batch=2",
+            "interleaved": "dp=2,pp=2,virtual=2,micro_batch=2", "gpipe": "dp=2,pp=2,micro_batch=4,schedule=gpipe",
+            "zero_bubble": "dp=2,pp=2,micro_batch=2,schedule=zero_bubble"}
+    found = {name: made(by_hand=text) for name, text in hand.items()}
+    return {"searched": made(mesh_shape=(2, 2)), **found}
+
+
+WEIGHT = "layers.0.mlp.0.weight"
+NAMES = ("searched", "fsdp", "tensor", "1f1b", "interleaved", "gpipe", "zero_bubble")
+PIPELINES = ("1f1b", "interleaved", "gpipe", "zero_bubble")
+
+
+# ------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_parts_of_a_report_add_up(plans: dict[str, Plan], name: str) -> None:
+    plan, report = plans[name], report_of(plans[name])
+    assert sum(time.seconds for time in report.times if not time.beside) == pytest.approx(plan.prediction.step_s)
+    assert sum(count for _, count in report.memory.kinds) == pytest.approx(plan.prediction.peak_bytes, rel=1e-4)
+    assert sum(use.seconds for use in report.collectives) == pytest.approx(
+        sum(use.seconds for use in plan.prediction.collectives))
+    assert {use.purpose for use in report.collectives} <= {"parameters", "gradients", "activations"}
+    assert report.speed.unit == "tokens"
+    assert report.speed.per_s == pytest.approx(TOKENS / plan.prediction.step_s)
+    assert report.speed.per_device_per_s == pytest.approx(TOKENS / plan.prediction.step_s / 4)
+
+
+def test_model_flops_are_those_of_the_formula(plans: dict[str, Plan]) -> None:
+    weights = LAYERS * (4 * HIDDEN**2 + 8 * HIDDEN**2) + HIDDEN * VOCABULARY
+    attention = LAYERS * 2 * TOKENS * SEQUENCE * HIDDEN  # of scores and of values, causal: the half
+    for plan in plans.values():
+        work, step_s = plan.record.workload, plan.prediction.step_s
+        assert work.model_flops == pytest.approx(6 * TOKENS * weights + 3 * attention, rel=1e-6)
+        assert work.hardware_flops >= work.model_flops
+        assert report_of(plan).speed.mfu == pytest.approx(work.model_flops / (step_s * 4 * 67e12))
+    assert plans["fsdp"].record.workload.parameters == sum(p.numel() for p in Transformer().parameters())
+
+
+def test_gradients_that_nobody_needs_are_no_model_flops() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(64, 128, bias=False), torch.zeros(4096, 64)
+    plan = autoparallel.plan(model, "h100-sxm", example_inputs=(x,), by_hand="dp=8")
+    assert plan.record.workload.model_flops == 2 * 2 * 4096 * 64 * 128  # forward, and the weight's gradient
+    assert (plan.record.workload.unit, plan.record.workload.count) == ("samples", 4096)
+
+
+def test_recompute_is_in_hfu_only(plans: dict[str, Plan]) -> None:
+    again = made(by_hand="dp=4,zero=3,recompute=full").record.workload
+    assert again.model_flops == plans["fsdp"].record.workload.model_flops
+    assert again.hardware_flops > 1.2 * plans["fsdp"].record.workload.hardware_flops
+
+
+def test_price_and_energy(plans: dict[str, Plan], tmp_path: Path) -> None:
+    file = tmp_path / "priced.toml"
+    file.write_text('based_on = "h100-sxm"\nname = "priced"\n[device]\nprice_per_hour = 2.5\nwatts = 1000\n')
+    report = report_of(made(cluster=Cluster.load(file, num_devices=4), by_hand="dp=4"))
+    hours = 4 * report.speed.step_s / 3600
+    assert report.speed.price_per_step == pytest.approx(2.5 * hours)
+    assert report.speed.price_per_1e12 == pytest.approx(2.5 * hours / TOKENS * 1e12)
+    assert report.speed.joules_per_step == pytest.approx(1000 * 3600 * hours)
+    assert "Price " in report.summary[2] and "kWh" in report.summary[2]
+    assert "Price " not in plans["fsdp"].summary()
+
+
+# ------------------------------------------------------------ words
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("fsdp", "Data parallel 4 with ZeRO-3 (FSDP) over NVLink 4"),
+    ("tensor", "Data parallel 2 with ZeRO-1 over NVLink 4, tensor parallel 2"),
+    ("1f1b", "pipeline parallel 2 (1F1B) over NVLink 4, 8 micro-batches"),
+    ("interleaved", "pipeline parallel 2 (interleaved 1F1B, 2 stages a rank)"),
+])
+def test_the_first_line_names_the_plan(plans: dict[str, Plan], name: str, words: str) -> None:
+    assert words in plans[name].summary().split("\n")[0]
+
+
+def test_the_other_lines_say_how_fast_how_full_and_how_sure(plans: dict[str, Plan]) -> None:
+    plan = plans["searched"]
+    p, (_, fast, sure) = plan.prediction, plan.summary().split("\n")
+    assert fast.startswith(f"{seconds_str(p.step_s)} a step (p90 {seconds_str(p.step_s * (1 + p.p90))}) = ")
+    assert "tokens/s per device" in fast and "% MFU" in fast
+    assert f"{bytes_str(p.peak_bytes)} of {bytes_str(p.limit_bytes)} (margin " in fast
+    assert "Communication exposed" in sure and "best sharding" in sure
+    assert "not searched" in plans["fsdp"].summary().split("\n")[2]
+
+
+def test_what_does_not_fit_is_said(plans: dict[str, Plan]) -> None:
+    plan = plans["fsdp"]
+    tight = replace(plan, prediction=replace(plan.prediction, limit_bytes=plan.prediction.peak_bytes / 2))
+    assert "does not fit" in tight.summary()
+
+
+def test_vocabulary_and_departures_are_said(plans: dict[str, Plan]) -> None:
+    plan = plans["fsdp"]
+    (outside, *_), others = plan.blocks[0].lines, plan.blocks[1:]
+    lines = tuple((n, "n", "S(2)") if n == "head linear" else (n, s, o) for n, s, o in plan.blocks[0].lines)
+    odd = replace(plan, blocks=(replace(plan.blocks[0], lines=lines), *others))
+    assert outside[0] == "embed embedding"
+    assert "Unusual: head is tensor parallel (axis dp)" in odd.summary()
+
+
+def test_blocks_are_folded_by_part(plans: dict[str, Plan]) -> None:
+    (_, equal), (_, layers, *_) = (report_of(plans[name]).blocks for name in ("fsdp", "tensor"))
+    assert (equal.title, equal.count) == ("layers.0-1 (2 equal blocks)", LAYERS)
+    parts = {row.part: row for row in layers.rows}
+    assert {"norms", "attention", "MLP"} <= set(parts)
+    assert "batch" in parts["MLP"].cut_by[0] and "weights" in parts["MLP"].cut_by[1]
+    assert sum(row.ops for row in layers.rows) == len(layers.lines)
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0, "0 %"), (0.0004, "0.04 %"), (0.0351, "3.5 %"), (0.0999, "10 %")])
+def test_percent(value: float, text: str) -> None:
+    assert percent_str(value) == text
+
+
+# ------------------------------------------------------------ timelines, traces
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_timeline_has_no_overlap_on_a_row_and_ends_with_the_step(plans: dict[str, Plan], name: str) -> None:
+    line, plan = timeline_of(plans[name]), plans[name]
+    for number in range(len(line.rows)):
+        boxes = sorted((box for box in line.boxes if box.row == number), key=lambda box: box.start_s)
+        assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(boxes))
+    for box in line.boxes:
+        assert all(line.boxes[other].end_s <= box.start_s + 1e-12 for other in box.after)
+    rel = 0.1 if name in PIPELINES else 5e-3  # closed form; software that overlaps a little of activations
+    assert line.total_s == pytest.approx(plan.prediction.step_s - plan.prediction.fixed_s, rel=rel)
+
+
+@pytest.mark.parametrize(("group", "chunks", "count"), [(2, 2, 4), (4, 2, 8), (4, 4, 32), (8, 1, 8), (4, 3, 12)])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_order_of_micro_batches_is_torchs(group: int, chunks: int, count: int, late: bool) -> None:
+    cuts = tuple(f"op{n}" for n in range(group * chunks - 1))
+    hybrid = Hybrid(count, group * chunks, group, "zero_bubble" if late else "interleaved", cuts)
+    per_round = count // max(1, count // group)
+    for rank in range(group):
+        warm = torch_schedules._get_warmup_ops(rank, chunks, per_round, group, count, multiply_factor=1 if late else 2)
+        rest = count * chunks - warm
+        ops = torch_schedules._get_1f1b_rank_ops(
+            chunks, group, warm, rest, count * chunks - rest, rank,
+            lambda step, rank=rank: step // per_round % chunks * group + rank,
+            lambda step, rank=rank, warm=warm: (chunks - 1 - (step - warm) // per_round % chunks) * group + rank,
+            num_1f1b_microbatches=rank, enable_zero_bubble=late)
+        kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
+        assert list(_order(hybrid, rank)) == [(kinds[op[1].name], op[0], op[2]) for op in ops if op is not None]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_each_micro_batch_runs_once_on_each_stage(plans: dict[str, Plan], name: str) -> None:
+    hybrid = plans[name].hybrid
+    actions = [action for rank in range(hybrid.pipeline_ranks) for action in _order(hybrid, rank)]
+    kinds = "FBW" if name == "zero_bubble" else "FB"
+    assert sorted(actions) == sorted((kind, stage, micro) for kind in kinds for stage in range(hybrid.stages)
+                                     for micro in range(hybrid.micro_batches))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_traces_follow_the_rules_of_perfetto(plans: dict[str, Plan], name: str) -> None:
+    data = json.loads(trace_json(plans[name]))
+    events = data["traceEvents"]
+    assert {event["ph"] for event in events} <= set("XMCsf")
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        assert isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0 and isinstance(event["tid"], int)
+            slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name", "process_sort_index", "thread_sort_index")
+    for some in slices.values():
+        some.sort()
+        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(some))
+    begins, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
+    assert begins.keys() == ends.keys() and begins
+    for number, begin in begins.items():
+        end = ends[number]
+        assert (begin["cat"], begin["name"], end["bp"]) == (end["cat"], end["name"], "e") and begin["ts"] <= end["ts"]
+        for event in (begin, end):
+            assert any(a < event["ts"] < b for a, b in slices[event["pid"], event["tid"]])
+    counters = [e for e in events if e["ph"] == "C"]
+    for pid in {event["pid"] for event in counters}:
+        mine = [event for event in counters if event["pid"] == pid]
+        assert all(a["ts"] <= b["ts"] for a, b in pairwise(mine))
+        assert all(len(e["args"]) == 1 and e["args"]["GiB"] >= 0 for e in mine)
+    peak = max(event["args"]["GiB"] for event in counters) * 2**30
+    assert peak == pytest.approx(plans[name].prediction.peak_bytes, rel=0.25 if name in PIPELINES else 1e-6)
+
+
+# ------------------------------------------------------------ the record
+
+
+def test_a_saved_plan_tells_the_same(plans: dict[str, Plan], tmp_path: Path) -> None:
+    for name, plan in plans.items():
+        plan.save(tmp_path / f"{name}.json")
+        read = Plan.load(tmp_path / f"{name}.json")
+        assert read == plan and report_of(read) == report_of(plan)
+        assert page(read) == page(plan) and trace_json(read) == trace_json(plan)
+
+
+def test_plans_without_a_record_are_reported(plans: dict[str, Plan], tmp_path: Path) -> None:
+    data = json.loads(plans["fsdp"].to_json())
+    del data["record"]
+    for use in data["prediction"]["collectives"]:
+        del use["purpose"]
+    old = Plan.from_json(json.dumps(data))
+    assert "tokens" not in old.summary() and old.report() and page(old)
+    with pytest.raises(PlanError, match="older version"):
+        old.save_trace(tmp_path / "trace.json")
+
+
+@pytest.mark.parametrize(("path", "value", "says"), [
+    (("workload", "count"), float("nan"), "workload.count"), (("workload", "devices"), 0, "needs a device"),
+    (("spans", 0, 3), -1.0, r"spans\[0\]"), (("spans", 0, 4), [99999], r"spans\[0\]"),
+    (("memory", "num_bytes", 0), [1.0], "each kind in every row"),
+    (("memory", "passed", 0), float("inf"), "memory row"),
+])
+def test_records_that_cannot_be_are_refused(plans: dict[str, Plan], path: tuple[object, ...], value: object, says: str
+                                            ) -> None:
+    data = json.loads(plans["fsdp"].to_json())
+    place = data["record"]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(PlanError, match=says):
+        Plan.from_json(json.dumps(data))
+
+
+@pytest.fixture(scope="module")
+def asked(plans: dict[str, Plan]) -> Plan:
+    return ask(plans["searched"], (WEIGHT,), 1, True)
+
+
+def test_answers_are_kept(asked: Plan) -> None:
+    told = asked.record
+    check_record(told)
+    rows = explained(told.explanations[WEIGHT])
+    assert rows[0][0].endswith("(chosen)") and all(row[1][0] in "+-n" for row in rows[1:])
+    assert len(told.alternatives) <= 1 and {s.what for s in told.sensitivities} >= {"memory limit"}
+    assert "Sensitivity" in page(asked) and "(chosen)" in page(asked)
+
+
+def test_comparisons_say_what_is_saved(plans: dict[str, Plan]) -> None:
+    ours, theirs = (report_of(plans[name]) for name in ("fsdp", "tensor"))
+    rows = {row.what: row for row in compare(ours, theirs).rows}
+    assert rows["whole step"].saved_s == pytest.approx(theirs.speed.step_s - ours.speed.step_s)
+    assert any(what.startswith("MLP of") for what in rows)
+    parts = [time.part for time in ours.times if not time.beside]
+    assert sum(rows[part].saved_s for part in parts if part in rows) == pytest.approx(rows["whole step"].saved_s)
+
+
+def test_json_is_finite_documented_and_has_a_version(plans: dict[str, Plan]) -> None:
+    plan = plans["searched"]
+    odd = replace(plan, evidence=replace(plan.evidence, gap=math.inf, lower_bound_s=-math.inf))
+    data = json.loads(report_json(report_of(odd)), parse_constant=lambda text: pytest.fail(text))
+    assert (data["schema"], data["version"], data["proof"]["lower_bound_s"]) == ("autoparallel.report", 1, None)
+    text = (Path(__file__).parents[1] / "docs/report_schema.md").read_text()
+    for field in fields(Report):
+        assert f"`{field.name}`" in text and field.name in data
+    for part in ("speed", "memory", "proof"):
+        assert all(f"`{key}`" in text for key in data[part])
+
+
+# ------------------------------------------------------------ the page
+
+VOID = {"meta", "rect", "circle", "path", "br", "input", "link", "img"}
+HOSTILE = ["<script>alert(1)</script>", "\"onclick='x'", "</style><b>", "[/red]", "\x1b[31m", "x" * 10_000, "\u202egnp",
+           "{{ 7 * 7 }}", "emoji \N{PARTY POPPER}", "--><!--<script"]
+
+
+class Checker(HTMLParser):
+    """Every tag is closed in order; nothing points outside; no handlers, no inline styles; ids are unique."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.ids, self.links, self.scripts, self.text = list[str](), list[str](), list[str](), 0, ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        assert len(named) == len(attrs) and not any(name.startswith("on") or name in ("style", "src") for name in named)
+        assert named.get("href", "#").startswith("#")
+        self.ids += [named["id"] or ""] if "id" in named else []
+        self.links += [(named["href"] or "")[1:]] if "href" in named else []
+        self.scripts += tag == "script"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_whole_and_points_nowhere(plans: dict[str, Plan], name: str) -> None:
+    text = page(plans[name])
+    checked = Checker(text)
+    assert len(set(checked.ids)) == len(checked.ids) and set(checked.links) <= set(checked.ids)
+    assert not re.search(r"https?:|//\w|@import|url\((?!#)", text) and "url(#" in text
+    assert checked.scripts == 1 and len(text) < 3e6
+    assert all(line in " ".join(checked.text.split()) for line in plans[name].summary().split("\n"))
+
+
+def test_the_policy_allows_this_script_and_style_only(plans: dict[str, Plan]) -> None:
+    text = page(plans["fsdp"])
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1].replace("&#39;", "'")
+    for tag in ("script", "style"):
+        inside = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+    assert text.index("Content-Security-Policy") < text.index("<style>")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_are_text(plans: dict[str, Plan], name: str) -> None:
+    plan = plans["fsdp"]
+    lines = tuple((f"{name} linear", s, o) for _, s, o in plan.blocks[0].lines)
+    work = replace(plan.record.workload, links={"dp": name}, device=name)
+    moved = tuple(replace(move, source=name) for move in plan.record.redistributions)
+    odd = replace(plan, cluster=name, pins={name: name}, fingerprint=name, axis_names=(name,),
+                  blocks=(replace(plan.blocks[0], paths=(name,), lines=lines), *plan.blocks[1:]),
+                  record=replace(plan.record, workload=work, redistributions=moved))
+    text = page(odd)
+    checked = Checker(text)
+    assert checked.scripts == 1 and "49" not in re.findall(r"\{\{.*?\}\}", checked.text)
+    assert not any(c in text for c in "\x1b\u202e")
+    assert len(text) < 3e6
+    json.loads(trace_json(odd))
+
+
+# ------------------------------------------------------------ the command line
+
+
+def test_show_and_diff(plans: dict[str, Plan], tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.json" for name in ("fsdp", "tensor")}
+    for name, file in files.items():
+        plans[name].save(file)
+    call = CliRunner().invoke
+    told = call(app, ["show", str(files["fsdp"])])
+    assert told.exit_code == 0 and "what is cut by what" in told.stdout
+    quiet = " ".join(call(app, ["show", str(files["fsdp"]), "--quiet"]).stdout.split())
+    assert quiet == " ".join(plans["fsdp"].summary().split())
+    assert json.loads(call(app, ["show", str(files["fsdp"]), "--json"]).stdout)["schema"] == "autoparallel.report"
+    written = call(app, ["show", str(files["fsdp"]), "--html", str(tmp_path / "a.html"), "--trace",
+                         str(tmp_path / "a.trace")])
+    assert written.exit_code == 0 and (tmp_path / "a.html").read_text() == page(plans["fsdp"])
+    assert json.loads((tmp_path / "a.trace").read_text())["traceEvents"]
+    same, other = (call(app, ["diff", str(files["fsdp"]), str(files[name])]) for name in files)
+    assert (same.exit_code, other.exit_code) == (0, 1) and "whole step" in other.stdout
+    data = json.loads(call(app, ["diff", str(files["fsdp"]), str(files["tensor"]), "--json"]).stdout)
+    assert data["schema"] == "autoparallel.comparison"
+
+
+def test_saved_answers_and_those_that_nobody_asked_for(plans: dict[str, Plan], asked: Plan, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    file, other = tmp_path / "plan.json", tmp_path / "other.json"
+    asked.save(file)
+    plans["fsdp"].save(other)
+    call = CliRunner().invoke
+    assert "(chosen)" in call(app, ["explain", str(file), WEIGHT]).stdout
+    assert WEIGHT in call(app, ["explain", str(file)]).stdout
+    assert "memory limit" in call(app, ["sensitivity", str(file)]).stdout
+    for words in (["alternatives", str(other)], ["sensitivity", str(other)], ["explain", str(file), "other"]):
+        monkeypatch.setattr("sys.argv", ["autoparallel", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2 and "plan ... --" in capsys.readouterr().err
+
+
+def test_version_and_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout.strip() == f"autoparallel {autoparallel.__version__}"
+    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "tests.test_reports:factory", "--mesh", "2",
+                                     "--memory-limit", "1KiB", "--time-limit", "2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 3
+
+
+def test_the_doctor_finds_what_is_needed() -> None:
+    from autoparallel.doctor import findings
+
+    found = list(findings())
+    assert {"torch", "planning", "process groups (gloo)"} <= {one.what for one in found}
+    assert not [one for one in found if one.needed and not one.works]
+
+
+def test_notebooks_show_the_summary_as_text(plans: dict[str, Plan]) -> None:
+    odd = replace(plans["fsdp"], evidence=replace(plans["fsdp"].evidence, stop_reason="by hand <b>"))
+    assert "&lt;b&gt;" in odd._repr_html_() and "<b>" not in odd._repr_html_()
+
+
+@pytest.mark.parametrize(("devices", "host", "experts", "some"), [
+    (8, 8, False, "dp=8,zero=3"),
+    (16, 8, False, "pp=2,micro_batch=1,tp=8,zero=1,recompute=selective,sequence_parallel"),
+    (16, 8, True, "dp=16,ep=8,zero=1"), (1, 8, True, "dp=1"), (12, 8, False, "dp=12"),
+])
+def test_usual_recipes_use_all_devices(devices: int, host: int, experts: bool, some: str) -> None:
+    found = list(recipes(devices, host, experts))
+    assert some in found and len(set(found)) == len(found)
+    for text in found:
+        hand = ByHand.of(text).on(devices)
+        assert (hand.dp or 1) * hand.tp * hand.pp == devices
+
+
+def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:
+    with torch.device("meta"):
+        model, ids = Transformer(), torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
+    graph, cluster = capture(model, (ids, ids), {}), Cluster.load("h100-sxm", num_devices=4)
+    text, plan = usual_plan(graph, cluster, Options())
+    assert text in recipes(4, 4) and plan.evidence.stop_reason.startswith("by hand")
+    _, smaller = usual_plan(graph, cluster, Options(memory_limit_bytes=plan.prediction.peak_bytes - 1))
+    assert smaller.prediction.peak_bytes < plan.prediction.peak_bytes
+    assert smaller.prediction.step_s >= plan.prediction.step_s
+    with pytest.raises(InfeasibleError, match="no usual plan by hand fits"):
+        usual_plan(graph, cluster, Options(memory_limit_bytes=1.0))
+
+
+def test_a_page_without_jinja2_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    reports_page._template.cache_clear()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "no:model", "--html", str(tmp_path / "a.html")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "pip install 'autoparallel[report]'" in capsys.readouterr().err
+    reports_page._template.cache_clear()

@@ -1,0 +1,91 @@
+"""Lines of a run's steps beside the plan."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import autoparallel
+from autoparallel.errors import InputError
+from autoparallel.plans import Plan
+from autoparallel.runtime.step_log import StepLine
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(512, 512), torch.zeros(4096, 512)
+    return autoparallel.plan(model, "h100-sxm", example_inputs=(x,), by_hand="dp=8")
+
+
+def run(plan: Plan, seconds: list[float], **options: object) -> list[StepLine]:
+    """The lines of steps that take so long each."""
+    now = [0.0]
+    log = autoparallel.StepLog(plan, clock=lambda: now[0], **options)
+    found = []
+    for step_s in seconds:
+        now[0] += step_s
+        found.append(log.step())
+    return [line for line in found if line is not None]
+
+
+def test_lines_leave_out_the_first_step_and_count_what_the_plan_knows(plan: Plan) -> None:
+    first, second = run(plan, [100.0, *[0.5] * 4, *[1.0] * 4], every=4)
+    work = plan.record.workload
+    assert (first.steps, first.step_s, second.steps, second.step_s) == (5, 0.5, 9, 1.0)
+    assert second.over_plan == pytest.approx(1.0 / plan.prediction.step_s - 1)
+    assert (second.unit, second.per_s) == ("samples", 4096.0)
+    assert second.mfu == pytest.approx(work.model_flops / (8 * work.peak_flops_per_s))
+    assert "4,100 samples/s" in str(second) and "step 9: 1 s (+" in str(second)
+
+
+def test_writers_get_each_line(plan: Plan, tmp_path: Path) -> None:
+    scalars: list[tuple[str, float, int]] = []
+
+    class Board:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            scalars.append((name, value, step))
+
+    file = tmp_path / "steps.jsonl"
+    lines = run(plan, [1.0] * 5, every=2, writers=[autoparallel.JsonLines(file), autoparallel.TensorBoard(Board())])
+    told = [json.loads(text) for text in file.read_text().splitlines()]
+    assert [one["steps"] for one in told] == [3, 5] and told[1]["mfu"] == lines[1].mfu
+    assert ("autoparallel/step_s", 1.0, 5) in scalars
+
+
+def test_a_run_slower_than_nine_in_ten_predictions_were_off_warns_once(plan: Plan, caplog: pytest.LogCaptureFixture
+                                                                       ) -> None:
+    step_s, p90 = plan.prediction.step_s, plan.prediction.p90
+    with caplog.at_level(logging.WARNING):
+        run(plan, [9.0, *[step_s * (1 + 0.9 * p90)] * 8], every=2)
+        assert not caplog.records
+        run(plan, [9.0, *[step_s * (1 + 1.1 * p90)] * 8], every=2)
+    (record,) = caplog.records
+    assert "parallel.verify" in record.getMessage()
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_every_is_a_number_of_steps(plan: Plan, every: object) -> None:
+    with pytest.raises(InputError, match="1 or more"):
+        autoparallel.StepLog(plan, every=every)  # type: ignore[arg-type]
+
+
+def _train() -> tuple[bool, int]:
+    torch.manual_seed(0)
+    parallel = autoparallel.compile(torch.nn.Linear(8, 4), 2, cluster="local-cpu")
+    log = autoparallel.StepLog(parallel, every=1)
+    lines = []
+    for _ in range(3):
+        parallel(torch.ones(4, 8)).sum().backward()
+        lines.append(log.step())
+    return parallel.plan.record is not None, sum(line is not None for line in lines)
+
+
+def test_all_ranks_know_the_work_and_rank_0_tells(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(2).run(_train, timeout_s=200.0) == [(True, 2), (True, 0)]
