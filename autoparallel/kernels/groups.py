@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from autoparallel.errors import MeshError
@@ -100,6 +101,18 @@ def position_on(mesh: DeviceMesh, pipeline_ranks: int) -> MeshPosition:
     if coordinate is None:
         raise MeshError(f"rank {dist.get_rank()} is not on the mesh {mesh}")
     return MeshPosition(mesh, mesh[axis_names(mesh)[1:]], coordinate[0], pipeline_ranks)
+
+
+def apart() -> dist.ProcessGroup | None:
+    """A new gloo group of all ranks, for messages apart from the programs' collectives; None if the default process
+    group has no gloo. All ranks call this."""
+    cpu = torch.device("cpu")
+    if dist.group.WORLD is None or cpu not in dist.group.WORLD._device_types:
+        return None
+    options = getattr(dist.group.WORLD._get_backend(cpu), "options", None)
+    if dist.group.WORLD._get_backend(cpu).name() != "gloo":
+        return None
+    return dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
 
 
 @contextmanager
