@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ class _World:
         with suppress(RuntimeError):  # torch's fake process groups have a store that does nothing
             self.old = self.store.get(_KEY) if self.store.check([_KEY]) else b""
             if dist.get_world_size() > 1:
-                self._news_store = self.store.clone()
+                self._news_store: dist.Store = self.store.clone()  # type: ignore[attr-defined]
                 self.peers = Peers(self.store, dist.get_rank(), dist.get_world_size(), self._news)
 
     def first(self, why: str, rank: int | None = None, store: dist.Store | None = None) -> tuple[int, str] | None:
@@ -162,7 +162,7 @@ def all_of(mine: Any) -> list[Any]:
 
 
 class Together:
-    """The ranks of a mesh, whose calls fail together. ``groups``: closed on a failure; more may be appended.
+    """The ranks of a mesh, whose calls fail together. ``groups``: closed on a failure; `own` adds to them.
 
     ``limit_s``: seconds without a sign of life after which a rank is named as gone.
     """
@@ -170,6 +170,8 @@ class Together:
     def __init__(self, mesh: DeviceMesh, limit_s: float) -> None:
         assert dist.group.WORLD is not None
         self.groups = [dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
+        self._own: list[dist.ProcessGroup] = []
+        finalize(self, groups.release, self._own).atexit = False
         self._on_cpu, self._alone = mesh.device_type == "cpu", mesh.size() == 1
         world = _world()
         world.calls.add(self)
@@ -177,6 +179,11 @@ class Together:
         if world.peers is not None:
             world.peers.limit_s = limit_s
             world.apart = world.apart or groups.apart()
+
+    def own(self, group: dist.ProcessGroup) -> None:
+        """Add a group that lives as long as this does."""
+        self.groups.append(group)
+        self._own.append(group)
 
     def close(self) -> None:
         for group in self.groups:
@@ -234,6 +241,25 @@ class Together:
                 raise PeerError(f"rank {rank} failed: {why}\n{_NO_MORE}", rank) from error
             error.add_note(f"rank {rank} failed, and took the others with it: {why}\n{_NO_MORE}")
             raise
+
+
+class Closed(Together):
+    """In place of the ranks of a module that is closed: raises InputError where they would be needed."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.groups = name, []
+
+    def check(self) -> None:
+        raise InputError(f"this parallel {self.name} is closed: it has no programs and process groups any more\n  "
+                         "Compile the model again; close a module after its last call.")
+
+    def agree(self, call: object, described: Callable[[], str] | None = None) -> None:
+        self.check()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        self.check()
+        yield
 
 
 def lost(error: RuntimeError) -> None:

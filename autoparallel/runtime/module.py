@@ -28,6 +28,7 @@ from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.checkpoint import pretrained
 from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
 from autoparallel.runtime.clipping import check_arguments, clip_gradients
+from autoparallel.runtime.failing import Closed
 from autoparallel.runtime.form import Compile, Compiled, as_plain, form_of
 from autoparallel.runtime.generation import generating
 from autoparallel.runtime.guards import Guards
@@ -404,6 +405,19 @@ class ParallelModule(nn.Module):
         self._state.together.agree("load")
         return self._job.load(folder, optimizer, others, step)
 
+    def close(self) -> None:
+        """Let go of the compiled programs and of the process groups that are this module's own (of pipelines and
+        checkpoints), with their threads and connections, after waiting for a save that is still writing.
+
+        A module that is garbage collected does the same. What needs programs or ranks raises InputError afterwards;
+        closing again does nothing. All ranks call this.
+        """
+        job = self.__dict__.pop("_job", None)
+        if job is not None:
+            job.finish()
+        self._calls = Calls(self, self._state)
+        self._state.close()
+
     @cached_property
     def _job(self) -> Job:
         return Job(self, self._state, self._first().plan)
@@ -416,6 +430,16 @@ class ParallelModule(nn.Module):
         refuse_composed(self.__dict__)
         self._first()
         return nn.Module.named_parameters(self, *args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As the original's; on a pipeline stage without parameters one that is empty, since torch's optimizers want at
+        least one."""
+        found, state = list(nn.Module.parameters(self, recurse)), self._state
+        if not found and recurse and state.hybrid.stages > 1 and next(state.model.parameters(), None) is not None:
+            if state.nothing is None:
+                state.nothing = nn.Parameter(torch.empty(0, device=state.device))
+            found = [state.nothing]
+        yield from found
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -465,6 +489,8 @@ class ParallelModule(nn.Module):
         return value
 
     def _first(self) -> Compiled:
+        if isinstance(self._state.together, Closed):
+            self._state.together.check()
         first = self._state.forms.first()
         if first is None:
             raise InputError("the model has not been traced yet, so its parameters have no layout: call it once, or "

@@ -34,7 +34,8 @@ class Peers:
 
     def __init__(self, store: dist.Store, rank: int, size: int, news: Callable[[tuple[int, str] | None], None]) -> None:
         self.rank, self.size, self.limit_s, self.calls = rank, size, LIMIT_S, 0
-        self._store, self._here, self._news = store.clone(), store, WeakMethod(news)
+        self._here, self._news = store, WeakMethod(news)
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._pulse, self._stop = 0, threading.Event()
         self._threads = [threading.Thread(target=work, daemon=True, name=f"autoparallel {name}")
                          for work, name in ((self._tell, "pulse"), (self._time, "pulse limit"))]
