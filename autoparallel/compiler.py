@@ -334,9 +334,12 @@ def compile(
     Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
     decide what the plan has decided, InputError on all ranks where local examples have different shapes.
     """
+    import torch.distributed as dist
+
     from autoparallel import backends
     from autoparallel.kernels import groups
     from autoparallel.runtime.agree import made_equally
+    from autoparallel.runtime.failing import agree_on, reached
     from autoparallel.runtime.inputs import Inputs
     from autoparallel.runtime.module import ParallelModule
 
@@ -345,11 +348,14 @@ def compile(
     taken = Inputs.of(model, inputs, check_inputs)
     if isinstance(max_forms, bool) or not isinstance(max_forms, int) or max_forms < 2:
         raise PlanError(f"max_forms is {shown(max_forms)}: give the number of compiled programs to keep, 2 or more")
-    if isinstance(peer_timeout_s, bool) or not isinstance(peer_timeout_s, (int, float)) or not 1 <= peer_timeout_s:
+    if isinstance(peer_timeout_s, bool) or not isinstance(peer_timeout_s, (int, float)) or not peer_timeout_s >= 1:
         raise PlanError(f"peer_timeout_s is {shown(peer_timeout_s)}: give seconds, 1 or more")
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(f"plan is {shown(plan)}: give a Plan, autoparallel.Plan.load(path) of a file")
     given = example_inputs is not None or example_kwargs is not None
+    if dist.is_initialized():
+        with reached():
+            agree_on("autoparallel.compile")
     if isinstance(mesh, int) and given and plan is None:
         call = taken.of_all(example_inputs or (), example_kwargs or {}, mesh)
         plan, chosen = _plan_on_devices(model, mesh, cluster, call, chosen)

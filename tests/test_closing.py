@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,8 +40,8 @@ def refused(call: Callable[[], Any]) -> bool:
 
 def held() -> tuple[int, int, int, int]:
     """Process groups, threads (of Python; of the process), descriptors."""
-    return (len(dist.distributed_c10d._world.pg_map), threading.active_count(), len(os.listdir("/proc/self/task")),
-            len(os.listdir("/proc/self/fd")))
+    return (len(dist.distributed_c10d._world.pg_map), threading.active_count(),
+            len([*Path("/proc/self/task").iterdir()]), len([*Path("/proc/self/fd").iterdir()]))
 
 
 def compiled_six_times(closes: bool) -> list[Any]:

@@ -75,7 +75,7 @@ def test_different_calls_are_refused_on_all_ranks_and_nothing_is_closed(four_ran
                 "forward(float64[8, 32]) in train mode on rank 2; ",
                 "forward(float32[8, 32]) in eval mode on rank 3; ",
                 "forward(float32[8, 32]) under no_grad in train mode on rank 0; ", "clip_grad_norm_ on rank 1; ",
-                "of model 2 on rank 2; ", "where 1.p was 0.1 and is 0.3 on rank 3; "]
+                " of model 2 on rank 2; ", "where 1.p was 0.1 and is 0.3 on rank 3; "]
     for *found, after in four_ranks.run(different_calls, timeout_s=60):
         for (name, text, _, _), part in zip(found, expected, strict=True):
             assert name == "InputError" and part in text and "nothing was run" in text, (text, part)

@@ -45,7 +45,7 @@ class _World:
         self.failed: tuple[int, str] | None = None
         self.old = b""  # a failure that an earlier process group left in the same store
         self.apart: dist.ProcessGroup | None = None
-        self.models = 0
+        self.has_apart, self.models = False, 0
         self.peers: Peers | None = None
         self._lock, self._heard = threading.Lock(), 0
         with suppress(RuntimeError):  # torch's fake process groups have a store that does nothing
@@ -134,6 +134,9 @@ def reached() -> Iterator[None]:
         yield
     except RuntimeError as error:
         world = _world()
+        if (known := world.first("")) is not None:
+            world.close(known)
+            check_groups()
         if (failed := world.fault(error)) is not None:
             world.close(failed)
             rank, why = failed
@@ -161,6 +164,30 @@ def all_of(mine: Any) -> list[Any]:
     return found
 
 
+def agree_on(call: object, described: Callable[[], str] | None = None, model: int = 0) -> None:
+    """As `Together.agree`, of a model by its number; 0: of none. (Makes the group that it needs.)"""
+    world = _world()
+    if world.peers is None:
+        return
+    if not world.has_apart:
+        world.apart, world.has_apart = groups.apart(), True
+    if world.apart is None:
+        return
+    world.peers.calls += 1
+    text = f"{model} {call!r}"
+    if is_same(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"), torch.device("cpu")):
+        return
+    every = all_of((described() if described else str(call), model))
+    several = len({number for _, number in every if number}) > 1
+    ranks: dict[str, list[int]] = {}
+    for rank, (theirs, number) in enumerate(every):
+        ranks.setdefault(theirs + f" of model {number}" * (several and number > 0), []).append(rank)
+    said = "; ".join(f"{theirs} on {'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some))}"
+                     for theirs, some in sorted(ranks.items(), key=lambda item: len(item[1])))
+    raise InputError(f"ranks make different calls: {said}\n  All ranks must make the same calls in the same order, "
+                     "with tensors of the same shapes and dtypes, in the same mode; nothing was run.")
+
+
 class Together:
     """The ranks of a mesh, whose calls fail together. ``groups``: closed on a failure; `own` adds to them.
 
@@ -175,10 +202,9 @@ class Together:
         self._on_cpu, self._alone = mesh.device_type == "cpu", mesh.size() == 1
         world = _world()
         world.calls.add(self)
-        self._number, world.models = world.models, world.models + 1
+        self._number = world.models = world.models + 1
         if world.peers is not None:
             world.peers.limit_s = limit_s
-            world.apart = world.apart or groups.apart()
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Add a group that lives as long as this does."""
@@ -199,26 +225,9 @@ class Together:
     def agree(self, call: object, described: Callable[[], str] | None = None) -> None:
         """Compare over all ranks which call this is: ``call`` by its repr; ``described`` for the error. Nothing where
         the process group has no gloo. Raises InputError on all ranks if they differ: nothing has been sent."""
-        world = _world()
-        if world.apart is None:
-            return
         self.check()
-        assert world.peers is not None
-        world.peers.calls += 1
-        text = f"{self._number} {call!r}"
         with self.call():
-            if is_same(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"),
-                       torch.device("cpu")):
-                return
-            every = all_of((described() if described else str(call), self._number))
-            several = len({number for _, number in every}) > 1
-            ranks: dict[str, list[int]] = {}
-            for rank, (theirs, number) in enumerate(every):
-                ranks.setdefault(theirs + f" of model {number + 1}" * several, []).append(rank)
-            said = "; ".join(f"{theirs} on {'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some))}"
-                             for theirs, some in sorted(ranks.items(), key=lambda item: len(item[1])))
-            raise InputError(f"ranks make different calls: {said}\n  All ranks must make the same calls in the same "
-                             "order, with tensors of the same shapes and dtypes, in the same mode; nothing was run.")
+            agree_on(call, described, self._number)
 
     @contextmanager
     def call(self) -> Iterator[None]:

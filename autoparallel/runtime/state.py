@@ -41,7 +41,6 @@ class State:
         self.mesh = self.position.mesh
         self.axes = groups.bind(self.mesh)
         self.together = Together(self.position.whole, self.peer_timeout_s)
-        self.together.agree("autoparallel.compile")
         self.forms = Forms(self.max_forms)
         self.attributes: SharedAttributes | None = None
         self.places: Places | None = None
