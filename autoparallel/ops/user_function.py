@@ -64,8 +64,8 @@ def function_of(call: str) -> type[torch.autograd.Function]:
 
 @contextmanager
 def functions_as_ops() -> Iterator[None]:
-    """Within, users' Functions that this thread calls are recorded as ops. (`Function.apply` looks up its base class's ``apply``, which this
-    replaces.)"""
+    """Within, users' Functions that this thread calls are recorded as ops. (`Function.apply` looks up its base class's
+    ``apply``, which this replaces.)"""
     inside, thread = False, get_ident()
 
     def plain(cls: type[torch.autograd.Function], *args: Any) -> Any:
