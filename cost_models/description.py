@@ -35,7 +35,7 @@ from cost_models.profile import Profile, check_software
 
 #: Entries of networks in `profiles.toml`, by the first word of a link's name.
 NETWORKS = {"infiniband": "infiniband", "roce": "roce", "omni-path": "omni-path"}
-#: Of a description: known ones have 5 kB. Lists and tables in one another: links, efficiency, a number, a curve, a pair.
+#: Of a description (known ones have 5 kB): its size, and how deep its lists and tables lie in one another.
 MOST_BYTES, MOST_DEEP = 2**20, 8
 #: Of a number in it, either way.
 MOST = 1e300
@@ -82,8 +82,8 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
     else:
         missing = "there is no such file; " if path.suffix == ".toml" else ""
         meant = nearest(str(name_or_path), known_clusters())
-        raise ClusterError(f"unknown cluster {_told(str(name_or_path))}{meant}: {missing}known are {', '.join(known_clusters())}; "
-                           "or give the path of a TOML file (cost_models/README.md says how to write one)")
+        raise ClusterError(f"unknown cluster {_told(str(name_or_path))}{meant}: {missing}known are "
+                           f"{', '.join(known_clusters())}; or give the path of a TOML file (cost_models/README.md says how to write one)")
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # (numbers of more digits than Python takes are a ValueError)
@@ -96,7 +96,8 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
             data.setdefault("machine", str(name_or_path))
         return data, where
     if base not in known_clusters() or base == str(name_or_path):
-        raise ClusterError(f"{where}: based_on = {_told(base)} must be another known cluster: {', '.join(known_clusters())}")
+        raise ClusterError(f"{where}: based_on = {_told(base)} must be another known cluster: "
+                           f"{', '.join(known_clusters())}")
     if str(name_or_path) in known_clusters():
         data.setdefault("machine", str(name_or_path))
     return _merged(_read(base)[0], data), where
@@ -136,6 +137,10 @@ class _Table:
     def name_of(self, key: str) -> str:
         return f"{self.path}.{key}" if self.path else key
 
+    def is_said(self, key: str, value: Any) -> str:
+        """``file: key = value``, of a message."""
+        return f"{self.file}: {_key(self.name_of(key))} = {_told(value)}"
+
     def raw(self, key: str, required: str, default: Any = None) -> Any:
         """The plain value; ``required`` says what it is and how to write it."""
         self.asked.add(key)
@@ -156,9 +161,9 @@ class _Table:
     def number(self, key: str, meaning: str, default: float | None = None) -> float:
         value = self.raw(key, f"{meaning}, as {_NUMBER}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {_told(value)} is not a number; required: {meaning}")
+            raise ClusterError(f"{self.is_said(key, value)} is not a number; required: {meaning}")
         if not abs(value) <= MOST:
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {_told(value)} is not finite, or beyond {MOST:g}; "
+            raise ClusterError(f"{self.is_said(key, value)} is not finite, or beyond {MOST:g}; "
                                f"required: {meaning}")
         return float(value)
 
@@ -171,14 +176,14 @@ class _Table:
     def whole(self, key: str, meaning: str, default: float | None = None) -> int:
         value = self.number(key, meaning, default)
         if value != int(value):
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {_told(value)} is not a whole number; required: "
+            raise ClusterError(f"{self.is_said(key, value)} is not a whole number; required: "
                                f"{meaning}")
         return int(value)
 
     def text(self, key: str, meaning: str) -> str:
         value = self.raw(key, meaning)
         if not isinstance(value, str) or not value.strip():
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {_told(value)} is not text; required: {meaning}")
+            raise ClusterError(f"{self.is_said(key, value)} is not text; required: {meaning}")
         return value
 
     def table(self, key: str, meaning: str, optional: bool = False) -> _Table:
@@ -189,7 +194,7 @@ class _Table:
         value = self.raw(key, "pairs of size and share")
         pairs = [self.numbers(pair, 2) for pair in value] if isinstance(value, list) else [None]
         if any(pair is None for pair in pairs):
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {_told(value)}; required: pairs [size, share of the "
+            raise ClusterError(f"{self.is_said(key, value)}; required: pairs [size, share of the "
                                "peak]")
         return tuple((x, y) for x, y in (pair for pair in pairs if pair is not None))
 
@@ -198,7 +203,7 @@ class _Table:
         try:
             return Protocol(*(self.numbers(value, 3) or (-1.0, 0.0, 0.0)))
         except ClusterError as error:
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {_told(value)}; required: [seconds of a call, seconds "
+            raise ClusterError(f"{self.is_said(key, value)}; required: [seconds of a call, seconds "
                                "per message, share of the bandwidth]") from error
 
     def finish(self) -> None:
@@ -208,8 +213,8 @@ class _Table:
         """Raises ClusterError for a key that is not one of these."""
         unknown = sorted(set(self.data) - set(known))
         if unknown:
-            raise ClusterError(f"{self.file}: {_key(self.name_of(unknown[0]))}{nearest(unknown[0], known)} is not a key "
-                               f"that is known here; known are {', '.join(sorted(known))}")
+            raise ClusterError(f"{self.file}: {_key(self.name_of(unknown[0]))}{nearest(unknown[0], known)} is not a "
+                               f"key that is known here; known are {', '.join(sorted(known))}")
 
 
 def _key(path: str) -> str:
@@ -231,7 +236,8 @@ def from_table(data: Any, where: str, num_devices: int | None = None, software: 
     links = tuple(_link(_Table(entry, where, f"links.{i}", sources), i == len(listed) - 1)
                   for i, entry in enumerate(listed))
     if len({link.name for link in links}) < len(links):
-        raise ClusterError(f"{where}: links {_told([link.name for link in links])} have a name twice: give each its own")
+        raise ClusterError(f"{where}: links {_told([link.name for link in links])} have a name twice: give each its "
+                           "own")
     algorithms = top.raw("algorithms", f"a list of some of {ALGORITHMS}", list(ALGORITHMS))
     if not isinstance(algorithms, list) or not all(isinstance(way, str) for way in algorithms):
         raise ClusterError(f"{where}: algorithms = {_told(algorithms)}; required: a list of some of "

@@ -1,4 +1,4 @@
-"""Clusters and search problems from files: whatever is none is refused by our own error, and what is written is read."""
+"""Clusters and search problems from files: what is none is refused by our own error, and what is written is read."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_values_that_no_cluster_has(tmp_path: Path, old: str, new: str, parts: t
 def test_texts_and_files_that_are_no_clusters(tmp_path: Path) -> None:
     """A pipe, to which nobody writes, is not waited for."""
     path = tmp_path / "mine.toml"
-    for text, part in (("a = " + "[" * 5000 + "]" * 5000, "mine.toml"), ("a = " + "[" * 20 + "]" * 20, "more than 8 deep"),
+    for text, part in (("a = " + "[" * 5000 + "]" * 5000, "mine.toml"),
+                       ("a = " + "[" * 20 + "]" * 20, "more than 8 deep"),
                        (".".join("a" * 30) + " = 1", "more than 8 deep"), ("name = 1\nname = 2", "is not TOML"),
                        ("a = 1" + "0" * 5000, "is not TOML"), ("x" * (2**20 + 1), "more than 1,048,576 bytes")):
         path.write_text(text)
@@ -108,8 +109,9 @@ def test_texts_and_files_that_are_no_clusters(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(ClusterError, match="no regular file"):
         Cluster.load(path)
-    for name, part in ((tmp_path, "unknown cluster"), ("h100-sxn", r"is it 'h100-sxm'\?"), ("a\0.toml", "null character"),
-                       ("a" * 5000 + ".toml", "unknown cluster"), (3, "is of type int")):
+    for name, part in ((tmp_path, "unknown cluster"), ("h100-sxn", r"is it 'h100-sxm'\?"),
+                       ("a\0.toml", "null character"), ("a" * 5000 + ".toml", "unknown cluster"),
+                       (3, "is of type int")):
         with pytest.raises(ClusterError, match=part):
             Cluster.load(name)  # type: ignore[arg-type]
 

@@ -23,7 +23,7 @@ from autoparallel.errors import CaptureError, InputError
 from autoparallel.kernels import groups
 from autoparallel.layout import Layout, to_torch
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.runtime import data, initialise, loading, resume
+from autoparallel.runtime import arguments, data, initialise, loading, resume
 from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.checkpoint import pretrained
 from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
@@ -86,7 +86,10 @@ class ParallelModule(nn.Module):
         """
         state = self._state
         state.together.check()
-        args, kwargs = canonical_call(args, kwargs or {})
+        kwargs = {} if kwargs is None else kwargs
+        arguments.check_call(args, kwargs)
+        arguments.check_flag("step", step)
+        args, kwargs = canonical_call(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         plain = not step or state.hybrid.is_plain
         if state.places is not None:
@@ -259,6 +262,7 @@ class ParallelModule(nn.Module):
         of this rank's rows). Raises InputError for a step in micro-batches or stages.
         """
         args, kwargs = _as_call(batch)
+        arguments.check_batch((args, kwargs))
         if not self._state.hybrid.is_plain:
             raise InputError("a step in micro-batches or stages takes the whole batch: call step(...) with it as it is")
         args, kwargs = self.taken(args, kwargs)
@@ -281,6 +285,7 @@ class ParallelModule(nn.Module):
         Raises InputError on all ranks if their shapes differ.
         """
         state = self._state
+        arguments.check_batch(batch)
         state.together.check()
         with state.together.call():
             return local_batch(batch, self.mesh, state.device)
@@ -334,9 +339,10 @@ class ParallelModule(nn.Module):
         """
         self._first()
         state = self._state
+        device = arguments.device_of(device, state.device)
         state.together.agree("init_weights")
         state.seed = initialise.shared_seed(state.seed)
-        initialise.init_weights(state.model, self, state.mesh, torch.device(device or state.device), state.seed)
+        initialise.init_weights(state.model, self, state.mesh, device, state.seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load global tensors or DTensors by the original names; each rank takes its shards. All ranks call this.
@@ -345,6 +351,7 @@ class ParallelModule(nn.Module):
         saved, or values that differ over ranks.
         """
         state = self._state
+        arguments.check_flag("strict", strict)
         if not state.forms:
             return loading.load_original(state.model, state_dict, strict, assign)
         state.together.agree("load_state_dict")
@@ -362,6 +369,7 @@ class ParallelModule(nn.Module):
         Raises InputError on all ranks; any error of rank 0's is raised on all.
         """
         self._first()
+        arguments.check_path("save_directory", save_directory)
         self._state.together.agree("save_pretrained")
         pretrained.save(self, self._state, save_directory, max_shard_size, state_dict, options)
 
@@ -375,6 +383,8 @@ class ParallelModule(nn.Module):
         Raises InputError on all ranks, with nothing changed.
         """
         self._first()
+        arguments.check_path("path", path)
+        arguments.check_flag("strict", strict)
         self._state.together.agree("load_pretrained")
         return pretrained.load(self, self._state, path, strict)
 
@@ -391,6 +401,8 @@ class ParallelModule(nn.Module):
 
         All ranks call this. A checkpoint is there whole or not at all. Raises InputError for options that cannot be.
         """
+        arguments.check_path("folder", folder)
+        arguments.check_optimizer(optimizer)
         self._state.together.agree("save")
         return self._job.save(folder, optimizer, others, step, keep, wait)
 
@@ -402,6 +414,9 @@ class ParallelModule(nn.Module):
         for a checkpoint that lacks what is asked for. (Its files are DCP's, which has pickles: load none from
         strangers.)
         """
+        arguments.check_path("folder", folder)
+        arguments.check_optimizer(optimizer)
+        arguments.check_step(step)
         self._state.together.agree("load")
         return self._job.load(folder, optimizer, others, step)
 

@@ -131,7 +131,11 @@ class Job:
                            tuple(sorted(contents)), torch.__version__)
         done: Future[Any] = Future()
         if wait:
-            dcp.save(contents, checkpoint_id=written, process_group=self._own_group())
+            with self._state.together.call():
+                try:
+                    dcp.save(contents, checkpoint_id=written, process_group=self._own_group())
+                except CheckpointException as error:  # on all ranks, where one failed
+                    raise InputError(f"the checkpoint {target} could not be written: {reason(error)}") from error
             done.set_result(None)
         else:
             done = cast(Future[Any], dcp.async_save(contents, checkpoint_id=written, process_group=self._own_group()))
@@ -163,10 +167,12 @@ class Job:
             _materialise(self._parallel, self._state)
         with self._state.together.call():
             contents = self._contents(optimizer, others)
-        try:
-            dcp.load(contents, checkpoint_id=found.path, process_group=self._own_group())
-        except CheckpointException as error:  # on all ranks, where one failed
-            raise InputError(f"{found.path} cannot be read into this model and optimizer: {reason(error)}") from error
+        with self._state.together.call():
+            try:
+                dcp.load(contents, checkpoint_id=found.path, process_group=self._own_group())
+            except CheckpointException as error:  # on all ranks, where one failed
+                raise InputError(f"{found.path} cannot be read into this model and optimizer: {reason(error)}"
+                                 ) from error
         if contents["model"]:
             set_model_state_dict(self._parallel, contents["model"])
         else:

@@ -85,6 +85,8 @@ def _nodes(data: dict[str, Any], lists: _Lists) -> tuple[Node, ...]:
     found = []
     for i, (interval, costs, usages, number) in enumerate(zip(*names, classes or [0] * len(names[1]), strict=True)):
         start, end = map(int, lists[interval])
+        if max(abs(start), abs(end)) >= FORBIDDEN_NUMBER:
+            raise ValueError(f"the interval of node {i} is [{start:.3g}, {end:.3g}]")
         key = costs, usages, int(number)
         if key not in equivalent or start > end:
             equivalent[key] = Node(f"n{i}", lists.array(costs), lists.array(usages), (start, end), None, int(number))
@@ -125,7 +127,8 @@ def read(path: str | Path) -> Problem:
         raise SearchError(f"{path}: {error}") from error
     except (OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError,
             zlib.error) as error:
-        raise SearchError(f"{path}: not a problem in IOPDDL JSON: {type(error).__name__}: {str(error)[:200]}") from error
+        said = f"{type(error).__name__}: {str(error)[:200]}"
+        raise SearchError(f"{path}: not a problem in IOPDDL JSON: {said}") from error
 
 
 def _unpacked(raw: bytes) -> bytes:
