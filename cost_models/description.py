@@ -83,7 +83,8 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
         missing = "there is no such file; " if path.suffix == ".toml" else ""
         meant = nearest(str(name_or_path), known_clusters())
         raise ClusterError(f"unknown cluster {_told(str(name_or_path))}{meant}: {missing}known are "
-                           f"{', '.join(known_clusters())}; or give the path of a TOML file (cost_models/README.md says how to write one)")
+                           f"{', '.join(known_clusters())}; or give the path of a TOML file "
+                           "(cost_models/README.md says how to write one)")
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # (numbers of more digits than Python takes are a ValueError)

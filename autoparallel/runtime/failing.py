@@ -132,6 +132,8 @@ def reached() -> Iterator[None]:
     check_groups()
     try:
         yield
+    except PeerError:
+        raise
     except RuntimeError as error:
         world = _world()
         if (known := world.first("")) is not None:
@@ -143,6 +145,29 @@ def reached() -> Iterator[None]:
             raise PeerError(f"rank {rank} failed: {why}\n{_NO_MORE}", rank) from error
         raise MeshError(f"the ranks do not reach each other: {error}\n  An earlier failure has closed their process "
                         f"groups, or a rank has ended. Look at the first error of all ranks, {_ANEW}") from error
+
+
+def made_with_all(make: Callable[[], Any]) -> Any:
+    """A process group that all ranks make: in a thread, since nothing ends the wait for a rank that goes meanwhile.
+    Raises PeerError then."""
+    if _world().peers is None:
+        return make()
+    made, errors, done = list[Any](), list[BaseException](), threading.Event()
+
+    def work() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=work, daemon=True, name="autoparallel group").start()
+    while not done.wait(0.2):
+        check_groups()
+    if errors:
+        raise errors[0]
+    return made[0]
 
 
 def is_same(number: int, device: torch.device) -> bool:
@@ -170,7 +195,7 @@ def agree_on(call: object, described: Callable[[], str] | None = None, model: in
     if world.peers is None:
         return
     if not world.has_apart:
-        world.apart, world.has_apart = groups.apart(), True
+        world.apart, world.has_apart = made_with_all(groups.apart), True
     if world.apart is None:
         return
     world.peers.calls += 1

@@ -34,6 +34,7 @@ from autoparallel.errors import InputError, shown
 from autoparallel.plans import Plan
 from autoparallel.runtime import initialise
 from autoparallel.runtime.agree import decide_once, made_equally
+from autoparallel.runtime.failing import made_with_all
 from autoparallel.runtime.state import State
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -200,7 +201,7 @@ class Job:
     def _own_group(self) -> dist.ProcessGroup:
         """A group for checkpoints alone: a save that goes on beside training must not mix with its collectives."""
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = made_with_all(lambda: dist.new_group(backend="gloo"))
             assert self._group is not None
             self._state.together.own(self._group)
         return self._group
