@@ -285,7 +285,7 @@ def selftest(
     from autoparallel.selftest.subjects import SUBJECTS
 
     if output is not None:
-        _check_output(output)
+        plan_cli.check_output(output)
     names = tuple(models.split(",")) if models else tuple(SUBJECTS)
     if not job.main(job.Request(ranks, minutes, names, tuple(backends.split(",")), rounds), output):
         raise typer.Exit(1)

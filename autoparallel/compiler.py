@@ -122,6 +122,7 @@ def compile(
     inputs: str | Mapping[str, str] = "global",
     check_inputs: int = 100,
     max_forms: int = 64,
+    peer_timeout_s: float = 60.0,
     backend: str = "eager",
     search: str = "auto",
     pins: Mapping[str, Any] | None = None,
@@ -162,14 +163,19 @@ def compile(
         first call; "auto", Inductor on GPUs with Triton and eager elsewhere; "aot_eager", the traced graphs without
         Inductor, to find a fault. Compiled graphs have no double backward, and no backward with retain_graph.
     max_forms: compiled programs to keep, of calls of different forms; the least recently used is dropped.
+    peer_timeout_s: a rank whose process shows no sign of life for so many seconds (stopped, hung, its machine gone) is
+        named in a PeerError on the others; one whose process has ended, in a few seconds.
     OPTIONS
 
     Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
     decide what the plan has decided, InputError on all ranks where local examples have different shapes.
     """
+    import torch.distributed as dist
+
     from autoparallel import backends
     from autoparallel.kernels import groups
     from autoparallel.runtime.agree import made_equally
+    from autoparallel.runtime.failing import agree_on, reached
     from autoparallel.runtime.inputs import Inputs
     from autoparallel.runtime.mesh import check_mesh, cluster_of
     from autoparallel.runtime.module import ParallelModule
@@ -179,9 +185,14 @@ def compile(
     taken = Inputs.of(model, inputs, check_inputs)
     if isinstance(max_forms, bool) or not isinstance(max_forms, int) or max_forms < 2:
         raise PlanError(f"max_forms is {shown(max_forms)}: give the number of compiled programs to keep, 2 or more")
+    if isinstance(peer_timeout_s, bool) or not isinstance(peer_timeout_s, (int, float)) or not peer_timeout_s >= 1:
+        raise PlanError(f"peer_timeout_s is {shown(peer_timeout_s)}: give seconds, 1 or more")
     if plan is not None and not isinstance(plan, Plan):
         raise PlanError(f"plan is {shown(plan)}: give a Plan, autoparallel.Plan.load(path) of a file")
     given = example_inputs is not None or example_kwargs is not None
+    if dist.is_initialized():
+        with reached():
+            agree_on("autoparallel.compile")
     if isinstance(mesh, int) and given and plan is None:
         call = taken.of_all(example_inputs or (), example_kwargs or {}, mesh)
         plan, chosen = _plan_on_devices(model, mesh, cluster, call, chosen)
@@ -205,7 +216,7 @@ def compile(
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
         return _compile_call(micro, position, machine, chosen, how, given, placed, runs_by)
 
-    parallel = ParallelModule(model, position, hybrid, compile_call, taken, max_forms)
+    parallel = ParallelModule(model, position, hybrid, compile_call, taken, max_forms, peer_timeout_s)
     if given:
         parallel.trace(*parallel.taken(example_inputs or (), example_kwargs or {}))
     return parallel

@@ -8,9 +8,12 @@ All fits minimise the mean relative error, because sizes span decades; all give 
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from cost_models.cluster import (
 )
 from cost_models.collectives import all_gather_s, all_reduce_s, all_to_all_s, broadcast_s, reduce_scatter_s, send_recv_s
 from cost_models.compute import op_time_s
+from cost_models.description import from_table
 from cost_models.errors import ClusterError
 from cost_models.files import write_whole
 from cost_models.timeline import Task, equal_slowdown, simulate
@@ -293,12 +297,21 @@ def predicted_overlap_s(slowdown: float, measured: MeasuredOverlap) -> float:
 
 
 def write_cluster(path: str | Path, cluster: Cluster, source: str = "") -> None:
-    """Write a TOML file that `Cluster.load` reads back as the same cluster.
+    """Write a TOML file that `Cluster.load` reads back as the same cluster. Raises ClusterError where none does.
 
     Numbers keep the sources that the cluster knows; others get ``source``, which should say when, on what and with
     which versions they were measured.
     """
-    write_whole(path, cluster_toml(cluster, source))
+    text = cluster_toml(cluster, source)
+    try:
+        found = from_table(tomllib.loads(text.encode().decode()), str(path))  # (UTF-8 has no lone surrogates)
+    except (ValueError, RecursionError) as error:
+        raise ClusterError(f"the cluster {cluster.name!r} cannot be written: {error}") from error
+    if found != cluster:
+        odd = [name for name, value in vars(cluster).items() if name != "sources" and vars(found).get(name) != value]
+        raise ClusterError(f"the cluster {cluster.name!r} cannot be written: {', '.join(odd)} would be read back as "
+                           "another one")
+    write_whole(path, text)
 
 
 def cluster_toml(cluster: Cluster, source: str = "") -> str:
@@ -306,11 +319,15 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
 
     def line(path: str, value: object) -> str:
         known = cluster.sources.get(path, "") or source
-        key = path.rsplit(".", 1)[-1]
+        return entry(path.rsplit(".", 1)[-1], value, known)
+
+    def entry(key: str, value: object, known: str) -> str:
+        key = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
         return f"{key} = {{ value = {_toml(value)}, source = {_toml(known)} }}" if known else f"{key} = {_toml(value)}"
 
     def table(path: str, values: Mapping[str, object], header: str = "") -> list[str]:
-        entries = [line(f"{path}.{key}", value) for key, value in values.items()]
+        entries = [entry(key, value, cluster.sources.get(f"{path}.{key}", "") or source)
+                   for key, value in values.items()]
         return ["", f"[{header or path}]", *entries] if entries else []
 
     d = cluster.device
@@ -346,8 +363,8 @@ def cluster_toml(cluster: Cluster, source: str = "") -> str:
 
 
 def _toml(value: object) -> str:
-    if isinstance(value, str):
-        return json.dumps(value)    # TOML's basic strings have JSON's escapes
+    if isinstance(value, str):  # TOML's basic strings have JSON's escapes, and take no DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return repr(value)
+    return repr(int(value) if isinstance(value, Integral) else float(value))  # type: ignore[arg-type]

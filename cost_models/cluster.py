@@ -30,6 +30,10 @@ OVERLAP_SLOWDOWN = 1.3
 #: What a link's ``slowdown`` may name.
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 
+#: Dtypes of ``peak_flops_per_s``, and classes of ops that have efficiency curves.
+PEAK_DTYPES = (*ITEM_BYTES, "tf32", "int8")
+OP_CLASSES = ("attention", "conv", "default", "elementwise", "gather", "matmul", "pointwise", "reduction")
+
 #: What a cluster's ``algorithms`` may name; see `cost_models.collectives`.
 ALGORITHMS = ("ring", "tree", "hierarchical")
 

@@ -6,16 +6,19 @@ A number is written plainly or, better, with its source: ``alpha_s = { value = 5
 
 from __future__ import annotations
 
-import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from cost_models.cluster import (
     ALGORITHMS,
+    COLLECTIVES,
+    OP_CLASSES,
     OVERLAP_SLOWDOWN,
+    PEAK_DTYPES,
     UNLIMITED,
     Cluster,
     Correction,
@@ -27,10 +30,15 @@ from cost_models.cluster import (
     Tiles,
 )
 from cost_models.errors import ClusterError
+from cost_models.files import is_nested, nearest, read_regular
 from cost_models.profile import Profile, check_software
 
 #: Entries of networks in `profiles.toml`, by the first word of a link's name.
 NETWORKS = {"infiniband": "infiniband", "roce": "roce", "omni-path": "omni-path"}
+#: Of a description (known ones have 5 kB): its size, and how deep its lists and tables lie in one another.
+MOST_BYTES, MOST_DEEP = 2**20, 8
+#: Of a number in it, either way.
+MOST = 1e300
 _NUMBER = '{ value = 1.0, source = "where it comes from" }'
 _HOST = {
     "memory_bytes": "bytes of memory of one host",
@@ -59,34 +67,54 @@ def _read(name_or_path: str | Path) -> tuple[dict[str, Any], str]:
     if not isinstance(name_or_path, (str, Path)):
         raise ClusterError(f"the cluster is of type {type(name_or_path).__name__}: give a Cluster, a known name "
                            f"({', '.join(known_clusters())}) or the path of a TOML file")
+    if "\0" in str(name_or_path):
+        raise ClusterError(f"{_told(str(name_or_path))} is no path: it has a null character")
     path = Path(name_or_path)
     if str(name_or_path) in known_clusters():
         where = f"cost_models/clusters/{name_or_path}.toml"
         text = (resources.files("cost_models") / "clusters" / f"{name_or_path}.toml").read_text("utf-8")
-    elif path.suffix == ".toml" and path.is_file():
+    elif path.suffix == ".toml" and _exists(path):
         where = str(path)
         try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_regular(path, MOST_BYTES).decode("utf-8")
+        except (OSError, ValueError) as error:
             raise ClusterError(f"cannot read {where}: {error}") from error
     else:
         missing = "there is no such file; " if path.suffix == ".toml" else ""
-        raise ClusterError(f"unknown cluster {str(name_or_path)!r}: {missing}known are {', '.join(known_clusters())}; "
-                           "or give the path of a TOML file (cost_models/README.md says how to write one)")
+        meant = nearest(str(name_or_path), known_clusters())
+        raise ClusterError(f"unknown cluster {_told(str(name_or_path))}{meant}: {missing}known are "
+                           f"{', '.join(known_clusters())}; or give the path of a TOML file "
+                           "(cost_models/README.md says how to write one)")
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # (numbers of more digits than Python takes are a ValueError)
         raise ClusterError(f"{where} is not TOML: {error}") from error
+    if is_nested(data, MOST_DEEP):
+        raise ClusterError(f"{where} is not a cluster: its lists and tables lie more than {MOST_DEEP} deep")
     base = data.pop("based_on", None)
     if base is None:
         if str(name_or_path) in known_clusters():
             data.setdefault("machine", str(name_or_path))
         return data, where
     if base not in known_clusters() or base == str(name_or_path):
-        raise ClusterError(f"{where}: based_on = {base!r} must be another known cluster: {', '.join(known_clusters())}")
+        raise ClusterError(f"{where}: based_on = {_told(base)} must be another known cluster: "
+                           f"{', '.join(known_clusters())}")
     if str(name_or_path) in known_clusters():
         data.setdefault("machine", str(name_or_path))
     return _merged(_read(base)[0], data), where
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def _told(value: Any) -> str:
+    """A value of a file in a message, cut short."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:50]} ..."
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,12 +131,16 @@ class _Table:
 
     def __init__(self, data: Any, file: str, path: str, sources: dict[str, str]) -> None:
         if not isinstance(data, dict):
-            raise ClusterError(f"{file}: {path or 'the file'} must be a table, not {data!r}")
+            raise ClusterError(f"{file}: {path or 'the file'} must be a table, not {_told(data)}")
         self.data, self.file, self.path, self.sources = data, file, path, sources
         self.asked: set[str] = set()
 
     def name_of(self, key: str) -> str:
         return f"{self.path}.{key}" if self.path else key
+
+    def is_said(self, key: str, value: Any) -> str:
+        """``file: key = value``, of a message."""
+        return f"{self.file}: {_key(self.name_of(key))} = {_told(value)}"
 
     def raw(self, key: str, required: str, default: Any = None) -> Any:
         """The plain value; ``required`` says what it is and how to write it."""
@@ -116,7 +148,8 @@ class _Table:
         if key not in self.data:
             if default is not None:
                 return default
-            raise ClusterError(f"{self.file}: {self.name_of(key)} is missing; required: {required}")
+            meant = nearest(key, [name for name in self.data if name not in self.asked])
+            raise ClusterError(f"{self.file}: {self.name_of(key)} is missing{meant}; required: {required}")
         value = self.data[key]
         if isinstance(value, dict) and "value" in value:
             self.sources[self.name_of(key)] = str(value.get("source", ""))
@@ -129,22 +162,29 @@ class _Table:
     def number(self, key: str, meaning: str, default: float | None = None) -> float:
         value = self.raw(key, f"{meaning}, as {_NUMBER}", default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r} is not a number; required: {meaning}")
-        if not math.isfinite(value):
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r} is not finite; required: {meaning}")
+            raise ClusterError(f"{self.is_said(key, value)} is not a number; required: {meaning}")
+        if not abs(value) <= MOST:
+            raise ClusterError(f"{self.is_said(key, value)} is not finite, or beyond {MOST:g}; "
+                               f"required: {meaning}")
         return float(value)
+
+    def numbers(self, value: Any, count: int) -> tuple[float, ...] | None:
+        """A list of so many finite numbers, None for anything else."""
+        good = isinstance(value, list) and len(value) == count and all(
+            isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= MOST for x in value)
+        return tuple(map(float, value)) if good else None
 
     def whole(self, key: str, meaning: str, default: float | None = None) -> int:
         value = self.number(key, meaning, default)
         if value != int(value):
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r} is not a whole number; required: "
+            raise ClusterError(f"{self.is_said(key, value)} is not a whole number; required: "
                                f"{meaning}")
         return int(value)
 
     def text(self, key: str, meaning: str) -> str:
         value = self.raw(key, meaning)
         if not isinstance(value, str) or not value.strip():
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r} is not text; required: {meaning}")
+            raise ClusterError(f"{self.is_said(key, value)} is not text; required: {meaning}")
         return value
 
     def table(self, key: str, meaning: str, optional: bool = False) -> _Table:
@@ -153,26 +193,34 @@ class _Table:
 
     def curve(self, key: str) -> Curve:
         value = self.raw(key, "pairs of size and share")
-        try:
-            return tuple((float(x), float(y)) for x, y in value)
-        except (TypeError, ValueError) as error:
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r}; required: pairs [size, share of the "
-                               "peak]") from error
+        pairs = [self.numbers(pair, 2) for pair in value] if isinstance(value, list) else [None]
+        if any(pair is None for pair in pairs):
+            raise ClusterError(f"{self.is_said(key, value)}; required: pairs [size, share of the "
+                               "peak]")
+        return tuple((x, y) for x, y in (pair for pair in pairs if pair is not None))
 
     def protocol(self, key: str) -> Protocol:
         value = self.raw(key, "a protocol")
         try:
-            base_s, alpha_s, share = (float(x) for x in value)
-            return Protocol(base_s, alpha_s, share)
-        except (TypeError, ValueError, ClusterError) as error:
-            raise ClusterError(f"{self.file}: {self.name_of(key)} = {value!r}; required: [seconds of a call, seconds "
+            return Protocol(*(self.numbers(value, 3) or (-1.0, 0.0, 0.0)))
+        except ClusterError as error:
+            raise ClusterError(f"{self.is_said(key, value)}; required: [seconds of a call, seconds "
                                "per message, share of the bandwidth]") from error
 
     def finish(self) -> None:
-        unknown = sorted(set(self.data) - self.asked)
+        self.only(self.asked)
+
+    def only(self, known: Collection[str]) -> None:
+        """Raises ClusterError for a key that is not one of these."""
+        unknown = sorted(set(self.data) - set(known))
         if unknown:
-            raise ClusterError(f"{self.file}: {self.name_of(unknown[0])} is not a key that is known here; known are "
-                               f"{', '.join(sorted(self.asked))}")
+            raise ClusterError(f"{self.file}: {_key(self.name_of(unknown[0]))}{nearest(unknown[0], known)} is not a "
+                               f"key that is known here; known are {', '.join(sorted(known))}")
+
+
+def _key(path: str) -> str:
+    """A key in a message: quoted if it is odd, cut short."""
+    return path if path.isprintable() and len(path) <= 80 else _told(path)
 
 
 def from_table(data: Any, where: str, num_devices: int | None = None, software: str | None = None) -> Cluster:
@@ -180,20 +228,28 @@ def from_table(data: Any, where: str, num_devices: int | None = None, software: 
     sources: dict[str, str] = {}
     top = _Table(data, where, "", sources)
     name = top.text("name", "the cluster's name")
-    top.raw("about", "what the machine is", "")
+    if "about" in top.data:
+        top.text("about", "what the machine is")
     device = _device(top.table("device", "name, memory_bytes, memory_bandwidth_bytes_per_s, peak_flops_per_s, ..."))
     listed = top.raw("links", "at least one [[links]] table, from inside a host outwards")
     if not isinstance(listed, list) or not listed:
-        raise ClusterError(f"{where}: links must be [[links]] tables, from inside a host outwards, not {listed!r}")
+        raise ClusterError(f"{where}: links must be [[links]] tables, from inside a host outwards, not {_told(listed)}")
     links = tuple(_link(_Table(entry, where, f"links.{i}", sources), i == len(listed) - 1)
                   for i, entry in enumerate(listed))
+    if len({link.name for link in links}) < len(links):
+        raise ClusterError(f"{where}: links {_told([link.name for link in links])} have a name twice: give each its "
+                           "own")
     algorithms = top.raw("algorithms", f"a list of some of {ALGORITHMS}", list(ALGORITHMS))
     if not isinstance(algorithms, list) or not all(isinstance(way, str) for way in algorithms):
-        raise ClusterError(f"{where}: algorithms = {algorithms!r}; required: a list of some of {list(ALGORITHMS)}")
+        raise ClusterError(f"{where}: algorithms = {_told(algorithms)}; required: a list of some of "
+                           f"{list(ALGORITHMS)}")
+    if len(set(algorithms)) < len(algorithms):
+        raise ClusterError(f"{where}: algorithms = {_told(algorithms)} has one twice")
     known = top.table("host", "what devices of a host share", optional=True)
     host = Host(**{key: known.number(key, meaning, 0.0) for key, meaning in _HOST.items()})
     known.finish()
     calls = top.table("call_s", "seconds of a call by collective", optional=True)
+    calls.only(COLLECTIVES)
     call_s = {kind: calls.number(kind, "seconds of one call beside its messages") for kind in calls.data}
     told = top.table("correction", "what measured steps showed beside predicted ones", optional=True)
     correction = _correction(told)
@@ -222,7 +278,7 @@ def _profile(top: _Table, network: str, software: str | None) -> Profile | None:
     """The fitted constants of the machine and of the software asked for, or else of the file's own."""
     machine = top.raw("machine", "a known cluster whose fitted constants apply", "default")
     if machine not in ("default", *known_clusters()):
-        raise ClusterError(f"{top.file}: machine = {machine!r}; required: a known cluster whose fitted constants "
+        raise ClusterError(f"{top.file}: machine = {_told(machine)}; required: a known cluster whose fitted constants "
                            f"apply, one of {', '.join(known_clusters())}")
     stated = top.raw("software", "a software profile", "none")
     wanted = stated if software is None else software
@@ -234,6 +290,9 @@ def _profile(top: _Table, network: str, software: str | None) -> Profile | None:
 def _device(d: _Table) -> Device:
     peaks = d.table("peak_flops_per_s", "dense FLOP per second by dtype name, float32 at least")
     work, traffic = (d.table(key, "curves by op class", optional=True) for key in ("efficiency", "memory_efficiency"))
+    peaks.only(PEAK_DTYPES)
+    for curves in (work, traffic):
+        curves.only(OP_CLASSES)
     peak = {dtype: peaks.number(dtype, "FLOP per second") for dtype in peaks.data}
     values = {
         "memory_bandwidth_bytes_per_s": d.number("memory_bandwidth_bytes_per_s", "bytes per second, read and write"),
@@ -258,6 +317,7 @@ def _device(d: _Table) -> Device:
 
 
 def _tiles(table: _Table) -> Tiles:
+    table.only([field.name for field in fields(Tiles)])
     units = table.whole("units", "multiprocessors")
     optional = {key: table.number(key, "see cost_models.cluster.Tiles") for key in table.data if key != "units"}
     table.finish()
@@ -273,10 +333,11 @@ def _link(table: _Table, outermost: bool) -> Link:
     meaning = "how many neighbouring devices it joins" + (', or "unlimited"' if outermost else "")
     reached = table.raw("num_devices", meaning, UNLIMITED if outermost else None)
     reached = UNLIMITED if outermost and reached == "unlimited" else reached
-    if isinstance(reached, bool) or not isinstance(reached, int):
-        raise ClusterError(f"{table.file}: {table.name_of('num_devices')} = {reached!r}; required: {meaning}")
+    if isinstance(reached, bool) or not isinstance(reached, int) or not reached <= UNLIMITED:
+        raise ClusterError(f"{table.file}: {table.name_of('num_devices')} = {_told(reached)}; required: {meaning}")
     nics = table.whole("nics_per_host", "network cards that the devices of a host share", 0.0)
     slow = table.table("slowdown", "factors by collective", optional=True)
+    slow.only(COLLECTIVES)
     factors = {kind: slow.number(kind, "seconds per byte over those of an ideal ring") for kind in slow.data}
     ways = table.table("protocols", "alternatives by name", optional=True)
     protocols = {way: ways.protocol(way) for way in ways.data}

@@ -249,6 +249,29 @@ class RankPool:
             self.stop()
         return [pickle.loads(outcome.payload) for outcome in outcomes]
 
+    def run_losing(self, lost: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """As `run`, for a job that ends or stops rank ``lost``: the results of the others, None for it. The pool is
+        stopped afterwards; nothing of it is left."""
+        job = self._job(function, args, {})
+        if not self._is_alive():
+            self._start()
+        _mark_as_used(self)
+        try:
+            for connection in self._connections:
+                connection.send_bytes(job)
+            outcomes, deadline = dict[int, _Outcome](), time.monotonic() + timeout_s
+            while len(outcomes) < self.num_ranks - 1:
+                waiting = {c: rank for rank, c in enumerate(self._connections) if rank not in (*outcomes, lost)}
+                ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise self._error("job", outcomes, timeout_s)
+                outcomes |= {waiting[connection]: self._receive(waiting[connection]) for connection in ready}
+            if any(outcome.state != FINISHED for outcome in outcomes.values()):
+                raise self._error("job", outcomes, timeout_s)
+        finally:
+            self.stop()
+        return [pickle.loads(outcomes[rank].payload) if rank != lost else None for rank in range(self.num_ranks)]
+
     def stop(self) -> None:
         """End the processes; the next `run` starts new ones."""
         for process in self._processes:

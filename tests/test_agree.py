@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoparallel
-from autoparallel.errors import AutoparallelError, CaptureError, InfeasibleError
+from autoparallel.errors import AutoparallelError, CaptureError, InfeasibleError, InputError
 from tests.ranks import mesh_of
 
 
@@ -113,13 +113,34 @@ def integers_on_one_rank(rank: int) -> list[str]:
         try:
             autoparallel.compile(nn.Linear(8, 8), mesh_of(2), example_inputs=(wrong if dist.get_rank() == rank else x,))
             said.append("")
-        except CaptureError as error:
+        except InputError as error:
             said.append(str(error))
     return said
 
 
-def test_what_one_rank_cannot_trace_is_an_error_on_every_rank(ranks: Any) -> None:
+def test_an_example_of_another_type_on_one_rank_is_an_error_on_every_rank(ranks: Any) -> None:
     """It names the rank (the others waited for it until its process ended), and does no harm."""
     (first, after), (other, too) = ranks(2).run(integers_on_one_rank, 1, timeout_s=60)
-    assert other.startswith("aten.linear.default does not take tensors of these types: int64[4, 8]")
-    assert first == f"on rank 1: {other}" and after == too == ""
+    assert "step(int64[4, 8]) in train mode on rank 1" in other and first == other and after == too == ""
+
+
+class Choosy(nn.Module):
+    """Cannot be traced on rank 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        return x.relu() if dist.get_rank() == 0 else x.relu() @ x
+
+
+def untraceable_on_one_rank() -> str:
+    try:
+        autoparallel.compile(nn.Sequential(nn.Linear(8, 8), Choosy()), mesh_of(2), example_inputs=(torch.ones(4, 8),))
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_rank_cannot_trace_is_an_error_on_every_rank(ranks: Any) -> None:
+    first, other = ranks(2).run(untraceable_on_one_rank, timeout_s=60)
+    assert first == f"on rank 1: {other}" and "Choosy" in other

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from autoparallel.capture import capture
 from autoparallel.errors import PlanError
 from autoparallel.plans import files
 from autoparallel.strategies.space import StrategySpace
+from tests.mutations import mutate, spoil
 
 
 def model() -> nn.Module:
@@ -183,47 +183,13 @@ def test_a_file_may_not_be_endless(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 # ------------------------------------------------------------------------------------------------------------ mutations
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.integers(-3, 3) | st.floats() | st.text(max_size=6)
-    | st.sampled_from([10**30, 10**400, "1f1b", "interleaved", "full", "S(0)", "axis0", "\x1b[31m"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=5)
-
-
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every (object or list, key or index) in it."""
-    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
-    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
-
-
 @st.composite
 def mutated(draw: Callable[..., Any]) -> str:
     """The JSON of a plan with one to three values replaced, dropped, moved or doubled, or its text cut or spoiled."""
-    made = copy.deepcopy(data(draw(st.booleans())))
-    for _ in range(draw(st.integers(1, 3))):
-        known = places(made)
-        place, key = known[draw(st.integers(0, len(known) - 1))]
-        kind = draw(st.sampled_from(["replace", "scale", "drop", "take", "rename"]))
-        if kind == "drop":
-            del place[key]
-        elif kind == "take":
-            other, from_key = known[draw(st.integers(0, len(known) - 1))]
-            place[key] = copy.deepcopy(other[from_key])
-        elif kind == "rename" and isinstance(place, dict):
-            place[f"{key}{draw(st.text(max_size=2))}"] = place.pop(key)
-        elif kind == "scale" and isinstance(place[key], (int, float)):
-            place[key] *= draw(st.sampled_from([-1, 0, 2, 10**9, 1e300]))
-        else:
-            place[key] = draw(VALUES)
-    text = json.dumps(made)
-    if draw(st.integers(0, 4)) == 0:
-        at = draw(st.integers(0, len(text)))
-        text = text[:at] + draw(st.text(max_size=3)) + text[at + draw(st.integers(0, 20)):]
-    return text
+    return spoil(draw, json.dumps(mutate(draw, data(draw(st.booleans())))))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-@given(text=mutated())
-def test_a_mutated_plan_is_a_plan_or_a_plan_error(text: str) -> None:
+def is_a_plan_or_a_plan_error(text: str) -> None:
     """One that is read can be written and read again, reported and compared."""
     try:
         found = Plan.from_json(text)
@@ -233,3 +199,16 @@ def test_a_mutated_plan_is_a_plan_or_a_plan_error(text: str) -> None:
     assert Plan.from_json(found.to_json()) == found
     assert isinstance(found.diff(planned()), str)
     assert found.prediction.step_s >= 0 and math.prod(found.mesh_shape) <= files.MOST_DEVICES
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(text=mutated())
+def test_a_mutated_plan_is_a_plan_or_a_plan_error(text: str) -> None:
+    is_a_plan_or_a_plan_error(text)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(text=mutated())
+def test_5000_mutated_plans(text: str) -> None:
+    is_a_plan_or_a_plan_error(text)

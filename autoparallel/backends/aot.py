@@ -73,7 +73,9 @@ def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: P
             passes.alone(graph)
         return compile_fx.compile_fx_inner(graph, examples, **kwargs) if generates else _as_it_is(graph)
 
-    settings = {"custom_partitioner_fn": _Partitioner(passes), "reorder_for_peak_memory": False}
+    # graph_partition serves CUDA graphs, and its time grows with the square of the number of collectives
+    settings = {"custom_partitioner_fn": _Partitioner(passes), "reorder_for_peak_memory": False,
+                "graph_partition": False}
     whole = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
     graded = torch.is_grad_enabled()
     with whole, torch.inference_mode(False), torch.set_grad_enabled(graded):

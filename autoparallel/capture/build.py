@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Node as FxNode
 
-from autoparallel.capture.dependencies import Dependencies, Recorder, is_users
+from autoparallel.capture.dependencies import Dependencies, OthersDrawError, Recorder, is_users
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
 from autoparallel.capture.passes.autocast import ambient, without_autocast
@@ -30,6 +31,8 @@ from autoparallel.capture.tracing.unfold_blocks import unfold
 from autoparallel.errors import CaptureError, InputError, shown
 from autoparallel.garbage import collected_later
 
+#: Held while a model is traced: torch.export is for one thread at a time, and our state of a trace too.
+_ONE_AT_A_TIME = threading.RLock()
 PLACEHOLDERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "buffer",
                 InputKind.USER_INPUT: "input"}
 
@@ -63,13 +66,15 @@ def call_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> OpGraph:
     """Trace and normalise ``model(*args, **kwargs)``, in the model's present mode (train or eval).
 
-    The tensors may be on the meta device; nothing is computed. Raises CaptureError, with the user's source line
+    The tensors may be on the meta device; nothing is computed. Threads that capture wait for each other; others may
+    call other models meanwhile. Raises CaptureError, with the user's source line
     and the call, and InputError for tensors that are not dense.
     """
     args, kwargs = canonical_call(args, kwargs or {})
     refuse_other_layouts(pytree.tree_leaves((args, kwargs)))
     try:
-        return _captured(model, args, kwargs)
+        with _ONE_AT_A_TIME:
+            return _captured(model, args, kwargs)
     except CaptureError as error:
         error.args = (f"{error}\n  This call: {call_text(args, kwargs)}",)
         raise
@@ -91,8 +96,12 @@ def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     """The program in one graph; of equivalent blocks, where a model has them, two are traced."""
 
     def recorded() -> ExportedProgram:
-        with recorder.recording():
-            program = trace(model, args, kwargs)
+        try:
+            with recorder.recording():
+                program = trace(model, args, kwargs)
+        except OthersDrawError:
+            with recorder.recording():
+                program = trace(model, args, kwargs)
         recorder.refuse_memory(program.graph)
         inline_modes(program.graph_module, autocast=autocast)
         return program

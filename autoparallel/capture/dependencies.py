@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -160,7 +160,7 @@ class Recorder:
         self._contents = {id(value): (value, value.copy()) for values in self._before.values()
                           for name, value in values.items()
                           if name in _HOOK_TABLES or (name not in INTERNAL and type(value) in (list, dict, set))}
-        self._numbers = _RandomNumbers()
+        self._numbers, self._watches = _RandomNumbers(), False
         self._variables = _variables_of(model)
         self._values = [variable.value() for variable in self._variables]
 
@@ -174,8 +174,10 @@ class Recorder:
             _RECORDERS[key] = self
             if len(_RECORDERS) == 1:
                 _install()
+        draws = _Draws()
         try:
-            yield self
+            with draws.watched() if self._watches else nullcontext():
+                yield self
         finally:
             with _LOCK:
                 del _RECORDERS[key]
@@ -183,7 +185,10 @@ class Recorder:
                     _remove()
             self._restore()
             drawn = self._numbers.restore()
-        if drawn:
+        if drawn and _others_run() and not self._watches:
+            self._watches, self._numbers = True, _RandomNumbers()
+            raise OthersDrawError
+        if drawn and (draws.seen or not self._watches):
             raise CaptureError(f"forward of {type(self.model).__name__} draws numbers from {drawn}, others at each "
                                "call: a program has those of its trace\n"
                                "  Draw them by torch (torch.rand), or outside of forward and pass them.")
@@ -308,10 +313,44 @@ class _RandomNumbers:
         now: Any = np.random.get_state()
         if now[2:] != self._numpy[2:] or not np.array_equal(now[1], self._numpy[1]):
             drawn = drawn or "numpy.random"
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
+        if drawn and not _others_run():
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+        if not _others_run():  # whose numbers would come again
+            torch.set_rng_state(self._torch)
         return drawn
+
+
+class OthersDrawError(Exception):
+    """Numbers were drawn while a model was traced, by it or by another thread: trace again, and watch this one."""
+
+
+class _Draws:
+    """Whether this thread calls Python's or numpy's generator."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        of = (getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None))
+
+        def look(frame: Any, event: str, function: Any) -> None:
+            if event == "c_call" and any(getattr(function, "__self__", None) is generator for generator in of):
+                self.seen = True
+
+        before = sys.getprofile()
+        sys.setprofile(look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+def _others_run() -> bool:
+    """Whether other threads run than this one and ours, that may draw numbers."""
+    here = threading.get_ident()
+    return any(t.ident != here and not t.name.startswith("autoparallel ") for t in threading.enumerate())
 
 
 # --- while any thread records --------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
+from autoparallel.capture.dependencies import recorder
 from autoparallel.capture.tracing.frames import OWN
 from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
@@ -55,7 +56,7 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _returned(model: torch.nn.Module, args: Any, output: Any) -> None:
-    if REGIONS.escaped(tensors_of(output)):
+    if recorder() is not None and REGIONS.escaped(tensors_of(output)):
         raise CaptureError(f"{type(model).__name__} returns what is made in lines that the data say whether to run\n"
                            "  Return what is made for all rows.")
 

@@ -24,9 +24,29 @@ Finish = Callable[[], torch.Tensor]
 _c10d = torch.ops._c10d_functional
 
 
+def _no_word(error: RuntimeError) -> None:
+    """What `failing.lost` takes the place of where a runtime is loaded."""
+
+
+#: Called with the error of a collective; raises PeerError where another rank is at fault (set by the runtime).
+on_failure: Callable[[RuntimeError], None] = _no_word
+
+
 def _begin(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Finish:
-    pending = op(sent, *args, **kwargs)
-    return lambda: _c10d.wait_tensor(pending)
+    try:
+        pending = op(sent, *args, **kwargs)
+    except RuntimeError as error:
+        on_failure(error)
+        raise
+
+    def finish() -> torch.Tensor:
+        try:
+            return _c10d.wait_tensor(pending)
+        except RuntimeError as error:
+            on_failure(error)
+            raise
+
+    return finish
 
 
 def _leading(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -6,13 +6,15 @@ Emitted programs name axes; `bind` resolves the names on a mesh. The one file th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from autoparallel.errors import MeshError
@@ -125,15 +127,49 @@ def position_on(mesh: DeviceMesh, pipeline_ranks: int) -> MeshPosition:
     if mesh.size(0) != pipeline_ranks:
         raise MeshError(f"the plan has a pipeline of {pipeline_ranks} ranks and the mesh's first axis "
                         f"{mesh.size(0)}: the first axis is the pipeline's")
-    names = axis_names(mesh)
+    names, groups = axis_names(mesh), [mesh.get_group(axis) for axis in range(mesh.ndim)]
     if mesh.ndim == 1:
-        mesh = DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(1), mesh_dim_names=(*names, "alone"))
+        mesh = DeviceMesh.from_group([*groups, _alone()], mesh.device_type, mesh.mesh.unsqueeze(1),
+                                     mesh_dim_names=(*names, "alone"))
     elif mesh.mesh_dim_names is None:
-        mesh = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names)
+        mesh = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=names)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise MeshError(f"rank {dist.get_rank()} is not on the mesh {mesh}")
     return MeshPosition(mesh, mesh[axis_names(mesh)[1:]], coordinate[0], pipeline_ranks)
+
+
+def apart() -> dist.ProcessGroup | None:
+    """A new gloo group of all ranks, for messages apart from the programs' collectives; None if the default process
+    group has no gloo. All ranks call this."""
+    cpu = torch.device("cpu")
+    if dist.group.WORLD is None or cpu not in dist.group.WORLD._device_types:
+        return None
+    options = getattr(dist.group.WORLD._get_backend(cpu), "options", None)
+    if dist.group.WORLD._get_backend(cpu).name() != "gloo":
+        return None
+    return dist.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
+
+
+#: Default process group -> the group of this rank alone.
+_ALONE: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _alone() -> dist.ProcessGroup:
+    """The group of this rank alone, made once. All ranks call this."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _ALONE:
+        _ALONE[world] = dist.new_subgroups(1)[0]
+    return _ALONE[world]
+
+
+def release(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Destroy process groups of this rank's, with their threads and connections, unless they are already."""
+    if dist.is_initialized():
+        for group in groups:
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -63,15 +64,17 @@ def function_of(call: str) -> type[torch.autograd.Function]:
 
 @contextmanager
 def functions_as_ops() -> Iterator[None]:
-    """Within, users' Functions are recorded as ops. (`Function.apply` looks up its base class's ``apply``, which this
-    replaces.)"""
-    inside = False
+    """Within, users' Functions that this thread calls are recorded as ops. (`Function.apply` looks up its base class's
+    ``apply``, which this replaces.)"""
+    inside, thread = False, get_ident()
 
     def plain(cls: type[torch.autograd.Function], *args: Any) -> Any:
         return super(_HERE, cls).apply(*args)  # type: ignore[misc]
 
     def apply(cls: type[torch.autograd.Function], *args: Any) -> Any:
         nonlocal inside
+        if get_ident() != thread:
+            return plain(cls, *args)
         if cls is CheckpointFunction:  # (run_function, preserve_rng_state, *args)
             return args[0](*args[2:])
         if inside or cls.__module__.startswith(LOOKED_THROUGH):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-import os
-import stat
 from collections import Counter
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.errors import PlanError, shown
 from autoparallel.plans.record import check_record
+from cost_models import files as cost_files
+from cost_models.files import is_nested, read_regular
 
 if TYPE_CHECKING:
     from autoparallel.plans.plan import Evidence, Plan, Prediction
@@ -28,16 +26,9 @@ MOST_DEVICES = 2**24
 def text_of(path: Any) -> str:
     """The text of a regular file. Raises PlanError for anything else, without waiting for it."""
     try:
-        with os.fdopen(os.open(Path(path), os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise PlanError(f"cannot read the plan file {path}: it is no regular file")
-            found = file.read(MOST_BYTES + 1)
+        found = read_regular(path, MOST_BYTES)
     except (OSError, TypeError, ValueError) as error:
-        if isinstance(error, PlanError):
-            raise
         raise PlanError(f"cannot read the plan file {path}: {getattr(error, 'strerror', error)}") from error
-    if len(found) > MOST_BYTES:
-        raise PlanError(f"{path} is not a plan: it has more than {MOST_BYTES:,} bytes")
     try:
         return found.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -60,23 +51,14 @@ def data_of(text: str | bytes, origin: str) -> Any:
         if isinstance(error, PlanError):
             raise
         raise PlanError(f"{origin} is not JSON: {error}") from error
-    if _is_deep(data):
+    if is_nested(data, MOST_DEEP):
         raise PlanError(f"{origin} is not a plan: its lists and objects lie more than {MOST_DEEP} deep")
     return data
 
 
-def _is_deep(data: Any) -> bool:
-    level = [data]
-    for _ in range(MOST_DEEP):
-        level = [value for one in level if isinstance(one, (dict, list))
-                 for value in (one.values() if isinstance(one, dict) else one)]
-    return bool(level)
-
-
 def nearest(name: str, known: Collection[str]) -> str:
     """``'cut' (is it 'cuts'?)``: a name that is not known, with the one that is nearest, if any is near."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return shown(name) + (f" (is it {close[0]!r}?)" if close else "")
+    return shown(name) + cost_files.nearest(name, known)
 
 
 # ---------------------------------------------------------------------------------------------------- a plan as a whole

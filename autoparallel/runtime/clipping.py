@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 
@@ -15,14 +16,17 @@ from autoparallel.errors import InputError, shown
 from autoparallel.kernels.groups import MeshPosition
 from autoparallel.runtime.shared import Ranks
 
+#: Of a norm's bound and exponent; beyond it is infinity only.
+MOST = 1e30
 _LOW = (torch.float16, torch.bfloat16)
 
 
 def check_arguments(max_norm: float, norm_type: float) -> None:
     """Raises InputError for values that are no norms."""
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-        if not isinstance(value, Real) or not (value > 0 or (value == 0 and name == "max_norm")):
-            raise InputError(f"{name} is {shown(value)}: give a number above 0")
+        if not isinstance(value, Real) or not (value > 0 or (value == 0 and name == "max_norm")) \
+                or MOST < value < math.inf:
+            raise InputError(f"{name} is {shown(value)}: give a number above 0, of at most {MOST:g}")
 
 
 @torch.no_grad()

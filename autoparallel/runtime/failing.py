@@ -1,22 +1,28 @@
 """Failure of one rank in a call ends the call on all ranks, instead of a hang.
 
 The failed rank writes the reason to the process group's store and closes its connections. A rank that waits for it gets
-an error from its collective, reads the reason in the store, and closes its own connections. Calls that do not fail send
-nothing for this. (The one file that closes process groups.)
+an error from its collective, reads the reason in the store, and closes its own connections. A process that has ended or
+is stopped writes nothing: the others find it by its pulse (`peers.py`). Before a call, ranks compare in a group of its
+own that they make the same one (`Together.agree`). (The one file that closes process groups.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoparallel.errors import InputError, MeshError, PeerError
+from autoparallel.kernels import collectives, groups
+from autoparallel.runtime.peers import Peers
 
 _KEY = "autoparallel/failed"
 _LONGEST = 4_000  # characters of a message
@@ -27,34 +33,78 @@ _NO_MORE = f"  The process groups are closed and cannot be used again: {_ANEW}"
 
 
 class _World:
-    """Failure state of the default process group, shared by all models on it and dropped with it."""
+    """Failure state of the default process group, shared by all models on it and dropped with it.
+
+    ``peers``: None where ranks cannot watch each other (one rank, a group that is a fake). ``apart``: group of the
+    comparisons before calls, None until the first model, or where there is no gloo.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.store = group.get_group_store()
         self.calls: WeakSet[Together] = WeakSet()
         self.failed: tuple[int, str] | None = None
         self.old = b""  # a failure that an earlier process group left in the same store
+        self.apart: dist.ProcessGroup | None = None
+        self.has_apart, self.models = False, 0
+        self.peers: Peers | None = None
+        self._lock, self._heard = threading.Lock(), 0
         with suppress(RuntimeError):  # torch's fake process groups have a store that does nothing
             self.old = self.store.get(_KEY) if self.store.check([_KEY]) else b""
+            if dist.get_world_size() > 1:
+                self._news_store: dist.Store = self.store.clone()  # type: ignore[attr-defined]
+                self.peers = Peers(self.store, dist.get_rank(), dist.get_world_size(), self._news)
 
-    def first(self, why: str) -> tuple[int, str] | None:
-        """(rank, reason) of the first failure, None if there is none. With a ``why``, this rank enters the store unless
-        another rank has."""
-        said = own = f"{dist.get_rank()} {why}" if why else ""
+    def first(self, why: str, rank: int | None = None, store: dist.Store | None = None) -> tuple[int, str] | None:
+        """(rank, reason) of the first failure, None if there is none. With a ``why``, ``rank`` (None: this one) enters
+        the store unless another has."""
+        store = store or self.store
+        said = own = f"{dist.get_rank() if rank is None else rank} {why}" if why else ""
         with suppress(RuntimeError):  # the process that hosts the store may have ended
             if why:
-                said = self.store.compare_set(_KEY, self.old.decode(), own).decode()
-            elif self.store.check([_KEY]) and (found := self.store.get(_KEY)) != self.old:
+                said = store.compare_set(_KEY, self.old.decode(), own).decode()
+            elif store.check([_KEY]) and (found := store.get(_KEY)) != self.old:
                 said = found.decode()
-        rank, _, why = said.partition(" ")
-        return (int(rank), why) if said else None
+        found_rank, _, why = said.partition(" ")
+        return (int(found_rank), why) if said else None
+
+    def fault(self, error: BaseException) -> tuple[int, str] | None:
+        """(rank, reason) of the failure behind an error of this rank: what the store says; a rank that is gone, if the
+        error is of communication; else None."""
+        found = self.failed or self.first("")
+        if found is not None or self.peers is None or not _is_of_communication(error):
+            return found
+        gone = self.peers.missing(waited="imed out" in _cause(error))
+        return self.failed or (None if gone is None else self.first(gone[1], gone[0]))
 
     def close(self, failed: tuple[int, str]) -> None:
         """Note the failure and close the process groups of all models, so that ranks that wait for this one get an
         error."""
-        self.failed = failed
-        for calls in self.calls:
-            calls.close()
+        with self._lock:
+            if self.failed is None:
+                self.failed = failed
+                for calls in self.calls:
+                    calls.close()
+                if self.apart is not None:
+                    _close(self.apart, True)
+
+    def _news(self, gone: tuple[int, str] | None) -> None:
+        """From the thread that watches: a rank is gone; or None, and another rank may have found that one is. Closes
+        the groups, for which this rank may wait, after the ranks that get an error have had a second to do so."""
+        if self.failed is not None:
+            return
+        if gone is not None:
+            self.failed_at(gone)
+        elif (said := self.first("", store=self._news_store)) is not None:
+            self._heard += 1
+            if self._heard > 4:
+                self.close(said)
+
+    def failed_at(self, gone: tuple[int, str]) -> None:
+        """A rank is gone: tell all, unless the store does not answer, and close."""
+        if gone[0] == 0 and "store" in gone[1]:
+            self.close(gone)
+        else:
+            self.close(self.first(gone[1], gone[0], self._news_store) or gone)
 
 
 _WORLDS: WeakKeyDictionary[dist.ProcessGroup, _World] = WeakKeyDictionary()
@@ -82,23 +132,109 @@ def reached() -> Iterator[None]:
     check_groups()
     try:
         yield
+    except PeerError:
+        raise
     except RuntimeError as error:
         world = _world()
-        if (failed := world.first("")) is not None:
-            world.close(failed)
+        if (known := world.first("")) is not None:
+            world.close(known)
             check_groups()
+        if (failed := world.fault(error)) is not None:
+            world.close(failed)
+            rank, why = failed
+            raise PeerError(f"rank {rank} failed: {why}\n{_NO_MORE}", rank) from error
         raise MeshError(f"the ranks do not reach each other: {error}\n  An earlier failure has closed their process "
                         f"groups, or a rank has ended. Look at the first error of all ranks, {_ANEW}") from error
 
 
-class Together:
-    """The ranks of a mesh, whose calls fail together. ``groups``: closed on a failure; more may be appended."""
+def made_with_all(make: Callable[[], Any]) -> Any:
+    """A process group that all ranks make: in a thread, since nothing ends the wait for a rank that goes meanwhile.
+    Raises PeerError then."""
+    if _world().peers is None:
+        return make()
+    made, errors, done = list[Any](), list[BaseException](), threading.Event()
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def work() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=work, daemon=True, name="autoparallel group").start()
+    while not done.wait(0.2):
+        check_groups()
+    if errors:
+        raise errors[0]
+    return made[0]
+
+
+def is_same(number: int, device: torch.device) -> bool:
+    """Whether all ranks have the same number. Compared on the host if the process group has a CPU backend, which avoids
+    waiting for the device, and apart from the programs' collectives if that is gloo. All ranks call this."""
+    assert dist.group.WORLD is not None
+    group = _world().apart
+    on_host = group is not None or torch.device("cpu") in dist.group.WORLD._device_types
+    both = torch.tensor([number, -number], device="cpu" if on_host else device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    largest, least = both.tolist()
+    return bool(largest == -least)
+
+
+def all_of(mine: Any) -> list[Any]:
+    """What each rank has, by rank. All ranks call this, after `is_same` has said that they differ."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine, group=_world().apart)
+    return found
+
+
+def agree_on(call: object, described: Callable[[], str] | None = None, model: int = 0) -> None:
+    """As `Together.agree`, of a model by its number; 0: of none. (Makes the group that it needs.)"""
+    world = _world()
+    if world.peers is None:
+        return
+    if not world.has_apart:
+        world.apart, world.has_apart = made_with_all(groups.apart), True
+    if world.apart is None:
+        return
+    world.peers.calls += 1
+    text = f"{model} {call!r}"
+    if is_same(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"), torch.device("cpu")):
+        return
+    every = all_of((described() if described else str(call), model))
+    several = len({number for _, number in every if number}) > 1
+    ranks: dict[str, list[int]] = {}
+    for rank, (theirs, number) in enumerate(every):
+        ranks.setdefault(theirs + f" of model {number}" * (several and number > 0), []).append(rank)
+    said = "; ".join(f"{theirs} on {'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some))}"
+                     for theirs, some in sorted(ranks.items(), key=lambda item: len(item[1])))
+    raise InputError(f"ranks make different calls: {said}\n  All ranks must make the same calls in the same order, "
+                     "with tensors of the same shapes and dtypes, in the same mode; nothing was run.")
+
+
+class Together:
+    """The ranks of a mesh, whose calls fail together. ``groups``: closed on a failure; `own` adds to them.
+
+    ``limit_s``: seconds without a sign of life after which a rank is named as gone.
+    """
+
+    def __init__(self, mesh: DeviceMesh, limit_s: float) -> None:
         assert dist.group.WORLD is not None
         self.groups = [dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
+        self._own: list[dist.ProcessGroup] = []
+        finalize(self, groups.release, self._own).atexit = False
         self._on_cpu, self._alone = mesh.device_type == "cpu", mesh.size() == 1
-        _world().calls.add(self)
+        world = _world()
+        world.calls.add(self)
+        self._number = world.models = world.models + 1
+        if world.peers is not None:
+            world.peers.limit_s = limit_s
+
+    def own(self, group: dist.ProcessGroup) -> None:
+        """Add a group that lives as long as this does."""
+        self.groups.append(group)
+        self._own.append(group)
 
     def close(self) -> None:
         for group in self.groups:
@@ -111,6 +247,13 @@ class Together:
                             "init_process_group(...), make the mesh and compile again")
         check_groups()
 
+    def agree(self, call: object, described: Callable[[], str] | None = None) -> None:
+        """Compare over all ranks which call this is: ``call`` by its repr; ``described`` for the error. Nothing where
+        the process group has no gloo. Raises InputError on all ranks if they differ: nothing has been sent."""
+        self.check()
+        with self.call():
+            agree_on(call, described, self._number)
+
     @contextmanager
     def call(self) -> Iterator[None]:
         """Context of a call that all ranks make. An error of this rank ends the call on all ranks; an error because
@@ -120,15 +263,60 @@ class Together:
         except InputError:
             raise
         except BaseException as error:
-            first = None if self._alone else _world().first(_cause(error))
+            world = _world()
+            first = None if self._alone else world.fault(error) or world.first(_cause(error))
             if first is None:
                 raise
             rank, why = first
-            _world().close(first)
+            world.close(first)
+            if isinstance(error, PeerError):
+                raise
             if rank != dist.get_rank():
                 raise PeerError(f"rank {rank} failed: {why}\n{_NO_MORE}", rank) from error
             error.add_note(f"rank {rank} failed, and took the others with it: {why}\n{_NO_MORE}")
             raise
+
+
+class Closed(Together):
+    """In place of the ranks of a module that is closed: raises InputError where they would be needed."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.groups = name, []
+
+    def check(self) -> None:
+        raise InputError(f"this parallel {self.name} is closed: it has no programs and process groups any more\n  "
+                         "Compile the model again; close a module after its last call.")
+
+    def agree(self, call: object, described: Callable[[], str] | None = None) -> None:
+        self.check()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        self.check()
+        yield
+
+
+def lost(error: RuntimeError) -> None:
+    """For a collective outside `call`, in a backward of the user: raises PeerError if another rank's failure is behind
+    its error."""
+    if not dist.is_initialized() or dist.group.WORLD not in _WORLDS or isinstance(error, PeerError):
+        return
+    world = _world()
+    found = world.fault(error)
+    if found is not None and found[0] != dist.get_rank():
+        world.close(found)
+        raise PeerError(f"rank {found[0]} failed: {found[1]}\n{_NO_MORE}", found[0]) from error
+
+
+_COMMUNICATION = ("gloo", "nccl", "connection", "timed out", "broken pipe", "socket")
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    """Whether an error is of a collective that another rank did not take part in."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or any(
+        word in str(error).lower() for word in _COMMUNICATION))
 
 
 def _cause(error: BaseException) -> str:
@@ -149,3 +337,6 @@ def _close(group: dist.ProcessGroup, on_cpu: bool) -> None:
                 work = dist.irecv(torch.empty(1), src=rank, group=group, tag=_TAG)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
+
+
+collectives.on_failure = lost

@@ -101,6 +101,7 @@ class Forms:
         self.compiled = 0
         self._by_key: dict[Any, list[tuple[Guards, Compiled]]] = {}
         self._used: dict[Compiled, Any] = {}  # the least recently used first, with its key
+        self._numbers: dict[Compiled, int] = {}
         self._first: Compiled | None = None
 
     def __len__(self) -> int:
@@ -118,6 +119,10 @@ class Forms:
                 return compiled
         return None
 
+    def number(self, compiled: Compiled | None) -> int:
+        """Which form this is, counted from 1 as they were compiled, alike on all ranks; 0 for None."""
+        return 0 if compiled is None else self._numbers[compiled]
+
     def changes(self, key: Any, leaves: Sequence[Any]) -> list[str]:
         """Descriptions of what changed since the last trace of this form."""
         known = self._by_key.get(key)
@@ -127,12 +132,13 @@ class Forms:
         self.compiled += 1
         self._first = self._first or compiled
         self._by_key.setdefault(key, []).append((guards, compiled))
-        self._used[compiled] = key
+        self._used[compiled], self._numbers[compiled] = key, self.compiled
         if len(self) > self.bound:
             self._drop(next((old for old in self._used if old is not self._first), compiled))
 
     def _drop(self, compiled: Compiled) -> None:
         key = self._used.pop(compiled)
+        del self._numbers[compiled]
         self._by_key[key] = [(guards, kept) for guards, kept in self._by_key[key] if kept is not compiled]
         if not self._by_key[key]:
             del self._by_key[key]

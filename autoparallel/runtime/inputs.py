@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autoparallel.errors import InputError, PlanError, shown
+from autoparallel.runtime.failing import all_of, is_same
 
 #: The first calls, all of which are checked.
 FIRST_CALLS = 3
@@ -150,23 +151,11 @@ def _compare(named: Sequence[tuple[str, Any]], local: Sequence[bool], compared: 
               and not (rows and _has_rows(leaf))}
     hashes = dict(zip(hashed, torch.stack([h.to(device) for h in hashed.values()]).tolist() if hashed else (),
                       strict=True))
-    mine = {name: (_form(leaf), hashes.get(name, 0)) for name, (leaf, _) in leaves.items()}
-    if not _is_same(hash_of(sorted(mine.items())), device):
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
+    mine = {name: (form_text(leaf), hashes.get(name, 0)) for name, (leaf, _) in leaves.items()}
+    if not is_same(hash_of(sorted(mine.items())), device):
+        found = all_of(mine)
         of_rows = {name for name, (leaf, rows) in leaves.items() if rows and _has_rows(leaf)}
         raise InputError(_difference(found, of_rows))
-
-
-def _is_same(number: int, device: torch.device) -> bool:
-    """Whether all ranks have the same number. Compared on the host if the process group has a CPU backend, which avoids
-    waiting for the device."""
-    assert dist.group.WORLD is not None
-    on_host = torch.device("cpu") in dist.group.WORLD._device_types
-    both = torch.tensor([number, -number], device="cpu" if on_host else device)
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    largest, least = both.tolist()
-    return bool(largest == -least)
 
 
 def all_have(text: str, device: torch.device, right: str | None = None) -> str | None:
@@ -174,12 +163,10 @@ def all_have(text: str, device: torch.device, right: str | None = None) -> str |
 
     All ranks call this.
     """
-    if dist.get_world_size() == 1 or _is_same(hash_of(text), device):
+    if dist.get_world_size() == 1 or is_same(hash_of(text), device):
         return None if right is None or text == right else text
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, text)
     ranks: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(found):
+    for rank, theirs in enumerate(all_of(text)):
         if theirs != right:
             ranks.setdefault(theirs, []).append(rank)
     return "; ".join(f"{theirs} (on ranks {some})" for theirs, some in ranks.items())
@@ -191,7 +178,8 @@ def _has_values(leaf: Any) -> bool:
             and leaf.layout == torch.strided and not leaf.is_nested)
 
 
-def _form(leaf: Any) -> str:
+def form_text(leaf: Any) -> str:
+    """What tracing fixes of an argument, as text that is alike in all processes."""
     if isinstance(leaf, torch.Tensor):
         kind = "" if type(leaf) in (torch.Tensor, nn.Parameter) else f" ({type(leaf).__name__})"
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{kind}"

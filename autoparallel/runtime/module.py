@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from types import MethodType
 from typing import Any, cast
@@ -23,15 +23,16 @@ from autoparallel.errors import CaptureError, InputError
 from autoparallel.kernels import groups
 from autoparallel.layout import Layout, to_torch
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.runtime import data, initialise, loading, resume
+from autoparallel.runtime import arguments, data, initialise, loading, resume
 from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.checkpoint import pretrained
 from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
 from autoparallel.runtime.clipping import check_arguments, clip_gradients
+from autoparallel.runtime.failing import Closed
 from autoparallel.runtime.form import Compile, Compiled, as_plain, form_of
 from autoparallel.runtime.generation import generating
 from autoparallel.runtime.guards import Guards
-from autoparallel.runtime.inputs import Inputs, local_batch
+from autoparallel.runtime.inputs import Inputs, form_text, local_batch
 from autoparallel.runtime.placing import place
 from autoparallel.runtime.state import State
 from autoparallel.runtime.verify import Verification, measure, undone
@@ -54,9 +55,9 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(self, model: nn.Module, position: groups.MeshPosition, hybrid: Hybrid, compile_call: Compile,
-                 inputs: Inputs, max_forms: int) -> None:
+                 inputs: Inputs, max_forms: int, peer_timeout_s: float) -> None:
         super().__init__()
-        self._state = State(model, position, hybrid, compile_call, inputs, max_forms)
+        self._state = State(model, position, hybrid, compile_call, inputs, max_forms, peer_timeout_s)
         self._calls = Calls(self, self._state)
         self.training = model.training
         if callable(getattr(type(model), "generate", None)):
@@ -76,14 +77,19 @@ class ParallelModule(nn.Module):
         """This rank's first program: ``parallel.program().print_readable()`` shows it."""
         return next(iter(self._first().programs.values())).module
 
-    def trace(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, step: bool = True) -> Compiled:
+    def trace(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, step: bool = True,
+              runs: bool = False) -> Compiled:
         """Trace, plan and lower the call ``self(*args, **kwargs)`` and place the parameters, without running it.
 
         ``step``: as `step` runs it, in micro-batches and stages; else as one forward. Known forms are not traced again.
+        ``runs``: the call is run next, so that all ranks must make it, of a known form too.
         """
         state = self._state
         state.together.check()
-        args, kwargs = canonical_call(args, kwargs or {})
+        kwargs = {} if kwargs is None else kwargs
+        arguments.check_call(args, kwargs)
+        arguments.check_flag("step", step)
+        args, kwargs = canonical_call(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         plain = not step or state.hybrid.is_plain
         if state.places is not None:
@@ -93,6 +99,9 @@ class ParallelModule(nn.Module):
         if compiled is None and state.attributes is not None:
             state.attributes.merge()
             compiled = state.forms.find(key, leaves)
+        if compiled is None or runs:
+            known = state.forms.number(compiled) or (*map(form_text, leaves), state.modes(), state.trainable())
+            state.together.agree((step, torch.is_grad_enabled(), known), partial(self._told, args, kwargs, step, key))
         if compiled is None:
             state.take_modes()
             on_meta = any(p.device.type == "meta" for p in state.model.parameters())
@@ -120,6 +129,19 @@ class ParallelModule(nn.Module):
             state.calls_traced[call] = None
         return compiled
 
+    def _told(self, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, key: Any) -> str:
+        """A call with what its form depends on, to tell it from other ranks' calls."""
+        state, leaves = self._state, pytree.tree_leaves((args, kwargs))
+        modes, free = state.modes(), state.trainable()
+        changes = state.forms.changes(key, leaves)
+        return "".join([
+            "step" if step else "forward", call_text(args, kwargs),
+            "" if torch.is_grad_enabled() else " under no_grad",
+            " in train mode" if all(modes) else " in eval mode" if not any(modes) else
+            f" with {sum(modes)} of {len(modes)} modules in train mode",
+            "" if all(free) else f", {sum(free)} of {len(free)} parameters trainable",
+            f", where {'; '.join(changes)}" if changes else ""])
+
     def taken(self, args: Sequence[Any], kwargs: Mapping[str, Any], compared: bool = False
               ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A user's call in the form that `trace` takes: local tensors (``inputs="local"``) become DTensors.
@@ -140,7 +162,7 @@ class ParallelModule(nn.Module):
         if state.hybrid.stages > 1:
             raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
                              "parallel.step(...), which runs forward and backward of a whole step")
-        compiled = self.trace(args, kwargs, step=False)
+        compiled = self.trace(args, kwargs, step=False, runs=True)
         return self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
 
     @torch.compiler.disable(reason=_OPAQUE)
@@ -153,7 +175,7 @@ class ParallelModule(nn.Module):
         others raise PeerError with its reason.
         """
         args, kwargs = self.taken(args, kwargs, self._state.inputs.are_compared())
-        compiled = self.trace(args, kwargs)
+        compiled = self.trace(args, kwargs, runs=True)
         leaves = pytree.tree_leaves(canonical_call(args, kwargs))
         if len(compiled.stages) > 1 and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise InputError("an input requires a gradient, and each rank would have only the part of its own pipeline "
@@ -185,6 +207,7 @@ class ParallelModule(nn.Module):
         """
         check_arguments(max_norm, norm_type)
         state, compiled = self._state, self._first()
+        state.together.agree("clip_grad_norm_")
         state.together.check()
         with state.together.call():
             return clip_gradients(self.named_parameters(), compiled.shared, state.position, state.device, max_norm,
@@ -239,6 +262,7 @@ class ParallelModule(nn.Module):
         of this rank's rows). Raises InputError for a step in micro-batches or stages.
         """
         args, kwargs = _as_call(batch)
+        arguments.check_batch((args, kwargs))
         if not self._state.hybrid.is_plain:
             raise InputError("a step in micro-batches or stages takes the whole batch: call step(...) with it as it is")
         args, kwargs = self.taken(args, kwargs)
@@ -261,6 +285,7 @@ class ParallelModule(nn.Module):
         Raises InputError on all ranks if their shapes differ.
         """
         state = self._state
+        arguments.check_batch(batch)
         state.together.check()
         with state.together.call():
             return local_batch(batch, self.mesh, state.device)
@@ -314,8 +339,10 @@ class ParallelModule(nn.Module):
         """
         self._first()
         state = self._state
+        device = arguments.device_of(device, state.device)
+        state.together.agree("init_weights")
         state.seed = initialise.shared_seed(state.seed)
-        initialise.init_weights(state.model, self, state.mesh, torch.device(device or state.device), state.seed)
+        initialise.init_weights(state.model, self, state.mesh, device, state.seed)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load global tensors or DTensors by the original names; each rank takes its shards. All ranks call this.
@@ -324,8 +351,10 @@ class ParallelModule(nn.Module):
         saved, or values that differ over ranks.
         """
         state = self._state
+        arguments.check_flag("strict", strict)
         if not state.forms:
             return loading.load_original(state.model, state_dict, strict, assign)
+        state.together.agree("load_state_dict")
         return loading.load_state_dict(state.model, self, state_dict, state.position, state.device, strict)
 
     def save_pretrained(self, save_directory: str | PathLike[str], *,
@@ -340,6 +369,8 @@ class ParallelModule(nn.Module):
         Raises InputError on all ranks; any error of rank 0's is raised on all.
         """
         self._first()
+        arguments.check_path("save_directory", save_directory)
+        self._state.together.agree("save_pretrained")
         pretrained.save(self, self._state, save_directory, max_shard_size, state_dict, options)
 
     def load_pretrained(self, path: str | PathLike[str], strict: bool = True) -> Any:
@@ -352,6 +383,9 @@ class ParallelModule(nn.Module):
         Raises InputError on all ranks, with nothing changed.
         """
         self._first()
+        arguments.check_path("path", path)
+        arguments.check_flag("strict", strict)
+        self._state.together.agree("load_pretrained")
         return pretrained.load(self, self._state, path, strict)
 
     def save(self, folder: str | PathLike[str], optimizer: torch.optim.Optimizer | None = None, *,
@@ -367,6 +401,9 @@ class ParallelModule(nn.Module):
 
         All ranks call this. A checkpoint is there whole or not at all. Raises InputError for options that cannot be.
         """
+        arguments.check_path("folder", folder)
+        arguments.check_optimizer(optimizer)
+        self._state.together.agree("save")
         return self._job.save(folder, optimizer, others, step, keep, wait)
 
     def load(self, folder: str | PathLike[str], optimizer: torch.optim.Optimizer | None = None, *,
@@ -377,7 +414,24 @@ class ParallelModule(nn.Module):
         for a checkpoint that lacks what is asked for. (Its files are DCP's, which has pickles: load none from
         strangers.)
         """
+        arguments.check_path("folder", folder)
+        arguments.check_optimizer(optimizer)
+        arguments.check_step(step)
+        self._state.together.agree("load")
         return self._job.load(folder, optimizer, others, step)
+
+    def close(self) -> None:
+        """Let go of the compiled programs and of the process groups that are this module's own (of pipelines and
+        checkpoints), with their threads and connections, after waiting for a save that is still writing.
+
+        A module that is garbage collected does the same. What needs programs or ranks raises InputError afterwards;
+        closing again does nothing. All ranks call this.
+        """
+        job = self.__dict__.pop("_job", None)
+        if job is not None:
+            job.finish()
+        self._calls = Calls(self, self._state)
+        self._state.close()
 
     @cached_property
     def _job(self) -> Job:
@@ -391,6 +445,16 @@ class ParallelModule(nn.Module):
         refuse_composed(self.__dict__)
         self._first()
         return nn.Module.named_parameters(self, *args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As the original's; on a pipeline stage without parameters one that is empty, since torch's optimizers want at
+        least one."""
+        found, state = list(nn.Module.parameters(self, recurse)), self._state
+        if not found and recurse and state.hybrid.stages > 1 and next(state.model.parameters(), None) is not None:
+            if state.nothing is None:
+                state.nothing = nn.Parameter(torch.empty(0, device=state.device))
+            found = [state.nothing]
+        yield from found
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -440,6 +504,8 @@ class ParallelModule(nn.Module):
         return value
 
     def _first(self) -> Compiled:
+        if isinstance(self._state.together, Closed):
+            self._state.together.check()
         first = self._state.forms.first()
         if first is None:
             raise InputError("the model has not been traced yet, so its parameters have no layout: call it once, or "

@@ -7,8 +7,9 @@ with an alternative. (torch has a global hook for optimizers' steps, none for th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,15 +37,19 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "it broadcasts whole parameters from the rank that steps them",
         "the optimizer itself, and zero_stage=1 of autoparallel.compile, which cuts its state"),
 }
-_meshes: set[DeviceMesh] = set()
+_meshes: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()  # by id: equal meshes are several
 _passed: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def refuse_on(mesh: DeviceMesh) -> None:
     """Refuse such optimizers for parameters on this mesh from now on."""
-    if not _meshes:
-        register_optimizer_step_pre_hook(_check)
-    _meshes.add(mesh)
+    _register()
+    _meshes[id(mesh)] = mesh
+
+
+@cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_check)
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -52,7 +57,7 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _passed:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(isinstance(p, DTensor) and p.device_mesh in _meshes for p in parameters):
+    if not any(isinstance(p, DTensor) and _meshes.get(id(p.device_mesh)) is not None for p in parameters):
         return
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
     ours = any(name.startswith("autoparallel.optim.") for name in names)

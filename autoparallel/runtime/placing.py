@@ -112,7 +112,7 @@ def _make_shared_groups(state: State, ranks_together: Sequence[Ranks]) -> None:
             group = dist.new_group([column[rank] for rank in ranks])
             if dist.get_rank() in column and state.position.pipeline_rank in ranks:
                 state.shared_groups[ranks] = group
-                state.together.groups.append(group)
+                state.together.own(group)
 
 
 def _same_on_pipeline(state: State, value: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ def start(state: State, seed: Any, calls: int) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InputError(f"seed is {shown(seed)}: give a whole number, the same on all ranks")
     state.together.check()
+    state.together.agree("manual_seed or load_run_state")
     if (found := all_have(f"seed {seed} after {calls} calls", state.device)) is not None:
         raise InputError(f"random ops need one seed on all ranks: {found}\n  Give all the same (not seed + rank): "
                          "ranks draw different numbers for different samples by themselves.")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from autoparallel.kernels.groups import MeshPosition
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _scale: ContextVar[torch.Tensor | None] = ContextVar("scale", default=None)
 _reduces_itself: ContextVar[bool] = ContextVar("reduces_itself", default=False)
-_STAGES: WeakSet[DeviceMesh] = WeakSet()
+_STAGES: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()  # by id: equal meshes are several
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -89,7 +89,7 @@ def make_torchs_right(position: MeshPosition) -> None:
     """Make torch's own scaler reduce the overflow flag over the whole mesh; on a pipeline stage it is refused."""
     _replace_handler()
     if position.pipeline_ranks > 1:
-        _STAGES.add(position.mesh)
+        _STAGES[id(position.mesh)] = position.mesh
 
 
 @cache
@@ -101,7 +101,7 @@ def _replace_handler() -> None:
         gradients, found_inf = args[0], args[1]
         mesh: DeviceMesh = gradients[0].device_mesh
         alone = not _reduces_itself.get()
-        if alone and mesh in _STAGES:
+        if alone and id(mesh) in _STAGES:
             raise InputError("torch's GradScaler tells only the ranks of one pipeline stage that a gradient is "
                              "infinite, and the others would go on\n  Use autoparallel.GradScaler, which tells all.")
         handle(op, args, kwargs)

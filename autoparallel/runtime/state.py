@@ -15,7 +15,7 @@ from autoparallel.kernels import groups
 from autoparallel.layout import Layout
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import initialise
-from autoparallel.runtime.failing import Together
+from autoparallel.runtime.failing import Closed, Together
 from autoparallel.runtime.form import Compile, Forms
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.inputs import Inputs
@@ -35,11 +35,12 @@ class State:
     compile_call: Compile
     inputs: Inputs
     max_forms: int
+    peer_timeout_s: float
 
     def __post_init__(self) -> None:
         self.mesh = self.position.mesh
         self.axes = groups.bind(self.mesh)
-        self.together = Together(self.position.whole)
+        self.together = Together(self.position.whole, self.peer_timeout_s)
         self.forms = Forms(self.max_forms)
         self.attributes: SharedAttributes | None = None
         self.places: Places | None = None
@@ -49,6 +50,7 @@ class State:
         self.layouts: dict[str, Layout] = {}
         self.shared_groups: dict[Ranks, dist.ProcessGroup] = {}
         self.calls = 0
+        self.nothing: nn.Parameter | None = None  # of an optimizer on a pipeline stage without parameters
         self.gathers = self.whole_outputs = False
         self.seed = initialise.shared_seed(torch.initial_seed())
         self.device = torch.device(self.mesh.device_type)
@@ -61,6 +63,11 @@ class State:
         memo.update({id(shared): shared for shared in (self.together, *self.shared_groups.values())})
         made.__dict__.update(deepcopy(self.__dict__, memo))
         return made
+
+    def close(self) -> None:
+        """Let go of the programs and of the process groups of this module's own."""
+        self.forms, self.shared_groups = Forms(self.max_forms), {}
+        self.together = Closed(type(self.model).__name__)
 
     def modes(self) -> tuple[bool, ...]:
         """Train (True) or eval mode of each module."""

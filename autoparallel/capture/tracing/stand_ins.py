@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -39,14 +40,14 @@ _TRACING = torch.export.export.__code__
 @contextmanager
 def without_checks() -> Iterator[None]:
     """nn.Transformer compares each mask's values with a causal one's, for a hint that changes no number; distributions
-    compare their parameters with what is allowed. Neither is done."""
-    checks = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
+    compare their parameters with what is allowed. Neither is done, in this thread."""
+    checks = Distribution.__dict__["_validate_args"]
+    Distribution._validate_args = _Here(False, checks)  # type: ignore[assignment]
     try:
         with _instead(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True):
             yield
     finally:
-        Distribution.set_default_validate_args(checks)
+        Distribution._validate_args = checks
 
 
 @contextmanager
@@ -96,10 +97,25 @@ def _requires_grad(x: torch.Tensor) -> bool:
     return x.requires_grad
 
 
+class _Here:
+    """A class attribute with another value in the thread that makes it."""
+
+    def __init__(self, here: Any, elsewhere: Any) -> None:
+        self._thread, self._here, self._elsewhere = get_ident(), here, elsewhere
+
+    def __get__(self, holder: Any, owner: type | None = None) -> Any:
+        return self._here if get_ident() == self._thread else self._elsewhere
+
+
 @contextmanager
 def _instead(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    own = getattr(owner, name)
-    setattr(owner, name, stand_in)
+    """``stand_in`` in place of a function, in this thread: others call their own. (Of a flag, in all.)"""
+    own, thread = getattr(owner, name), get_ident()
+
+    def here(*args: Any, **kwargs: Any) -> Any:
+        return (stand_in if get_ident() == thread else own)(*args, **kwargs)
+
+    setattr(owner, name, here if callable(stand_in) else stand_in)
     try:
         yield
     finally:

@@ -34,6 +34,7 @@ from autoparallel.errors import InputError, shown
 from autoparallel.plans import Plan
 from autoparallel.runtime import initialise
 from autoparallel.runtime.agree import decide_once, made_equally
+from autoparallel.runtime.failing import made_with_all
 from autoparallel.runtime.state import State
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -125,12 +126,17 @@ class Job:
         made_equally("a checkpoint", lambda: None, lambda _: f"step {number} of {sorted(others)} in {home.name}")
         target, written = home / f"step-{number}", home / f".step-{number}.partial"
         decide_once(lambda: _cleared(written))
-        contents = self._contents(optimizer, others)
+        with self._state.together.call():
+            contents = self._contents(optimizer, others)
         about = Checkpoint(number, target, dist.get_world_size(), tuple(self._state.position.whole.shape),
                            tuple(sorted(contents)), torch.__version__)
         done: Future[Any] = Future()
         if wait:
-            dcp.save(contents, checkpoint_id=written, process_group=self._own_group())
+            with self._state.together.call():
+                try:
+                    dcp.save(contents, checkpoint_id=written, process_group=self._own_group())
+                except CheckpointException as error:  # on all ranks, where one failed
+                    raise InputError(f"the checkpoint {target} could not be written: {reason(error)}") from error
             done.set_result(None)
         else:
             done = cast(Future[Any], dcp.async_save(contents, checkpoint_id=written, process_group=self._own_group()))
@@ -160,13 +166,19 @@ class Job:
                              "was saved, under the same names")
         if any(p.is_meta for p in self._parallel.parameters()):
             _materialise(self._parallel, self._state)
-        contents = self._contents(optimizer, others)
-        try:
-            dcp.load(contents, checkpoint_id=found.path, process_group=self._own_group())
-        except CheckpointException as error:  # on all ranks, where one failed
-            raise InputError(f"{found.path} cannot be read into this model and optimizer: {reason(error)}") from error
-        set_model_state_dict(self._parallel, contents["model"])
-        if optimizer is not None:
+        with self._state.together.call():
+            contents = self._contents(optimizer, others)
+        with self._state.together.call():
+            try:
+                dcp.load(contents, checkpoint_id=found.path, process_group=self._own_group())
+            except CheckpointException as error:  # on all ranks, where one failed
+                raise InputError(f"{found.path} cannot be read into this model and optimizer: {reason(error)}"
+                                 ) from error
+        if contents["model"]:
+            set_model_state_dict(self._parallel, contents["model"])
+        else:
+            self._parallel.load_state_dict({})  # as the other ranks do
+        if optimizer is not None and not self._is_empty(optimizer):
             set_optimizer_state_dict(self._parallel, optimizer, contents["optimizer"], options=_FLAT)
         self._parallel.load_run_state(contents["run"])  # type: ignore[operator]
         for name, thing in others.items():
@@ -174,17 +186,24 @@ class Job:
         return found
 
     def _contents(self, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]) -> dict[str, Any]:
-        contents = {"model": get_model_state_dict(self._parallel), "run": self._parallel.run_state(),  # type: ignore[operator]
+        model = get_model_state_dict(self._parallel) if self._parallel.state_dict() else {}  # (torch refuses none)
+        contents = {"model": model, "run": self._parallel.run_state(),  # type: ignore[operator]
                     **{name: thing.state_dict() for name, thing in others.items()}}
         if optimizer is not None:
-            contents["optimizer"] = get_optimizer_state_dict(self._parallel, optimizer, options=_FLAT)
+            contents["optimizer"] = {} if self._is_empty(optimizer) else \
+                get_optimizer_state_dict(self._parallel, optimizer, options=_FLAT)
         return contents
+
+    def _is_empty(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer is that of a pipeline stage without parameters."""
+        return all(p is self._state.nothing for group in optimizer.param_groups for p in group["params"])
 
     def _own_group(self) -> dist.ProcessGroup:
         """A group for checkpoints alone: a save that goes on beside training must not mix with its collectives."""
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = made_with_all(lambda: dist.new_group(backend="gloo"))
             assert self._group is not None
+            self._state.together.own(self._group)
         return self._group
 
 

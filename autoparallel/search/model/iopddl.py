@@ -13,8 +13,10 @@ written as a node of its own, one choice per pair, tied to both ends by tables o
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,11 @@ import numpy as np
 
 from autoparallel.errors import SearchError
 from autoparallel.search.model.problem import FORBIDDEN, Edge, Node, Problem, unchecked
+from cost_models.files import read_regular
 
 FORBIDDEN_NUMBER = 10**18
+#: Of a file, packed or not.
+MOST_BYTES = 2**31
 STRING_OR_LIST = re.compile(rb'"(?:[^"\\]|\\.)*"|\[[^][{}"]*\]')
 
 
@@ -80,6 +85,8 @@ def _nodes(data: dict[str, Any], lists: _Lists) -> tuple[Node, ...]:
     found = []
     for i, (interval, costs, usages, number) in enumerate(zip(*names, classes or [0] * len(names[1]), strict=True)):
         start, end = map(int, lists[interval])
+        if max(abs(start), abs(end)) >= FORBIDDEN_NUMBER:
+            raise ValueError(f"the interval of node {i} is [{start:.3g}, {end:.3g}]")
         key = costs, usages, int(number)
         if key not in equivalent or start > end:
             equivalent[key] = Node(f"n{i}", lists.array(costs), lists.array(usages), (start, end), None, int(number))
@@ -104,20 +111,33 @@ def _edges(data: dict[str, Any], lists: _Lists, nodes: tuple[Node, ...]) -> tupl
 
 
 def read(path: str | Path) -> Problem:
-    """Read a .json or .json.gz file. Raises SearchError when it is not of this form."""
+    """Read a .json or .json.gz file. Raises SearchError when it is not of this form, or larger than `MOST_BYTES`."""
     path = Path(path)
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lists = _Lists(raw)
+        raw = read_regular(path, MOST_BYTES)
+        lists = _Lists(_unpacked(raw) if path.suffix == ".gz" else raw)
         data = lists.outline["problem"]
         nodes = _nodes(data["nodes"], lists)
         edges = _edges(data["edges"], lists, nodes)
         limits = data.get("usage_limit"), *(lists[data["usage_limits"]] if "usage_limits" in data else ())
         limit, *more = (FORBIDDEN if number is None or number >= FORBIDDEN_NUMBER else float(number)
                         for number in limits)
-    except (OSError, EOFError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise SearchError(f"{path}: not a problem in IOPDDL JSON: {type(error).__name__}: {error}") from error
-    return Problem(nodes, edges, limit, data.get("name", path.name), tuple(more))
+        return Problem(nodes, edges, limit, str(data.get("name", path.name)), tuple(more))
+    except SearchError as error:
+        raise SearchError(f"{path}: {error}") from error
+    except (OSError, EOFError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError,
+            zlib.error) as error:
+        said = f"{type(error).__name__}: {str(error)[:200]}"
+        raise SearchError(f"{path}: not a problem in IOPDDL JSON: {said}") from error
+
+
+def _unpacked(raw: bytes) -> bytes:
+    """What gzip has packed. Raises ValueError for more than `MOST_BYTES`, before there are so many."""
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+        found = file.read(MOST_BYTES + 1)
+    if len(found) > MOST_BYTES:
+        raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
+    return found
 
 
 def edges_as_nodes(problem: Problem) -> Problem:

@@ -1,0 +1,182 @@
+"""Ranks that make different calls, and ranks that end or are stopped: told on all ranks, by the rank at fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoparallel
+from tests.ranks import RankPool, mesh_of, pool_of
+
+LIMIT_S = 3.0
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[RankPool]:
+    yield pool_of(4)
+    pool_of(4).stop()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.Linear(32, 32))
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def said(call: Callable[[], Any]) -> tuple[str, str, int, float]:
+    """The error of a call: its name, text, the rank that it names (-1: none), seconds until then."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "rank", -1), time.monotonic() - began
+    return "", "", -1, time.monotonic() - began
+
+
+def different_calls() -> list[tuple[str, str, int, float]]:
+    rank, x = torch.distributed.get_rank(), torch.randn(8, 32)
+    parallel = autoparallel.compile(net(), mesh_of(4), example_inputs=(x,), baseline="fsdp", check_inputs=0)
+    other = autoparallel.compile(net(), mesh_of(4), example_inputs=(x,), baseline="ddp", check_inputs=0)
+    found = [said(lambda: parallel(x if rank != 1 else x[:4])),
+             said(lambda: parallel(x if rank != 2 else x.double())),
+             said(lambda: parallel.train(rank != 3)(x))]
+    parallel.train()
+    with torch.set_grad_enabled(rank != 0):
+        found.append(said(lambda: parallel(x)))
+    found.append(said(lambda: parallel(x) if rank != 1 else parallel.clip_grad_norm_(1.0)))
+    found.append(said(lambda: (parallel if rank != 2 else other)(x)))
+    parallel.get_submodule("1").p = 0.3 if rank == 3 else 0.1
+    found.append(said(lambda: parallel(x)))
+    parallel.get_submodule("1").p = 0.1
+    return [*found, said(lambda: parallel(x).square().mean().backward())]
+
+
+@pytest.mark.ranks
+def test_different_calls_are_refused_on_all_ranks_and_nothing_is_closed(four_ranks: RankPool) -> None:
+    """Shape, dtype, mode, gradients, method, model, attribute (they ended the processes: SIGABRT of gloo)."""
+    expected = ["forward(float32[4, 32]) in train mode on rank 1; ",
+                "forward(float64[8, 32]) in train mode on rank 2; ",
+                "forward(float32[8, 32]) in eval mode on rank 3; ",
+                "forward(float32[8, 32]) under no_grad in train mode on rank 0; ", "clip_grad_norm_ on rank 1; ",
+                " of model 2 on rank 2; ", "where 1.p was 0.1 and is 0.3 on rank 3; "]
+    for *found, after in four_ranks.run(different_calls, timeout_s=60):
+        for (name, text, _, _), part in zip(found, expected, strict=True):
+            assert name == "InputError" and part in text and "nothing was run" in text, (text, part)
+        assert after[0] == "", after
+
+
+def loses_one(guilty: int, number: int, way: str, options: dict[str, Any]) -> Any:
+    """Steps, until rank ``guilty`` receives a signal from itself, at op ``number``."""
+    from tests.test_failing import FailsAt
+
+    rank, x = torch.distributed.get_rank(), torch.randn(8, 32)
+    parallel = autoparallel.compile(Loss(), mesh_of(*options.pop("mesh")), example_inputs=(x,), peer_timeout_s=LIMIT_S,
+                                    check_inputs=0, **options)
+
+    class Signalled(FailsAt):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.number -= 1
+            if self.number == 0:
+                os.kill(os.getpid(), getattr(signal, way))
+            return func(*args, **(kwargs or {}))
+
+    with Signalled(number if rank == guilty else 0):
+        backward = options.get("pipeline_stages", 1) == 1 and number % 2
+        return said(lambda: [parallel(x).backward() if backward else parallel.step(x) for _ in range(20)])
+
+
+CASES = [
+    ((4,), {"baseline": "fsdp"}, "SIGKILL", 1, 121),
+    ((4,), {"baseline": "fsdp"}, "SIGSTOP", 2, 130),
+    ((2, 2), {"baseline": "fsdp", "pipeline_stages": 2, "micro_batches": 4, "schedule": "1f1b"}, "SIGKILL", 3, 50),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ((4,), {"baseline": "fsdp"}, "SIGKILL", 0, 40),
+        ((4,), {"baseline": "ddp"}, "SIGSTOP", 0, 51),
+        ((4,), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "gpipe"}, "SIGSTOP", 1, 20),
+        ((2, 2), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "zero_bubble"}, "SIGKILL", 2, 33)])]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("mesh", "options", "way", "guilty", "number"), CASES)
+def test_a_rank_that_is_killed_or_stopped_is_named(four_ranks: RankPool, mesh: tuple[int, ...],
+                                                   options: dict[str, Any], way: str, guilty: int, number: int) -> None:
+    """(A survivor was named, or nobody for half an hour.) Also in a backward that the user calls."""
+    found = four_ranks.run_losing(guilty, loses_one, guilty, number, way, {"mesh": mesh, **options}, timeout_s=40)
+    for rank, told in enumerate(found):
+        if rank != guilty:
+            name, text, named, seconds = told
+            assert (name, named) == ("PeerError", guilty) and seconds < 20, told
+            assert "its process has ended or is stopped" in text, text
+
+
+class Tail(nn.Module):
+    """Parameters in the first stage only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(8):
+            x = x.tanh() + x.sigmoid()
+        return x.square().mean()
+
+
+def trained_on_an_empty_stage(folder: str) -> list[Any]:
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 32)
+    parallel = autoparallel.compile(Tail(), mesh_of(2), example_inputs=(x,), pipeline_stages=2, micro_batches=2)
+    count = len(dict(parallel.named_parameters()))
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        losses.append(float(parallel.step(x)))
+        parallel.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    parallel.save(folder, optimizer, step=3)
+    after = float(parallel.step(x))
+    optimizer.step()
+    parallel.load(folder, optimizer)
+    whole = all(isinstance(p, DTensor) for p in parallel.state_dict().values())
+    return [count, losses, after == float(parallel.step(x)), whole]
+
+
+@pytest.mark.ranks
+def test_a_stage_without_parameters_has_an_optimizer(ranks: Any, tmp_path: Path) -> None:
+    """(torch: optimizer got an empty parameter list.)"""
+    torch.manual_seed(0)
+    x, model = torch.randn(8, 32), Tail()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(loss := model(x))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    found = ranks(2).run(trained_on_an_empty_stage, str(tmp_path), timeout_s=60)
+    assert sorted(count for count, *_ in found) == [0, 2]
+    for _, theirs, resumed, whole in found:
+        torch.testing.assert_close(torch.tensor(theirs), torch.tensor([float(loss.detach()) for loss in losses]))
+        assert resumed and whole
