@@ -12,8 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autoparallel.advice import Advice, advise
     from autoparallel.compiler import compile, plan
+    from autoparallel.export import Exported, Imported, export_plan, import_plan
     from autoparallel.launch.world import World, init
+    from autoparallel.planning.inference import inference_call
     from autoparallel.plans import Plan
     from autoparallel.rules.custom import register_rule
     from autoparallel.runtime.module import ParallelModule
@@ -23,8 +26,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
+    "Advice": "autoparallel.advice",
+    "advise": "autoparallel.advice",
     "compile": "autoparallel.compiler",
     "plan": "autoparallel.compiler",
+    "export_plan": "autoparallel.export",
+    "import_plan": "autoparallel.export",
+    "Exported": "autoparallel.export",
+    "Imported": "autoparallel.export",
+    "inference_call": "autoparallel.planning.inference",
     "init": "autoparallel.launch.world",
     "World": "autoparallel.launch.world",
     "Plan": "autoparallel.plans",
@@ -36,8 +46,9 @@ _HOMES = {
     "Cluster": "cost_models",
     "register_rule": "autoparallel.rules.custom",
 }
-__all__ = ["Cluster", "GradScaler", "JsonLines", "ParallelModule", "Plan", "StepLog", "TensorBoard", "World",
-           "__version__", "compile", "init", "plan", "register_rule"]
+__all__ = ["Advice", "Cluster", "Exported", "GradScaler", "Imported", "JsonLines", "ParallelModule", "Plan", "StepLog",
+           "TensorBoard", "World", "__version__", "advise", "compile", "export_plan", "import_plan", "inference_call",
+           "init", "plan", "register_rule"]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,8 +38,9 @@ def plan(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     baseline: Annotated[str | None, typer.Option(help="ddp, fsdp, tensor_parallel, sequence_parallel")] = None,
-    by_hand: Annotated[str | None, typer.Option(help="price this plan: dp=8,tp=8,pp=4,micro_batch=1,...")] = None,
-    compare_by_hand: Annotated[str | None, typer.Option(help="compare our plan with this one, or with the "
+    by_hand: Annotated[str | None, typer.Option(help="price this plan: dp=8,tp=8,pp=4,micro_batch=1,... or @file of "
+                                                "Megatron-LM, DeepSpeed, accelerate or torchtitan")] = None,
+    compare_by_hand: Annotated[str | None, typer.Option(help="compare our plan with this one (or @file), or with the "
                                                         "'usual' one for so many devices")] = None,
     joint: Annotated[bool, typer.Option(help="search pipeline, micro-batches, ZeRO and recompute too")] = False,
     pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis)")] = None,
@@ -77,6 +78,7 @@ def plan(
     if shape and _product(shape) != count:
         raise InputError(f"--mesh {mesh} has {_product(shape)} devices and --devices says {count}: give one of them")
     machine = autoparallel.Cluster.load(cluster, num_devices=count, software=software)
+    by_hand, compare_by_hand = _by_hand(by_hand), _by_hand(compare_by_hand)
     if compare_by_hand not in (None, "usual"):
         ByHand.of(compare_by_hand).on(count)
     network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length, dtype)
@@ -197,6 +199,75 @@ def launch(
 
 
 @app.command()
+def export(
+    plan: Annotated[Path, typer.Argument(help="a plan's file")],
+    to: Annotated[str, typer.Option(help="fsdp2, torchtitan, megatron, deepspeed or accelerate")],
+    output: Annotated[Path | None, typer.Option(help="a folder for the files, which are printed without")] = None,
+) -> None:
+    """Write a plan down for another framework, and list what it cannot say.
+
+    autoparallel export plan.json --to megatron --output megatron/
+    """
+    import autoparallel
+    from autoparallel.plans.reports.units import seconds_str
+
+    made = autoparallel.export_plan(autoparallel.Plan.load(plan), to)
+    if output is None:
+        for text in made.files.values():
+            typer.echo(printable(text), nl=False)
+    else:
+        for path in made.save(output):
+            typer.echo(f"written: {path}")
+    for one in made.lost:
+        price = "" if one.seconds is None else f" (+{seconds_str(one.seconds)} a step)"
+        typer.secho(printable(f"not expressed: {one.what}; instead: {one.instead}{price}"), err=True)
+    typer.secho(f"to price what was exported: autoparallel plan MODEL --by-hand {made.by_hand}", err=True)
+
+
+@app.command()
+def advise(
+    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    cluster: Annotated[str, typer.Option(help="a cluster's name, or a TOML file")] = "h100-sxm",
+    devices: Annotated[int, typer.Option(min=1, help="how many")] = 8,
+    software: Annotated[str | None, typer.Option(help="whose speed counts: torch-eager, megatron-core, ...")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="sequences per step; 2 for each device by "
+                                                     "default")] = None,
+    sequence_length: Annotated[int, typer.Option(min=1, help="tokens per sequence")] = 2048,
+    memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
+    optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
+    time_limit: Annotated[float, typer.Option(help="seconds for a joint search beside plans by hand; 0: none")] = 60.0,
+    output: Annotated[Path | None, typer.Option(help="a folder for the plan, and for its files by framework")] = None,
+) -> None:
+    """Say which of data, tensor, pipeline, ZeRO and recompute to use, what each costs, and what to write."""
+    import autoparallel
+    from autoparallel.advice import print_advice
+    from autoparallel.plans.reports.text import ReportConsole
+
+    machine = autoparallel.Cluster.load(cluster, num_devices=devices, software=software)
+    network, args, kwargs = load_model(model, global_batch or 2 * devices, sequence_length, dtype)
+    found = autoparallel.advise(network, machine, example_inputs=args, example_kwargs=kwargs, optimizer=optimizer,
+                                memory_limit_bytes=_bytes(memory_limit), search_s=time_limit)
+    print_advice(found, ReportConsole())
+    if output is not None and found.best is not None and found.best.plan is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        found.best.plan.save(output / "plan.json")
+        for name, made in found.exports.items():
+            if not isinstance(made, str):
+                made.save(output / name)
+        typer.echo(f"plan.json and a folder for each framework: {output}")
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="Megatron-LM's arguments (any text), DeepSpeed's .json, accelerate's "
+                                         ".yaml, a torchtitan recipe (.py)")],
+) -> None:
+    """Print another framework's settings as a plan by hand, for --by-hand and --compare-by-hand."""
+    typer.echo(_by_hand(f"@{file}"))
+
+
+@app.command()
 def manifest(
     words: Annotated[list[str], typer.Argument(metavar="PLAN.json -- COMMAND", help="the plan, and what a rank runs")],
     to: Annotated[str, typer.Option(help="slurm, kubeflow, pytorchjob, jobset, skypilot, mpi or ranktable")],
@@ -298,6 +369,18 @@ def clusters() -> None:
 
     for name in known_clusters():
         typer.echo(name)
+
+
+def _by_hand(text: str | None) -> str | None:
+    """A plan by hand as text; of ``@file``, as the file says it."""
+    if text is None or not text.startswith("@"):
+        return text
+    import autoparallel
+
+    found = autoparallel.import_plan(text[1:])
+    for name in found.ignored:
+        typer.secho(printable(f"{text[1:]}: {name} is not part of a plan by hand: left out"), fg="yellow", err=True)
+    return str(found.by_hand)
 
 
 def _mesh_shape(text: str | None) -> tuple[int, ...] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
 from autoparallel.partition import MicroBatches, split_batch, stages_of
+from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.history import SearchHistory
+from autoparallel.planning.inference import plan_inference
 from autoparallel.planning.one_mesh import plan_call
 from autoparallel.planning.options import (
     DECIDED_BY_A_PLAN,
@@ -57,7 +60,11 @@ def plan(
     mesh_shape: Sequence[int] | None = None,
     axis_names: Sequence[str] | None = None,
     joint: bool = False,
-    by_hand: str | Mapping[str, Any] | None = None,
+    by_hand: str | Mapping[str, Any] | ByHand | None = None,
+    objective: str | None = None,
+    phase: str | None = None,
+    context: int | None = None,
+    concurrent: int | None = None,
     search: str = "auto",
     pins: Mapping[str, Any] | None = None,
     baseline: str | None = None,
@@ -86,12 +93,31 @@ def plan(
         in the plan, but not in the estimates by which candidates are chosen.
     by_hand: price the plan that people write for Megatron, DeepSpeed or torchtitan instead of a search, as
         "dp=8,tp=8,pp=4,zero=1,micro_batch=1,recompute=selective,sequence_parallel" or a mapping (the keys are those of
-        `autoparallel.planning.by_hand`), whether it fits into the devices' memory or not (a ``memory_limit_bytes`` is
-        checked). Sequences are dim 1 of inputs and activations to cp and sequence_parallel.
+        `autoparallel.planning.by_hand`; `autoparallel.import_plan` reads them from other frameworks' files), whether it
+        fits into the devices' memory or not (a ``memory_limit_bytes`` is checked). Sequences are dim 1 of inputs and
+        activations to cp and sequence_parallel.
+    phase: plan inference by a transformers model instead of a training step: "prefill" (a prompt) or "decode" (one
+        token more), without gradients and optimizer state, with a static cache of keys and values as input and output.
+    context: tokens that a sequence's cache has room for; the prompt's length in prefill.
+    concurrent: sequences at once; None: 1, and for throughput as many as fit and pay.
+    objective: of a phase: "latency" (default) or "throughput" (tokens per second).
     OPTIONS
 
     Raises CaptureError, InputError, PinError, PlanError, MeshError, SearchError, InfeasibleError, ClusterError.
     """
+    if phase is not None or objective is not None or context is not None or concurrent is not None:
+        given = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "joint": joint, "by_hand": by_hand,
+                 "baseline": baseline, "micro_batches": micro_batches, "pipeline_stages": pipeline_stages,
+                 "stage_replicas": stage_replicas, "schedule": schedule, "recompute": recompute,
+                 "zero_stage": zero_stage, "reduce_dtype": reduce_dtype}
+        if taken := sorted(name for name, value in given.items() if value):
+            raise PlanError(f"{', '.join(taken)} belong to a training step: leave them out, or leave out phase, "
+                            "objective, context and concurrent")
+        make = partial(plan, model, cluster, mesh_shape=mesh_shape, axis_names=axis_names, search=search, pins=pins,
+                       memory_limit_bytes=memory_limit_bytes, memory_confidence=memory_confidence,
+                       time_limit_s=time_limit_s, recompute="none", progress=progress)
+        return plan_inference(lambda call: make(example_kwargs=call), model, objective or "latency", phase or "",
+                              context or 0, concurrent)
     chosen = options_of(locals())
     cluster, history = check_cluster(cluster), SearchHistory(chosen.progress)
     chosen = replace(chosen, progress=history)

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize(("page", "number"), [
-    ("transformers.md", 0), ("transformers.md", 1), ("lightning.md", 0)])
+    ("transformers.md", 0), ("transformers.md", 1), ("lightning.md", 0), ("export.md", 0), ("inference.md", 0)])
 def test_a_guides_script(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for needed in ("accelerate", "transformers") if page == "transformers.md" else ("lightning",):
+    for needed in {"transformers.md": ("accelerate", "transformers"), "lightning.md": ("lightning",)}.get(page, ()):
         pytest.importorskip(needed)
     script = tmp_path / "train.py"
     script.write_text(guide(page, number))

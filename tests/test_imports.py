@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 LEVELS = (
     ("cli",),
     ("plan_cli", "selftest"),
-    ("demo", "doctor", "calibration", "verification", "integrations", "optim"),
-    ("compiler",),
+    ("demo", "doctor", "calibration", "verification", "integrations", "optim", "advice"),
+    ("compiler", "export"),
     ("planning",),
     ("runtime",),
     ("launch", "partition", "backends"),

@@ -26,6 +26,7 @@ from autoparallel.capture.passes.inline_modes import inline_modes
 from autoparallel.capture.passes.normalise import normalise
 from autoparallel.capture.passes.ordering import order_independent
 from autoparallel.capture.sparse import refuse_sparse_gradients
+from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.repeated_blocks import Calls, UnlikeError, find_repeated
 from autoparallel.capture.tracing.unfold_blocks import unfold
 from autoparallel.errors import CaptureError, InputError, shown
@@ -38,7 +39,9 @@ PLACEHOLDERS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", In
 
 
 def canonical_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The one form of a call: keyword arguments sorted by name, so that their order never matters."""
+    """The one form of a call: keyword arguments sorted by name, so that their order never matters. (Caches of
+    transformers are trees of tensors from here on.)"""
+    register_caches()
     return tuple(args), dict(sorted(kwargs.items()))
 
 

@@ -18,6 +18,7 @@ from autoparallel.partition import MicroBatches, Stages, Ungathered, place_cuts,
 from autoparallel.planning.baselines import baseline, by_roles
 from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.facts import facts_of
 from autoparallel.planning.joint_candidates import First
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
@@ -109,10 +110,10 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
             pricer.strategies_of(solution.choice),
             SpacePricer(prices, limit, allowed, counts=pricer.counts),
         )
-        return _plan_of(pricer, pricer.full(), solution, strategies, options, clock, stages)
+        return _plan_of(pricer, pricer.full(), solution, strategies, options, clock, stages, micro)
     if first is None:
         solution = _faster_hiding(pricer, problem, solution, options, clock)
-    make = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages)
+    make = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages, micro=micro)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
     return replace(make(solution, pricer.strategies_of(solution.choice)), study=study)
@@ -136,7 +137,8 @@ def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, opt
         return plan_in(space, micro, cluster, options, placed, hybrid)
     prices = Prices(space, cluster, options.optimizer, stages=hybrid.pipeline_ranks)
     there = SpacePricer(prices, limit_bytes, pricer.allowed, counts=pricer.counts)
-    return _plan_of(there, there.full(), solution, pricer.strategies_of(solution.choice), options, _Clock(), stages)
+    return _plan_of(there, there.full(), solution, pricer.strategies_of(solution.choice), options, _Clock(), stages,
+                    micro)
 
 
 def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock
@@ -241,6 +243,7 @@ def _plan_of(
     options: Options,
     clock: _Clock,
     stages: Stages,
+    micro: MicroBatches,
 ) -> Plan:
     """The plan of ``strategies``, with the evidence of ``solution`` and its prediction."""
     space = pricer.space
@@ -273,6 +276,7 @@ def _plan_of(
         direct=pricer.prices.direct,
         hybrid=pricer.counts.hybrid,
         recorder=partial(_record, pricer, problem, strategies, stages),
+        model=facts_of(micro.whole, space.graph, pricer.counts.hybrid.cuts),
     )
 
 

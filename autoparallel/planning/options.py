@@ -223,6 +223,8 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
 _ELSEWHERE = {
     "by_hand": "plan: write plan = autoparallel.plan(model, cluster, example_inputs=..., by_hand=...), then "
                "autoparallel.compile(model, mesh, plan=plan)",
+    "phase": "plan: write plan = autoparallel.plan(model, cluster, phase=..., context=...), then "
+             "autoparallel.compile(model, mesh, plan=plan)",
     "joint": "plan: write plan = autoparallel.plan(model, cluster, example_inputs=..., joint=True), then "
              "autoparallel.compile(model, mesh, plan=plan)",
     "mesh_shape": "plan: a mesh has its axes, as init_device_mesh(device_type, (2, 4)) makes them; for a count of "

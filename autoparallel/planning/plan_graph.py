@@ -23,7 +23,7 @@ def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | Non
                joint: bool, options: Options) -> Plan:
     """The plan that `autoparallel.plan` returns, with the same arguments and errors."""
     if options.by_hand is not None:
-        return _plan_by_hand(graph, cluster, options, options.by_hand)
+        return plan_by_hand(graph, cluster, options, options.by_hand)
     if joint:
         return plan_jointly(graph, cluster, mesh_shape, options)
     return _plan_plainly(graph, cluster, mesh_shape, axis_names, options)
@@ -67,7 +67,7 @@ def _plan_fitting(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     return replace(found, evidence=replace(found.evidence, stop_reason=reason))
 
 
-def _plan_by_hand(graph: OpGraph, cluster: Cluster, options: Options, hand: ByHand) -> Plan:
+def plan_by_hand(graph: OpGraph, cluster: Cluster, options: Options, hand: ByHand) -> Plan:
     """The plan of a person, whose parameters and activations are laid out by the roles of its axes."""
     batch = batch_size(graph) if hand.needs_batch else 1
     hybrid = replace(hand.hybrid(batch), reduce_dtype=options.reduce_dtype)
@@ -88,4 +88,4 @@ def _plan_by_hand(graph: OpGraph, cluster: Cluster, options: Options, hand: ByHa
     return made
 
 
-__all__ = ["plan_graph"]
+__all__ = ["plan_by_hand", "plan_graph"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoparallel.errors import PlanError, shown
+from autoparallel.plans.facts import ModelFacts
 from autoparallel.plans.files import check_plan, data_of, nearest, text_of
 from autoparallel.plans.reading import read
 from autoparallel.plans.record import Record
@@ -111,8 +112,9 @@ class Plan:
     Lowering needs ``strategies`` (by decision name, the name of an axis strategy for each mesh axis), ``hybrid`` (the
     step configuration; with a pipeline ``mesh_shape`` is the mesh of one stage) and ``direct`` (redistribution with the
     fewest steps instead of the cheapest, for baselines). The other fields explain the plan. ``fingerprint`` identifies
-    the traced program. A plan may be edited by hand: compiling checks it. ``record``: what reports tell beside the
-    decisions. ``study`` answers questions, and ``recorder`` makes the record; plans read from files have neither.
+    the traced program, and ``model`` has facts of it for reports and exports. A plan may be edited by hand: compiling
+    checks it. ``record``: what reports tell beside the decisions. ``study`` answers questions, and ``recorder`` makes
+    the record; plans read from files have neither.
     """
 
     fingerprint: str
@@ -126,6 +128,7 @@ class Plan:
     pins: Mapping[str, str] = field(default_factory=dict)
     direct: bool = False
     hybrid: Hybrid = field(default_factory=Hybrid)
+    model: ModelFacts = field(default_factory=ModelFacts)
     study: Study | None = field(default=None, compare=False, repr=False)
     version: int = VERSION
     record: Record | None = field(default=None, repr=False)

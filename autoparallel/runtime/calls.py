@@ -49,7 +49,8 @@ class Calls:
         with state.together.call():
             outputs = self._run(compiled, leaves)
             results = [
-                value if layout is None else self._global_output(value, layout, compiled.space, number, whole)
+                value if layout is None else self._global_output(value, layout, compiled.space, number,
+                                                                 whole and number not in compiled.cached)
                 for number, (value, layout) in enumerate(zip(outputs, compiled.program.output_layouts, strict=True))
             ]
         return pytree.tree_unflatten(results, compiled.space.graph.out_spec)

@@ -15,6 +15,7 @@ from autoparallel.backends import EAGER
 from autoparallel.capture import refuse_other_layouts
 from autoparallel.capture.dependencies import description
 from autoparallel.capture.passes import autocast
+from autoparallel.capture.tracing.hf_caches import cached_leaves
 from autoparallel.errors import InputError
 from autoparallel.layout import Layout
 from autoparallel.lower.emit import Program
@@ -57,6 +58,11 @@ class Compiled:
         if self.backend == EAGER and hybrid.recompute == "none" and hybrid.zero_stage < 3:
             return whole_norms(overlap(self.program.module))
         return Forward(self.program, hybrid, self.backend)
+
+    @cached_property
+    def cached(self) -> frozenset[int]:
+        """Numbers of the outputs that are keys and values of a static cache."""
+        return cached_leaves(self.space.graph.out_spec)
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autoparallel.capture.tracing.hf_caches import takes_static_cache
 from autoparallel.kernels import rng
 from autoparallel.runtime.state import State
 
@@ -16,8 +17,9 @@ from autoparallel.runtime.state import State
 @cache
 def generating(module: Any, original: Any) -> Any:
     """A subclass of ``module`` (ParallelModule) and of the model's class ``original``, where ``generate`` looks for its
-    methods and for the signature of ``forward``. Within ``generate``, calls return whole tensors and all ranks draw the
-    same numbers."""
+    methods and for the signature of ``forward``. Within ``generate``, calls return whole tensors (but for keys and
+    values of static caches) and all ranks draw the same numbers. It takes a static cache unless told otherwise: one
+    program for the prompt, and one for all further tokens, where a growing cache needs one for each token."""
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -26,6 +28,8 @@ def generating(module: Any, original: Any) -> Any:
     @functools.wraps(original.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: State = self._state
+        if _leaves_cache_open(self, args, kwargs) and takes_static_cache(state.model):
+            kwargs = {**kwargs, "cache_implementation": "static", "disable_compile": True}
         state.gathers = True
         try:
             with torch.random.fork_rng():
@@ -38,3 +42,13 @@ def generating(module: Any, original: Any) -> Any:
         members.update(forward=forward, generate=generate, __doc__=module.__doc__)
 
     return types.new_class(f"Parallel{original.__name__}", (module, original), {}, namespace)
+
+
+def _leaves_cache_open(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of ``generate`` says nothing of a cache."""
+    config = kwargs.get("generation_config") or model.generation_config
+    said = ("past_key_values", "cache_implementation", "assistant_model", "prompt_lookup_num_tokens",
+            "custom_generate")
+    beams = kwargs.get("num_beams") or config.num_beams or 1
+    return (len(args) < 2 and not any(kwargs.get(name) is not None for name in said) and beams == 1
+            and config.cache_implementation is None and kwargs.get("use_cache", config.use_cache) is not False)

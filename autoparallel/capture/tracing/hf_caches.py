@@ -1,16 +1,22 @@
 """Key-value caches of Hugging Face's models, which they return unless told not to, as trees of tensors.
 
 transformers' own registration joins each tensor with an empty one as it rebuilds a cache, which DTensors do not allow;
-here a layer of a cache is its tensors and its other attributes.
+here a layer of a cache is its tensors and its other attributes. Static caches, which have room for all tokens, are
+rebuilt with layers that return new tensors instead of writing into the old ones, as a traced program must.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+
+from autoparallel.errors import InputError
 
 #: Per layer: its class, its tensors' names, its other attributes.
 Layers = tuple[tuple[type, tuple[str, ...], dict[str, Any]], ...]
@@ -18,11 +24,16 @@ Layers = tuple[tuple[type, tuple[str, ...], dict[str, Any]], ...]
 
 def register_caches() -> None:
     """Make transformers' caches known as trees, where transformers is in use; known ones stay as they are."""
-    if "transformers" not in sys.modules:
-        return
-    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+    if "transformers.cache_utils" in sys.modules:
+        _register()
 
-    for kind, flatten, unflatten in ((DynamicCache, _tensors, _cache), (EncoderDecoderCache, _halves, _joined)):
+
+@cache
+def _register() -> None:
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+
+    for kind, flatten, unflatten in ((DynamicCache, _tensors, _cache), (StaticCache, _static_tensors, _static_cache),
+                                     (EncoderDecoderCache, _halves, _joined)):
         if kind not in pytree.SUPPORTED_NODES:
             pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=_with_keys(flatten),
                                         serialized_type_name=f"{kind.__module__}.{kind.__name__}")
@@ -39,6 +50,19 @@ def _tensors(cache: Any) -> tuple[list[torch.Tensor], Layers]:
     return found, tuple(layers)
 
 
+def _static_tensors(cache: Any) -> tuple[list[torch.Tensor], Layers]:
+    """As `_tensors`, the same for a new cache and for one that a program has returned."""
+    from transformers.cache_utils import StaticLayer
+
+    found, layers = list[torch.Tensor](), list[tuple[type, tuple[str, ...], dict[str, Any]]]()
+    for layer in cache.layers:
+        of = dict(sorted(vars(layer).items()))
+        names = tuple(name for name, value in of.items() if isinstance(value, torch.Tensor))
+        found += (of.pop(name) for name in names)
+        layers.append((_functional() if type(layer) is StaticLayer else type(layer), names, of))
+    return found, tuple(layers)
+
+
 def _cache(tensors: Any, layers: Layers) -> Any:
     from transformers.cache_utils import DynamicCache
 
@@ -50,6 +74,70 @@ def _cache(tensors: Any, layers: Layers) -> Any:
         vars(layer).update((name, next(given)) for name in names)
         cache.layers.append(layer)
     return cache
+
+
+def _static_cache(tensors: Any, layers: Layers) -> Any:
+    from transformers.cache_utils import StaticCache
+
+    cache = object.__new__(StaticCache)
+    if odd := [kind.__name__ for kind, _, _ in layers if kind is not _functional()]:
+        raise InputError(f"a static cache with layers of type {odd[0]}, which write into their tensors: give a dynamic "
+                         "cache (cache_implementation='dynamic')")
+    vars(cache).update({**vars(_cache(tensors, layers)), "offloading": False})
+    return cache
+
+
+@cache
+def _functional() -> Any:
+    from transformers.cache_utils import StaticLayer
+
+    class FunctionalStaticLayer(StaticLayer):
+        """A layer of keys and values [batch, heads, most tokens, width], replaced at each update."""
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+                   ) -> tuple[torch.Tensor, torch.Tensor]:
+            if not self.is_initialized:
+                self.dtype, self.device = key_states.dtype, key_states.device
+                self.batch_size, self.num_heads = key_states.shape[:2]
+                self.k_head_dim, self.v_head_dim = key_states.shape[-1], value_states.shape[-1]
+                self.keys = key_states.new_zeros((*key_states.shape[:2], self.max_cache_len, self.k_head_dim))
+                self.values = value_states.new_zeros((*value_states.shape[:2], self.max_cache_len, self.v_head_dim))
+                self.is_initialized = True
+            assert self.keys is not None and self.values is not None
+            count = key_states.shape[-2]
+            at = torch.arange(count, device=key_states.device) + self.cumulative_length
+            self.cumulative_length = self.cumulative_length + count
+            self.keys = self.keys.index_copy(2, at, key_states)
+            self.values = self.values.index_copy(2, at, value_states)
+            return self.keys, self.values
+
+    return FunctionalStaticLayer
+
+
+def takes_static_cache(model: Any) -> bool:
+    """Whether all layers of a transformers model take static caches that run here."""
+    from transformers.cache_utils import StaticCache, StaticLayer
+
+    config, taken = model.config, signature(type(model).forward).parameters
+    if getattr(config, "is_encoder_decoder", False) or "past_key_values" not in taken:
+        return False
+    try:
+        layers = StaticCache(config, max_cache_len=1).layers
+    except (AttributeError, KeyError, TypeError, ValueError):  # of models with states instead of caches
+        return False
+    return bool(layers) and all(type(layer) is StaticLayer for layer in layers)
+
+
+def cached_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
+    """The numbers of an output structure's leaves that are keys and values of a static cache."""
+    if "transformers.cache_utils" not in sys.modules:
+        return frozenset()
+    from transformers.cache_utils import StaticCache
+
+    whole = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    parts = list(whole.values()) if isinstance(whole, Mapping) else whole if isinstance(whole, (tuple, list)) else []
+    return frozenset(number for part in parts if isinstance(part, StaticCache) for layer in part.layers
+                     for number in (vars(layer).get("keys"), vars(layer).get("values")) if isinstance(number, int))
 
 
 def _halves(cache: Any) -> tuple[list[Any], None]:

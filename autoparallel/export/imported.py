@@ -1,0 +1,208 @@
+"""`import_plan`: settings of Megatron-LM, DeepSpeed, accelerate or torchtitan as a plan by hand."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoparallel.errors import PlanError
+from autoparallel.export.megatron_rules import LAYOUT, Flags, flags_of, layout_stages
+from autoparallel.planning.by_hand import ByHand
+from autoparallel.plans.files import data_of, text_of
+
+#: Arguments that are read; and those that divide or delay the step's work in ways that a plan by hand cannot say.
+_MEGATRON_READ = {"tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
+                  "expert-model-parallel-size", "expert-tensor-parallel-size", "sequence-parallel", LAYOUT,
+                  "micro-batch-size", "global-batch-size", "use-distributed-optimizer", "use-megatron-fsdp",
+                  "use-torch-fsdp2", "data-parallel-sharding-strategy", "recompute-granularity", "recompute-method",
+                  "recompute-num-layers", "recompute-activations", "recompute-modules", "num-layers",
+                  "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage",
+                  "cpu-offloading-num-layers"}
+_OTHERS = ("optimizer-cpu-offload", "fine-grained-activation-offloading",
+               "num-distributed-optimizer-instances", "outer-dp-sharding-strategy", "tensor-parallel-num-weight-shards",
+               "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "use-tp-pp-dp-mapping",
+               "torch-fsdp2-no-reshard-after-forward")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """``by_hand``: the degrees, for `autoparallel.plan(..., by_hand=...)`. ``ignored``: settings of the file that
+    divide or delay the step's work, and that a plan by hand cannot say."""
+
+    by_hand: ByHand
+    ignored: tuple[str, ...] = ()
+
+
+def import_plan(path: str | Path) -> Imported:
+    """The plan that a file says: DeepSpeed's JSON, accelerate's YAML, a torchtitan recipe (.py), or any text with
+    Megatron-LM's arguments.
+
+    Raises PlanError for a file that cannot be read or is none of these, and for values that a plan cannot have.
+    """
+    text, suffix = text_of(path), Path(path).suffix
+    reader: Callable[[str, str], Imported]
+    if suffix == ".json":
+        reader = _deepspeed
+    elif suffix in (".yaml", ".yml"):
+        reader = _accelerate
+    elif suffix == ".py":
+        reader = _torchtitan
+    elif "--" in text:
+        reader = _megatron
+    else:
+        raise PlanError(f"{path} is none of: DeepSpeed's .json, accelerate's .yaml, a torchtitan recipe's .py, a text "
+                        "with Megatron-LM's arguments (--tensor-model-parallel-size 8 ...)")
+    return reader(text, str(path))
+
+
+def _megatron(text: str, origin: str) -> Imported:
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    try:
+        words = shlex.split("\n".join(lines).replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise PlanError(f"{origin} is no shell text: {error}") from error
+    ends = [number for number, word in enumerate(words) if word in (")", ";", "&&")]
+    flags = flags_of([word for number, word in enumerate(words) if number not in ends], 1, {})
+    known = set(flags.given) & (_MEGATRON_READ | set(_OTHERS))
+    if not known:
+        raise PlanError(f"{origin} has none of Megatron-LM's arguments (--tensor-model-parallel-size 8 ...)")
+    zero = 1 if flags.on("use-distributed-optimizer") else 0
+    if flags.on("use-megatron-fsdp"):
+        named = str(flags.given.get("data-parallel-sharding-strategy", "optim_grads_params"))
+        zero = {"no_shard": 0, "optim": 1, "optim_grads": 2}.get(named, 3)
+    elif flags.on("use-torch-fsdp2"):
+        zero = 3
+    values: dict[str, Any] = {
+        "tp": flags.tp, "pp": flags.pp, "cp": flags.cp, "ep": flags.ep, "zero": zero, "virtual": _virtual(flags),
+        "sequence_parallel": flags.on("sequence-parallel") and flags.tp > 1,
+        "micro_batch": flags.number("micro-batch-size") if flags.on("micro-batch-size") else None,
+        "recompute": _recompute(flags)}
+    ignored = [f"--{name}" for name in flags.given if name in _OTHERS]
+    if flags.on(LAYOUT) and len({stage.count("t") for stage in layout_stages(str(flags[LAYOUT]))}) > 1:
+        ignored.append(f"--{LAYOUT}")
+    return Imported(ByHand(**values), tuple(ignored))
+
+
+def _recompute(flags: Flags) -> str:
+    if flags.on("cpu-offloading-num-layers"):
+        return "offload"
+    default = "selective" if flags.on("recompute-activations") else "none"
+    return str(flags.given.get("recompute-granularity", default))
+
+
+def _virtual(flags: Flags) -> int:
+    if flags.on("num-layers-per-virtual-pipeline-stage"):
+        return max(1, flags.number("num-layers") // flags.pp // flags.number("num-layers-per-virtual-pipeline-stage"))
+    if flags.on(LAYOUT):
+        return max(1, len(layout_stages(str(flags[LAYOUT]))) // flags.pp)
+    return flags.number("num-virtual-stages-per-pipeline-rank")
+
+
+def _deepspeed(text: str, origin: str) -> Imported:
+    data = data_of(text, origin)
+    if not isinstance(data, dict) or not {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu",
+                                          "pipeline", "tensor_parallel"} & set(data):
+        raise PlanError(f"{origin} is no configuration of DeepSpeed's: it has no zero_optimization or "
+                        "train_micro_batch_size_per_gpu")
+    zero = data.get("zero_optimization") or {}
+    stage, micro = zero.get("stage", 0), data.get("train_micro_batch_size_per_gpu")
+    stages = (data.get("pipeline") or {}).get("stages", 1)
+    shards = zero.get("mics_shard_size", -1)
+    again = data.get("activation_checkpointing")
+    values: dict[str, Any] = {"tp": max(1, (data.get("tensor_parallel") or {}).get("autotp_size", 1)), "zero": stage,
+              "cp": data.get("sequence_parallel_size", 1), "pp": 1 if stages == "auto" else stages,
+              "ep": (data.get("expert_parallel") or {}).get("autoep_size", 1),
+              "shards": shards if shards > 0 else None, "micro_batch": None if micro == "auto" else micro,
+              "recompute": "none" if again is None else "offload" if again.get("cpu_checkpointing") else "full"}
+    ignored = [f"zero_optimization.{key}" for key in ("offload_param", "offload_optimizer", "zero_hpz_partition_size",
+                                                      "zero_quantized_weights", "zero_quantized_gradients")
+               if (zero.get(key) or {}) not in ({}, 1) and _counts(zero[key])]
+    return Imported(ByHand(**values), tuple(ignored))
+
+
+def _counts(setting: Any) -> bool:
+    return not (isinstance(setting, Mapping) and setting.get("device") in (None, "none"))
+
+
+def _accelerate(text: str, origin: str) -> Imported:
+    import yaml
+
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise PlanError(f"{origin} is no YAML: {error}") from error
+    if not isinstance(data, dict) or "distributed_type" not in data:
+        raise PlanError(f"{origin} is no configuration of accelerate's: it has no distributed_type")
+    fsdp, sizes = data.get("fsdp_config") or {}, data.get("parallelism_config") or {}
+
+    def size(name: str, default: int = 1) -> int:
+        return int(sizes.get(f"parallelism_config_{name}_size", default))
+
+    tp, cp = size("tp"), size("cp") * size("sp")
+    ranks = data.get("num_processes") if isinstance(data.get("num_processes"), int) else None
+    left = None if ranks is None else max(1, ranks // (tp * cp))
+    is_fsdp = data["distributed_type"] == "FSDP"
+    shards = size("dp_shard", 1 if sizes else left or 1) if is_fsdp else 1
+    dp = size("dp_replicate") * shards if sizes else left
+    zero = _zero_of(fsdp) if is_fsdp and shards > 1 else 0
+    ignored = [f"fsdp_config.{key}" for key in ("fsdp_offload_params",) if fsdp.get(key) is True]
+    ignored += [key for key in ("deepspeed_config", "megatron_lm_config") if data.get(key)]
+    values: dict[str, Any] = {
+        "dp": dp, "tp": tp, "cp": cp, "zero": zero, "shards": shards if zero and shards != dp else None,
+        "recompute": "full" if fsdp.get("fsdp_activation_checkpointing") is True else "none"}
+    return Imported(ByHand(**values), tuple(ignored))
+
+
+def _zero_of(fsdp: Mapping[str, Any]) -> int:
+    """Of FSDP 2's reshard_after_forward, or of FSDP 1's strategy."""
+    strategy = str(fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", True))).upper()
+    return {"TRUE": 3, "FALSE": 2, "FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0,
+            "HYBRID_SHARD": 3}.get(strategy, 3)
+
+
+def _torchtitan(text: str, origin: str) -> Imported:
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise PlanError(f"{origin} is no Python: {error}") from error
+    found: dict[str, Any] = {}
+    named = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        inside = call.func.value.id if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) \
+            else ""
+        named |= {name, inside}
+        if name in ("ParallelismConfig", "TrainingConfig", "replace"):
+            for keyword in call.keywords:
+                if keyword.arg and isinstance(keyword.value, (ast.Constant, ast.List, ast.UnaryOp)):
+                    found[keyword.arg] = ast.literal_eval(keyword.value)
+    if "ParallelismConfig" not in named:
+        raise PlanError(f"{origin} has no ParallelismConfig(...): a torchtitan recipe is required")
+    return Imported(ByHand(**_of_torchtitan(found, named)), ("spmd_backend",) if found.get("spmd_backend") else ())
+
+
+def _of_torchtitan(found: Mapping[str, Any], named: set[str]) -> dict[str, Any]:
+    tp, pp = found.get("tensor_parallel_degree", 1), found.get("pipeline_parallel_degree", 1)
+    replicas, shards = found.get("data_parallel_replicate_degree", 1), found.get("data_parallel_shard_degree", -1)
+    reshard = found.get("fsdp_reshard_after_forward", "default")
+    zero = 0 if shards == 1 else {"always": 3, "never": 2}.get(reshard, 3 if pp == 1 else 2)
+    named_schedule = found.get("pipeline_parallel_schedule", "1F1B")
+    schedule = {"GPipe": "gpipe", "InterleavedZeroBubble": "zero_bubble", "Interleaved1F1B": "interleaved"}.get(
+        named_schedule)
+    parts = found.get("module_fqns_per_model_part")
+    tokens, sequence = found.get("num_tokens_per_microbatch_per_dp_rank"), found.get("max_context_length")
+    each = found.get("num_pp_microbatches", 1) if pp > 1 else 1
+    return {"dp": None if shards == -1 else replicas * shards, "tp": tp, "pp": pp,
+            "cp": found.get("context_parallel_degree", 1), "ep": found.get("expert_parallel_degree", 1), "zero": zero,
+            "shards": shards if zero and replicas > 1 and shards > 0 else None,
+            "schedule": schedule if pp > 1 else None, "virtual": len(parts) // pp if parts and pp > 1 else 1,
+            "micro_batch": max(1, tokens // sequence // each) if tokens and sequence else None,
+            "recompute": "full" if "FullAC" in named else "selective" if "SelectiveAC" in named else "none",
+            "sequence_parallel": bool(tp > 1 and found.get("enable_sequence_parallel", True))}
+
+
+__all__ = ["Imported", "import_plan"]

@@ -1,0 +1,47 @@
+"""Facts of the planned model, read from its program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autoparallel.capture import OpGraph, find_blocks
+from autoparallel.plans.facts import ModelFacts
+
+
+def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
+    """Of the program of the whole batch. ``cuts``: the ops of ``body``, the program of a micro-batch, at which stages
+    begin."""
+    inputs = {node.name: node.outputs[0].shape for node in graph.of_kind("input")}
+    parameters = {node.path: node.outputs[0] for node in graph.of_kind("parameter")}
+    elements: Counter[str] = Counter()
+    for meta in parameters.values():
+        elements[str(meta.dtype).removeprefix("torch.")] += meta.num_elements
+    return ModelFacts(inputs, {name: meta.shape for name, meta in parameters.items()},
+                      elements.most_common(1)[0][0] if elements else "float32", _heads(graph), _experts(graph),
+                      _starts(body, cuts) if cuts else ())
+
+
+def _starts(body: OpGraph, cuts: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    nodes = {node.name: node for node in body.of_kind("op")}
+    before = {index: place / len(block.nodes) for block in find_blocks(body) for place, index in enumerate(block.nodes)}
+    return tuple((nodes[cut].module_path, before.get(nodes[cut].index, 0.0)) for cut in cuts)
+
+
+def _heads(graph: OpGraph) -> int:
+    for node in graph.of_kind("op"):
+        if "scaled_dot_product_attention" in node.op_name or "flex_attention" in node.op_name:
+            shape = graph.nodes[node.inputs[0].node].outputs[node.inputs[0].output].shape
+            return shape[-3] if len(shape) > 2 else 0
+    return 0
+
+
+def _experts(graph: OpGraph) -> int:
+    for node in graph.of_kind("op"):
+        if "routed_experts" in node.op_name:
+            shapes = [graph.nodes[ref.node].outputs[ref.output].shape for ref in node.inputs]
+            return int(shapes[-1][0])
+    return 0
+
+
+__all__ = ["facts_of"]

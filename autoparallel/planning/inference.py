@@ -1,0 +1,123 @@
+"""Calls of a language model for inference: a prompt (prefill), or one token for each of several sequences (decode)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel.capture.tracing.hf_caches import register_caches, takes_static_cache
+from autoparallel.errors import InfeasibleError, InputError, PlanError, shown
+from autoparallel.plans import Plan
+
+PHASES = ("prefill", "decode")
+OBJECTIVES = ("latency", "throughput")
+#: Sequences at once: the most that are tried, and the least gain in tokens per second for which twice as many are.
+MOST_SEQUENCES, WORTHWHILE = 2**14, 1.02
+
+
+def check_inference(objective: Any, phase: Any, context: Any, concurrent: Any) -> None:
+    """Raises PlanError for values that are none."""
+    if objective not in OBJECTIVES:
+        raise PlanError(f"objective is {shown(objective)}; there are {list(OBJECTIVES)}")
+    if phase not in PHASES:
+        raise PlanError(f"phase is {shown(phase)}; there are {list(PHASES)}: they have plans of their own")
+    for name, value in (("context", context), ("concurrent", concurrent)):
+        if (value is None and name == "context") or (value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1)):
+            said = "tokens that a sequence's cache holds" if name == "context" else "sequences at once"
+            raise PlanError(f"{name} is {shown(value)}: give {said}, a whole number of 1 or more")
+
+
+def inference_call(model: nn.Module, phase: str, context: int, concurrent: int) -> dict[str, Any]:
+    """The keyword arguments of a call of a transformers model as its ``generate`` makes it with a static cache.
+
+    prefill: ``concurrent`` prompts of ``context`` tokens [concurrent, context], with room for as many keys and values.
+    decode: a token of each sequence [concurrent, 1], whose caches have room for ``context`` tokens.
+    Raises InputError for models that take no static cache.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "generate"):
+        raise InputError(f"{type(model).__name__} is no transformers model that generates: give example_inputs of a "
+                         "call, and plan it under torch.no_grad() without phase")
+    from transformers import StaticCache
+
+    register_caches()
+    if not takes_static_cache(model):
+        raise InputError(f"{type(model).__name__} takes no static cache of whole sequences (it has states, sliding "
+                         "windows, or an encoder): phases of inference are planned of other models only")
+    weight = next(model.parameters())
+    with torch.device(weight.device):
+        cache = StaticCache(config, max_cache_len=context)
+        layers: list[Any] = cache.layers
+        for layer in layers:
+            layer.cumulative_length = torch.zeros((), dtype=torch.long)
+        length = context if phase == "prefill" else 1
+        call: dict[str, Any] = {
+            "input_ids": torch.zeros(concurrent, length, dtype=torch.long), "past_key_values": cache,
+            "position_ids": torch.zeros(concurrent, length, dtype=torch.long), "logits_to_keep": 1, "use_cache": True,
+            "return_dict": True}
+        if phase == "decode":
+            heads, width = _heads(config)
+            for layer in layers:
+                keys = torch.zeros(concurrent, heads, 1, width, dtype=weight.dtype)
+                layer.lazy_initialization(keys, keys)
+            call["attention_mask"] = torch.ones(concurrent, 1, 1, context, dtype=torch.bool)
+    return call
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Heads of keys and values, and their width."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+@contextmanager
+def inferring(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode and frozen, as it is for inference, and as it was afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.eval().requires_grad_(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
+def plan_inference(make: Callable[[Mapping[str, Any]], Plan], model: nn.Module, objective: str, phase: str,
+                   context: int, concurrent: int | None) -> Plan:
+    """The best plan of a phase; ``make`` plans a call. For throughput, of twice as many sequences as long as they fit
+    and bring more tokens per second, unless their number is given.
+
+    Raises InfeasibleError if not even one sequence (or those given) fits, and as `check_inference` and
+    `inference_call` do.
+    """
+    check_inference(objective, phase, context, concurrent)
+    each = context if phase == "prefill" else 1
+    with inferring(model):
+        count = concurrent or 1
+        best = make(inference_call(model, phase, context, count))
+        while objective == "throughput" and concurrent is None and count < MOST_SEQUENCES:
+            try:
+                more = make(inference_call(model, phase, context, 2 * count))
+            except InfeasibleError:
+                break
+            if 2 * best.prediction.step_s < WORTHWHILE * more.prediction.step_s:
+                break
+            best, count = more, 2 * count
+    rate = count * each / best.prediction.step_s
+    said = f"{phase} for {objective}: {count} sequences at once, {rate:.4g} tokens/s; {best.evidence.stop_reason}"
+    return replace(best, evidence=replace(best.evidence, stop_reason=said))
+
+
+__all__ = ["MOST_SEQUENCES", "OBJECTIVES", "PHASES", "WORTHWHILE", "check_inference", "inference_call", "inferring",
+           "plan_inference"]

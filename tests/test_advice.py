@@ -1,0 +1,93 @@
+"""Advice: the techniques to use, their prices, and what more bandwidth or memory would change."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import autoparallel
+from autoparallel.cli import app
+from autoparallel.errors import PlanError
+from cost_models import Cluster
+from tests.test_export import IDS, Decoder
+
+CLUSTER = Cluster.load("h100-sxm", num_devices=4)
+
+
+@functools.cache
+def advice(memory_bytes: float | None = None) -> autoparallel.Advice:
+    return autoparallel.advise(Decoder(), CLUSTER, example_inputs=(IDS,), memory_limit_bytes=memory_bytes, search_s=0)
+
+
+def test_the_best_is_the_fastest_that_fits() -> None:
+    found = advice()
+    assert found.best is not None and found.best.fits
+    assert found.best.step_s == min(one.step_s for one in found.alternatives if one.fits)
+    assert len({str(one.by_hand) for one in found.alternatives}) == len(found.alternatives) > 8
+    prices = {str(one.by_hand): one.step_s for one in found.alternatives}
+    by_hand = autoparallel.plan(Decoder(), CLUSTER, example_inputs=(IDS,), by_hand="dp=4,zero=1")
+    assert prices["dp=4,zero=1"] == by_hand.prediction.step_s
+
+
+def test_techniques_have_the_prices_of_plans_with_and_without_them() -> None:
+    found = advice()
+    for one in found.techniques:
+        assert (one.with_it is found.best) == one.used
+        if one.with_it is not None and one.without is not None:
+            assert one.used == (one.with_it.step_s <= one.without.step_s)
+    names = [one.name for one in found.techniques]
+    assert "tensor parallelism" in names and "recompute of activations" in names
+    assert "expert parallelism" not in names  # the model has no experts
+
+
+def test_little_memory_makes_it_shard() -> None:
+    whole = next(one for one in advice().alternatives if str(one.by_hand) == "dp=4")
+    small = advice(0.6 * whole.peak_bytes)
+    assert small.best is not None and small.best.peak_bytes <= 0.6 * whole.peak_bytes
+    assert str(small.best.by_hand) != "dp=4"
+    memory = small.changes[-1]
+    assert memory.what == "memory per device" and memory.best is not None
+    assert memory.best.step_s <= small.best.step_s
+
+
+@pytest.mark.slow
+def test_no_memory_is_said() -> None:
+    none = advice(1.0)
+    assert none.best is None and not none.exports
+    assert "no plan by hand fits" in none.report()
+
+
+@pytest.mark.slow
+def test_twice_the_bandwidth_is_as_a_faster_cluster() -> None:
+    found = advice()
+    [change] = [one for one in found.changes if one.what.startswith("bandwidth")]
+    link = replace(CLUSTER.links[0], bandwidth_bytes_per_s=2 * CLUSTER.links[0].bandwidth_bytes_per_s)
+    faster = autoparallel.advise(Decoder(), replace(CLUSTER, links=(link, *CLUSTER.links[1:])), example_inputs=(IDS,),
+                                 search_s=0)
+    assert change.best is not None and faster.best is not None
+    assert change.best.step_s == pytest.approx(faster.best.step_s)
+
+
+def test_the_report_names_all() -> None:
+    text = advice().report(160)
+    assert "what to use" in text and "twice the bandwidth" in text and "megatron_args.sh" in text
+
+
+def test_seconds_are_checked() -> None:
+    with pytest.raises(PlanError, match="search_s is -1"):
+        autoparallel.advise(torch.nn.Linear(4, 4), CLUSTER, example_inputs=(torch.zeros(4, 4),), search_s=-1)
+
+
+@pytest.mark.slow
+def test_the_command_line_writes_files_for_each_framework(tmp_path: Path) -> None:
+    config = Path(__file__).parents[1] / "benchmarks/configs/small-llama.json"
+    told = CliRunner().invoke(app, ["advise", str(config), "--devices", "4", "--sequence-length", "128", "--time-limit",
+                                    "5", "--output", str(tmp_path / "advice")])
+    assert told.exit_code == 0, told.output
+    assert "a searched plan takes" in told.stdout
+    assert (tmp_path / "advice/plan.json").exists() and (tmp_path / "advice/fsdp2/parallel_fsdp2.py").exists()

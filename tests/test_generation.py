@@ -1,0 +1,66 @@
+"""transformers' ``generate`` on parallel modules: one process's tokens, with one program for the prompt and one for all
+further tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import autoparallel
+from autoparallel.kernels import rng
+from tests.models import CASES
+from tests.ranks import mesh_of
+
+NEW = 6
+
+
+def generated(name: str, mesh: tuple[int, ...], how: dict[str, Any]) -> dict[str, Any]:
+    model: Any = CASES[name].build().eval()
+    ids = torch.arange(20).reshape(4, 5)
+    parallel: Any = autoparallel.compile(model, mesh_of(*mesh), example_kwargs={"input_ids": ids})
+    known = parallel._state.forms.compiled
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "use_cache": True, **how}
+    greedy = parallel.generate(ids, do_sample=False, **call)
+    compiled = parallel._state.forms.compiled - known
+    with torch.random.fork_rng():
+        torch.manual_seed(rng.mix(parallel._state.seed, parallel._state.calls))
+        expected = model.generate(ids, do_sample=True, **call)
+    drawn = parallel.generate(ids, do_sample=True, **call)
+    return {"greedy": torch.equal(greedy, model.generate(ids, do_sample=False, **call)),
+            "drawn": torch.equal(drawn, expected), "compiled": compiled,
+            "more": parallel._state.forms.compiled - known - compiled}
+
+
+@pytest.mark.parametrize(("name", "mesh"), [pytest.param("llama", (2, 2), marks=pytest.mark.slow), ("gpt2", (4,))])
+def test_tokens_are_one_process_s_and_two_programs_suffice(ranks: Any, name: str, mesh: tuple[int, ...]) -> None:
+    for found in ranks(4).run(generated, name, mesh, {}, timeout_s=200):
+        assert found == {"greedy": True, "drawn": True, "compiled": 2, "more": 0}
+
+
+@pytest.mark.slow
+def test_a_dynamic_cache_may_be_asked_for(ranks: Any) -> None:
+    for found in ranks(4).run(generated, "llama", (4,), {"cache_implementation": "dynamic"}, timeout_s=300):
+        assert found["greedy"] and found["drawn"] and found["compiled"] == NEW
+
+
+def lies_in_shards() -> tuple[bool, bool, float]:
+    """Within ``generate``: whether logits are whole, whether keys are right, and this rank's share of them."""
+    from transformers import StaticCache
+
+    model: Any = CASES["llama"].build().eval()
+    ids = torch.arange(20).reshape(4, 5)
+    parallel: Any = autoparallel.compile(model, mesh_of(4), baseline="ddp")
+    with torch.no_grad():
+        parallel._state.gathers = True
+        out = parallel(ids, past_key_values=StaticCache(model.config, max_cache_len=8), use_cache=True)
+        expected = model(ids, past_key_values=StaticCache(model.config, max_cache_len=8), use_cache=True)
+    keys: Any = out.past_key_values.layers[0].keys
+    right = torch.allclose(keys.full_tensor(), expected.past_key_values.layers[0].keys, atol=1e-5)
+    return type(out.logits) is torch.Tensor, right, keys.to_local().numel() / keys.numel()
+
+
+def test_keys_and_values_stay_in_shards_between_tokens(ranks: Any) -> None:
+    for whole, right, share in ranks(4).run(lies_in_shards, timeout_s=200):
+        assert whole and right and share == 0.25

@@ -1,0 +1,65 @@
+"""Roles of mesh axes, recognised from a plan's strategies: what was written by hand is found again."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autoparallel
+from autoparallel.plans.roles import parameters_of, roles_of
+from benchmarks.zoo import build
+from cost_models import Cluster
+
+IDS = torch.zeros(8, 16, dtype=torch.long)
+
+
+@functools.cache
+def by_hand(name: str, text: str) -> autoparallel.Plan:
+    return autoparallel.plan(build(name), Cluster.load("h100-sxm", num_devices=4), by_hand=text,
+                             example_kwargs={"input_ids": IDS, "labels": IDS})
+
+
+@pytest.mark.parametrize(("name", "text", "found"), [
+    ("llama", "dp=4", "data 4"),
+    ("llama", "dp=2,tp=2,zero=3", "data 2 (in shards) x tensor 2, ZeRO 3"),
+    ("llama", "dp=2,tp=2,sequence_parallel", "data 2 x tensor 2 (norms along the sequence)"),
+    ("llama", "dp=2,cp=2", "data 2 x context 2"),
+    ("llama", "dp=4,zero=3,shards=2", "data 2 x data 2 (in shards), ZeRO 3"),
+    ("gpt2", "pp=2,dp=2,recompute=full", "data 2, pipeline 2 (1f1b), 4 micro-batches, recompute full"),
+    ("mixtral", "dp=2,tp=2", "data 2 x tensor 2 (experts)"),
+    ("mixtral", "dp=4,ep=2", "data 2 x expert 2"),
+])
+def test_roles_written_by_hand_are_found(name: str, text: str, found: str) -> None:
+    roles = roles_of(by_hand(name, text))
+    assert str(roles) == found and not roles.departures
+
+
+def test_degrees() -> None:
+    roles = roles_of(by_hand("llama", "dp=4,zero=3,shards=2"))
+    assert (roles.data, roles.shards, roles.tensor, roles.expert, roles.zero_stage) == (4, 2, 1, 1, 3)
+    roles = roles_of(by_hand("mixtral", "dp=4,ep=2"))
+    assert (roles.data, roles.shards, roles.expert) == (4, 1, 2)
+
+
+def test_what_departs_is_named() -> None:
+    plan = by_hand("llama", "dp=2,tp=2")
+    lines = tuple((name, "b0·b1" if name.startswith("mlp.up") else strategy, layout)
+                  for name, strategy, layout in plan.blocks[1].lines)
+    odd = replace(plan, blocks=(plan.blocks[0], replace(plan.blocks[1], lines=lines)))
+    assert roles_of(odd).departures[0] == "axis tp: model.layers.0.mlp.up_proj linear: b1 (context)"
+
+
+def test_a_file_tells_the_same() -> None:
+    plan = by_hand("mixtral", "dp=2,tp=2")
+    assert roles_of(autoparallel.Plan.from_json(plan.to_json())) == roles_of(plan)
+    assert "input_ids" not in parameters_of(plan) and "lm_head.weight" in parameters_of(plan)
+
+
+def test_a_searched_plan_of_layers_alone() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    plan = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=4), mesh_shape=(4,),
+                             example_inputs=(torch.zeros(65536, 64),))
+    assert str(roles_of(plan)) == "data 4"
