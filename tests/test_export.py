@@ -336,4 +336,4 @@ def test_the_command_line_exports_and_imports(tmp_path: Path) -> None:
     config = Path(__file__).parents[1] / "benchmarks/configs/small-llama.json"
     told = run(app, ["plan", str(config), "--devices", "4", "--sequence-length", "128", "--by-hand",
                      f"@{tmp_path / 'megatron_args.sh'}"])
-    assert told.exit_code == 0 and "dp=2 x tp=2" in told.stdout
+    assert told.exit_code == 0 and "tensor parallel 2 with sequence parallelism" in told.stdout
