@@ -25,7 +25,7 @@ from autoparallel.garbage import collected_later
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options, check_call, check_cluster
-from autoparallel.planning.plan_graph import plan_by_hand
+from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole
 from autoparallel.plans.reports.units import bytes_str, seconds_str

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from autoparallel.capture import OpGraph
-from autoparallel.errors import InfeasibleError, InputError, MeshError, PlanError, SearchError
+from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchError
 from autoparallel.garbage import collected_later
-from autoparallel.partition import split_batch
-from autoparallel.partition.microbatch import batch_size, loss_output
-from autoparallel.planning.by_hand import ByHand
+from autoparallel.partition.microbatch import loss_output
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
-from autoparallel.planning.one_mesh import plan_on
+from autoparallel.planning.one_mesh import ROUGH_S
 from autoparallel.planning.options import Options
+from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.usual import usual_plan
 from autoparallel.plans import Plan
 from cost_models import Cluster
+
+#: The share of a joint search's time limit in which usual plans by hand are priced.
+USUAL_SHARE = 0.25
 
 
 def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
@@ -25,7 +30,7 @@ def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | Non
     if options.by_hand is not None:
         return plan_by_hand(graph, cluster, options, options.by_hand)
     if joint:
-        return plan_jointly(graph, cluster, mesh_shape, options)
+        return _plan_jointly(graph, cluster, mesh_shape, options)
     return _plan_plainly(graph, cluster, mesh_shape, axis_names, options)
 
 
@@ -48,6 +53,33 @@ def _plan_plainly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
         return _plan_fitting(graph, cluster, mesh_shape, options, error)
 
 
+def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
+    """The joint search's plan, or the usual plan by hand that the options allow, if that is faster: the search may have
+    had too little time. Pricing the usual plans takes at most a quarter of the time."""
+    ends = time.monotonic() + options.time_limit_s
+    usual: tuple[str, Plan] | None = None
+    if mesh_shape is None and not options.pins:
+        with suppress(InfeasibleError):
+            usual = usual_plan(graph, cluster, options, options.time_limit_s * USUAL_SHARE)
+    within = replace(options, time_limit_s=max(ROUGH_S, ends - time.monotonic()))
+    try:
+        found = plan_jointly(graph, cluster, mesh_shape, within)
+    except (InfeasibleError, SearchError):
+        if usual is None:
+            raise
+        return _as_found(*usual, "the joint search found none")
+    if usual is None or found.prediction.step_s <= usual[1].prediction.step_s:
+        return found
+    reason = f"faster than what the joint search found ({found.evidence.stop_reason})"
+    return _as_found(*usual, reason, found.evidence.step_bound_s)
+
+
+def _as_found(text: str, plan: Plan, reason: str, bound_s: float | None = None) -> Plan:
+    """A usual plan by hand as the answer, with the reason in its evidence, and a bound on the step of any plan."""
+    evidence = replace(plan.evidence, stop_reason=f"the usual plan by hand {text}: {reason}", step_bound_s=bound_s)
+    return replace(plan, evidence=evidence)
+
+
 def _plan_fitting(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
                   error: InfeasibleError) -> Plan:
     """The best plan with micro-batches, ZeRO and recompute, where a plain step does not fit (``error``); without
@@ -57,7 +89,7 @@ def _plan_fitting(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     if loss_output(graph) is None:
         options = replace(options, micro_batches=1)
     try:
-        found = plan_jointly(graph, cluster, mesh_shape, options)
+        found = _plan_jointly(graph, cluster, mesh_shape, options)
     except (InfeasibleError, SearchError, InputError):
         error.args = (f"{error} (This is of a step of one micro-batch without recompute; no plan was found with "
                       "micro-batches, ZeRO and recompute either.)",)
@@ -67,25 +99,4 @@ def _plan_fitting(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     return replace(found, evidence=replace(found.evidence, stop_reason=reason))
 
 
-def plan_by_hand(graph: OpGraph, cluster: Cluster, options: Options, hand: ByHand) -> Plan:
-    """The plan of a person, whose parameters and activations are laid out by the roles of its axes."""
-    batch = batch_size(graph) if hand.needs_batch else 1
-    hybrid = replace(hand.hybrid(batch), reduce_dtype=options.reduce_dtype)
-    if hybrid.micro_batches > 1 and loss_output(graph) is None:
-        raise InputError(f"by_hand: {hybrid.micro_batches} micro-batches need a scalar loss: return the loss from the "
-                         "model, alone, first in a tuple, or as `loss` of a structure; or leave out micro_batch")
-    shape, names, _ = hand.mesh
-    try:
-        micro = split_batch(graph, hybrid.micro_batches)
-    except InfeasibleError as error:
-        raise PlanError(f"by_hand: {hybrid.micro_batches} micro-batches: {error} In by_hand that is micro_batch="
-                        f"{batch // (hand.dp or 1)}") from error
-    made = plan_on(micro, cluster, shape, names, options, hybrid)
-    limit, needed = options.memory_limit_bytes, made.prediction.peak_bytes
-    if limit is not None and needed > limit:
-        raise InfeasibleError(f"the plan by hand ({hand}) needs {needed:.4g} bytes on a device, and memory_limit_bytes "
-                              f"is {limit:.4g}: without a limit it is priced all the same")
-    return made
-
-
-__all__ = ["plan_by_hand", "plan_graph"]
+__all__ = ["plan_graph"]
