@@ -218,7 +218,7 @@ def compile(
     given = example_inputs is not None or example_kwargs is not None
     if dist.is_initialized():
         with reached():
-            agree_on("autoparallel.compile")
+            agree_on("autoparallel.compile", limit_s=peer_timeout_s)
     if isinstance(mesh, int) and given and plan is None:
         call = taken.of_all(example_inputs or (), example_kwargs or {}, mesh)
         plan, chosen = _plan_on_devices(model, mesh, cluster, call, chosen)
@@ -242,7 +242,7 @@ def compile(
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
         return _compile_call(micro, position, machine, chosen, how, given, placed, runs_by)
 
-    parallel = ParallelModule(model, position, hybrid, compile_call, taken, max_forms, peer_timeout_s)
+    parallel = ParallelModule(model, position, hybrid, compile_call, taken, max_forms)
     if given:
         parallel.trace(*parallel.taken(example_inputs or (), example_kwargs or {}))
     return parallel

@@ -2,8 +2,8 @@
 
     python -m benchmarks.checks [--ranks 2] [--steps 40] [--step-ms 100]
 
-Checks: guards of the trace, replaced parameters, shared attributes, the call that the ranks make (`Together.agree`),
-and the comparison of inputs at its usual period.
+Checks: guards of the trace, replaced parameters, the call that the ranks make (`Together.agree`), and the comparison of
+inputs at its usual period.
 """
 
 from __future__ import annotations

@@ -189,11 +189,13 @@ def all_of(mine: Any) -> list[Any]:
     return found
 
 
-def agree_on(call: object, described: Callable[[], str] | None = None, model: int = 0) -> None:
-    """As `Together.agree`, of a model by its number; 0: of none. (Makes the group that it needs.)"""
+def agree_on(call: object, described: Callable[[], str] | None = None, model: int = 0, limit_s: float = 0.0) -> None:
+    """As `Together.agree`, of a model by its number; 0: of none. (Makes the group that it needs.) ``limit_s``: the time
+    without a sign of life after which a rank is gone, from now on; 0: as it is."""
     world = _world()
     if world.peers is None:
         return
+    world.peers.limit_s = limit_s or world.peers.limit_s
     if not world.has_apart:
         world.apart, world.has_apart = made_with_all(groups.apart), True
     if world.apart is None:
@@ -214,12 +216,9 @@ def agree_on(call: object, described: Callable[[], str] | None = None, model: in
 
 
 class Together:
-    """The ranks of a mesh, whose calls fail together. ``groups``: closed on a failure; `own` adds to them.
+    """The ranks of a mesh, whose calls fail together. ``groups``: closed on a failure; `own` adds to them."""
 
-    ``limit_s``: seconds without a sign of life after which a rank is named as gone.
-    """
-
-    def __init__(self, mesh: DeviceMesh, limit_s: float) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         assert dist.group.WORLD is not None
         self.groups = [dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
         self._own: list[dist.ProcessGroup] = []
@@ -228,8 +227,6 @@ class Together:
         world = _world()
         world.calls.add(self)
         self._number = world.models = world.models + 1
-        if world.peers is not None:
-            world.peers.limit_s = limit_s
 
     def own(self, group: dist.ProcessGroup) -> None:
         """Add a group that lives as long as this does."""

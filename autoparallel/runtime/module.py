@@ -55,9 +55,9 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(self, model: nn.Module, position: groups.MeshPosition, hybrid: Hybrid, compile_call: Compile,
-                 inputs: Inputs, max_forms: int, peer_timeout_s: float) -> None:
+                 inputs: Inputs, max_forms: int) -> None:
         super().__init__()
-        self._state = State(model, position, hybrid, compile_call, inputs, max_forms, peer_timeout_s)
+        self._state = State(model, position, hybrid, compile_call, inputs, max_forms)
         self._calls = Calls(self, self._state)
         self.training = model.training
         if callable(getattr(type(model), "generate", None)):

@@ -84,16 +84,17 @@ class Peers:
 
     def _tell(self) -> None:
         """Write this rank's pulse and read the next rank's, until the end."""
-        watched, seen, still = (self.rank + 1) % self.size, "", -1  # a pulse counts once it has changed
+        watched, still = (self.rank + 1) % self.size, -1
+        seen: str | None = None  # what is there at first may be an earlier process group's: it counts once it changes
         try:
             while not self._stop.wait(self._period_s):
                 self._store.set(_key(self.rank), f"{self._pulse} {self.calls}")
                 self._pulse += 1
                 now = self._store.get(_key(watched)).decode() if self._store.check([_key(watched)]) else ""
                 if now == _ENDED and watched != self.rank:
-                    watched, seen, still = (watched + 1) % self.size, "", -1
+                    watched, seen, still = (watched + 1) % self.size, None, -1
                     continue
-                still = (still if still < 0 else still + 1) if now == seen else 0 if seen else -1
+                still = -1 if seen is None else 0 if now != seen else still + (still >= 0)
                 seen = now
                 gone = watched != self.rank and still * self._period_s >= self.limit_s
                 self._say((watched, f"{_GONE}: no sign of it in {self.limit_s:g} s") if gone else None)

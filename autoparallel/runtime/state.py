@@ -35,12 +35,11 @@ class State:
     compile_call: Compile
     inputs: Inputs
     max_forms: int
-    peer_timeout_s: float
 
     def __post_init__(self) -> None:
         self.mesh = self.position.mesh
         self.axes = groups.bind(self.mesh)
-        self.together = Together(self.position.whole, self.peer_timeout_s)
+        self.together = Together(self.position.whole)
         self.forms = Forms(self.max_forms)
         self.attributes: SharedAttributes | None = None
         self.places: Places | None = None
