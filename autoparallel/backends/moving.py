@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
@@ -113,7 +114,8 @@ def _sorted(nodes: Iterable[FxNode]) -> list[FxNode]:
 
 
 def gather_into_own_memory(module: GraphModule) -> None:
-    """All-gathers with an output that is allocated here: see `kernels.collectives` on gloo's other form."""
+    """All-gathers with an output that is allocated here: see `kernels.collectives` on gloo's other form. What they send
+    is kept until they are awaited."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.target is GATHER:
@@ -125,6 +127,9 @@ def gather_into_own_memory(module: GraphModule) -> None:
                 made = call(graph, GATHER_OUT, sent, *node.args[1:], out=memory)
             node.replace_all_uses_with(made)
             graph.erase_node(node)
+            wait = waited(made)
+            with graph.inserting_after(wait):
+                call(graph, torch.ops.autoparallel.sent_by_now.default, wait, sent)
 
 
 @dataclass(frozen=True)

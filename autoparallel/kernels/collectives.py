@@ -244,6 +244,11 @@ _library = torch.library.Library("autoparallel", "FRAGMENT")
 _library.define("kept_or_zeros(Tensor x, bool kept) -> Tensor")
 _library.impl("kept_or_zeros", _kept_or_zeros, "CompositeExplicitAutograd")
 torch.library.register_fake("autoparallel::kept_or_zeros", lambda x, kept: torch.empty_like(x), lib=_library)
+# Nothing, behind the wait of a collective that writes to ``received``: a compiler that plans memory must leave ``sent``
+# alone up to here. (Inductor sees to that itself for collectives without ``out``.)
+_library.define("sent_by_now(Tensor(a!) received, Tensor sent) -> ()")
+_library.impl("sent_by_now", lambda received, sent: None, "CompositeExplicitAutograd")
+torch.library.register_fake("autoparallel::sent_by_now", lambda received, sent: None, lib=_library)
 
 
 def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
