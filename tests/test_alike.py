@@ -76,7 +76,8 @@ def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybr
         assert told.pop("repeated_ops") == by_one.pop("repeated_ops") and told.pop("basis") == by_one.pop("basis")
         assert told == pytest.approx(by_one, rel=1e-9, abs=1e-12 * judged.objective)
         assert [tuple(use.values()) for use in uses] == [
-            (*tuple(use.values())[:4], pytest.approx(use["num_bytes"]), pytest.approx(use["seconds"])) for use in used]
+            (*tuple(use.values())[:4], pytest.approx(use["num_bytes"]), pytest.approx(use["seconds"]),
+             *tuple(use.values())[6:]) for use in used]
         for rank in range(hybrid.pipeline_ranks):
             own = hybrid.stages_of(rank)
             alone_s = hidden_s(other, strategies, own)

@@ -605,7 +605,7 @@ def test_plan_files_that_are_none(tmp_path: Path) -> None:
         says(PlanError, *parts, of=lambda: Plan.load(file))
     for path in (None, 3, b"plan.json", "a\0b"):
         says(PlanError, "cannot read the plan file", of=lambda p=path: Plan.load(p))  # type: ignore[misc]
-        says(PlanError, "cannot write the plan file", of=lambda p=path: planned().save(p))  # type: ignore[misc]
+        says(PlanError, "cannot write the file", of=lambda p=path: planned().save(p))  # type: ignore[misc]
     says(PlanError, "plan is None", "Plan.load(path)", of=lambda: Plan.from_json(None))  # type: ignore[arg-type]
 
 
@@ -792,7 +792,7 @@ def test_questions_to_a_plan_that_have_no_answer(tmp_path: Path) -> None:
     says(PlanError, "['linear']", "is it one of", of=lambda: found.explain(["linear"]))  # type: ignore[arg-type]
     says(PlanError, "'wat'", "is it one of", "plan.strategies", of=lambda: found.explain("wat"))
     says(PlanError, "'plan.json'", "Plan.load(path)", of=lambda: found.diff("plan.json"))  # type: ignore[arg-type]
-    says(PlanError, "cannot write the plan file", "No such file", of=lambda: found.save(tmp_path / "no" / "plan.json"))
+    says(PlanError, "cannot write the file", "No such file", of=lambda: found.save(tmp_path / "no" / "plan.json"))
     file = tmp_path / "plan.json"
     file.write_bytes(b"\xd0\xff")
     says(PlanError, str(file), "is not JSON", of=lambda: Plan.load(file))

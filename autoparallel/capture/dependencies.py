@@ -188,7 +188,7 @@ class Recorder:
         if drawn and _others_run() and not self._watches:
             self._watches, self._numbers = True, _RandomNumbers()
             raise OthersDrawError
-        if drawn and (draws.seen or not self._watches):
+        if drawn and (draws.seen or not self._watches or any(_draws_by_numpy(value) for value in self._values)):
             raise CaptureError(f"forward of {type(self.model).__name__} draws numbers from {drawn}, others at each "
                                "call: a program has those of its trace\n"
                                "  Draw them by torch (torch.rand), or outside of forward and pass them.")
@@ -333,24 +333,50 @@ class _Draws:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        of = (getattr(random.random, "__self__", None), getattr(np.random.rand, "__self__", None))
+        generator = getattr(random.random, "__self__", None)
 
         def look(frame: Any, event: str, function: Any) -> None:
-            if event == "c_call" and any(getattr(function, "__self__", None) is generator for generator in of):
+            if event == "c_call" and getattr(function, "__self__", None) is generator:
                 self.seen = True
 
         before = sys.getprofile()
+        own = {name: getattr(np.random, name) for name in _NUMPY_DRAWS}
+        for name, function in own.items():    # a profiler does not see Cython's functions
+            setattr(np.random, name, self._seen_here(function))
         sys.setprofile(look)
         try:
             yield
         finally:
             sys.setprofile(before)
+            for name, function in own.items():
+                setattr(np.random, name, function)
+
+    def _seen_here(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose calls in this thread are seen."""
+        thread = threading.get_ident()
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.seen = self.seen or threading.get_ident() == thread
+            return function(*args, **kwargs)
+
+        return call
+
+
+#: Functions of numpy's global generator.
+_NUMPY_DRAWS = tuple(name for name in np.random.__all__ if name not in ("default_rng", "get_state")
+                     and callable(value := getattr(np.random, name)) and not isinstance(value, type))
+
+
+def _draws_by_numpy(value: Any) -> bool:
+    return any(value is getattr(np.random, name) for name in _NUMPY_DRAWS)
 
 
 def _others_run() -> bool:
-    """Whether other threads run than this one and ours, that may draw numbers."""
+    """Whether other threads run that may draw numbers: neither this one, nor ours, nor the one that tqdm leaves."""
     here = threading.get_ident()
-    return any(t.ident != here and not t.name.startswith("autoparallel ") for t in threading.enumerate())
+    return any(t.ident != here and not t.name.startswith("autoparallel ") and not type(t).__module__.startswith("tqdm")
+               for t in threading.enumerate())
 
 
 # --- while any thread records --------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from autoparallel.garbage import collected_later
 from autoparallel.partition.microbatch import loss_output
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
-from autoparallel.planning.one_mesh import ROUGH_S
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.usual import usual_plan
@@ -61,7 +60,7 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     if mesh_shape is None and not options.pins:
         with suppress(InfeasibleError):
             usual = usual_plan(graph, cluster, options, options.time_limit_s * USUAL_SHARE)
-    within = replace(options, time_limit_s=max(ROUGH_S, ends - time.monotonic()))
+    within = replace(options, time_limit_s=max(0.0, ends - time.monotonic()))
     try:
         found = plan_jointly(graph, cluster, mesh_shape, within)
     except (InfeasibleError, SearchError):

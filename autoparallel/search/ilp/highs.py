@@ -103,6 +103,7 @@ class _Process(threading.local):
         timer = None
         if deadline < FORBIDDEN:
             timer = threading.Timer(max(0.0, deadline - time.monotonic()), running.kill)
+            timer.name = "autoparallel deadline"
             timer.start()
         try:
             pickle.dump(model, running.stdin)
