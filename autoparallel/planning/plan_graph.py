@@ -53,8 +53,8 @@ def _plan_plainly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
 
 
 def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
-    """The joint search's plan, or the usual plan by hand that the options allow, if that is faster: the search may have
-    had too little time. Pricing the usual plans takes at most a quarter of the time."""
+    """The joint search's plan, or a usual plan by hand that the options allow, if that is faster: the search may have had
+    too little time. The usual plans are priced in the first quarter of the time limit, as many as it is enough for."""
     ends = time.monotonic() + options.time_limit_s
     usual: tuple[str, Plan] | None = None
     if mesh_shape is None and not options.pins:
