@@ -67,9 +67,7 @@ def parallel_run(mesh_shape: tuple[int, ...], reference: dict[str, torch.Tensor]
 
     # full_tensor() communicates once per axis, for which torch logs warnings
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    names = ("data", "model")[-len(mesh_shape):]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(device, mesh_shape, mesh_dim_names=names)
+    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", mesh_shape)
     parallel = autoparallel.compile(small_llama(), mesh, example_kwargs=batch(0))
     losses, seconds = train(parallel)
     error = 0.0

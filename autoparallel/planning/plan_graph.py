@@ -53,8 +53,10 @@ def _plan_plainly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
 
 
 def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
-    """The joint search's plan, or a usual plan by hand that the options allow, if that is faster: the search may have had
-    too little time. The usual plans are priced in the first quarter of the time limit, as many as it is enough for."""
+    """The joint search's plan, or a usual plan by hand that the options allow, if that is faster.
+
+    The search may have had too little time. The usual plans are priced in the first quarter of the time limit, as many
+    as it is enough for."""
     ends = time.monotonic() + options.time_limit_s
     usual: tuple[str, Plan] | None = None
     if mesh_shape is None and not options.pins:
