@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -71,14 +72,14 @@ def different_calls() -> list[tuple[str, str, int, float]]:
 @pytest.mark.ranks
 def test_different_calls_are_refused_on_all_ranks_and_nothing_is_closed(four_ranks: RankPool) -> None:
     """Shape, dtype, mode, gradients, method, model, attribute (they ended the processes: SIGABRT of gloo)."""
-    expected = ["forward(float32[4, 32]) in train mode on rank 1; ",
-                "forward(float64[8, 32]) in train mode on rank 2; ",
-                "forward(float32[8, 32]) in eval mode on rank 3; ",
-                "forward(float32[8, 32]) under no_grad in train mode on rank 0; ", "clip_grad_norm_ on rank 1; ",
-                " of model 2 on rank 2; ", "where 1.p was 0.1 and is 0.3 on rank 3; "]
+    expected = [r"forward\(float32\[4, 32\]\) in train mode on rank 1; ",
+                r"forward\(float64\[8, 32\]\) in train mode on rank 2; ",
+                r"forward\(float32\[8, 32\]\) in eval mode on rank 3; ",
+                r"forward\(float32\[8, 32\]\) under no_grad in train mode on rank 0; ", "clip_grad_norm_ on rank 1; ",
+                r" of model \d+ on rank 2; ", "where 1.p was 0.1 and is 0.3 on rank 3; "]
     for *found, after in four_ranks.run(different_calls, timeout_s=60):
         for (name, text, _, _), part in zip(found, expected, strict=True):
-            assert name == "InputError" and part in text and "nothing was run" in text, (text, part)
+            assert name == "InputError" and re.search(part, text) and "nothing was run" in text, (text, part)
         assert after[0] == "", after
 
 

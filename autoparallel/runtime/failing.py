@@ -189,7 +189,8 @@ def all_of(mine: Any) -> list[Any]:
     return found
 
 
-def agree_on(call: object, described: Callable[[], str] | None = None, model: int = 0, limit_s: float = 0.0) -> None:
+def agree_on(call: object, described: Callable[[], tuple[str, str]] | None = None, model: int = 0,
+             limit_s: float = 0.0) -> None:
     """As `Together.agree`, of a model by its number; 0: of none. (Makes the group that it needs.) ``limit_s``: the time
     without a sign of life after which a rank is gone, from now on; 0: as it is."""
     world = _world()
@@ -204,11 +205,12 @@ def agree_on(call: object, described: Callable[[], str] | None = None, model: in
     text = f"{model} {call!r}"
     if is_same(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"), torch.device("cpu")):
         return
-    every = all_of((described() if described else str(call), model))
-    several = len({number for _, number in every if number}) > 1
+    every = all_of((*(described() if described else (str(call), "")), model))
+    several = len({number for *_, number in every if number}) > 1
+    alike = len({theirs for theirs, *_ in every}) == 1
     ranks: dict[str, list[int]] = {}
-    for rank, (theirs, number) in enumerate(every):
-        ranks.setdefault(theirs + f" of model {number}" * (several and number > 0), []).append(rank)
+    for rank, (theirs, whose, number) in enumerate(every):
+        ranks.setdefault(theirs + whose * alike + f" of model {number}" * (several and number > 0), []).append(rank)
     said = "; ".join(f"{theirs} on {'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some))}"
                      for theirs, some in sorted(ranks.items(), key=lambda item: len(item[1])))
     raise InputError(f"ranks make different calls: {said}\n  All ranks must make the same calls in the same order, "
@@ -244,9 +246,10 @@ class Together:
                             "init_process_group(...), make the mesh and compile again")
         check_groups()
 
-    def agree(self, call: object, described: Callable[[], str] | None = None) -> None:
-        """Compare over all ranks which call this is: ``call`` by its repr; ``described`` for the error. Nothing where
-        the process group has no gloo. Raises InputError on all ranks if they differ: nothing has been sent."""
+    def agree(self, call: object, described: Callable[[], tuple[str, str]] | None = None) -> None:
+        """Compare over all ranks which call this is: ``call`` by its repr; for the error, ``described`` gives the call
+        and, told where the calls look alike, the model. Nothing where the process group has no gloo. Raises InputError
+        on all ranks if they differ: nothing has been sent."""
         self.check()
         with self.call():
             agree_on(call, described, self._number)
@@ -284,7 +287,7 @@ class Closed(Together):
         raise InputError(f"this parallel {self.name} is closed: it has no programs and process groups any more\n  "
                          "Compile the model again; close a module after its last call.")
 
-    def agree(self, call: object, described: Callable[[], str] | None = None) -> None:
+    def agree(self, call: object, described: Callable[[], tuple[str, str]] | None = None) -> None:
         self.check()
 
     @contextmanager

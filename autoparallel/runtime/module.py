@@ -129,18 +129,19 @@ class ParallelModule(nn.Module):
             state.calls_traced[call] = None
         return compiled
 
-    def _told(self, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, key: Any) -> str:
-        """A call with what its form depends on, to tell it from other ranks' calls."""
+    def _told(self, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, key: Any) -> tuple[str, str]:
+        """A call with its modes and changes, and the size of the model, to tell it from other ranks' calls."""
         state, leaves = self._state, pytree.tree_leaves((args, kwargs))
         modes, free = state.modes(), state.trainable()
         changes = state.forms.changes(key, leaves)
-        return "".join([
+        told = "".join([
             "step" if step else "forward", call_text(args, kwargs),
             "" if torch.is_grad_enabled() else " under no_grad",
             " in train mode" if all(modes) else " in eval mode" if not any(modes) else
             f" with {sum(modes)} of {len(modes)} modules in train mode",
             "" if all(free) else f", {sum(free)} of {len(free)} parameters trainable",
             f", where {'; '.join(changes)}" if changes else ""])
+        return told, f" of a model of {len(modes)} modules and {len(free)} parameters"
 
     def taken(self, args: Sequence[Any], kwargs: Mapping[str, Any], compared: bool = False
               ) -> tuple[tuple[Any, ...], dict[str, Any]]:
