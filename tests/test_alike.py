@@ -29,8 +29,8 @@ class OneByOne(SpacePricer):
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
-        self.decision_kinds = np.arange(len(self.space))
-        self.use_kinds = np.arange(len(self.space.uses))
+        self.costs.kinds.decisions = np.arange(len(self.space))
+        self.costs.kinds.uses = np.arange(len(self.space.uses))
 
 
 @pytest.mark.parametrize("hybrid", [
@@ -54,7 +54,7 @@ def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybr
     stages = stages_of(space, micro.loss, hybrid)
     counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)))
     pricer, other = SpacePricer(prices, counts=counts), OneByOne(prices, counts=counts)
-    assert len(set(pricer.decision_kinds.tolist())) < len(space)
+    assert len(set(pricer.costs.kinds.decisions.tolist())) < len(space)
     made, whole = pricer.full(), other.full()
     for node, alone in zip((*made.nodes, *made.edges), (*whole.nodes, *whole.edges), strict=True):
         assert np.array_equal(node.costs, alone.costs)

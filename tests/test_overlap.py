@@ -26,7 +26,7 @@ from autoparallel.kernels import regather
 from autoparallel.partition import split_batch
 from autoparallel.planning import one_mesh
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.pricing.overlap_simulation import COMPUTE, _Again, _Plan, _Step
+from autoparallel.pricing.overlap_simulation import COMPUTE, RankStep, StepTasks, _Again
 from autoparallel.schedule import async_windows
 from autoparallel.schedule.async_windows import TOP
 from autoparallel.strategies.space import StrategySpace
@@ -216,13 +216,13 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
     micro_batches = options.get("micro_batches", 1)
     space = StrategySpace(split_batch(capture(case.build(), args, kwargs), micro_batches).body, (2, 2))
     prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True)
-    plan = _Plan(
+    plan = RankStep(
         SpacePricer(prices, counts=ExecutionCounts(space, parallel.plan.hybrid)), parallel.plan.strategies_on(space)
     )
-    plan.parameter_steps = [step._replace(again_s=(step.again_s > 0) * read.num_bytes)
-                            for step, read in zip(plan.parameter_steps, plan.reads, strict=True)]
-    again = _Again(step := _Step(), plan)
-    told = [("issued" if begins else "waited", sum(plan.reads[n].num_bytes for n in pair.steps))
+    plan.reads.parameter_steps = [step._replace(again_s=(step.again_s > 0) * read.num_bytes)
+                            for step, read in zip(plan.reads.parameter_steps, plan.reads.reads, strict=True)]
+    again = _Again(step := StepTasks(), plan)
+    told = [("issued" if begins else "waited", sum(plan.reads.reads[n].num_bytes for n in pair.steps))
             for place in (TOP, *range(len(space))) for begins, pair in plan.windows.events.get(place, ())
             if pair in plan.windows.gathered]
     waits = list[float]()
@@ -346,7 +346,7 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
     graph = capture(case.build(), args, kwargs)
     space = StrategySpace(split_batch(graph, made.hybrid.micro_batches).body, mesh_shape)
     pricer = SpacePricer(Prices(space, cluster, direct=made.direct), counts=ExecutionCounts(space, made.hybrid))
-    step, parts = _Plan(pricer, made.strategies_on(space)).step(), made.prediction
+    step, parts = RankStep(pricer, made.strategies_on(space)).step(), made.prediction
     assert sum(task.duration_s for task in step.tasks) == pytest.approx(parts.added_s)
     assert parts.added_s == pytest.approx(made.evidence.objective_s)
     assert parts.hidden_s == step.hidden_s(cluster.device.overlap_slowdown)
@@ -431,7 +431,7 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
     solve = one_mesh.solve
 
     def only_the_first(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
-        if pricer.exposed != (1.0, 1.0):
+        if pricer.costs.exposed != (1.0, 1.0):
             raise SearchError("no plan that fits was found")
         return solve(problem, search, left, pricer, *rest)
 
@@ -450,7 +450,7 @@ def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def planned(interrupted: int) -> autoparallel.Plan:
         def stopped(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
-            begun.append(pricer.exposed)
+            begun.append(pricer.costs.exposed)
             if len(begun) == 2 == interrupted:
                 raise KeyboardInterrupt
             found = solve(problem, search, left, pricer, *rest)
@@ -648,9 +648,9 @@ PROGRAMS = st.lists(st.one_of(
     st.tuples(st.just("wait"), st.integers(0, 9), st.just(""))), max_size=12)
 
 
-def simulated(program: list[tuple[str, int, str]], slower: float = 1.0) -> _Step:
+def simulated(program: list[tuple[str, int, str]], slower: float = 1.0) -> StepTasks:
     """The step of such a program, its inner link ``slower``; it waits for all at the end."""
-    step, issued = _Step(), []
+    step, issued = StepTasks(), []
     for what, number, stream in program:
         duration_s = number / 4 * (slower if stream == "inner" else 1.0)
         if what == "work":
@@ -664,7 +664,7 @@ def simulated(program: list[tuple[str, int, str]], slower: float = 1.0) -> _Step
     return step
 
 
-def alone_s(step: _Step, stream: str = "") -> float:
+def alone_s(step: StepTasks, stream: str = "") -> float:
     return sum(task.duration_s for task in step.tasks if stream in ("", task.stream))
 
 

@@ -21,7 +21,7 @@ from autoparallel.lower.parameter_reads import gathers_parameter, split_reads
 from autoparallel.partition import split_batch
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.pricing.overlap_simulation import _Plan, _Step
+from autoparallel.pricing.overlap_simulation import RankStep, StepTasks
 from autoparallel.runtime.stage_module import _recomputed, split_step
 from autoparallel.schedule import async_windows
 from autoparallel.schedule.async_windows import TOP, AsyncWindows, Read, ToAsk
@@ -70,12 +70,12 @@ def lines_of(module: torch.fx.GraphModule, ops: set[int]) -> list[object]:
     return found
 
 
-def lines_priced(plan: _Plan) -> list[object]:
+def lines_priced(plan: RankStep) -> list[object]:
     """The same of a simulated step, and what it posts."""
     found: list[object] = []
     for place in (TOP, *range(len(plan.space))):
         for begins, pair in plan.windows.events.get(place, ()):
-            reads = [plan.reads[n] for n in pair.steps]
+            reads = [plan.reads.reads[n] for n in pair.steps]
             found.append((begins, reads[0].kind == "gather", sum(read.num_bytes for read in reads)))
         if place >= 0 and plan.space.decisions[place].kind == "op":
             found.append(place)
@@ -107,18 +107,19 @@ def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...]
         {decision.index for decision in space.decisions if decision.kind == "op"},
     )
     prices = Prices(space, CLUSTER, direct="baseline" in options)
-    plan = _Plan(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)
+    plan = RankStep(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)
     program = emit(space, strategies, prices.path, (0,) * len(mesh_shape))
     block_of = _recomputed(hybrid)
-    assert reads_of(program.module, block_of)[1] == plan.reads
+    assert reads_of(program.module, block_of)[1] == plan.reads.reads
     written = lines_of(overlap(program.module, block_of), ops)
     assert written == lines_priced(plan)
     issued: list[float] = []
-    monkeypatch.setattr(_Step, "work", lambda step, *rest: None)
-    monkeypatch.setattr(_Step, "issue", lambda step, seconds, stream, label: issued.append(seconds) or len(issued) - 1)
+    monkeypatch.setattr(StepTasks, "work", lambda step, *rest: None)
+    monkeypatch.setattr(StepTasks, "issue",
+                        lambda step, seconds, stream, label: issued.append(seconds) or len(issued) - 1)
     plan.step()
     pairs = [event for event in written if isinstance(event, tuple)]
-    again = sum(any(plan.parameter_steps[n].again_s for n in pair.steps) for pair in plan.windows.gathered)
+    again = sum(any(plan.reads.parameter_steps[n].again_s for n in pair.steps) for pair in plan.windows.gathered)
     assert len(issued) == sum(gather or not begins for begins, gather, _ in pairs) + again
     assert (again > 0) == (hybrid.zero_stage == 3)
     assert pairs
@@ -136,9 +137,9 @@ def test_what_is_priced_is_what_runs_in_each_turn_of_zero_3(case_name: str, reco
         {decision.index for decision in space.decisions if decision.kind == "op"},
     )
     prices = Prices(space, CLUSTER)
-    plan = _Plan(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)
+    plan = RankStep(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)
     micro_batch = split_reads(emit(space, strategies, prices.path, (0, 0)), gathers_parameter).micro_batch
-    assert reads_of(micro_batch, _recomputed(hybrid))[1] == plan.reads
+    assert reads_of(micro_batch, _recomputed(hybrid))[1] == plan.reads.reads
     written = lines_of(overlap(micro_batch, _recomputed(hybrid)), ops)
     assert written == lines_priced(plan) and any(isinstance(event, tuple) for event in written)
 
@@ -150,14 +151,14 @@ def test_what_is_priced_is_what_runs_in_turns(baseline: str, mesh_shape: tuple[i
     space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 2).body, mesh_shape)
     strategies = strategies_of("gpt2", space, {"baseline": baseline, "micro_batches": 2})
     prices = Prices(space, CLUSTER, direct=True)
-    plan = _Plan(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)
+    plan = RankStep(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)
     reads = split_step(emit(space, strategies, prices.path, (0,) * len(mesh_shape)), hybrid).reads
-    assert reads_of(reads, lambda node: None)[1] == plan.reads
+    assert reads_of(reads, lambda node: None)[1] == plan.reads.reads
     pairs = (*plan.windows.reduced, *plan.windows.gathered)
     early = [pair for pair in pairs if all(map(plan.windows.is_last, pair.steps))]
     assert len(early) == len(ended_together(overlap(reads))) > 0
-    hubs = [step.target for step in plan.parameter_steps if space.decisions[step.target].kind == "shared_read"]
-    assert hubs and all(space.decisions[plan._first_reader(shared_read)].kind == "op" for shared_read in hubs)
+    hubs = [step.target for step in plan.reads.parameter_steps if space.decisions[step.target].kind == "shared_read"]
+    assert hubs and all(space.decisions[plan.reads.first_reader(shared_read)].kind == "op" for shared_read in hubs)
 
 
 SHAPES = {"p0": (4, 6), "p1": (6,), "p2": (6, 4), "p3": (4,), "p4": (4, 6)}

@@ -91,7 +91,7 @@ def test_adding_up_gradients_of_turns_takes_time() -> None:
     )
 
     def seconds(**options: Any) -> np.ndarray:
-        return SpacePricer(prices, counts=ExecutionCounts(space, Hybrid(**options))).sums_s(use)
+        return SpacePricer(prices, counts=ExecutionCounts(space, Hybrid(**options))).costs.sums_s(use)
 
     assert seconds(micro_batches=4, zero_stage=1).max() == pytest.approx(3 * whole)
     assert seconds(micro_batches=4, zero_stage=3).min() == pytest.approx(3 * local_shard)
@@ -110,7 +110,7 @@ def test_a_block_runs_again_as_far_as_backward_needs() -> None:
     space = StrategySpace(capture(case.build(), args, kwargs), (2,))
     counts = ExecutionCounts(space, Hybrid(recompute="full"))
     last, rest = set(), set()
-    for decision in (s for s in space.decisions if s.kind == "op" and counts.block_of[s.index] is not None):
+    for decision in (s for s in space.decisions if s.kind == "op" and counts.blocks.of[s.index] is not None):
         if "linear" in str(space.graph.nodes[decision.node].target):
             down = "down_proj" in space.graph.nodes[decision.node].module_path
             (last if down else rest).add(counts.op_times(decision.index))
@@ -137,7 +137,8 @@ def test_backward_launches_what_it_runs() -> None:
                 for s in space.decisions if s.kind == "op"}
     assert sorted(launches.values()) == [0, 2]
     pricer = SpacePricer(prices)
-    assert [round(float(pricer.shared_read_s(s.index)[0])) for s in space.decisions if s.kind == "shared_read"] == [1]
+    (read,) = (decision.index for decision in space.decisions if decision.kind == "shared_read")
+    assert round(float(pricer.costs.shared_read_s(read)[0])) == 1
     problem = pricer.full()
     strategies = pricer.strategies_of(solve(problem, "exact").choice)
     assert predict(pricer, problem, strategies, 0.0).added_s == pytest.approx(

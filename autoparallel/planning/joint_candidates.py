@@ -250,7 +250,7 @@ class JointSearch:
             return replace(candidate, estimate_s=math.inf)
         least = min(equal_stages_s(h, 1.0), 1.0 / h.pipeline_ranks)  # step seconds per second of work on one rank
         pricers = [pricer]  # first with overlap counted as far as possible, then without
-        if (share := least_exposed(pricer)) != pricer.exposed:
+        if (share := least_exposed(pricer)) != pricer.costs.exposed:
             pricers.insert(0, pricer.exposing(share))
         made = []
         for priced in pricers:

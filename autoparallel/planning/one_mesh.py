@@ -255,8 +255,8 @@ def _plan_of(
         0.0 if named else solution.gap, named or solution.stop_reason,
         {**clock.seconds, **{f"search: {k}": v for k, v in solution.seconds.items()}},
     )
-    names, which = pricer.each(
-        "names", pricer.decision_codes(strategies), lambda at: space.strategy_sets[at].names(strategies[at])
+    names, which = pricer.costs.memo.each(
+        "names", pricer.costs.kinds.decision_codes(strategies), lambda at: space.strategy_sets[at].names(strategies[at])
     )
     named_strategies = {
         decision.name: names[kind] for decision, kind in zip(space.decisions, which.tolist(), strict=True)

@@ -14,7 +14,8 @@ from autoparallel.plans import CollectiveUse, Hybrid, Prediction
 from autoparallel.plans.record import StageSeconds
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.overlap_simulation import hidden_s
-from autoparallel.pricing.problem import Move, SpacePricer
+from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.step_cost import Move
 from autoparallel.pricing.unit_costs import Inside, Prices
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
@@ -218,7 +219,7 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
     _add_live_bytes(pricer, problem, strategies, stages)
     found = []
     for number, (s, send_s) in enumerate(zip(stages, [*_passed_s(pricer, sends), 0.0], strict=True)):
-        count, held = hybrid.micro_batches_on(number), pricer.counts.in_flight(number)
+        count, held = hybrid.micro_batches_on(number), pricer.counts.in_flight[number]
         whole_s = s.total - s.once - s.beside_s(profile)
         forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
         share = forward / (s.total - s.once) if s.total > s.once else 0.0
@@ -235,7 +236,8 @@ def _regathered_s(pricer: SpacePricer, whole: float, part: float) -> float:
 
 def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[_Parts], found: Found) -> None:
     """Add the costs of decisions, once per equivalence class."""
-    space, codes, numbers = pricer.space, pricer.decision_codes(strategies), pricer.numbers(strategies)
+    space, kinds = pricer.space, pricer.costs.kinds
+    codes, numbers = kinds.decision_codes(strategies), kinds.numbers(strategies)
     _, first, which, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
     for kind, (index, count) in enumerate(zip(first.tolist(), counts.tolist(), strict=True)):
         decision, strategy_set, number = space.decisions[index], space.strategy_sets[index], int(numbers[index])
@@ -246,29 +248,30 @@ def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: 
                 if not strategy_set.known and any(m.requires_grad for m in strategy_set.output_metas):
                     stage.repeated += np.flatnonzero(which == kind).tolist()
             elif decision.kind == "shared_read":
-                times = pricer.counts.op_times(index, place)[1]
-                stage.backward += count * times * float(pricer.shared_read_s(index)[number])
+                stage.backward += count * float(pricer.costs.of(index, place).backward[number])
             elif decision.kind == "parameter":
-                _add_parameter(pricer, index, number, count * pricer.counts.multiplicities[index], stage, found)
-                stage.state_bytes += count * float(pricer.decision_bytes(index)[number])
+                _add_parameter(pricer, index, number, count, stage, found)
+                stage.state_bytes += count * float(pricer.costs.decision_bytes(index)[number])
 
 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:
-    seconds = pricer.op_s(index, number, place)
-    stage.forward += count * (seconds.forward + seconds.again)
-    stage.again += count * seconds.again
-    stage.backward += count * seconds.backward
+    cost = pricer.costs.of(index, place)
+    stage.forward += count * float(cost.forward[number] + cost.again[number])
+    stage.again += count * float(cost.again[number])
+    stage.backward += count * float(cost.backward[number])
     forward, backward = pricer.counts.op_times(index, place)
     for exchanged in pricer.prices.op_of(index).inside:
         _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)
 
 
 def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, stage: _Parts, found: Found) -> None:
-    updated, shared = (float(s[number]) for s in (pricer.parameter_s(index), pricer.shared_s(index)))
+    cost = pricer.costs.of(index)
+    updated, shared = float(cost.update[number]), float(cost.summed[number])
     stage.optimizer += count * updated
     if shared:
-        _count_use(found, ("all_reduce", "pipeline", "backward", "gradients"), stage.ranks * count,
-                   float(pricer.shared_bytes(index)[number]), shared)
+        some = pricer.counts.multiplicities[index]
+        _count_use(found, ("all_reduce", "pipeline", "backward", "gradients"), stage.ranks * count * some,
+                   float(pricer.costs.shared_bytes(index)[number]), shared / some)
     stage.backward_communication += count * shared
     stage.once += count * (updated + shared)
 
@@ -300,9 +303,9 @@ def _add_live_bytes(
     pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Sequence[_Parts]
 ) -> None:
     """Add the bytes live at the end of each stage's forward pass, and those of them that live the whole step."""
-    counts, num_bytes = pricer.counts, problem.usages.take(problem.cells(pricer.choice_of(strategies)))
+    num_bytes = problem.usages.take(problem.cells(pricer.choice_of(strategies)))
     for holders, users in _holders(pricer, problem).items():
-        moments = [counts.turning_of(stage) for stage in holders]
+        moments = [pricer.live.turning_of(stage) for stage in holders]
         begin, end = problem.intervals[users].T
         live = float(num_bytes[users][(begin <= min(moments)) & (max(moments) < end)].sum())
         half = len(pricer.space)  # from the turn to the start, and to the end
@@ -327,12 +330,12 @@ def _holders(pricer: SpacePricer, problem: Problem) -> Mapping[tuple[int, ...], 
 
 def _add_host_bytes(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[_Parts]) -> None:
     """Add the bytes offloaded to the host's memory."""
-    space, counts, numbers = pricer.space, pricer.counts, pricer.numbers(strategies)
+    space, counts, numbers = pricer.space, pricer.counts, pricer.costs.kinds.numbers(strategies)
     if counts.hybrid.recompute != "offload":
         return
     for decision in space.decisions:
         if counts.offloads(decision.index):
-            num_bytes = float(pricer.decision_bytes(decision.index)[numbers[decision.index]])
+            num_bytes = float(pricer.costs.decision_bytes(decision.index)[numbers[decision.index]])
             _hold(counts, stages, counts.stages_of[decision.index], num_bytes * counts.held[decision.index])
     for use in space.uses:
         if counts.offloads_copy(use):
@@ -342,12 +345,12 @@ def _add_host_bytes(pricer: SpacePricer, strategies: Sequence[Strategy], stages:
 
 def _hold(counts: ExecutionCounts, stages: Sequence[_Parts], holders: Sequence[int], num_bytes: float) -> None:
     for holder in holders:
-        stages[holder].host_bytes += num_bytes * counts.in_flight(holder)
+        stages[holder].host_bytes += num_bytes * counts.in_flight[holder]
 
 
 def _add_uses(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[_Parts], found: Found) -> None:
     """Add the costs of uses, once per equivalence class."""
-    moves = pricer.moves(strategies)
+    moves = pricer.costs.moves(strategies)
     counts, equivalent = Counter(move.kind for move in moves), {move.kind: move for move in reversed(moves)}
     for kind, move in equivalent.items():
         for place in pricer.counts.stages_of[move.use.target]:
@@ -357,11 +360,11 @@ def _add_uses(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Seque
 def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, count: int, place: int, stage: _Parts,
               found: Found) -> None:
     space, counts, use = pricer.space, pricer.counts, move.use
-    ends = tuple(pricer.numbers(strategies)[[use.source, use.target]].tolist())
+    ends = tuple(pricer.costs.kinds.numbers(strategies)[[use.source, use.target]].tolist())
     if counts.sums(use):
-        stage.backward += count * float(pricer.sums_s(use)[ends])
+        stage.backward += count * float(pricer.costs.sums_s(use)[ends])
     if counts.offloads_copy(use):
-        there, back = pricer.offload_copy_s(use)
+        there, back = pricer.costs.offload_copy_s(use)
         stage.forward += count * float(there[ends])
         stage.backward += count * float(back[ends])
     summing, times = counts.summing(use), counts.use_times(use, place)

@@ -64,8 +64,9 @@ def _counted(pricer: SpacePricer) -> tuple[str, float]:
 
 def _flops(pricer: SpacePricer, strategies: Sequence[Strategy]) -> tuple[float, float, dict[str, float]]:
     """FLOPs of a micro-batch on all devices: (as the model needs them, as they run), and the first by dtype."""
-    space, runs_again = pricer.space, pricer.counts.runs_again
-    found, which = pricer.each("flops", pricer.decision_codes(strategies), lambda at: _flops_of(pricer, strategies, at))
+    space, runs_again = pricer.space, pricer.counts.blocks.runs_again
+    codes = pricer.costs.kinds.decision_codes(strategies)
+    found, which = pricer.costs.memo.each("flops", codes, lambda at: _flops_of(pricer, strategies, at))
     model, run, dtypes = 0.0, 0.0, dict[str, float]()
     for decision, kind in zip(space.decisions, which.tolist(), strict=True):
         own, ran, again, dtype = found[kind]
@@ -100,7 +101,7 @@ def redistributions(pricer: SpacePricer, strategies: Sequence[Strategy], blocks:
                     ) -> tuple[Redistribution, ...]:
     """Those of these blocks, and outside of blocks, in execution order."""
     space, found = pricer.space, []
-    for use, path, _ in pricer.moves(strategies):
+    for use, path, _ in pricer.costs.moves(strategies):
         block = space.blocks[use.target] or ""
         if not path or (block and block not in blocks):
             continue
@@ -150,7 +151,7 @@ def memory_profile(pricer: SpacePricer, problem: Problem, strategies: Sequence[S
 
 def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarray) -> np.ndarray:
     """``usages`` of nodes and edges by kind; shape (nodes and edges, kinds)."""
-    space, counts, numbers = pricer.space, pricer.counts, pricer.numbers(strategies)
+    space, counts, numbers = pricer.space, pricer.counts, pricer.costs.kinds.numbers(strategies)
     found = np.zeros((len(usages), len(KINDS)))
     column = {kind: number for number, kind in enumerate(KINDS)}
     for decision, whole in zip(space.decisions, usages.tolist(), strict=False):

@@ -20,8 +20,9 @@ from autoparallel.capture.blocks import block_path
 from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.pricing.chains import InChain, chains_of
-from autoparallel.pricing.counts import ALONE, Recomputing, Summing
+from autoparallel.pricing.counts import ALONE, Summing
 from autoparallel.pricing.op_costs import costs_of, dtype_name
+from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.rules.rule import Exchange
 from autoparallel.schedule.async_windows import BUCKET_BYTES
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse

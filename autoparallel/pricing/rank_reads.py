@@ -1,0 +1,168 @@
+"""The redistributions of a plan on one rank, and the async windows in which those of parameters run."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from autoparallel.layout import COLLECTIVES
+from autoparallel.plans import Hybrid
+from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.step_cost import Move
+from autoparallel.pricing.unit_costs import PricedStep
+from autoparallel.schedule.async_windows import TOP, AsyncWindows, Read, kind_of, places
+from autoparallel.strategies.space import Strategy, TensorUse
+
+#: The stream of ops; collectives run on the streams of the links that they cross.
+COMPUTE = "compute"
+
+
+def micro_batches_are_equivalent(hybrid: Hybrid) -> bool:
+    """Whether all micro-batches do the same: there is one, or each gathers and reduces (ZeRO-3)."""
+    return hybrid.is_plain or hybrid.prefetches
+
+
+class TimedStep(NamedTuple):
+    """One redistribution step before decision ``target``: (seconds, stream) forward and backward, and seconds of
+    running forward again for backward."""
+
+    target: int
+    forward: tuple[float, str]
+    again_s: float
+    backward: tuple[float, str]
+
+
+class RankReads:
+    """The redistributions of a plan on a rank of some stages.
+
+    ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: redistribution steps of activations,
+    by decision. ``parameter_steps``: the steps of parameters, classified by ``windows``. ``waited``: the synchronous
+    ones of them, by program point. ``read_by_ops``: gathers whose results ops read.
+    """
+
+    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> None:
+        self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
+        self.equivalent = micro_batches_are_equivalent(self.counts.hybrid)
+        held = {holders: next((stage for stage in holders if stage in stages), None)
+                for holders in set(self.counts.stages_of)}
+        self.stage_of = [held[holders] for holders in self.counts.stages_of]
+        sent, waited = defaultdict[int, list[TimedStep]](list), defaultdict[int, list[TimedStep]](list)
+        self.parameter_steps: list[TimedStep] = []
+        self._times: dict[int, list[tuple[Any, ...]]] = {}
+        self.moves = [move for move in pricer.costs.moves(strategies) if self.stage_of[move.use.target] is not None]
+        first = self._once()
+        for move, before in zip(self.moves, first, strict=True):
+            steps = self._timed_steps(move)
+            waited[move.use.target] += steps[:before]
+            (self.parameter_steps if self.counts.of_parameter[move.use.source] else sent[move.use.target]).extend(
+                steps[before:]
+            )
+        self.reads, by_ops = self._reads(first)
+        self.windows = AsyncWindows(self.reads)
+        self.read_by_ops = frozenset(n for step in by_ops for n in self.windows.gather_stages(step)[:1])
+        for number, place in self.windows.waited():
+            timed = self.parameter_steps[number]
+            waited[timed.target if place is None else place].append(timed)
+        self.sent = {target: steps for target, steps in sent.items() if steps}
+        self.waited = {place: steps for place, steps in waited.items() if steps}
+
+    def _once(self) -> list[int]:
+        """The number of steps of each move that ZeRO-3 runs once, before its micro-batches: those before the first that
+        communicates (as `lower.parameter_reads.split_reads`)."""
+        found, shared_reads = [0] * len(self.moves), set[int]()
+        for number, (use, path, _) in enumerate(
+            self.moves if self.equivalent and not self.counts.hybrid.is_plain else ()
+        ):
+            if self.space.decisions[use.source].kind == "parameter" or use.source in shared_reads:
+                found[number] = sum(1 for _ in itertools.takewhile(lambda s: s.step.forward not in COLLECTIVES, path))
+                if found[number] == len(path) and self.space.decisions[use.target].kind == "shared_read":
+                    shared_reads.add(use.target)
+        return found
+
+    def _reads(self, first: Sequence[int]) -> tuple[list[Read], list[int]]:
+        """The parameter reads, as `lower.overlap_pass.reads_of` finds them in the program, without the ``first`` steps
+        of each move; and the numbers of the last read before each op."""
+        place, looks = self._places(first), dict[int, list[Read]]()
+        found, by_ops = list[Read](), list[int]()
+        passed: dict[int, int | None] = {}  # by shared read, the last step on the path to it
+        for (use, path, kind), before in zip(self.moves, first, strict=True):
+            if self.counts.of_parameter[use.source]:
+                last = passed.get(use.source)
+                if kind not in looks:
+                    looks[kind] = [self._look(use, step) for step in path]
+                for look in looks[kind][before:]:
+                    where, block = place(use.target), self.space.blocks[use.target]
+                    found.append(look._replace(after=last, place=where, block=block))
+                    last = len(found) - 1
+                if self.space.decisions[use.target].kind == "shared_read":
+                    passed[use.target] = last
+                elif last is not None:
+                    by_ops.append(last)
+        return found, by_ops
+
+    def _look(self, use: TensorUse, priced: PricedStep) -> Read:
+        """A step as `Read` describes it, but for its place and what is before it."""
+        step, _, elements = priced
+        kind = kind_of(step.forward, step.backward, use.meta.requires_grad)
+        num_bytes = float(elements * use.meta.dtype.itemsize) if kind else 0.0
+        return Read(None, kind, self.space.axis_names[step.axis], str(use.meta.dtype), num_bytes, TOP, None,
+                    step.backward)
+
+    def _places(self, first: Sequence[int]) -> Callable[[int], int]:
+        """The program point at which each decision needs its parameters (`async_windows.places`)."""
+        if not (self.equivalent and self.counts.blocks.last):
+            return lambda index: index
+        runs = {move.use.target for move, before in zip(self.moves, first, strict=True) if len(move.path) > before}
+        runs |= {
+            decision.index
+            for decision in self.space.decisions
+            if decision.kind == "op" and self.stage_of[decision.index] is not None
+        }
+        return places((index, self.counts.blocks.of[index]) for index in sorted(runs)).__getitem__
+
+    def _timed_steps(self, move: Move) -> list[TimedStep]:
+        """The steps of a move; moves of one equivalence class share their times."""
+        if move.kind not in self._times:
+            self._times[move.kind] = [self._times_of(move.use, step) for step in move.path]
+        return [TimedStep(move.use.target, *times) for times in self._times[move.kind]]
+
+    def _times_of(self, use: TensorUse, priced: PricedStep) -> tuple[Any, ...]:
+        step, seconds, _ = priced
+        streams = [self._stream(step.axis) if kind in COLLECTIVES else COMPUTE
+                   for kind in (step.forward, step.backward)]
+        there, back = self.counts.use_times(use, self.stage_of[use.target])
+        again = max(0, there - back) * seconds[0]
+        return (min(there, back) * seconds[0], streams[0]), again, (back * seconds[1], streams[1])
+
+    def _stream(self, axis: int) -> str:
+        crossed = self.pricer.prices.groups[axis].crossed
+        return crossed[-1][1].name if crossed else COMPUTE
+
+    def first_reader(self, target: int) -> int:
+        """The first op that reads the result of a use: the target, or the first reader of a shared read."""
+        if self.space.decisions[target].kind != "shared_read":
+            return target
+        readers = self.space.readers_of.get(target, ())
+        return min((reader for reader in readers if self.stage_of[reader] is not None), default=target)
+
+    def last_reader(self, target: int) -> int:
+        """The last op that reads the result of a use: the target, or the last reader behind views and shared reads."""
+        rule = self.space.strategy_sets[target].rule
+        if self.space.decisions[target].kind != "shared_read" and (rule is None or not rule.alias):
+            return target
+        return max((self.last_reader(reader) for reader in self.space.readers_of.get(target, ())), default=target)
+
+    @cached_property
+    def requested(self) -> Mapping[int, Sequence[int]]:
+        """Gathers whose results ops read, by the decision whose backward requests them: their last reader, or the last
+        decision of the reader's block."""
+        found = defaultdict[int, list[int]](list)
+        for number in (n for pair in self.windows.gathered for n in pair.steps):
+            if number in self.read_by_ops:
+                target = self.parameter_steps[number].target
+                block = self.counts.blocks.of[target]
+                found[self.last_reader(target) if block is None else self.counts.blocks.last[block]].append(number)
+        return found

@@ -1,0 +1,81 @@
+"""The blocks that a step recomputes or offloads: which decisions run again in backward, and until where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from autoparallel.plans import Hybrid
+from autoparallel.strategies.space import StrategySpace
+
+#: Op classes (`Rule.op_class`) whose results recompute="selective" keeps, as in `lower.recompute_pass`.
+KEPT_CLASSES = frozenset({"matmul", "attention", "conv"})
+#: A block of a stage: its number, and the module path.
+Block = tuple[int, str]
+
+
+class Recomputing(NamedTuple):
+    """How software recomputes: whether a block's recompute ends where backward has all it needs (torch's early stop),
+    and whether "selective" runs the core of attention again and nothing else (Megatron), or all but products,
+    attention and convolutions."""
+
+    early_stop: bool = True
+    core_only: bool = False
+
+
+class RecomputedBlocks:
+    """The recomputed or offloaded blocks of a strategy graph, whose decisions run on ``stages_of``.
+
+    ``of``: by decision, its block (None: not recomputed). ``first``, ``last``: by block, its first and last decision.
+    """
+
+    def __init__(self, space: StrategySpace, hybrid: Hybrid, stages_of: Sequence[tuple[int, ...]],
+                 how: Recomputing) -> None:
+        self.space, self.hybrid, self.how = space, hybrid, how
+        self.some = hybrid.recompute != "none"
+        self.of = [self._block(index, stages_of) if self.some else None for index in range(len(space))]
+        self.last = {block: index for index, block in enumerate(self.of) if block is not None}
+        self.first = {block: index for index, block in reversed(list(enumerate(self.of))) if block is not None}
+
+    def _block(self, index: int, stages_of: Sequence[tuple[int, ...]]) -> Block | None:
+        path = self.space.blocks[index]
+        return (stages_of[index][0], path) if path and self.hybrid.recomputed(path) else None
+
+    def around(self, index: int) -> tuple[int, int]:
+        """(first, last) decision of the block of a decision; outside blocks the decision itself, twice."""
+        block = self.of[index]
+        return (index, index) if block is None else (self.first[block], self.last[block])
+
+    def again(self, index: int) -> bool:
+        """Whether recompute runs the decision again in backward."""
+        if self.of[index] is None or self.hybrid.recompute == "offload":
+            return False
+        rule = self.space.strategy_sets[index].rule
+        if self.hybrid.recompute == "selective" and self.how.core_only:
+            return rule is not None and rule.op_class == "attention"
+        return self.hybrid.recompute == "full" or rule is None or rule.op_class not in KEPT_CLASSES
+
+    def away(self, index: int) -> bool:
+        """Whether the decision's results leave the device between forward and backward (recomputed or offloaded)."""
+        return self.again(index) or (self.hybrid.recompute == "offload" and self.of[index] is not None)
+
+    @cached_property
+    def runs_again(self) -> frozenset[int]:
+        """Decisions that recompute runs again: those before the early stop of their block."""
+        inside = ((index, block) for index, block in enumerate(self.of) if block is not None)
+        return frozenset(index for index, block in inside if self.again(index) and index < self.ends[block])
+
+    @cached_property
+    def ends(self) -> dict[Block, int]:
+        """By block, the decision before which its recompute stops: the last op that saves an input, or after the last
+        op that saves its result (torch's early stop); the end of the block with zero bubble, whose backward has two
+        parts."""
+        if not self.how.early_stop or (self.hybrid.schedule == "zero_bubble" and self.hybrid.stages > 1):
+            return {block: last + 1 for block, last in self.last.items()}
+        found = dict.fromkeys(self.last, 0)
+        for index, (block, s) in enumerate(zip(self.of, self.space.strategy_sets, strict=True)):
+            saves = s.rule is not None and (s.rule.saves or s.rule.saves_output)
+            if block is not None and s.rule is not None and saves and any(m.requires_grad for m in s.output_metas):
+                found[block] = index + s.rule.saves_output
+        return found

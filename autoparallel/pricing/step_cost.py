@@ -1,0 +1,211 @@
+"""Seconds and bytes of decisions and tensor uses in one step: what the problem sums, the prediction itemises and the
+simulation schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from autoparallel.capture import TensorMeta
+from autoparallel.pricing.counts import ExecutionCounts
+from autoparallel.pricing.equivalence import Equivalence
+from autoparallel.pricing.memo import Memo
+from autoparallel.pricing.op_costs import dtype_name, share_of_work
+from autoparallel.pricing.unit_costs import PricedStep, Prices
+from autoparallel.strategies.space import Strategy, StrategySet, TensorUse
+from cost_models import collectives, compute
+
+
+class StepCost(NamedTuple):
+    """Seconds of a decision in a step on one rank, by strategy; shape (strategies,) each.
+
+    ``forward``: with moves of results to the host. ``again``: recompute. ``backward``: with moves from the host.
+    ``summed``: a parameter's gradients over the pipeline ranks that hold it. ``update``: by the optimizer.
+    """
+
+    forward: np.ndarray
+    again: np.ndarray
+    backward: np.ndarray
+    summed: np.ndarray
+    update: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        return self.forward + self.again + self.backward + self.summed + self.update
+
+
+class Move(NamedTuple):
+    """A use, its redistribution steps, and the number of its equivalence class: equal uses between equal strategies."""
+
+    use: TensorUse
+    path: Sequence[PricedStep]
+    kind: int
+
+
+class StepCosts:
+    """The costs of one step: unit costs (`Prices`) times execution counts, memoised by equivalence class.
+
+    ``exposed``: the fractions of the seconds of parameter gathers and of gradient reductions that count
+    (`overlap_simulation.least_exposed`).
+    """
+
+    def __init__(self, prices: Prices, counts: ExecutionCounts, exposed: tuple[float, float] = (1.0, 1.0)) -> None:
+        self.prices, self.counts, self.space, self.exposed = prices, counts, prices.space, exposed
+        self.kinds, self.memo = Equivalence(prices, counts), Memo()
+
+    # --- seconds of decisions ---------------------------------------------------------------------------------------
+
+    def of(self, index: int, stage: int | None = None) -> StepCost:
+        """The seconds of a decision in a step, on a rank of the stage (default: its first)."""
+        s, kind, counts = self.space.strategy_sets[index], self.space.decisions[index].kind, self.counts
+        times, moves = counts.op_times(index, stage), counts.offloads(index)
+        readers = int(self.kinds.readers[index]) if kind == "shared_read" else 0
+        key = id(s), kind, readers, self.prices.chains[index], times, moves, counts.ranks_with(index)
+        return self.memo.once(("cost", *key), lambda: self._cost(index, times))
+
+    def _cost(self, index: int, times: tuple[int, int]) -> StepCost:
+        s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
+        nothing = self._nothing(len(s.strategies))[0]
+        cost = StepCost(nothing, nothing, nothing, nothing, nothing)
+        if kind == "op":
+            price, (there, back) = self.prices.op_of(index), self.offload_s(index)
+            return cost._replace(forward=times[1] * price.forward_s + there,
+                                 again=(times[0] - times[1]) * price.forward_s,
+                                 backward=times[1] * price.backward_s + back)
+        if kind == "shared_read":
+            return cost._replace(backward=times[1] * self.shared_read_s(index))
+        if kind == "parameter":
+            some = self.counts.multiplicities[index]
+            return cost._replace(summed=some * self.shared_s(index), update=some * self.prices.parameter_s(s))
+        return cost
+
+    def shared_bytes(self, index: int) -> np.ndarray:
+        """Bytes of a parameter's gradient in the dtype in which pipeline ranks sum it, by strategy."""
+        s, dtype = self.space.strategy_sets[index], self.counts.hybrid.sum_dtype
+        meta = s.output_metas[0]
+        return (dtype or meta.dtype).itemsize / meta.dtype.itemsize * self.prices.local_bytes(meta, s.outputs[0])
+
+    def shared_s(self, index: int) -> np.ndarray:
+        """Seconds of summing a parameter's gradients over the pipeline ranks that hold it, by strategy."""
+        ranks = self.counts.ranks_with(index)
+        if len(ranks) < 2:
+            return self._nothing(len(self.space.strategy_sets[index].strategies))[0]
+        shape = (self.counts.hybrid.pipeline_ranks, *self.space.mesh_shape)
+        return self.prices.bucket_s(self.prices.cluster.group(shape, 0, ranks), self.shared_bytes(index))
+
+    def shared_read_s(self, index: int) -> np.ndarray:
+        """Seconds of summing the gradients from a value's readers once, by strategy."""
+        s, readers = self.space.strategy_sets[index], int(self.kinds.readers[index])
+        return self.memo.once(("shared_read", id(s), readers), lambda: self.prices.costs.sum_s(s, readers))
+
+    def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds per step of moving an op's results (to the host, back for backward), by strategy."""
+        if not (times := self.counts.offloads(index)):
+            return self._nothing(len(self.space.strategy_sets[index].strategies))
+        return self._moved_s(times, self.decision_bytes(index))
+
+    def offload_copy_s(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray]:
+        """As `offload_s`, for a use's redistributed copy; by (source strategy, target strategy)."""
+        times = self.counts.offloads_copy(use)
+        return self._moved_s(times, self.prices.use_copies(use))
+
+    def _moved_s(self, times: int, num_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cluster = self.prices.cluster
+        seconds = [times * collectives.host_copy_s(num_bytes, cluster, to_device) for to_device in (False, True)]
+        return np.where(num_bytes > 0, seconds[0], 0.0), np.where(num_bytes > 0, seconds[1], 0.0)
+
+    def _nothing(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.memo.once(("nothing", size), lambda: (np.zeros(size),) * 2)
+
+    # --- bytes of decisions -----------------------------------------------------------------------------------------
+
+    def decision_bytes(self, index: int) -> np.ndarray:
+        """Bytes of one copy of a decision's results (for a parameter its whole training state), by strategy."""
+        s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
+        return self.memo.once(("bytes", id(s), kind), lambda: self._bytes_of(s, kind))
+
+    def _bytes_of(self, s: StrategySet, kind: str) -> np.ndarray:
+        if kind == "parameter":
+            return self.prices.parameter_bytes(s) + self._sums_bytes(s.output_metas[0], s.outputs[0])
+        total = self.prices.exchanged_bytes(s)
+        if kind in ("shared_read", "output", "update") or (s.rule is not None and s.rule.alias):
+            return total
+        for meta, numbers in zip(s.output_metas, s.outputs, strict=True):
+            total = total + self.prices.local_bytes(meta, numbers)
+        if s.rule is not None and self.prices.training:
+            for i, size in s.rule.extra_bytes.items():
+                meta = s.input_metas[i]
+                total = total + size / meta.dtype.itemsize * self.prices.local_bytes(meta, s.inputs[i])
+            if s.rule.work_bytes:
+                total = total + s.rule.work_bytes * share_of_work(s)
+        return total
+
+    def _sums_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
+        """Bytes of gradient accumulators kept beside the gradients, for layout numbers of a parameter."""
+        return self.counts.accumulator_bytes(meta) / meta.dtype.itemsize * self.prices.local_bytes(meta, numbers)
+
+    # --- uses -------------------------------------------------------------------------------------------------------
+
+    def use_key(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> tuple[object, ...]:
+        """A key that equivalent uses between these choices share."""
+        source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
+        return id(source), rows.tobytes(), use.output, id(target), columns.tobytes(), use.position
+
+    def use_s(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Seconds of a use per step, by (row choice, column choice)."""
+        times, (there, back) = self.counts.use_times(use), self.exposed
+        counted = (there * times[0], back * times[1]) if self.counts.of_parameter[use.source] else times
+        sums, summing, moves = self.counts.sums(use), self.counts.summing(use), self.counts.offloads_copy(use)
+        return self.memo.once(("use", self.use_key(use, rows, columns), counted, sums, summing, moves), lambda: (
+            self.prices.use_s(use, counted, summing) + (self.sums_s(use) if sums else 0.0)
+            + (sum(self.offload_copy_s(use)) if moves else 0.0))[np.ix_(rows, columns)])
+
+    def sums_s(self, use: TensorUse) -> np.ndarray:
+        """Seconds per step of accumulating a parameter's gradients over micro-batches (two reads and a write each; with
+        a separate accumulator one read of the gradient, a read and a write of the accumulator). By (source strategy,
+        target strategy)."""
+        source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
+        rows, columns = source.outputs[use.output], target.inputs[use.position]
+        if self.counts.hybrid.zero_stage >= 2:  # gradients of stored shards
+            held = np.broadcast_to(self.prices.local_bytes(use.meta, rows)[:, None], (len(rows), len(columns)))
+        else:  # gradients of gathered parameters
+            held = np.broadcast_to(self.prices.local_bytes(use.meta, columns)[None], (len(rows), len(columns)))
+        device, apart = self.prices.device, self.counts.accumulator_bytes(use.meta) / use.meta.dtype.itemsize
+        moved = (1 + 2 * apart if apart else 3) * held
+        return self.counts.sums(use) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(use.meta), device)
+
+    def copy_bytes(self, use: TensorUse) -> np.ndarray:
+        """Bytes of the redistributed copy of a use, and of its gradient's accumulator where that is separate (it
+        replaces the accumulator of the stored shard). By (source strategy, target strategy)."""
+        copies = self.prices.use_copies(use)
+        if not self.counts.of_parameter[use.source] or self.counts.hybrid.zero_stage >= 2:
+            return copies
+        source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
+        whole = self._sums_bytes(use.meta, target.inputs[use.position])
+        local_shard = self._sums_bytes(use.meta, source.outputs[use.output])
+        return np.where(copies > 0, copies + np.maximum(whole[None, :] - local_shard[:, None], 0.0), 0.0)
+
+    def gathered_bytes(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Bytes of intermediate results of a parameter's gathers; by (row choice, column choice)."""
+        return self.memo.once(("shards", self.use_key(use, rows, columns)),
+                              lambda: self.prices.use_gathered(use)[np.ix_(rows, columns)])
+
+    def moves(self, strategies: Sequence[Strategy]) -> Sequence[Move]:
+        """The redistributions of a plan, ordered by target. Uses without a redistribution are left out, unless they
+        read a parameter."""
+        def found() -> list[Move]:
+            sources, targets = self.kinds.use_ends
+            paths, which = self.memo.each("steps", self.kinds.use_codes(strategies), lambda at: self._steps(
+                self.space.uses[at], strategies[sources[at]], strategies[targets[at]]))
+            some = np.array([bool(path) for path in paths], bool)[which] | self.kinds.parameter_uses
+            return [Move(self.space.uses[at], paths[kind], kind)
+                    for at, kind in zip(np.flatnonzero(some).tolist(), which[some].tolist(), strict=True)]
+
+        return self.memo.once(("moves", tuple(strategies)), found)
+
+    def _steps(self, use: TensorUse, of_source: Strategy, of_target: Strategy) -> Sequence[PricedStep]:
+        source = self.space.strategy_sets[use.source].output_layout(of_source, use.output)
+        target = self.space.strategy_sets[use.target].input_layout(of_target, use.position)
+        return self.prices.steps(use.meta, source, target, self.counts.summing(use)) if source != target else ()
