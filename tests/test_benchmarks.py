@@ -29,6 +29,7 @@ def test_configs_are_read(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.01)
 
 
+@pytest.mark.slow
 def test_planning_time_by_phase() -> None:
     (row,) = planning_time.run([planning_time.Case("gpt2", 2, (4,), 4, 128)], repeats=2)
     seconds = row["cpu_s"]

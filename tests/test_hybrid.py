@@ -614,7 +614,8 @@ def test_stages_on_several_ranks_where_that_pays() -> None:
 def test_bounds_lie_below_estimates() -> None:
     """So that what is bounded away cannot have been the best."""
     cluster = Cluster.load("h100-sxm", num_devices=8)
-    search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"))
+    options = Fixed(schedule="1f1b", micro_batches=4, recompute="none")
+    search = JointSearch(graph_of("llama"), cluster, options, "adamw", float("inf"))
     survey = search.run(time.monotonic() + 60)
     estimated = [c for c in survey.candidates if c.estimate_s < float("inf")]
     assert len({c.mesh_shape for c in estimated}) > 2 and len({c.hybrid for c in estimated}) > 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -36,16 +36,22 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Modules of the package that a file imports, anywhere in it, with the line."""
+@functools.cache
+def all_imports_of(path: Path) -> tuple[tuple[int, str], ...]:
+    """Modules that a file imports, anywhere in it, with the line."""
+    found = list[tuple[int, str]]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [node.module] if node.module != "autoparallel" else [f"autoparallel.{a.name}" for a in node.names]
+            found += [(node.lineno, name) for name in names]
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "autoparallel")
+            found += [(node.lineno, alias.name) for alias in node.names]
+    return tuple(found)
+
+
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    """Modules of the package that a file imports."""
+    return [(line, name) for line, name in all_imports_of(path) if name.split(".")[0] == "autoparallel"]
 
 
 def test_every_room_has_a_level() -> None:
@@ -66,16 +72,13 @@ def test_imports_run_down(room: str) -> None:
 @pytest.mark.parametrize("leaf", ["autoparallel/search", "cost_models"])
 def test_leaves_import_no_torch(leaf: str) -> None:
     outside = {"torch", "transformers"}
-    found = [f"{path.relative_to(ROOT)}:{node.lineno}" for path in (ROOT / leaf).rglob("*.py")
-             for node in ast.walk(ast.parse(path.read_text()))
-             if isinstance(node, (ast.Import, ast.ImportFrom))
-             for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
-             if name.split(".")[0] in outside]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in (ROOT / leaf).rglob("*.py")
+             for line, name in all_imports_of(path) if name.split(".")[0] in outside]
     assert not found
 
 
 def test_nothing_installed_imports_tests() -> None:
     found = [str(path.relative_to(ROOT)) for home in ("autoparallel", "cost_models", "benchmarks")
-             for path in (ROOT / home).rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
-             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests"]
+             for path in (ROOT / home).rglob("*.py") for _, name in all_imports_of(path)
+             if name.split(".")[0] == "tests"]
     assert not sorted(set(found))

@@ -160,7 +160,7 @@ def test_as_few_blocks_are_recomputed_as_memory_allows() -> None:
     limit = (free.prediction.peak_bytes + least.prediction.peak_bytes) / 2
     with pytest.raises(InfeasibleError):
         planned(memory_limit_bytes=limit, recompute="none")
-    fitting = planned(memory_limit_bytes=limit, time_limit_s=20)
+    fitting = planned(memory_limit_bytes=limit, time_limit_s=6)
     assert fitting.prediction.peak_bytes <= limit
     assert fitting.evidence.stop_reason.startswith("a step of one micro-batch without recompute does not fit; ")
     made = planned(memory_limit_bytes=limit, recompute="auto")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -36,10 +37,18 @@ def cluster(num_ranks: int) -> Cluster:
 
 def error_of(program: Program, mesh: tuple[int, ...], plan: int) -> tuple[float, str]:
     """The largest error of any tensor on any rank under the plan of this seed, and where."""
+    return next(errors_of(program, [mesh], [plan]))
+
+
+def errors_of(program: Program, meshes: Sequence[tuple[int, ...]], plans: Sequence[int]) -> Iterator[tuple[float, str]]:
+    """As `error_of`, for each mesh and plan."""
     model, inputs = program.model(), program.values()
     inputs["x"].requires_grad_(False)
     expected, graph = truth(model, inputs), capture(model, (), inputs)
-    return error_under(model, inputs, expected, StrategySpace(graph, mesh), plan)
+    for mesh in meshes:
+        space = StrategySpace(graph, mesh)
+        for plan in plans:
+            yield error_under(model, inputs, expected, space, plan)
 
 
 def error_under(model: torch.nn.Module, inputs: dict[str, torch.Tensor], expected: Any, space: StrategySpace, plan: int
@@ -66,7 +75,7 @@ def run_cases(number: int, count: int) -> None:
 
 
 def test_random_models_under_random_plans() -> None:
-    run_cases(0, 50)
+    run_cases(0, 20)
 
 
 STATISTICS = {"p0": (4,), "p1": (4,), "p2": (4,)}
@@ -108,8 +117,8 @@ NAMED = {
 
 @pytest.mark.parametrize("name", list(NAMED))
 def test_named_models_under_random_plans(name: str) -> None:
-    for mesh, plan in itertools.product(MESHES, range(8)):
-        error, worst = error_of(NAMED[name], mesh, plan)
+    tried = itertools.product(MESHES, range(4))
+    for (mesh, plan), (error, worst) in zip(tried, errors_of(NAMED[name], MESHES, range(4)), strict=True):
         assert error <= TOLERANCE, f"{worst} on {mesh}, plan {plan}"
 
 
@@ -129,7 +138,7 @@ def test_instance_norm_updates_its_statistics() -> None:
     model, inputs = Model(), {"x": torch.randn(6, 4, 5, dtype=torch.float64)}
     expected, graph = truth(model, inputs), capture(model, (), inputs)
     assert {"norm.running_mean", "norm.running_var"} <= set(graph.mutations)
-    for mesh, plan in itertools.product(MESHES, range(8)):
+    for mesh, plan in itertools.product(MESHES, range(2)):
         error, worst = error_under(model, inputs, expected, StrategySpace(graph, mesh), plan)
         assert error <= TOLERANCE, f"{worst} on {mesh}, plan {plan}"
 
