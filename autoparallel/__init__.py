@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoparallel.advice import Advice, advise
-    from autoparallel.compiler import compile, plan
+    from autoparallel.api import compile, plan
     from autoparallel.export import Exported, Imported, export_plan, import_plan
     from autoparallel.launch.world import World, init
     from autoparallel.planning.inference import inference_call
@@ -28,8 +28,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Advice": "autoparallel.advice",
     "advise": "autoparallel.advice",
-    "compile": "autoparallel.compiler",
-    "plan": "autoparallel.compiler",
+    "compile": "autoparallel.api",
+    "plan": "autoparallel.api",
     "export_plan": "autoparallel.export",
     "import_plan": "autoparallel.export",
     "Exported": "autoparallel.export",

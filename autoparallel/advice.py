@@ -17,8 +17,8 @@ from typing import Any
 from rich.table import Table
 from torch import nn
 
+from autoparallel.api import plan
 from autoparallel.capture import OpGraph, capture, find_blocks
-from autoparallel.compiler import plan
 from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError
 from autoparallel.export import FORMATS, Exported, export_plan
 from autoparallel.garbage import collected_later

@@ -58,7 +58,7 @@ def run_case(case: Case) -> dict[str, Any]:
     import transformers  # noqa: F401
 
     import autoparallel
-    import autoparallel.compiler  # with torch.export; else the first use of `autoparallel.plan` would
+    import autoparallel.api  # with torch.export; else the first use of `autoparallel.plan` would
     from autoparallel.models import load_model
 
     imported = time.process_time()

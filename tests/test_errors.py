@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 import autoparallel
 from autoparallel import Cluster, Plan
+from autoparallel.api import plan
 from autoparallel.cli import app
-from autoparallel.compiler import plan
 from autoparallel.errors import (
     AutoparallelError,
     CaptureError,

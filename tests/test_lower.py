@@ -20,8 +20,8 @@ from torch.fx import Node as FxNode
 
 import autoparallel
 from autoparallel import Cluster
+from autoparallel.api import plan
 from autoparallel.capture import capture
-from autoparallel.compiler import plan
 from autoparallel.errors import InputError, LoweringError
 from autoparallel.kernels.collectives import STEP_FUNCTIONS, all_gather
 from autoparallel.layout import COLLECTIVES, local_shape, parse_layout

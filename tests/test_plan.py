@@ -19,8 +19,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autoparallel
 from autoparallel import Cluster, Plan
+from autoparallel.api import plan
 from autoparallel.capture import capture
-from autoparallel.compiler import plan
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.lower import count_collectives, emit

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel import Cluster, Plan
+from autoparallel.api import plan
 from autoparallel.capture import capture
-from autoparallel.compiler import plan
 from autoparallel.layout import Layout, shard
 from autoparallel.partition import split_batch
 from autoparallel.plans import Hybrid

@@ -102,6 +102,10 @@ class Options:
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
                       reduce_dtype=self.reduce_dtype, replicas=self.replicas)
 
+    def without_decided(self) -> Options:
+        """The options for calls of another form than a plan's: without those that the plan decides."""
+        return Options(**{**vars(self), **dict.fromkeys(DECIDED_BY_A_PLAN)})
+
     @property
     def is_open(self) -> bool:
         """Whether stages, schedule, recompute and ZeRO stage are left to the planner, and there are not to be several

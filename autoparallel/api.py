@@ -1,0 +1,195 @@
+"""`autoparallel.plan` and `autoparallel.compile`: their arguments, checked; `compiler` does the work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from autoparallel import compiler
+from autoparallel.errors import PlanError, shown
+from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.inference import plan_inference
+from autoparallel.planning.options import (
+    DECIDED_BY_A_PLAN,
+    check_axes,
+    check_call,
+    check_cluster,
+    check_joint,
+    options_of,
+    with_options,
+    with_plan_by_hand,
+)
+from autoparallel.plans import Plan
+from cost_models import Cluster
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from autoparallel.runtime.module import ParallelModule
+    from autoparallel.search import Progress
+
+
+@with_options
+def plan(
+    model: nn.Module,
+    cluster: Cluster | str | Path,
+    *,
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    mesh_shape: Sequence[int] | None = None,
+    axis_names: Sequence[str] | None = None,
+    joint: bool = False,
+    by_hand: str | Mapping[str, Any] | ByHand | None = None,
+    objective: str | None = None,
+    phase: str | None = None,
+    context: int | None = None,
+    concurrent: int | None = None,
+    search: str = "auto",
+    pins: Mapping[str, Any] | None = None,
+    baseline: str | None = None,
+    memory_limit_bytes: float | None = None,
+    memory_confidence: float = 0.95,
+    optimizer: str = "adamw",
+    time_limit_s: float = 60.0,
+    micro_batches: int | None = None,
+    pipeline_stages: int | None = None,
+    stage_replicas: Sequence[int] | None = None,
+    schedule: str | None = None,
+    recompute: str | None = None,
+    zero_stage: int | None = None,
+    reduce_dtype: str | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The best plan for one training step of ``model`` on ``cluster``; the model may be on the meta device.
+
+    model: as one process has it, in the mode (train or eval) to plan.
+    cluster: a `Cluster`, the name of a known one, or a TOML file.
+    example_inputs, example_kwargs: the arguments of a call with the global batch; values do not matter.
+    mesh_shape: the sizes of the axes, the first of which is the pipeline's if there are stages; None tries all meshes
+        of one or two axes (of as many as ``axis_names`` has).
+    axis_names: for pins and reports.
+    joint: search pipeline, mesh, micro-batches, ZeRO stage and recompute too, where options leave them open. Pins hold
+        in the plan, but not in the estimates by which candidates are chosen.
+    by_hand: price the plan that people write for Megatron, DeepSpeed or torchtitan instead of a search, as
+        "dp=8,tp=8,pp=4,zero=1,micro_batch=1,recompute=selective,sequence_parallel" or a mapping (the keys are those of
+        `autoparallel.planning.by_hand`; `autoparallel.import_plan` reads them from other frameworks' files), whether it
+        fits into the devices' memory or not (a ``memory_limit_bytes`` is checked). Sequences are dim 1 of inputs and
+        activations to cp and sequence_parallel.
+    phase: plan inference by a transformers model instead of a training step: "prefill" (a prompt) or "decode" (one
+        token more), without gradients and optimizer state, with a static cache of keys and values as input and output.
+    context: tokens that a sequence's cache has room for; the prompt's length in prefill.
+    concurrent: sequences at once; None: 1, and for throughput as many as fit and pay.
+    objective: of a phase: "latency" (default) or "throughput" (tokens per second).
+    OPTIONS
+
+    Raises CaptureError, InputError, PinError, PlanError, MeshError, SearchError, InfeasibleError, ClusterError.
+    """
+    if phase is not None or objective is not None or context is not None or concurrent is not None:
+        given = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "joint": joint, "by_hand": by_hand,
+                 "baseline": baseline, "micro_batches": micro_batches, "pipeline_stages": pipeline_stages,
+                 "stage_replicas": stage_replicas, "schedule": schedule, "recompute": recompute,
+                 "zero_stage": zero_stage, "reduce_dtype": reduce_dtype}
+        if taken := sorted(name for name, value in given.items() if value):
+            raise PlanError(f"{', '.join(taken)} belong to a training step: leave them out, or leave out phase, "
+                            "objective, context and concurrent")
+        make = partial(plan, model, cluster, mesh_shape=mesh_shape, axis_names=axis_names, search=search, pins=pins,
+                       memory_limit_bytes=memory_limit_bytes, memory_confidence=memory_confidence,
+                       time_limit_s=time_limit_s, recompute="none", progress=progress)
+        return plan_inference(lambda call: make(example_kwargs=call), model, objective or "latency", phase or "",
+                              context or 0, concurrent)
+    chosen = options_of(locals())
+    cluster = check_cluster(cluster)
+    check_call(model, example_inputs, example_kwargs)
+    check_axes(mesh_shape, axis_names, cluster.num_devices)
+    check_joint(joint, chosen, axis_names)
+    if by_hand is not None:
+        chosen = with_plan_by_hand(chosen, by_hand, cluster.num_devices,
+                                   mesh_shape=mesh_shape, axis_names=axis_names, joint=joint)
+    return compiler.plan(model, cluster, example_inputs or (), example_kwargs or {}, mesh_shape, axis_names, joint,
+                         chosen)
+
+
+@with_options
+def compile(
+    model: nn.Module,
+    mesh: DeviceMesh | int,
+    *,
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    plan: Plan | None = None,
+    cluster: Cluster | str | Path | None = None,
+    inputs: str | Mapping[str, str] = "global",
+    check_inputs: int = 100,
+    max_forms: int = 64,
+    peer_timeout_s: float = 60.0,
+    backend: str = "eager",
+    search: str = "auto",
+    pins: Mapping[str, Any] | None = None,
+    baseline: str | None = None,
+    memory_limit_bytes: float | None = None,
+    memory_confidence: float = 0.95,
+    optimizer: str = "adamw",
+    time_limit_s: float = 60.0,
+    micro_batches: int | None = None,
+    pipeline_stages: int | None = None,
+    stage_replicas: Sequence[int] | None = None,
+    schedule: str | None = None,
+    recompute: str | None = None,
+    zero_stage: int | None = None,
+    reduce_dtype: str | None = None,
+    progress: Progress | None = None,
+) -> ParallelModule:
+    """``model`` on ``mesh``: called like the original, computing the same numbers on all its devices together.
+
+    It is traced at its first call, or now if there are example inputs. The original keeps its own parameters, which are
+    not trained: save, load and evaluate the returned module.
+
+    model: as one process has it; on the meta device, give it values by `ParallelModule.init_weights` or
+        `load_state_dict`.
+    mesh: a `torch.distributed.DeviceMesh`, or the number of devices: then the axes are the plan's, or, with example
+        inputs, the best that the search finds, or one.
+    example_inputs, example_kwargs: the arguments of a call.
+    plan: a ready plan to run, instead of a search; options are then for calls of another form (evaluation, shapes).
+    cluster: prices the search; None: the machine that the mesh's device type suggests.
+    inputs: "global": plain tensors are the same on all ranks; "local": each rank's rows (dim 0) of the global batch, in
+        rank order, as a DistributedSampler deals them out (example inputs too); or a mapping from argument names to
+        either, the others being global. Tensors without dims are always global.
+    check_inputs: ranks compare global tensors in the first three calls and every so many after (0: never), and the
+        shapes of local ones in every call (on GPUs without waiting, if the process group has a CPU backend too:
+        "cpu:gloo,cuda:nccl").
+    backend: what runs the program: "eager", node by node; "inductor", forward and backward each one graph, traced by
+        AOTAutograd with its collectives (in buckets, overlapped) and compiled, which takes a minute or more at the
+        first call; "auto", Inductor on GPUs with Triton and eager elsewhere; "aot_eager", the traced graphs without
+        Inductor, to find a fault. Compiled graphs have no double backward, and no backward with retain_graph.
+    max_forms: compiled programs to keep, of calls of different forms; the least recently used is dropped.
+    peer_timeout_s: a rank whose process shows no sign of life for so many seconds (stopped, hung, its machine gone) is
+        named in a PeerError on the others; one whose process has ended, in a few seconds.
+    OPTIONS
+
+    Raises MeshError without a process group or when the mesh is not the world's size, PlanError when the options
+    decide what the plan has decided, InputError on all ranks where local examples have different shapes.
+    """
+    from autoparallel.runtime.inputs import Inputs
+
+    chosen = options_of(locals())
+    check_call(model, example_inputs, example_kwargs)
+    taken = Inputs.of(model, inputs, check_inputs)
+    if isinstance(max_forms, bool) or not isinstance(max_forms, int) or max_forms < 2:
+        raise PlanError(f"max_forms is {shown(max_forms)}: give the number of compiled programs to keep, 2 or more")
+    if isinstance(peer_timeout_s, bool) or not isinstance(peer_timeout_s, (int, float)) or not peer_timeout_s >= 1:
+        raise PlanError(f"peer_timeout_s is {shown(peer_timeout_s)}: give seconds, 1 or more")
+    if plan is not None and not isinstance(plan, Plan):
+        raise PlanError(f"plan is {shown(plan)}: give a Plan, autoparallel.Plan.load(path) of a file")
+    if plan and (decided := sorted(name for name in DECIDED_BY_A_PLAN if getattr(chosen, name) is not None)):
+        raise PlanError(f"the plan decides {', '.join(decided)}: leave them out, or leave out the plan and search for "
+                        "another")
+    given = example_inputs is not None or example_kwargs is not None
+    return compiler.compile(model, mesh, (example_inputs or (), example_kwargs or {}) if given else None, taken, plan,
+                            cluster, chosen, backend, max_forms, peer_timeout_s)
+
+
+__all__ = ["compile", "plan"]
