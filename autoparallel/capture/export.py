@@ -7,7 +7,9 @@ import logging
 import re
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
 from autoparallel.capture.dependencies import recorder
+from autoparallel.capture.numbers import as_symbols, as_tensors
 from autoparallel.capture.tracing.frames import OWN
 from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
@@ -28,31 +31,52 @@ _STDLIB = sysconfig.get_path("stdlib")
 _TORCH_LOGS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
-def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """Trace ``model(*args, **kwargs)`` in the mode (train or eval) that the model is in.
+def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[int] = ()
+          ) -> ExportedProgram:
+    """Trace ``model(*args, **kwargs)`` in the mode (train or eval) that the model is in; the leaves ``numbers`` as
+    symbols.
 
     Raises CaptureError when the model branches on the data, naming the line of the user's source.
     """
     args, kwargs = _distinct(args, kwargs)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+    args, kwargs = as_tensors((args, kwargs), numbers)
     register_caches()
-    logs = {log: log.level for log in map(logging.getLogger, _TORCH_LOGS)}
-    for log in logs:
-        log.setLevel(logging.CRITICAL)
     returned = model.register_forward_hook(_returned)
     try:
-        with (torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(), flex_attention_as_ops(),
-              rows_by_value(), TracedCalls()):
+        with (_quiet(), torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(),
+              flex_attention_as_ops(), rows_by_value(), TracedCalls(), as_symbols(model, numbers)):
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
     finally:
+        returned.remove()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs and prints of a trace that ends, the graph so far: our message replaces it."""
+    from torch.export import _trace  # seconds to import
+
+    logs = {log: log.level for log in map(logging.getLogger, _TORCH_LOGS)}
+    thread = get_ident()
+
+    def elsewhere(*args: Any, **kwargs: Any) -> None:
+        if get_ident() != thread:
+            print(*args, **kwargs)
+
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
+    vars(_trace)["print"] = elsewhere
+    try:
+        yield
+    finally:
+        del vars(_trace)["print"]
         for log, level in logs.items():
             log.setLevel(level)
-        returned.remove()
 
 
 def _returned(model: torch.nn.Module, args: Any, output: Any) -> None:
