@@ -76,8 +76,9 @@ def many_scales(options: dict[str, Any], by_step: bool, dtype: torch.dtype) -> t
 @pytest.mark.parametrize(("options", "by_step", "dtype"), [
     ({"baseline": "tensor_parallel"}, False, torch.float32),
     ({"baseline": "ddp"}, True, torch.bfloat16),
+    ({"baseline": "ddp", "backend": "aot_eager"}, True, torch.float32),
     ({"pipeline_stages": 2, "micro_batches": 2, "recompute": "full"}, True, torch.float32),
-], ids=["tensor_parallel", "bfloat16", "pipeline"])
+], ids=["tensor_parallel", "bfloat16", "traced", "pipeline"])
 def test_item_16_ten_scales_compile_one_program_more(ranks: Any, options: dict[str, Any], by_step: bool,
                                                       dtype: torch.dtype) -> None:
     for compiled, errors in ranks(2).run(many_scales, options, by_step, dtype, timeout_s=100):
