@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch.export import ExportedProgram
 
 from autoparallel.capture.dependencies import recorder
 from autoparallel.capture.numbers import as_symbols, as_tensors
+from autoparallel.capture.remedies import instead, lines_at, lines_of, makes_number
 from autoparallel.capture.tracing.frames import OWN
 from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
@@ -26,6 +26,7 @@ from autoparallel.capture.tracing.stand_ins import TracedCalls, flex_attention_a
 from autoparallel.errors import CaptureError
 from autoparallel.ops.user_function import functions_as_ops
 
+_LONGEST = 500  # characters of torch's own words in a message
 _STDLIB = sysconfig.get_path("stdlib")
 #: Where torch logs of a trace that ends, at length: our message replaces it.
 _TORCH_LOGS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
@@ -107,23 +108,27 @@ def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
 
 def _explain(model: torch.nn.Module, error: Exception) -> str:
     text = str(error)
-    told = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)', text)
-    passed = [(f.filename, f.lineno, f.name, f.line) for f in traceback.extract_tb(error.__traceback__)]
-    user = [w for w in told if _is_users(w[0])] or [w for w in passed if _is_users(w[0])]
+    passed = lines_at(traceback.extract_tb(error.__traceback__))
+    user = [line for line in passed if _is_users(line.path)] or [w for w in lines_of(text) if _is_users(w.path)]
     place = _module_that_raised(model, error)
     if user:
-        path, line, function, code = user[-1]
-        place += f"\n  at {path}:{line} in {function}: {code.strip()}"
+        place += f"\n  at {user[-1]}"
+    if "data-dependent" in text and user and makes_number(user[-1].code):
+        return (
+            f"{type(model).__name__} makes a Python number of a tensor's value, which no traced program has.{place}\n"
+            + instead(user, "Keep it a tensor, and compute with it as such; draw a number for each call outside "
+                            "(random.uniform), and pass it as an argument.")
+        )
     if "data-dependent" in text:
         return (
             f"{type(model).__name__} decides by the values of a tensor, which no traced program can follow.{place}\n"
             "  Required: control flow that depends on shapes and Python values only.\n"
-            "  Write torch.where(condition, a, b) instead of `if condition:`."
+            + instead(user, "Write torch.where(condition, a, b) instead of `if condition:`.")
         )
     if "masked_rows.types." in text:
         return (f"{type(model).__name__} returns rows that their values choose: a shape depends on the data\n"
                 "  Return all rows, and the mask.")
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    first = text.strip().splitlines()[0][:_LONGEST] if text.strip() else type(error).__name__
     if isinstance(error, TypeError) and passed[-1][2] == "_bind":  # of the signature, to the example's arguments
         taken = inspect.signature(model.forward)
         return f"{type(model).__name__} cannot be called so: {first}\n  Its forward takes {taken}."

@@ -228,6 +228,12 @@ class TracedCalls(TorchFunctionMode):
             active.strides = True
         if function == torch.Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
             return _requires_grad(args[0])
+        if getattr(function, "__name__", "") == "_pack_padded_sequence":
+            raise CaptureError("a packed sequence has as many rows as the data say (pack_padded_sequence)"
+                               f"{users_caller()}\n  Give the recurrent layer the padded batch. Forward in time its "
+                               "outputs up to each length are the same, y[row, :length]: mask the others, and read "
+                               "last states by y.gather at lengths - 1. Backward in time (bidirectional) they are not: flip "
+                               "each row up to its length, run a second layer forward, and flip back.")
         if function is torch.nn.functional.gaussian_nll_loss:
             return _gaussian_likelihood(*args, **(kwargs or {}))
         if function in (torch.bincount, torch.Tensor.bincount):
