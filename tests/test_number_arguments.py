@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autoparallel
 from autoparallel.capture import capture, capture_for_any
@@ -145,6 +146,11 @@ def test_item_16_ranks_with_other_numbers_are_refused(ranks: Any) -> None:
         ranks(2).run(differing)
 
 
+def under_autocast(x: Tensor, s: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return ((x @ x.t()) * s + s).float() / s
+
+
 FUNCTIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "factor": lambda x, s: x * s / (1 + s) - s ** 2 + 2.0 ** s,
     "alpha": lambda x, s: x.add(x, alpha=s).addcmul(x, x, value=-s),
@@ -152,6 +158,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "powers": lambda x, s: (x.abs() + 1) ** s + s ** x + x.lerp(x.tanh(), s / 10),
     "in place": lambda x, s: x.clone().mul_(s).add_(s).clamp_(max=s),
     "activations": lambda x, s: F.softplus(x, beta=s) + F.elu(x, alpha=s) + F.leaky_relu(x, s),
+    "under autocast": lambda x, s: under_autocast(x, s),
+    "recomputed": lambda x, s: checkpoint(lambda y: (y * s).sin(), x, use_reentrant=False),
     "filled": lambda x, s: x + torch.full_like(x, s) + torch.full((4,), s),
     "compared": lambda x, s: x * (s > 1.5) + (x > s) + (x == s),
     "drawn": lambda x, s: x + torch.randn_like(x) * s,
