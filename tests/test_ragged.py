@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import autoparallel
 from autoparallel.capture import Ref, capture
 from autoparallel.errors import CaptureError
 from autoparallel.runtime.interpret import values_of
+from tests.ranks import mesh_of
 
 TOKENS, WIDTH, EXPERTS, CHOSEN = 10, 6, 4, 2
 
@@ -411,3 +415,29 @@ def test_what_is_more_than_rows_is_refused(refused: Any) -> None:
 def test_what_a_branch_leaves_behind_is_not_returned() -> None:
     with pytest.raises(CaptureError, match="Model returns what is made in lines that the data say whether to run"):
         capture(Model(returned), draws()[0])
+
+
+def on_ranks(name: str) -> float:
+    """The largest error of outputs and gradients on two ranks."""
+    torch.manual_seed(0)
+    model = Model(FUNCTIONS[name])
+    parallel = autoparallel.compile(copy.deepcopy(model), mesh_of(2), baseline="tensor_parallel")
+    errors = list[float]()
+    for inputs in draws():
+        expected, found = model(*inputs), parallel(*inputs)
+        found = found.full_tensor() if isinstance(found, DTensor) else found
+        errors.append(float((expected - found).abs().max()))
+        for call in (expected, found):
+            call.square().sum().backward()
+        for theirs, ours in zip(model.parameters(), parallel.parameters(), strict=True):
+            if theirs.grad is not None:
+                assert isinstance(ours.grad, DTensor)
+                error = (theirs.grad - ours.grad.full_tensor()).abs().max() / theirs.grad.abs().max().clamp(min=1e-6)
+                errors.append(float(error))
+            theirs.grad = ours.grad = None
+    return max(errors)
+
+
+@pytest.mark.ranks
+def test_item_20_litgpts_mixtral_on_ranks(ranks: Any) -> None:
+    assert max(ranks(2).run(on_ranks, "litgpts_mixtral", timeout_s=100)) < 1e-5
