@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from autoparallel.capture import capture
+from autoparallel.capture import capture, capture_for_any
 from autoparallel.errors import PlanError
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
@@ -82,11 +82,13 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     backends.check(runs_by, hybrid)
 
     def compile_call(
-        model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool
+        model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], placed: Mapping[str, Layout], plain: bool,
+        numbers: Sequence[int],
     ) -> Compiled:
         given = None if placed or plain else plan
         how = Hybrid(reduce_dtype=hybrid.reduce_dtype) if plain else hybrid
-        micro = made_equally("a program", lambda: split_batch(capture(model, args, kwargs), how.micro_batches),
+        micro = made_equally("a program",
+                           lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
         return _compile_call(micro, position, machine, options, how, given, placed, runs_by)
 

@@ -640,6 +640,30 @@ def test_plans_of_others(ranks: Any) -> None:
 # ----------------------------------------------------------------------------------------------------- limits and names
 
 
+@pytest.mark.slow
+def test_item_19_a_memory_limit_too_small_for_the_options_says_what_fits_without_them() -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x).square().mean()
+
+    x, options = torch.randn(4096, 1024), {"mesh_shape": (8,), "memory_limit_bytes": 28e6, "time_limit_s": 2.0}
+    message = says(InfeasibleError, "GiB), use more devices", "This is with baseline='ddp'. By joint=True, without, ",
+                   of=lambda: autoparallel.plan(Loss(), "h100-sxm", example_inputs=(x,), baseline="ddp", **options))
+    found = re.search(r"without, ([\d.]+) GiB a device are enough: pipeline_stages=(\d+), micro_batches=(\d+), "
+                      r"zero_stage=(\d), recompute='(\w+)'", message)
+    assert found is not None and float(found[1]) * 2**30 <= 28e6
+    stages, micro_batches, zero_stage = map(int, found.groups()[1:4])
+    plan = autoparallel.plan(Loss(), "h100-sxm", example_inputs=(x,), joint=True, pipeline_stages=stages,
+                             micro_batches=micro_batches, zero_stage=zero_stage, recompute=found[5], **options)
+    assert plan.prediction.peak_bytes <= 28e6
+
+
 def test_a_memory_limit_too_small_says_which_would_do() -> None:
     """And the one that it names does."""
     message = says(InfeasibleError, "no plan fits in 1,000 bytes", "more than the limit", "use more devices",

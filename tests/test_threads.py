@@ -72,6 +72,20 @@ def draws() -> bool:
 OTHERS: tuple[Callable[[], bool], ...] = (casts, trains, normalises, validates, differentiates, attends, draws)
 
 
+def test_the_flag_of_flexible_attention_is_set_for_the_thread_that_traces_only() -> None:
+    from torch.nn.attention import flex_attention as flex
+
+    from autoparallel.capture.tracing.stand_ins import flex_attention_as_ops
+
+    seen, flag = list[bool](), "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    with flex_attention_as_ops():
+        assert getattr(flex, flag)
+        thread = threading.Thread(target=lambda: seen.append(bool(getattr(flex, flag))))
+        thread.start()
+        thread.join()
+    assert seen == [False] and getattr(flex, flag) is False
+
+
 def net(number: int) -> nn.Module:
     width = 32 + 8 * number
     return nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.BatchNorm1d(width), nn.Linear(width, 16))

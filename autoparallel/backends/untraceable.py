@@ -1,4 +1,4 @@
-"""Ops that AOTAutograd cannot trace, since shapes within them depend on data."""
+"""Ops that AOTAutograd cannot trace, since shapes within them depend on data, or values that a trace would fix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node as FxNode
 
 from autoparallel.kernels.expert_dispatch import dispatched_experts
+from autoparallel.kernels.numbers import with_numbers
 from autoparallel.ops.routed_experts import body_of, routed_experts
 
 _TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -15,6 +16,8 @@ def why_not_traced(node: FxNode) -> str | None:
     """Why a node cannot be part of a traced graph; None if it can."""
     if node.target is dispatched_experts:
         return "dispatch of tokens to experts, whose number depends on the data"
+    if node.target is with_numbers:
+        return f"{node.args[0]} with a number argument, which each call brings"
     if node.target is routed_experts:
         body, weights = node.args[0], node.args[4]
         some = weights[0].meta["val"].shape[0] < body_of(str(body)).num_experts  # type: ignore[index,union-attr]

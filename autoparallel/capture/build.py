@@ -20,6 +20,7 @@ from torch.fx import Node as FxNode
 from autoparallel.capture.dependencies import Dependencies, OthersDrawError, Recorder, is_users
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
+from autoparallel.capture.numbers import numbers_as_arguments, refuse_elsewhere
 from autoparallel.capture.passes.autocast import ambient, without_autocast
 from autoparallel.capture.passes.editing import module_path, source_line, source_of
 from autoparallel.capture.passes.inline_modes import inline_modes
@@ -66,45 +67,48 @@ def call_text(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 @collected_later()
-def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> OpGraph:
+def capture(model: torch.nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,
+            numbers: Sequence[int] = ()) -> OpGraph:
     """Trace and normalise ``model(*args, **kwargs)``, in the model's present mode (train or eval).
 
     The tensors may be on the meta device; nothing is computed. Threads that capture wait for each other; others may
-    call other models meanwhile. Raises CaptureError, with the user's source line
-    and the call, and InputError for tensors that are not dense.
+    call other models meanwhile. ``numbers``: places of Python numbers among the leaves of the call, which are inputs of
+    the program. Raises CaptureError, with the user's source line and the call, and InputError for tensors that are not
+    dense.
     """
     args, kwargs = canonical_call(args, kwargs or {})
     refuse_other_layouts(pytree.tree_leaves((args, kwargs)))
     try:
         with _ONE_AT_A_TIME:
-            return _captured(model, args, kwargs)
+            return _captured(model, args, kwargs, tuple(numbers))
     except CaptureError as error:
         error.args = (f"{error}\n  This call: {call_text(args, kwargs)}",)
         raise
 
 
-def _captured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpGraph:
+def _captured(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], numbers: tuple[int, ...]
+              ) -> OpGraph:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     autocast = ambient([*leaves, *model.parameters()])
     _look_at_hooks(model)
     recorder = Recorder(model)
     with torch.inference_mode(False):
-        program = _traced(model, args, kwargs, autocast, recorder)
+        program = _traced(model, args, kwargs, autocast, recorder, numbers)
     with torch.inference_mode(False), without_autocast():
-        return _Builder(model, program, (leaves, spec), recorder.dependencies(_equivalent(model))).build()
+        return _Builder(model, program, (leaves, spec), recorder.dependencies(_equivalent(model)), numbers).build()
 
 
 def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: torch.dtype | None,
-            recorder: Recorder) -> ExportedProgram:
+            recorder: Recorder, numbers: Sequence[int]) -> ExportedProgram:
     """The program in one graph; of equivalent blocks, where a model has them, two are traced."""
 
     def recorded() -> ExportedProgram:
         try:
             with recorder.recording():
-                program = trace(model, args, kwargs)
+                program = trace(model, args, kwargs, numbers)
         except OthersDrawError:
             with recorder.recording():
-                program = trace(model, args, kwargs)
+                program = trace(model, args, kwargs, numbers)
         recorder.refuse_memory(program.graph)
         inline_modes(program.graph_module, autocast=autocast)
         return program
@@ -156,8 +160,8 @@ def _paths(program: ExportedProgram) -> dict[str, str]:
 
 class _Builder:
     def __init__(self, model: torch.nn.Module, program: ExportedProgram, call: tuple[list[Any], pytree.TreeSpec],
-                 dependencies: Dependencies) -> None:
-        self.program, self.dependencies = program, dependencies
+                 dependencies: Dependencies, numbers: tuple[int, ...] = ()) -> None:
+        self.program, self.dependencies, self.numbers = program, dependencies, numbers
         self.leaves, self.in_spec = call
         self.named = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
@@ -182,16 +186,17 @@ class _Builder:
             name: spec.target for name, spec in specs.items() if spec.kind is InputKind.BUFFER and spec.target
         }
         self._refuse_mutated_inputs(signature)
+        leaf_of = self._input_positions(signature)
+        numbers_as_arguments(self.program.graph_module.graph, self._number_inputs(leaf_of), self.leaves)
         mutated = normalise(self.program.graph_module.graph, buffers)
         parameters = {name for name, spec in specs.items() if spec.kind is InputKind.PARAMETER}
         constants = {name for name, spec in specs.items() if spec.kind is InputKind.CONSTANT_TENSOR}
         order_independent(self.program.graph_module.graph, parameters, constants, mutated)
         outputs: tuple[Any, ...] = ()
-        leaf_of = self._input_positions(signature)
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 unread = node.name in constants and not node.users and node not in mutated.values()
-                if node.name in specs and not unread:
+                if node.name in specs and not unread and leaf_of.get(node.name) not in self.numbers:
                     self._placeholder(node, specs[node.name], leaf_of)
             elif node.op == "call_function":
                 self._op(node)
@@ -210,7 +215,7 @@ class _Builder:
         mutations = {path: self.refs[mutated[name]] for name, path in buffers.items() if name in mutated}
         aliases = {name: first for name, first in self.aliases.items() if name != first}
         return OpGraph(tuple(self.nodes), self.in_spec, self.program.call_spec.out_spec, self.constants, outputs,
-                       mutations, aliases, self.constant_tensors, self.dependencies)
+                       mutations, aliases, self.constant_tensors, self.dependencies, self.numbers)
 
     @staticmethod
     def _refuse_mutated_inputs(signature: Any) -> None:
@@ -223,6 +228,10 @@ class _Builder:
         if len(specs) != len(self.leaves):
             raise CaptureError(f"the traced program has {len(specs)} inputs and the call {len(self.leaves)} leaves")
         return {spec.arg.name: position for position, spec in enumerate(specs)}
+
+    def _number_inputs(self, leaf_of: Mapping[str, int]) -> dict[FxNode, int]:
+        return {node: leaf_of[node.name] for node in self.program.graph.find_nodes(op="placeholder")
+                if leaf_of.get(node.name) in self.numbers}
 
     def _add(self, kind: str, name: str, target: Any, args: Any, kwargs: Any, outputs: tuple[TensorMeta, ...],
              **where: Any) -> Node:
@@ -281,6 +290,7 @@ class _Builder:
         if not isinstance(node.target, torch._ops.OpOverload):
             raise CaptureError(f"{node.target} is not supported{source_line(node)}")
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.refs.__getitem__)
+        refuse_elsewhere(node.target, args, kwargs)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Ref)]
         no_grad = bool(node.meta.get("no_grad")) or node.target is torch.ops.aten.detach.default
         if not no_grad and inputs and self.nodes[inputs[0].node].outputs[inputs[0].output].requires_grad:

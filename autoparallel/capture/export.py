@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
 from autoparallel.capture.dependencies import recorder
+from autoparallel.capture.numbers import as_symbols, as_tensors
+from autoparallel.capture.remedies import instead, lines_at, lines_of, makes_number
 from autoparallel.capture.tracing.frames import OWN
 from autoparallel.capture.tracing.hf_caches import register_caches
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
@@ -23,36 +26,58 @@ from autoparallel.capture.tracing.stand_ins import TracedCalls, flex_attention_a
 from autoparallel.errors import CaptureError
 from autoparallel.ops.user_function import functions_as_ops
 
+_LONGEST = 500  # characters of torch's own words in a message
 _STDLIB = sysconfig.get_path("stdlib")
 #: Where torch logs of a trace that ends, at length: our message replaces it.
 _TORCH_LOGS = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")
 
 
-def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """Trace ``model(*args, **kwargs)`` in the mode (train or eval) that the model is in.
+def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[int] = ()
+          ) -> ExportedProgram:
+    """Trace ``model(*args, **kwargs)`` in the mode (train or eval) that the model is in; the leaves ``numbers`` as
+    symbols.
 
     Raises CaptureError when the model branches on the data, naming the line of the user's source.
     """
     args, kwargs = _distinct(args, kwargs)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+    args, kwargs = as_tensors((args, kwargs), numbers)
     register_caches()
-    logs = {log: log.level for log in map(logging.getLogger, _TORCH_LOGS)}
-    for log in logs:
-        log.setLevel(logging.CRITICAL)
     returned = model.register_forward_hook(_returned)
     try:
-        with (torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(), flex_attention_as_ops(),
-              rows_by_value(), TracedCalls()):
+        with (_quiet(), torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(),
+              flex_attention_as_ops(), rows_by_value(), TracedCalls(), as_symbols(model, numbers)):
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
     finally:
+        returned.remove()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch logs and prints of a trace that ends, the graph so far: our message replaces it."""
+    from torch.export import _trace  # seconds to import
+
+    logs = {log: log.level for log in map(logging.getLogger, _TORCH_LOGS)}
+    thread = get_ident()
+
+    def elsewhere(*args: Any, **kwargs: Any) -> None:
+        if get_ident() != thread:
+            print(*args, **kwargs)
+
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
+    vars(_trace)["print"] = elsewhere
+    try:
+        yield
+    finally:
+        del vars(_trace)["print"]
         for log, level in logs.items():
             log.setLevel(level)
-        returned.remove()
 
 
 def _returned(model: torch.nn.Module, args: Any, output: Any) -> None:
@@ -83,23 +108,27 @@ def _distinct(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any
 
 def _explain(model: torch.nn.Module, error: Exception) -> str:
     text = str(error)
-    told = re.findall(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)', text)
-    passed = [(f.filename, f.lineno, f.name, f.line) for f in traceback.extract_tb(error.__traceback__)]
-    user = [w for w in told if _is_users(w[0])] or [w for w in passed if _is_users(w[0])]
+    passed = lines_at(traceback.extract_tb(error.__traceback__))
+    user = [line for line in passed if _is_users(line.path)] or [w for w in lines_of(text) if _is_users(w.path)]
     place = _module_that_raised(model, error)
     if user:
-        path, line, function, code = user[-1]
-        place += f"\n  at {path}:{line} in {function}: {code.strip()}"
+        place += f"\n  at {user[-1]}"
+    if "data-dependent" in text and user and makes_number(user[-1].code):
+        return (
+            f"{type(model).__name__} makes a Python number of a tensor's value, which no traced program has.{place}\n"
+            + instead(user, "Keep it a tensor, and compute with it as such; draw a number for each call outside "
+                            "(random.uniform), and pass it as an argument.")
+        )
     if "data-dependent" in text:
         return (
             f"{type(model).__name__} decides by the values of a tensor, which no traced program can follow.{place}\n"
             "  Required: control flow that depends on shapes and Python values only.\n"
-            "  Write torch.where(condition, a, b) instead of `if condition:`."
+            + instead(user, "Write torch.where(condition, a, b) instead of `if condition:`.")
         )
     if "masked_rows.types." in text:
         return (f"{type(model).__name__} returns rows that their values choose: a shape depends on the data\n"
                 "  Return all rows, and the mask.")
-    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    first = text.strip().splitlines()[0][:_LONGEST] if text.strip() else type(error).__name__
     if isinstance(error, TypeError) and passed[-1][2] == "_bind":  # of the signature, to the example's arguments
         taken = inspect.signature(model.forward)
         return f"{type(model).__name__} cannot be called so: {first}\n  Its forward takes {taken}."

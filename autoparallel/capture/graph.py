@@ -126,7 +126,8 @@ class OpGraph:
     non-tensor leaves of the call by position; ``outputs`` lists the leaves of the result (Refs or Python values);
     ``mutations`` maps buffer names to the value that each has after the call; ``aliases`` maps every other name of a
     tied parameter or buffer to the name under which the graph knows it; ``dependencies`` are what the trace read
-    beside the arguments.
+    beside the arguments; ``numbers`` are the leaves of the call that are read at each call (`numbers.Number` in the
+    arguments of ops), ``fixed`` those that could not be, with the reason.
     """
 
     nodes: tuple[Node, ...]
@@ -138,6 +139,8 @@ class OpGraph:
     aliases: Mapping[str, str]
     constant_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     dependencies: Dependencies | None = None
+    numbers: tuple[int, ...] = ()
+    fixed: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.nodes)

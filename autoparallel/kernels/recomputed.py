@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autoparallel.kernels import groups, rng
+from autoparallel.kernels import groups, numbers, rng
 
 #: Ops whose results "selective" recompute keeps (`KEPT_CLASSES` in pricing is the same list for prices).
 KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::convolution",
@@ -21,8 +21,8 @@ KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_
 
 
 class Recomputed(nn.Module):
-    """A block recomputed in backward, with the same random numbers and axes (``mode`` "full" or "selective"), or whose
-    saved tensors are offloaded to the host ("offload").
+    """A block recomputed in backward, with the same random numbers, number arguments and axes (``mode`` "full" or
+    "selective"), or whose saved tensors are offloaded to the host ("offload").
 
     ``in_parts``: backward runs in several parts (zero bubble); the recomputed tensors are kept until the last part."""
 
@@ -34,10 +34,10 @@ class Recomputed(nn.Module):
         if self.mode == "offload":
             with on_host(values):
                 return self.body(*values)
-        axes, seed = groups.bound(), rng.call_seed()
+        axes, seed, given = groups.bound(), rng.call_seed(), numbers.call_numbers()
 
         def run(*again: torch.Tensor) -> Any:
-            with groups.use(axes), rng.use_seed(seed):
+            with groups.use(axes), rng.use_seed(seed), numbers.use_numbers(given):
                 return self.body(*again)
 
         if self.in_parts:

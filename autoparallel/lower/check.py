@@ -16,6 +16,7 @@ from torch.fx import Node as FxNode
 from autoparallel.capture.graph import Node
 from autoparallel.errors import LoweringError
 from autoparallel.kernels.collectives import STEP_FUNCTIONS, item
+from autoparallel.kernels.numbers import with_numbers
 from autoparallel.kernels.rng import random_op
 from autoparallel.kernels.variants import VARIANTS
 from autoparallel.layout import COLLECTIVES, Layout, Placement, layout_fits, layout_str, local_shape
@@ -104,7 +105,7 @@ def _check_op(space: StrategySpace, node: FxNode) -> None:
     _expect(node, len(leaves) == len(strategy_set.input_metas), "wrong number of tensors")
     variant = _VARIANTS.get(node.target, "")
     if not variant:
-        op = node.args[0] if node.target is random_op else node.target
+        op = node.args[0] if node.target in (random_op, with_numbers) else node.target
         _expect(node, op is _graph_node(space, node).target, f"the model's op is {_graph_node(space, node).target}")
     for axis in range(len(space.mesh_shape)):
         ins = tuple(layout[axis] for layout in given)

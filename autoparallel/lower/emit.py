@@ -21,7 +21,9 @@ from torch.fx import Node as FxNode
 
 from autoparallel.capture import Ref, TensorMeta
 from autoparallel.capture.graph import Node, on_device
+from autoparallel.capture.numbers import Number
 from autoparallel.kernels.collectives import STEP_FUNCTIONS, item
+from autoparallel.kernels.numbers import with_numbers
 from autoparallel.kernels.rng import random_op
 from autoparallel.kernels.variants import VARIANTS
 from autoparallel.layout import Layout, Step, local_box, local_shape, shards
@@ -209,6 +211,12 @@ class _Emitter:
                 random_op, (node.target, decision.index, self._shard_number(axis_strategies), *args), kwargs
             )
         node_name = node.name if node.name.isidentifier() else None
+        positional = tuple((place, arg.form) for place, arg in enumerate(args) if isinstance(arg, Number))
+        named = tuple((name, arg.form) for name, arg in kwargs.items() if isinstance(arg, Number))
+        if positional or named:
+            args = [node.target, positional, named, *(None if isinstance(arg, Number) else arg for arg in args)]
+            kwargs = {name: arg for name, arg in kwargs.items() if not isinstance(arg, Number)}
+            return self.graph.create_node("call_function", with_numbers, tuple(args), kwargs, name=node_name)
         return self.graph.create_node("call_function", node.target, tuple(args), kwargs, name=node_name)
 
     def _variant(

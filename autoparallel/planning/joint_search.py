@@ -85,8 +85,9 @@ def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: 
     if survey.pruned:
         error = InfeasibleError(
             f"none of {survey.pruned} combinations of pipeline, mesh and micro-batches fits in {limit_bytes:,.0f} "
-            f"bytes: each needs more than {survey.least_bytes:,.0f} bytes on a device (parameters, optimizer state and "
-            "saved tensors, divided evenly). Raise memory_limit_bytes or use more devices.")
+            f"bytes: each needs more than {survey.least_bytes:,.0f} bytes ({survey.least_bytes / 2**30:.3g} GiB) on a "
+            "device (parameters, optimizer state and saved tensors, divided evenly). Raise memory_limit_bytes or use "
+            "more devices.")
         error.needed_bytes = survey.least_bytes  # type: ignore[attr-defined]
         return error
     asked = {name: value for name, value in vars(fixed).items() if value not in (None, ())}

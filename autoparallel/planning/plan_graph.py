@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchError
@@ -47,7 +48,10 @@ def _plan_plainly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
         with collected_later():
             return best_of(graph, cluster, shapes, axis_names, options)
     except InfeasibleError as error:
-        if axis_names is not None or not options.is_open:
+        if not options.is_open:
+            error.args = (f"{error} {_what_fits(graph, cluster, mesh_shape, options)}",)
+            raise
+        if axis_names is not None:
             raise
         return _plan_fitting(graph, cluster, mesh_shape, options, error)
 
@@ -91,13 +95,42 @@ def _plan_fitting(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
         options = replace(options, micro_batches=1)
     try:
         found = _plan_jointly(graph, cluster, mesh_shape, options)
-    except (InfeasibleError, SearchError, InputError):
+    except (InfeasibleError, SearchError, InputError) as other:
         error.args = (f"{error} (This is of a step of one micro-batch without recompute; no plan was found with "
-                      "micro-batches, ZeRO and recompute either.)",)
+                      f"micro-batches, ZeRO and recompute either{_least(other)}.)",)
         raise error from None
     reason = ("a step of one micro-batch without recompute does not fit; "
               f"{found.evidence.stop_reason}")
     return replace(found, evidence=replace(found.evidence, stop_reason=reason))
+
+
+#: Options that `Options.is_open` asks to be left out, and the seconds to find out what fits without them.
+_RESTRICTING = ("pipeline_stages", "stage_replicas", "schedule", "recompute", "zero_stage", "baseline", "micro_batches")
+_WHAT_FITS_S = 10.0
+
+
+def _what_fits(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> str:
+    """What would fit, had the options that restrict the step not been given."""
+    given = {name: value for name in _RESTRICTING if (value := getattr(options, name)) is not None}
+    named = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    others: dict[str, Any] = dict.fromkeys(given)
+    free = replace(options, **{**others, "time_limit_s": min(options.time_limit_s, _WHAT_FITS_S)})
+    if loss_output(graph) is None:
+        free = replace(free, micro_batches=1)
+    try:
+        found = _plan_jointly(graph, cluster, mesh_shape, free)
+    except (InfeasibleError, SearchError, InputError) as other:
+        return f"(This is with {named}; without, by joint=True, no plan was found either{_least(other)}.)"
+    how = found.hybrid
+    return (f"(This is with {named}. By joint=True, without, {found.prediction.peak_bytes / 2**30:.3g} GiB a device "
+            f"are enough: pipeline_stages={how.stages}, micro_batches={how.micro_batches}, "
+            f"zero_stage={how.zero_stage}, recompute={how.recompute!r}.)")
+
+
+def _least(error: Exception) -> str:
+    """The least memory that plans need, where an error says so."""
+    needed = getattr(error, "needed_bytes", None)
+    return f": they need at least {needed / 2**30:.3g} GiB a device" if needed else ""
 
 
 __all__ = ["plan_graph"]

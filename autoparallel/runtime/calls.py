@@ -17,6 +17,7 @@ from autoparallel.capture import OpGraph, Ref
 from autoparallel.capture.passes import autocast
 from autoparallel.errors import InputError
 from autoparallel.kernels import groups, rng
+from autoparallel.kernels.numbers import use_numbers
 from autoparallel.layout import INVARIANT, Layout
 from autoparallel.runtime import initialise
 from autoparallel.runtime.form import Compiled
@@ -46,7 +47,7 @@ class Calls:
         """Forward of a form with one stage and one micro-batch; returns the original's output structure."""
         state = self._state
         whole = state.gathers or (state.whole_outputs and (not self.module.training or compiled.micro.loss is None))
-        with state.together.call():
+        with state.together.call(), use_numbers({n: leaves[n] for n in compiled.numbers}):
             outputs = self._run(compiled, leaves)
             results = [
                 value if layout is None else self._global_output(value, layout, compiled.space, number,
@@ -58,7 +59,7 @@ class Calls:
     def step(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward; returns the loss, detached."""
         run = self._whole_step if compiled.plan.hybrid.is_plain else self._in_micro_batches
-        with self._state.together.call():
+        with self._state.together.call(), use_numbers({n: leaves[n] for n in compiled.numbers}):
             return run(compiled, leaves)
 
     def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Sequence[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from autoparallel.backends import EAGER
 from autoparallel.capture import refuse_other_layouts
 from autoparallel.capture.dependencies import description
+from autoparallel.capture.numbers import is_number, is_usual
 from autoparallel.capture.passes import autocast
 from autoparallel.capture.tracing.hf_caches import cached_leaves
 from autoparallel.errors import InputError
@@ -59,6 +60,11 @@ class Compiled:
             return whole_norms(overlap(self.program.module))
         return Forward(self.program, hybrid, self.backend)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The leaves of a call that are numbers which the programs read at each call."""
+        return self.micro.whole.numbers
+
     @cached_property
     def cached(self) -> frozenset[int]:
         """Numbers of the outputs that are keys and values of a static cache."""
@@ -98,14 +104,42 @@ class Compiled:
                 for decision in self.space.decisions if decision.kind == "update" and decision.index in part.decisions}
 
 
+@dataclass(frozen=True, eq=False)
+class _Traced:
+    """A program with what its trace fixed beside the key: the values of ``constants`` (place -> description), and what
+    the guards hold."""
+
+    constants: Mapping[int, object]
+    guards: Guards
+    compiled: Compiled
+
+    def takes(self, leaves: Sequence[Any]) -> bool:
+        """Whether it is the program for these numbers."""
+        return (all(description(leaves[place]) == was for place, was in self.constants.items())
+                and all(is_usual(leaves[place]) for place in self.compiled.numbers))
+
+
+@dataclass
+class _Numbers:
+    """The number arguments of calls of one structure: of which values have changed (they become inputs of programs),
+    and those that cannot, with the reason."""
+
+    changed: set[int] = field(default_factory=set)
+    fixed: dict[int, str] = field(default_factory=dict)
+
+
 class Forms:
     """The programs of a module, by the form of a call and the guards of its trace; at most ``bound`` of them, of which
-    the least recently used is dropped (not the first, whose layouts the parameters have)."""
+    the least recently used is dropped (not the first, whose layouts the parameters have).
+
+    Numbers among the arguments are no part of a key. A program has them as constants; once another value of one is
+    seen, later programs read it at each call, if they can."""
 
     def __init__(self, bound: int) -> None:
         self.bound = bound
         self.compiled = 0
-        self._by_key: dict[Any, list[tuple[Guards, Compiled]]] = {}
+        self._by_key: dict[Any, list[_Traced]] = {}
+        self._numbers_of: dict[Any, _Numbers] = {}
         self._used: dict[Compiled, Any] = {}  # the least recently used first, with its key
         self._numbers: dict[Compiled, int] = {}
         self._first: Compiled | None = None
@@ -119,11 +153,19 @@ class Forms:
 
     def find(self, key: Any, leaves: Sequence[Any]) -> Compiled | None:
         """The program of this form whose guards hold for the model now, or None."""
-        for guards, compiled in reversed(self._by_key.get(key, ())):
-            if guards.hold(leaves):
-                self._used[compiled] = self._used.pop(compiled)
-                return compiled
+        for traced in reversed(self._by_key.get(key, ())):
+            if traced.takes(leaves) and traced.guards.hold(leaves):
+                self._used[traced.compiled] = self._used.pop(traced.compiled)
+                return traced.compiled
         return None
+
+    def inputs_of(self, key: Any, spec: Any, leaves: Sequence[Any]) -> list[int]:
+        """The numbers of a call of a new form that its program should read at each call: those that have had another
+        value in a call of this structure."""
+        numbers = self._numbers_of.setdefault(spec, _Numbers())
+        for traced in self._by_key.get(key, ()):
+            numbers.changed |= {place for place, was in traced.constants.items() if description(leaves[place]) != was}
+        return [place for place in sorted(numbers.changed - numbers.fixed.keys()) if is_usual(leaves[place])]
 
     def number(self, compiled: Compiled | None) -> int:
         """Which form this is, counted from 1 as they were compiled, alike on all ranks; 0 for None."""
@@ -132,12 +174,15 @@ class Forms:
     def changes(self, key: Any, leaves: Sequence[Any]) -> list[str]:
         """Descriptions of what changed since the last trace of this form."""
         known = self._by_key.get(key)
-        return list(dict.fromkeys(known[-1][0].failing(leaves))) if known else []
+        return list(dict.fromkeys(known[-1].guards.failing(leaves))) if known else []
 
-    def add(self, key: Any, guards: Guards, compiled: Compiled) -> None:
+    def add(self, key: Any, spec: Any, leaves: Sequence[Any], guards: Guards, compiled: Compiled) -> None:
         self.compiled += 1
         self._first = self._first or compiled
-        self._by_key.setdefault(key, []).append((guards, compiled))
+        constants = {place: description(leaf) for place, leaf in enumerate(leaves)
+                     if is_number(leaf) and place not in compiled.numbers}
+        self._numbers_of.setdefault(spec, _Numbers()).fixed.update(compiled.micro.whole.fixed)
+        self._by_key.setdefault(key, []).append(_Traced(constants, guards, compiled))
         self._used[compiled], self._numbers[compiled] = key, self.compiled
         if len(self) > self.bound:
             self._drop(next((old for old in self._used if old is not self._first), compiled))
@@ -145,18 +190,19 @@ class Forms:
     def _drop(self, compiled: Compiled) -> None:
         key = self._used.pop(compiled)
         del self._numbers[compiled]
-        self._by_key[key] = [(guards, kept) for guards, kept in self._by_key[key] if kept is not compiled]
+        self._by_key[key] = [kept for kept in self._by_key[key] if kept.compiled is not compiled]
         if not self._by_key[key]:
             del self._by_key[key]
 
 
 #: (model in the right mode, args, kwargs, layouts of placed parameters, whether to compile one forward without
-#: micro-batches and stages whatever the plan has) -> Compiled
-Compile = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], Mapping[str, Layout], bool], Compiled]
+#: micro-batches and stages whatever the plan has, leaves that are to be inputs if they can) -> Compiled
+Compile = Callable[[nn.Module, Sequence[Any], Mapping[str, Any], Mapping[str, Layout], bool, Sequence[int]], Compiled]
 
 
 def form_of(leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
-    """The part of a call that tracing fixes: structure, shapes, dtypes, plain values, autocast and default dtype."""
+    """The part of a call that tracing fixes: structure, shapes, dtypes, plain values but numbers, of which it has the
+    type, autocast and default dtype."""
     refuse_other_layouts(leaves)
     casts = [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in autocast.DEVICES]
     return (str(spec), *map(_form, leaves), *casts, torch.get_default_dtype(), torch.get_default_device())
@@ -165,6 +211,8 @@ def form_of(leaves: Sequence[Any], spec: Any) -> tuple[Any, ...]:
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    if is_number(leaf):
+        return type(leaf)
     return description(leaf)
 
 

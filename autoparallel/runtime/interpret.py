@@ -9,7 +9,9 @@ import torch.utils._pytree as pytree
 
 from autoparallel.capture import OpGraph, Ref
 from autoparallel.capture.graph import on_device
+from autoparallel.capture.numbers import with_values
 from autoparallel.errors import InputError
+from autoparallel.kernels.numbers import call_numbers
 
 
 def values_of(graph: OpGraph, wanted: Iterable[Ref], known: Mapping[Ref, torch.Tensor], device: torch.device
@@ -28,7 +30,8 @@ def values_of(graph: OpGraph, wanted: Iterable[Ref], known: Mapping[Ref, torch.T
             stack.extend(ref for ref in node.inputs if ref not in found)
     for index in sorted(needed):
         node = graph.nodes[index]
-        args, kwargs = pytree.tree_map_only(Ref, found.__getitem__, (node.args, dict(node.kwargs)))
+        given = with_values((node.args, dict(node.kwargs)), call_numbers())
+        args, kwargs = pytree.tree_map_only(Ref, found.__getitem__, given)
         made = node.target(*args, **on_device(kwargs, device))
         for output, value in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
             found[Ref(index, output)] = value

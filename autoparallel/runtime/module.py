@@ -100,14 +100,15 @@ class ParallelModule(nn.Module):
             state.attributes.merge()
             compiled = state.forms.find(key, leaves)
         if compiled is None or runs:
-            known = state.forms.number(compiled) or (*map(form_text, leaves), state.modes(), state.trainable())
+            known: tuple[Any, ...] = (state.forms.number(compiled), *(leaves[n] for n in compiled.numbers)) \
+                if compiled is not None else (*map(form_text, leaves), state.modes(), state.trainable())
             state.together.agree((step, torch.is_grad_enabled(), known), partial(self._told, args, kwargs, step, key))
         if compiled is None:
             state.take_modes()
             on_meta = any(p.device.type == "meta" for p in state.model.parameters())
             shapes = [as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(shapes, spec)
-            call = call_text(args, kwargs)
+            call, numbers = call_text(args, kwargs), state.forms.inputs_of(key, str(spec), leaves)
             if state.forms and dist.get_rank() == 0:  # compiling takes seconds
                 changes = state.forms.changes(key, leaves)
                 why = f", since {'; '.join(changes)}" if changes else ""
@@ -115,7 +116,7 @@ class ParallelModule(nn.Module):
                              state.forms.compiled + 1, call, why)
             try:
                 compiled = state.compile_call(state.model, args, kwargs, state.layouts,
-                                              plain and not state.hybrid.is_plain)
+                                              plain and not state.hybrid.is_plain, numbers)
             except CaptureError as error:
                 if state.calls_traced:
                     error.args = (f"{error}\n  Traced before: {'; '.join(state.calls_traced)}",)
@@ -125,9 +126,24 @@ class ParallelModule(nn.Module):
                     place(self, state, compiled)
             dependencies = compiled.micro.whole.dependencies
             assert dependencies is not None
-            state.forms.add(key, Guards(state.parts, dependencies, leaves), compiled)
+            state.forms.add(key, str(spec), leaves, Guards(state.parts, dependencies, leaves), compiled)
+            self._tell_numbers(compiled, args, kwargs)
             state.calls_traced[call] = None
         return compiled
+
+    def _tell_numbers(self, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Log, once for each, which number arguments programs read at each call from now on, and which cannot be."""
+        state, graph = self._state, compiled.micro.whole
+        names = [f"{name}{pytree.keystr(path)}" for name, value in state.inputs.named(args, kwargs)
+                 for path, _ in pytree.tree_flatten_with_path(value)[0]]
+        told = {place: f"{names[place]} is an input of the program from now on, which serves all its values"
+                for place in graph.numbers}
+        told |= {place: f"each value of {names[place]} has a compiled form of its own: {why}"
+                 for place, why in graph.fixed.items()}
+        for text in told.values():
+            if text not in state.numbers_told and dist.get_rank() == 0:
+                _LOG.warning("%s: %s", type(state.model).__name__, text)
+            state.numbers_told.add(text)
 
     def _told(self, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, key: Any) -> tuple[str, str]:
         """A call with its modes and changes, and the size of the model, to tell it from other ranks' calls."""

@@ -19,6 +19,7 @@ from autoparallel.backends.parts import part_of
 from autoparallel.kernels import groups, rng
 from autoparallel.kernels.async_communication import issue_gradients
 from autoparallel.kernels.groups import Axis
+from autoparallel.kernels.numbers import call_numbers, use_numbers
 from autoparallel.kernels.regather import regathering
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import ended_together, overlap
@@ -117,7 +118,7 @@ class StageModule(nn.Module):
             parameters = [leaf for _, leaf in self.parameters_read]
         with groups.use(self.axes):
             self.values = self.reads(*parameters)
-        self.inputs, self.seed = inputs, seed
+        self.inputs, self.seed, self.numbers = inputs, seed, call_numbers()
         self.leaves = nn.ParameterList(map(self._leaf, self.values))
         if self.each_micro_batch:
             for leaf, value in zip(self.leaves, self.values, strict=True):
@@ -132,7 +133,7 @@ class StageModule(nn.Module):
         return leaf
 
     def forward(self, *received: torch.Tensor, micro_batch: int) -> tuple[torch.Tensor, ...]:
-        with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, micro_batch)), \
+        with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, micro_batch)), use_numbers(self.numbers), \
                 regathering() if self.regathers else nullcontext():
             outputs, self.updates, sent = self.micro_batch(*self.leaves, *self.inputs[micro_batch],
                                                     *(_Received.apply(x) for x in received))

@@ -46,6 +46,7 @@ class State:
         make_torchs_right(self.position)
         self.parts: dict[nn.Module, nn.Module] = {}
         self.calls_traced: dict[str, None] = {}
+        self.numbers_told: set[str] = set()
         self.layouts: dict[str, Layout] = {}
         self.shared_groups: dict[Ranks, dist.ProcessGroup] = {}
         self.calls = 0

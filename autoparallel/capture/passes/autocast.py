@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
+from autoparallel.capture.numbers import with_examples
 from autoparallel.capture.passes.dtype_check import refusal
 from autoparallel.capture.passes.editing import Node, emit, source_line
 from autoparallel.errors import CaptureError
@@ -83,7 +84,7 @@ def _made(node: Node, dtype: torch.dtype | None) -> list[torch.dtype] | None:
         value = argument.meta["val"]
         return value.to(dtype) if dtype is not None and _eligible(value) else value
 
-    args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), operand)
+    args, kwargs = with_examples(torch.fx.node.map_arg((node.args, dict(node.kwargs)), operand))
     try:
         return _dtypes(node.target(*args, **kwargs))
     except (RuntimeError, ValueError, TypeError):

@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.fx import Graph
 
+from autoparallel.capture.numbers import with_examples
 from autoparallel.capture.passes.editing import Node, source_line
 from autoparallel.errors import CaptureError
 
@@ -106,6 +107,7 @@ def _error(node: Node, tensors: Sequence[torch.Tensor], types: Sequence[torch.dt
         def stand_in(leaf: Any, made: Iterator[torch.Tensor] = made) -> Any:
             if isinstance(leaf, torch.fx.Node):
                 return next(made)
+            leaf = with_examples(leaf)
             return stands.get(leaf, leaf) if type(leaf) is int else leaf
 
         args, kwargs = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), stand_in)

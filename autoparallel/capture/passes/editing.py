@@ -8,13 +8,15 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph
 
+from autoparallel.capture.numbers import with_examples
+
 Node: TypeAlias = Any  # an fx node, whose args torch types as a union of twenty kinds
 
 
 def emit(graph: Graph, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert an op at the current point, with the value and origin metadata that a traced node would have."""
     node = graph.call_function(target, args, kwargs)
-    values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    values = with_examples(torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"]))
     node.meta = {k: like.meta[k] for k in ("nn_module_stack", "stack_trace", "no_grad") if k in like.meta}
     node.meta["val"] = target(*values[0], **values[1])
     return node

@@ -28,6 +28,7 @@ from autoparallel.capture.passes.fuse_experts import gather_experts
 from autoparallel.capture.passes.fuse_linear_sections import gather_sections
 from autoparallel.capture.passes.mean_losses import AVERAGED_LOSSES
 from autoparallel.capture.passes.vmap_and_grad import batch_regions, expand_gradients
+from autoparallel.capture.remedies import instead, lines_of
 from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten
@@ -58,7 +59,9 @@ def refuse_unknown_shapes(graph: Graph) -> None:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not all(type(size) is int for size in value.shape):
             raise CaptureError(f"{node.target} gives a tensor whose shape depends on the data{source_line(node)}\n"
-                               "  Write torch.where or a mask, so that the shape is known beforehand.")
+                               + instead([line for line in lines_of(node.meta.get("stack_trace") or "")
+                                          if "/torch/" not in line.path],
+                                         "Write torch.where or a mask, so that the shape is known beforehand."))
 
 
 def drop_dead(graph: Graph, mutations: dict[str, Node]) -> None:

@@ -55,6 +55,19 @@ def _is_users(frame: FrameType) -> bool:
     return not ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(OWN))
 
 
+def writes_to_part() -> bool:
+    """Whether the user's function is at ``x[index] += value``, whose ``x[index]`` nobody else has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame):
+        frame = frame.f_back
+    if frame is None:
+        return False
+    place = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    return any(isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Subscript)
+               and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == place
+               for node in ast.walk(function_source(frame.f_code)))
+
+
 def calls(frame: FrameType, name: str) -> bool:
     """Whether the frame, of neither torch nor this package, is at a call of this function."""
     if not _is_users(frame):
@@ -80,4 +93,4 @@ def function_source(code: CodeType) -> ast.Module:
     return tree
 
 
-__all__ = ["OWN", "caller", "calls", "function_source", "statement_at", "users_caller"]
+__all__ = ["OWN", "caller", "calls", "function_source", "statement_at", "users_caller", "writes_to_part"]

@@ -82,8 +82,8 @@ def flex_attention_as_ops() -> Iterator[None]:
             told = True
         return math_attention(query, key, *args, **kwargs)
 
-    with (_instead(flex, "flex_attention_hop", of_all_scores),
-          _instead(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),
+    flag = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+    with (_instead(flex, "flex_attention_hop", of_all_scores), _instead(flex, flag, _TrueHere(getattr(flex, flag))),
           _instead(flex, "_validate_device", lambda *tensors: None),
           _instead(flex, "setup_compilation_env", lambda: nullcontext("eager"))):
         yield
@@ -107,9 +107,19 @@ class _Here:
         return self._here if get_ident() == self._thread else self._elsewhere
 
 
+class _TrueHere:
+    """A flag that is true in the thread that makes it."""
+
+    def __init__(self, elsewhere: bool) -> None:
+        self._thread, self._elsewhere = get_ident(), elsewhere
+
+    def __bool__(self) -> bool:
+        return get_ident() == self._thread or self._elsewhere
+
+
 @contextmanager
 def _instead(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    """``stand_in`` in place of a function, in this thread: others call their own. (Of a flag, in all.)"""
+    """``stand_in`` in place of a function, in this thread: others call their own. (Of a flag it is a `_TrueHere`.)"""
     own, thread = getattr(owner, name), get_ident()
 
     def here(*args: Any, **kwargs: Any) -> Any:
@@ -228,6 +238,12 @@ class TracedCalls(TorchFunctionMode):
             active.strides = True
         if function == torch.Tensor.requires_grad.__get__:  # type: ignore[attr-defined]
             return _requires_grad(args[0])
+        if getattr(function, "__name__", "") == "_pack_padded_sequence":
+            raise CaptureError("a packed sequence has as many rows as the data say (pack_padded_sequence)"
+                               f"{users_caller()}\n  Give the recurrent layer the padded batch. Forward in time its "
+                               "outputs up to each length are the same, y[row, :length]: mask the others, and read "
+                               "last states by y.gather at lengths - 1. Backward in time (bidirectional) they are not: "
+                               "flip each row up to its length, run a second layer forward, and flip back.")
         if function is torch.nn.functional.gaussian_nll_loss:
             return _gaussian_likelihood(*args, **(kwargs or {}))
         if function in (torch.bincount, torch.Tensor.bincount):

@@ -47,7 +47,11 @@ class MemoryLimitError(InfeasibleError):
                 if needed_bytes >= limit_bytes + 1 else "more (how much more was not found in the time)")
         super().__init__(
             f"{name}: no plan fits in {limit_bytes:,.0f} bytes. Every plan needs {more}. Raise the limit to "
-            f"{enough:,.0f} bytes, use more devices, or remove pins that keep values whole.")
+            f"{enough:,.0f} bytes{_in_gib(enough)}, use more devices, or remove pins that keep values whole.")
+
+
+def _in_gib(count: float) -> str:
+    return f" ({count / 2**30:.3g} GiB)" if count >= 2**20 else ""
 
 
 class NotRepairedError(SearchError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoparallel.capture.remedies import instead, lines_at
 from autoparallel.capture.tracing.frames import OWN, function_source, statement_at
 from autoparallel.errors import CaptureError
 
@@ -33,8 +35,10 @@ def refused(what: str) -> CaptureError:
             break
         frame = frame.f_back
     place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    lines = [line for line in lines_at(traceback.extract_stack(frame)) if not line.path.startswith(OWN)
+             and "/torch/" not in line.path]
     return CaptureError(f"{what}: a shape depends on the data\n  at {place}\n"
-                        "  Write torch.where or a mask, so that the shape is known beforehand.")
+                        + instead(lines, "Write torch.where or a mask, so that the shape is known beforehand."))
 
 
 @dataclass(frozen=True)

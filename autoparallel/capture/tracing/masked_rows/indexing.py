@@ -113,11 +113,32 @@ def put(x: Tensor, index: Any, value: Any) -> bool:
     if not isinstance(value, Rows):
         raise refused("what is written to places whose number the data say")
     own = index.mask if isinstance(index, Place) else mask_of(index) if is_mask(index) else None
-    if own is not value.mask or (isinstance(index, Place) and own.cells.dim() != 1) or value.front:
+    if own is not value.mask or value.front:
         raise refused("rows written to other places than they are of")
+    if isinstance(index, Place) and own.cells.dim() != 1:
+        return _put_last(x, index, value)
     if value.value.dim() != x.dim():
         raise refused("rows of another number of dims written")
     x.copy_(torch.where(_wide(own.meant(), x), value.value, x))
+    return True
+
+
+def _put_last(x: Tensor, place: Place, rows: Rows) -> bool:
+    """``x[place] = rows`` where a place may come several times, along the mask's other dims: the last is written, as on
+    a CPU (torch leaves open which), and all have its gradient, as in torch."""
+    mask, dim = place.mask, place.dim
+    cells, around = mask.meant(), mask.cells.dim()
+    value = rows.value.expand(*cells.shape, *rows.value.shape[around:])
+    if x.shape[0] != cells.shape[dim] or value.shape[around:] != x.shape[1:] or not x.is_floating_point():
+        raise refused("rows of another form written")
+    cells = cells.movedim(dim, 0).flatten(1)
+    value = value.movedim(dim, 0).flatten(1, around - 1)
+    count = cells.to(torch.int64)
+    last = cells & (count.cumsum(1) == count.sum(1, keepdim=True))
+    zeros = torch.zeros_like(value)
+    overwritten = torch.where(_wide(cells & ~last, value), value - value.detach(), zeros)
+    written = (torch.where(_wide(last, value), value, zeros) + overwritten).sum(1)
+    x.copy_(torch.where(_wide(cells.any(1), x), written.to(x.dtype), x))
     return True
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autoparallel.capture.tracing.frames import writes_to_part
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS, refused
 from autoparallel.capture.tracing.masked_rows.indexing import harmless, is_nested, nested, picked
 from autoparallel.capture.tracing.masked_rows.types import Place, Rows, Tensorlike
@@ -101,6 +102,8 @@ def _by_row(function: Callable[..., Any], name: str, first: Rows, args: tuple[An
         others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor | Rows)]
         if any(_meets_rows(a, rank) for a in others):
             raise refused(f"{name} of rows whose number the data say and of all rows")
+    if getattr(function, "__name__", "") in IN_PLACE and isinstance(args[0], Rows) and writes_to_part():
+        function = getattr(torch, NAMED[name])  # as in Python: what is written back is a new tensor
     with REGIONS.ours():
         plain, named = _filled_where_singular(function, name, args, kwargs)
         made = function(*plain, **named)
