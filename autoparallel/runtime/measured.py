@@ -14,7 +14,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoparallel.plans.reports.step_parts import ATTENTION, CHECKS, COLLECTIVES, IDLE, OTHERS, OVERLAPPED, PRODUCTS
+from autoparallel.plans.reports.step_parts import (
+    ATTENTION,
+    CHECKS,
+    COLLECTIVES,
+    IDLE,
+    INSIDE,
+    OTHERS,
+    OVERLAPPED,
+    PRODUCTS,
+)
 from autoparallel.plans.reports.timeline import SAID
 from autoparallel.runtime.recorded import Recorded, Recording
 from autoparallel.runtime.sites import RUN, SITE, Site
@@ -249,6 +258,8 @@ def _purpose(event: Recorded, context: _Context, site: Site | None) -> tuple[str
     """The part of a collective, its kind of box, and its name."""
     if site is None:
         return CHECKS, "other", event.name
+    if site.compiled:
+        return INSIDE, "exchange", f"{event.name} ({site.name})"
     gathers = "gather" in event.name.lower()
     if site.of_parameter or (not site.axis and gathers):  # ZeRO-3 gathers again where backward of an op reads it
         reduces = context.backward and not context.again and not gathers

@@ -119,8 +119,8 @@ def _notes(compiled: Compiled, unprofiled_s: float, parts: Mapping[str, float], 
     found = [f"a step took {seconds_str(unprofiled_s)} without the profiler, {seconds_str(profiled_s)} with it: what "
              "the profiler adds lies between the ops"]
     if compiled.backend != EAGER:
-        found.append("compiled graphs have no names of layers within: the kernels that Inductor makes count as "
-                     "element-wise, unless they are calls of a library")
+        found.append("compiled graphs have no names of layers within: kernels that Inductor makes count as "
+                     "element-wise, calls of libraries by what they are; collectives within are not told apart")
     if shown_ranks < ranks:
         found.append(f"the trace shows {shown_ranks} of {ranks} ranks; the seconds are means over all")
     return found

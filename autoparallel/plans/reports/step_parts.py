@@ -22,7 +22,8 @@ OVERLAPPED, IDLE = "of these at the same time", "bubbles, sends, waits, host"
 #: The collectives' parts by purpose (`plan.CollectiveUse.purpose`).
 COLLECTIVES = {purpose: f"collectives of {purpose}" for purpose in ("parameters", "gradients", "activations")}
 CHECKS = "collectives that compare calls, and others"
-PARTS = (PRODUCTS, ATTENTION, OTHERS, *COLLECTIVES.values(), CHECKS, OVERLAPPED, IDLE)
+INSIDE = "collectives in compiled graphs"
+PARTS = (PRODUCTS, ATTENTION, OTHERS, *COLLECTIVES.values(), INSIDE, CHECKS, OVERLAPPED, IDLE)
 #: The sides of a comparison, as traces name them.
 PREDICTED, MEASURED = "predicted", "measured"
 
@@ -121,5 +122,5 @@ def _told(path: str | Path) -> dict[str, Any]:
     return told
 
 
-__all__ = ["ATTENTION", "CHECKS", "COLLECTIVES", "IDLE", "MEASURED", "OTHERS", "OVERLAPPED", "PARTS", "PREDICTED",
+__all__ = ["ATTENTION", "CHECKS", "COLLECTIVES", "IDLE", "INSIDE", "MEASURED", "OTHERS", "OVERLAPPED", "PARTS", "PREDICTED",
            "PRODUCTS", "PartRow", "TraceComparison", "compare_parts", "compare_traces", "predicted_parts"]
