@@ -28,13 +28,14 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.usual import recipes, usual_plan
 from autoparallel.plans import Plan
-from autoparallel.plans.record import check_record
+from autoparallel.plans.record import Trial, check_record
 from autoparallel.plans.reports import page as reports_page
 from autoparallel.plans.reports.asked import ask
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import compare, explained
 from autoparallel.plans.reports.data import report_json
 from autoparallel.plans.reports.page import page
+from autoparallel.plans.reports.pictures import timeline_pictures
 from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.timeline import _order, timeline_of
 from autoparallel.plans.reports.trace import trace_json
@@ -433,6 +434,20 @@ def test_hostile_names_are_text(plans: dict[str, Plan], name: str) -> None:
     assert not any(c in text for c in "\x1b\u202e")
     assert len(text) < 3e6
     json.loads(trace_json(odd))
+
+
+@pytest.mark.parametrize("name", ["fsdp", PIPELINES[0]])
+def test_plots_draw_the_pages_shapes(plans: dict[str, Plan], name: str, tmp_path: Path) -> None:
+    plan = replace(plans[name], axis_names=tuple(f"$x^{n}$" for n in range(len(plans[name].axis_names))))
+    (area,) = plan.plot.timeline().axes
+    (picture,) = timeline_pictures(timeline_of(plan), plan.prediction.step_s)
+    assert len(area.patches) == len(picture.shapes)
+    assert [label.get_text() for label in area.get_yticklabels()] == list(picture.rows)
+    plan.plot.memory().savefig(tmp_path / "memory.png")
+    with pytest.raises(PlanError, match="joint=True"):
+        plan.plot.pareto()
+    tried = replace(plan, record=replace(plan.known, trials=(Trial("one", 1.0, 2e9), Trial("two", 2.0, 1e9))))
+    assert len(tried.plot.pareto().axes[0].patches) in (2, 3)
 
 
 # ------------------------------------------------------------ the command line

@@ -18,6 +18,7 @@ from cost_models.files import write_whole
 
 if TYPE_CHECKING:
     from autoparallel.plans.answers import Choice, Sensitivity, Study
+    from autoparallel.plans.reports.plots import Plots
     from autoparallel.strategies.space import Strategy, StrategySpace
 
 VERSION = 2
@@ -208,6 +209,13 @@ class Plan:
         from autoparallel.plans.reports.trace import trace_json
 
         _write(path, trace_json(self))
+
+    @property
+    def plot(self) -> Plots:
+        """Figures for notebooks: ``plan.plot.timeline()``, ``.memory()``, ``.pareto()`` (matplotlib)."""
+        from autoparallel.plans.reports.plots import Plots
+
+        return Plots(self)
 
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""

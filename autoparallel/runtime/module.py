@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from html import escape
 from os import PathLike
 from types import MethodType
 from typing import Any, cast
@@ -68,6 +69,13 @@ class ParallelModule(nn.Module):
     def plan(self) -> Plan:
         """The plan of the first call form. Raises InputError before the first trace."""
         return self._first().plan
+
+    def _repr_html_(self) -> str:
+        """What it is, and the plan's summary, for notebooks."""
+        name = escape(type(self._state.model).__name__)
+        if not self._state.forms:
+            return f"<p>{name} on a mesh of {self.mesh.size()}: planned at the first call.</p>"
+        return f"<p>{name} on a mesh of {self.mesh.size()}.</p>{self.plan._repr_html_()}"
 
     @property
     def mesh(self) -> DeviceMesh:

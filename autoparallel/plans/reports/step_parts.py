@@ -122,5 +122,5 @@ def _told(path: str | Path) -> dict[str, Any]:
     return told
 
 
-__all__ = ["ATTENTION", "CHECKS", "COLLECTIVES", "IDLE", "INSIDE", "MEASURED", "OTHERS", "OVERLAPPED", "PARTS", "PREDICTED",
-           "PRODUCTS", "PartRow", "TraceComparison", "compare_parts", "compare_traces", "predicted_parts"]
+__all__ = ["ATTENTION", "CHECKS", "COLLECTIVES", "IDLE", "INSIDE", "MEASURED", "OTHERS", "OVERLAPPED", "PARTS",
+           "PREDICTED", "PRODUCTS", "PartRow", "TraceComparison", "compare_parts", "compare_traces", "predicted_parts"]

@@ -1,5 +1,5 @@
-"""A step in Chrome's trace format, for Perfetto (ui.perfetto.dev): a process for each rank (of the pipeline, where it is
-predicted), a thread for each stream, arrows from what is awaited to what waits, a counter for the memory.
+"""A step in Chrome's trace format, for Perfetto (ui.perfetto.dev): a process for each rank (of the pipeline, where it
+is predicted), a thread for each stream, arrows from what is awaited to what waits, a counter for the memory.
 
 A file has the predicted step, the measured one, or both: then the measured ranks lie below the predicted rank of their
 pipeline stages.
