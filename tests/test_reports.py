@@ -436,6 +436,24 @@ def test_hostile_names_are_text(plans: dict[str, Plan], name: str) -> None:
     json.loads(trace_json(odd))
 
 
+@pytest.mark.slow
+def test_a_joint_plan_keeps_the_plans_of_other_combinations(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)), torch.zeros(4096, 512)
+    plan = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=4), example_inputs=(x,), joint=True,
+                             time_limit_s=5)
+    kept = plan.known.alternatives
+    assert kept and [one.step_s for one in kept] == sorted(one.step_s for one in kept)
+    assert all(one.step_s >= plan.prediction.step_s * (1 - 1e-9) and one.differences for one in kept)
+    assert any(line.split(":")[0] in ("mesh", "micro_batches", "stages", "zero_stage", "recompute")
+               for one in kept for line in one.differences)
+    plan.save(tmp_path / "plan.json")
+    told = CliRunner().invoke(app, ["alternatives", str(tmp_path / "plan.json")])
+    assert told.exit_code == 0 and "slower by" in told.stdout
+    times = [other.prediction.step_s for other in plan.alternatives(2)]
+    assert len(times) == 2 and times == sorted(times)
+
+
 @pytest.mark.parametrize("name", ["fsdp", PIPELINES[0]])
 def test_plots_draw_the_pages_shapes(plans: dict[str, Plan], name: str, tmp_path: Path) -> None:
     plan = replace(plans[name], axis_names=tuple(f"$x^{n}$" for n in range(len(plans[name].axis_names))))

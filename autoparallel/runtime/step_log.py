@@ -100,8 +100,8 @@ class StepLog:
             log.step()                                     # once a step, on every rank or on rank 0 alone
 
     The first step, in which programs are compiled, is left out. Where the lines' median is further off the plan than
-    nine in ten predictions of its kind were (`Prediction.p90`), a warning says so once, with the plan's parts. The device
-    is waited for at each line only. ``clock``: seconds, for tests.
+    nine in ten predictions of its kind were (`Prediction.p90`), a warning says so once, with the plan's parts. The
+    device is waited for at each line only. ``clock``: seconds, for tests.
     """
 
     def __init__(self, parallel: ParallelModule | Plan, every: int = 10, writers: Sequence[Writer] = (),

@@ -95,7 +95,12 @@ def _look(kinds: list[str], kind: str) -> dict[str, Any]:
     """Colour and texture of a kind. (Areas of memory are called m0, m1, ... in the order of their kinds.)"""
     if kind == LIMIT:
         return {"color": "crimson"}
-    number = ORDER.index(kind) if kind in ORDER else kinds.index(kind) if kind in kinds else int(kind.removeprefix("m")) if kind[1:].isdigit() else 0
+    if kind in ORDER:
+        number = ORDER.index(kind)
+    elif kind in kinds:
+        number = kinds.index(kind)
+    else:
+        number = int(kind.removeprefix("m"))
     return {"facecolor": f"C{number % 10}", "edgecolor": "white", "linewidth": 0.2,
             "hatch": HATCHES[number % len(HATCHES)]}
 
