@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -150,24 +151,24 @@ def explain(plan: PlanFile, name: Annotated[str | None, typer.Argument(help="an 
 
 def alternatives(plan: PlanFile) -> None:
     """List other plans that were found, by how much slower they are."""
-    _tell_answer(plan, "alternatives", "other plans", "--alternatives 3")
+    record = _record(plan)
+    _tell_table(plan, record.alternatives, "alternatives_table", "other plans", "--alternatives 3")
 
 
 def sensitivity(plan: PlanFile) -> None:
     """Say what half or twice the bandwidth or the memory would mean."""
-    _tell_answer(plan, "sensitivities", "how sensitive it is", "--sensitivity")
+    record = _record(plan)
+    _tell_table(plan, record.sensitivities, "sensitivities", "how sensitive it is", "--sensitivity")
 
 
-def _tell_answer(path: Path, name: str, what: str, option: str) -> None:
-    """Print a table of the record, ``name`` of `Record`, or say by which ``option`` it gets there."""
+def _tell_table(path: Path, found: Sequence[Any], table: str, what: str, option: str) -> None:
+    """Print answers that a plan's file has, by a function of `reports.text`, or say by which ``option`` it gets
+    them."""
     from autoparallel.plans.reports import text
 
-    plan = _load(path)
-    found = getattr(_record(path, plan), name)
     if not found:
         raise _not_asked(path, what, option)
-    table = {"alternatives": text.alternatives_table, "sensitivities": text.sensitivities}[name]
-    text.ReportConsole().print(table(plan.prediction.step_s, found))
+    text.ReportConsole().print(getattr(text, table)(_load(path).prediction.step_s, found))
 
 
 def _load(path: Path) -> Plan:
@@ -176,8 +177,8 @@ def _load(path: Path) -> Plan:
     return Plan.load(path)
 
 
-def _record(path: Path, plan: Plan | None = None) -> Any:
-    record = (_load(path) if plan is None else plan).record
+def _record(path: Path) -> Any:
+    record = _load(path).record
     if record is None:
         raise PlanError(f"{path} was written without a record of its search: plan again with this version")
     return record

@@ -50,7 +50,7 @@ class _Parts:
     live_bytes: float = 0.0
     always_bytes: float = 0.0
     host_bytes: float = 0.0
-    by_class: Counter[str] = field(default_factory=Counter)
+    by_class: dict[str, float] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
     ranks: int = 1
 
@@ -216,12 +216,12 @@ def compute_seconds(pricer: SpacePricer, strategies: Sequence[Strategy]) -> dict
     hybrid = pricer.counts.hybrid
     stages = [_Parts() for _ in range(hybrid.stages)]
     _add_decisions(pricer, strategies, stages, {})
-    found = Counter[str]()
-    for rank in range(hybrid.pipeline_ranks):
-        for stage in hybrid.stages_of(rank):
-            found.update(stages[stage].by_class)
+    found, ranks = defaultdict[str, float](float), range(hybrid.pipeline_ranks)
+    for stage in (stage for rank in ranks for stage in hybrid.stages_of(rank)):
+        for op_class, seconds in stages[stage].by_class.items():
+            found[op_class] += seconds / len(ranks)
     kinds = {"matmul": ("matmul", "conv"), "attention": ("attention",)}
-    return {kind: max(0.0, sum(found[one] for one in some)) / hybrid.pipeline_ranks for kind, some in kinds.items()}
+    return {kind: max(0.0, sum(found[one] for one in some)) for kind, some in kinds.items()}
 
 
 def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], sends: Sends
@@ -278,7 +278,8 @@ def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int
     for exchanged in pricer.prices.op_of(index).inside:
         _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)
     rule = pricer.space.strategy_sets[index].rule
-    stage.by_class["" if rule is None else rule.op_class] += stage.forward + stage.backward - before_s
+    op_class = "" if rule is None else rule.op_class
+    stage.by_class[op_class] = stage.by_class.get(op_class, 0.0) + stage.forward + stage.backward - before_s
 
 
 def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, stage: _Parts, found: Found) -> None:

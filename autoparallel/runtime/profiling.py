@@ -76,7 +76,7 @@ def profiled(step: Callable[[], object], roots: Callable[[], Mapping[int, nn.Mod
         text = sides_json(compiled.plan, [predicted_side(compiled.plan), side], unprofiled_s=unprofiled_s,
                           notes=list(notes))
         try:
-            write_whole(path, text)
+            write_whole(Path(path), text)
         except (OSError, TypeError, ValueError) as error:
             raise InputError(f"cannot write the file {path}: {getattr(error, 'strerror', error)}") from error
     return Profile(Path(path), compare_parts(predicted_parts(compiled.plan), parts, unprofiled_s, notes))
