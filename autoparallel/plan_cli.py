@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +34,7 @@ EVERY_S = 10.0
 def add_to(app: typer.Typer) -> None:
     """Add the commands, and ``--version``."""
     app.callback()(_main)
-    for command in (show, diff, explain, alternatives, sensitivity, doctor):
+    for command in (show, diff, compare_trace, explain, alternatives, sensitivity, doctor):
         app.command()(command)
 
 
@@ -119,6 +120,20 @@ def diff(first: PlanFile, second: PlanFile, details: Details = False, as_json: A
     raise typer.Exit(1 if lines else 0)
 
 
+def compare_trace(
+    predicted: Annotated[Path, typer.Argument(metavar="PREDICTED.json", help="a trace that `--trace` has written")],
+    measured: Annotated[Path | None, typer.Argument(metavar="MEASURED.json", help="a trace that parallel.profile has "
+                                                    "written; without it the first has both")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the comparison as JSON (docs/report_schema.md)")] = False,
+) -> None:
+    """Compare a predicted step with a measured one, by kind of op."""
+    from autoparallel.plans.reports.data import trace_comparison_json
+    from autoparallel.plans.reports.step_parts import compare_traces
+
+    found = compare_traces(predicted, predicted if measured is None else measured)
+    typer.echo(trace_comparison_json(found) if as_json else str(found))
+
+
 def explain(plan: PlanFile, name: Annotated[str | None, typer.Argument(help="an op, parameter or input")] = None
             ) -> None:
     """Say what each strategy of an op, parameter or input costs; without NAME list those that were asked for."""
@@ -136,24 +151,24 @@ def explain(plan: PlanFile, name: Annotated[str | None, typer.Argument(help="an 
 
 def alternatives(plan: PlanFile) -> None:
     """List other plans that were found, by how much slower they are."""
-    from autoparallel.plans.reports import text
-
     record = _record(plan)
-    if not record.alternatives:
-        raise _not_asked(plan, "other plans", "--alternatives 3")
-    step_s = _load(plan).prediction.step_s
-    text.ReportConsole().print(text.alternatives_table(step_s, record.alternatives))
+    _tell_table(plan, record.alternatives, "alternatives_table", "other plans", "--alternatives 3")
 
 
 def sensitivity(plan: PlanFile) -> None:
     """Say what half or twice the bandwidth or the memory would mean."""
+    record = _record(plan)
+    _tell_table(plan, record.sensitivities, "sensitivities", "how sensitive it is", "--sensitivity")
+
+
+def _tell_table(path: Path, found: Sequence[Any], table: str, what: str, option: str) -> None:
+    """Print answers that a plan's file has, by a function of `reports.text`, or say by which ``option`` it gets
+    them."""
     from autoparallel.plans.reports import text
 
-    record = _record(plan)
-    if not record.sensitivities:
-        raise _not_asked(plan, "how sensitive it is", "--sensitivity")
-    step_s = _load(plan).prediction.step_s
-    text.ReportConsole().print(text.sensitivities(step_s, record.sensitivities))
+    if not found:
+        raise _not_asked(path, what, option)
+    text.ReportConsole().print(getattr(text, table)(_load(path).prediction.step_s, found))
 
 
 def _load(path: Path) -> Plan:

@@ -62,6 +62,33 @@ def test_quickstart(tmp_path: Path) -> None:
     assert found["parameter_error"] < 1e-4
 
 
+#: What must hold after the last cell of each of the other notebooks.
+HOLDS = {
+    "read-a-plan": "plan.prediction.step_s <= ddp.prediction.step_s * (1 + 1e-9) and len(choices) > 1 "
+                   "and len(list(folder.iterdir())) == 3",
+    "your-own-model-and-loop": "losses[-1] < losses[0] and log.last.steps == 11 and len(profile.comparison.rows) > 2",
+    "pins-and-by-hand": "len(pinned.pins) > 0 and 'must be that' in refused "
+                        "and plan.prediction.step_s <= hands['dp=2,tp=4'].prediction.step_s",
+    "pipelines-and-memory": "best.prediction.peak_bytes <= 2 * GIB and "
+                            "schedules['1f1b'].prediction.peak_bytes < schedules['gpipe'].prediction.peak_bytes",
+    "a-cluster-of-your-own": "slow_plan.prediction.step_s >= fast_plan.prediction.step_s and len(slow.links) == 2",
+    "from-plan-to-megatron-or-torchtitan": "again.hybrid.zero_stage == plan.hybrid.zero_stage "
+                                           "and all(made.files for made in exported.values())",
+    "how-the-search-proves-its-answer": "found.objective == best and e.lower_bound_s <= e.objective_s * (1 + 1e-9)",
+}
+
+
+def test_every_notebook_is_run() -> None:
+    assert {path.stem for path in NOTEBOOKS} == {"quickstart", *HOLDS}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 30)
+@pytest.mark.parametrize("name", HOLDS)
+def test_notebooks_compute_what_they_say(name: str, tmp_path: Path) -> None:
+    assert run_notebook(Path(__file__).parent.parent / "notebooks" / f"{name}.ipynb", f"bool({HOLDS[name]})", tmp_path)
+
+
 def test_a_failing_cell_is_named(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in ("a = 1", "a / 0")])
     nbformat.write(notebook, tmp_path / "broken.ipynb")

@@ -3,15 +3,19 @@ command line answers. Processes of their own, so in the slow tier."""
 
 from __future__ import annotations
 
+import html
+import json
 import re
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from autoparallel.plans.reports.page import page
 from tests.test_reports import made
 
 pytestmark = pytest.mark.slow
@@ -34,6 +38,44 @@ def test_the_page_runs_in_chromium(tmp_path: Path, by_hand: str) -> None:
          f"--screenshot={tmp_path / 'report.png'}", f"--user-data-dir={tmp_path / 'profile'}",
          f"file://{tmp_path / 'report.html'}"], capture_output=True, timeout=120, check=True)
     assert picture.returncode == 0 and (tmp_path / "report.png").stat().st_size > 10_000
+
+
+#: Runs axe-core on the page and leaves what it found in the document.
+AXE = """
+window.addEventListener('load', () => axe.run(document).then(found => {
+  const out = document.createElement('pre');
+  out.id = 'axe';
+  out.textContent = JSON.stringify({
+    violations: found.violations.map(v => [v.id, v.nodes.slice(0, 3).map(n => [n.target.join(' '), n.failureSummary])]),
+    passes: found.passes.map(p => p.id), dark: matchMedia('(prefers-color-scheme: dark)').matches});
+  document.body.append(out);
+}));
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("by_hand", ["dp=4,zero=3", "dp=2,pp=2,micro_batch=2"])
+def test_the_page_is_accessible(tmp_path: Path, by_hand: str, dark: bool) -> None:
+    """axe-core's rules (contrast, labels, headings, tables, ...), in light and dark; without the policy, which would
+    not let axe run. A name of markup and 10,000 letters changes nothing."""
+    axe = pytest.importorskip("axe_core_python", reason="pip install axe-core-python")
+    assert CHROMIUM is not None
+    plan = made(by_hand=by_hand)
+    plan = replace(plan, pins={"<script>x</script>": "[/red]", "a" * 10_000: "\u202eback"})
+    text = re.sub(r"<meta http-equiv=.Content-Security-Policy.[^>]*>", "", page(plan))
+    source = Path(axe.__file__).with_name("axe.min.js").read_text("utf-8")
+    scripts = f"<script>{source}</script><script>{AXE}</script></body>"
+    (tmp_path / "axe.html").write_text(text.replace("</body>", scripts))
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=30000",
+         f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--user-data-dir={tmp_path / 'profile'}",
+         f"file://{tmp_path / 'axe.html'}"], capture_output=True, text=True, timeout=120, check=True)
+    told = re.search(r'<pre id="axe">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert told is not None, done.stderr[-1000:]
+    found = json.loads(html.unescape(told[1]))
+    assert found["violations"] == [] and {"color-contrast", "html-has-lang"} <= set(found["passes"])
+    assert found["dark"] == dark
 
 
 @pytest.mark.parametrize(("words", "limit_s"), [(["--help"], 0.5), (["show", "plan.json"], 1.0)])

@@ -28,13 +28,14 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.usual import recipes, usual_plan
 from autoparallel.plans import Plan
-from autoparallel.plans.record import check_record
+from autoparallel.plans.record import Trial, check_record
 from autoparallel.plans.reports import page as reports_page
 from autoparallel.plans.reports.asked import ask
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import compare, explained
 from autoparallel.plans.reports.data import report_json
 from autoparallel.plans.reports.page import page
+from autoparallel.plans.reports.pictures import timeline_pictures
 from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.timeline import _order, timeline_of
 from autoparallel.plans.reports.trace import trace_json
@@ -433,6 +434,38 @@ def test_hostile_names_are_text(plans: dict[str, Plan], name: str) -> None:
     assert not any(c in text for c in "\x1b\u202e")
     assert len(text) < 3e6
     json.loads(trace_json(odd))
+
+
+@pytest.mark.slow
+def test_a_joint_plan_keeps_the_plans_of_other_combinations(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)), torch.zeros(4096, 512)
+    plan = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=4), example_inputs=(x,), joint=True,
+                             time_limit_s=5)
+    kept = plan.known.alternatives
+    assert kept and [one.step_s for one in kept] == sorted(one.step_s for one in kept)
+    assert all(one.step_s >= plan.prediction.step_s * (1 - 1e-9) and one.differences for one in kept)
+    assert any(line.split(":")[0] in ("mesh", "micro_batches", "stages", "zero_stage", "recompute")
+               for one in kept for line in one.differences)
+    plan.save(tmp_path / "plan.json")
+    told = CliRunner().invoke(app, ["alternatives", str(tmp_path / "plan.json")])
+    assert told.exit_code == 0 and "slower by" in told.stdout
+    times = [other.prediction.step_s for other in plan.alternatives(2)]
+    assert len(times) == 2 and times == sorted(times)
+
+
+@pytest.mark.parametrize("name", ["fsdp", PIPELINES[0]])
+def test_plots_draw_the_pages_shapes(plans: dict[str, Plan], name: str, tmp_path: Path) -> None:
+    plan = replace(plans[name], axis_names=tuple(f"$x^{n}$" for n in range(len(plans[name].axis_names))))
+    (area,) = plan.plot.timeline().axes
+    (picture,) = timeline_pictures(timeline_of(plan), plan.prediction.step_s)
+    assert len(area.patches) == len(picture.shapes)
+    assert [label.get_text() for label in area.get_yticklabels()] == list(picture.rows)
+    plan.plot.memory().savefig(tmp_path / "memory.png")
+    with pytest.raises(PlanError, match="joint=True"):
+        plan.plot.pareto()
+    tried = replace(plan, record=replace(plan.known, trials=(Trial("one", 1.0, 2e9), Trial("two", 2.0, 1e9))))
+    assert len(tried.plot.pareto().axes[0].patches) in (2, 3)
 
 
 # ------------------------------------------------------------ the command line

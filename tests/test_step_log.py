@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,7 +68,42 @@ def test_a_run_slower_than_nine_in_ten_predictions_were_off_warns_once(plan: Pla
         assert not caplog.records
         run(plan, [9.0, *[step_s * (1 + 1.1 * p90)] * 8], every=2)
     (record,) = caplog.records
-    assert "parallel.verify" in record.getMessage()
+    message = record.getMessage()
+    assert "parallel.profile" in message and " more than the plan's" in message and "forward compute" in message
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        run(plan, [9.0, *[step_s * (1 - 1.1 * p90)] * 8], every=2)
+    assert " less than the plan's" in caplog.text
+
+
+def test_callbacks_count_optimizer_steps(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a job: a parallel module that has its plan already."""
+    from autoparallel.integrations import AutoparallelLightningLog, AutoparallelTrainerLog
+    from autoparallel.runtime.module import ParallelModule
+
+    monkeypatch.setattr(ParallelModule, "plan", plan)
+    parallel = ParallelModule.__new__(ParallelModule)
+    now = iter(range(100))
+    hugging = AutoparallelTrainerLog(clock=lambda: float(next(now)))
+    hugging.on_train_begin(None, None, None)
+    for _ in range(5):
+        hugging.on_step_end(SimpleNamespace(logging_steps=2), None, None, model=parallel)
+    assert (hugging.log.steps, hugging.log.last.steps, hugging.log.last.step_s) == (5, 5, 0.5)
+    with pytest.raises(InputError, match="AutoparallelTrainer"):
+        AutoparallelTrainerLog().on_step_end(SimpleNamespace(logging_steps=2), None, None, model=torch.nn.Linear(1, 1))
+
+    trainer, module = SimpleNamespace(global_step=0, log_every_n_steps=1), torch.nn.Module()
+    module.add_module("net", torch.nn.Linear(1, 1))
+    light = AutoparallelLightningLog(clock=lambda: float(next(now)))
+    light.on_train_start(trainer, module)
+    trainer.global_step = 1
+    with pytest.raises(InputError, match="parallel submodules are"):
+        light.on_train_batch_end(trainer, module, None, None, 0)
+    monkeypatch.setattr(light, "_parallel", lambda module: parallel)
+    for step in (2, 2, 3, 3):    # gradients of two batches are accumulated
+        trainer.global_step = step
+        light.on_train_batch_end(trainer, module, None, None, 0)
+    assert light.log.steps == 2 and light.log.last.step_s == 1.0
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])

@@ -13,10 +13,12 @@ _HOMES = {
     "AutoparallelTraining": ("trainer", "trainer"),
     "AutoparallelAccelerator": ("accelerator", "accelerate"),
     "AutoparallelFabricStrategy": ("lightning", "lightning"),
+    "AutoparallelLightningLog": ("lightning_log", "lightning"),
     "AutoparallelStrategy": ("lightning", "lightning"),
+    "AutoparallelTrainerLog": ("trainer_log", "trainer"),
 }
-__all__ = ["AutoparallelAccelerator", "AutoparallelFabricStrategy", "AutoparallelStrategy", "AutoparallelTrainer",
-           "AutoparallelTraining"]
+__all__ = ["AutoparallelAccelerator", "AutoparallelFabricStrategy", "AutoparallelLightningLog", "AutoparallelStrategy",
+           "AutoparallelTrainer", "AutoparallelTrainerLog", "AutoparallelTraining"]
 
 
 def __getattr__(name: str) -> Any:

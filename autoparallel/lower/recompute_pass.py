@@ -52,6 +52,7 @@ def in_parts(program: GraphModule, part_of: Callable[[FxNode], object],
         name = "_".join(["part", *re.findall(r"\w+", str(part)), str(len(parts))])
         parts[name] = module_of(_block(members, inputs, outputs), members)
         result = graph.call_module(name, tuple(made[i] for i in inputs))
+        result.meta = {"block": members[0].meta.get("block")}
         for number, node in enumerate(outputs):
             made[node] = graph.call_function(item, (result, number))
             made[node].meta = dict(node.meta)

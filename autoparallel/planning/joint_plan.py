@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from autoparallel.capture import OpGraph
@@ -18,7 +18,9 @@ from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
 from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.plans.record import Record, Trial
+from autoparallel.plans.answers import Choice, Sensitivity, Study
+from autoparallel.plans.record import Alternative, Record, Trial
+from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
@@ -75,13 +77,32 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
               f"a plan that fits); {seen.pruned} more bounded away, {seen.left} left for lack of time; "
               f"{found.planned} planned in full")
     seconds = {**evidence.seconds, "joint": time.monotonic() - started}
-    recorder = None if best.recorder is None else partial(_with_trials, best.recorder, found.trials)
+    others = tuple(alternative_of(best, other) for other in found.runners_up)
+    recorder = None if best.recorder is None else partial(_with_others, best.recorder, found.trials, others)
+    study = None if best.study is None else _JointStudy(best.study, found.runners_up)
     return replace(best, evidence=replace(evidence, stop_reason=reason, seconds=seconds, step_bound_s=seen.bound_s),
-                   recorder=recorder)
+                   recorder=recorder, study=study)
 
 
-def _with_trials(recorder: Callable[[], Record], trials: tuple[Trial, ...]) -> Record:
-    return replace(recorder(), trials=trials)
+def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], others: tuple[Alternative, ...]) -> Record:
+    return replace(recorder(), trials=trials, alternatives=others)
+
+
+@dataclass(frozen=True, eq=False)
+class _JointStudy:
+    """The study of the best combination's sharding, whose alternatives are also the plans of other combinations."""
+
+    study: Study
+    runners_up: tuple[Plan, ...]
+
+    def alternatives(self, k: int) -> list[Plan]:
+        return sorted([*self.study.alternatives(k), *self.runners_up], key=lambda plan: plan.prediction.step_s)[:k]
+
+    def explain(self, name: str) -> list[Choice]:
+        return self.study.explain(name)
+
+    def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
+        return self.study.sensitivity(factors)
 
 
 __all__ = ["plan_jointly"]

@@ -29,18 +29,22 @@ ROUNDS = ((0.4, 0.6), (0.75, 0.85))
 MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.15, 2.0
 #: Candidates expected to exceed the best plan by more than this factor get no full search.
 SEARCH_ON = 1.02
+#: Plans of other combinations that are kept beside the best, at most; so many are made if there is time.
+MOST_KEPT, LEAST_KEPT = 5, 2
 #: Smallest share of the memory limit that a repeated estimate is given.
 LEAST_ROOM = 0.5
 
 
 @dataclass(frozen=True)
 class JointResult:
-    """The best plan, the survey of candidates, the number of trial plans, and all combinations that were judged."""
+    """The best plan, the survey of candidates, the number of trial plans, and all combinations that were judged.
+    ``runners_up``: the best plans of the other combinations, best first."""
 
     plan: Plan
     survey: Survey
     planned: int
     trials: tuple[Trial, ...] = ()
+    runners_up: tuple[Plan, ...] = ()
 
 
 class InFull(Protocol):
@@ -74,7 +78,8 @@ def search_jointly(
         trials.take(candidate, max(LEAST_FULL_S, left))
     if trials.best is None:
         raise trials.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
-    return JointResult(trials.best, survey, trials.planned, tuple(trials.told(survey)))
+    trials.plan_others(started + time_limit_s)
+    return JointResult(trials.best, survey, trials.planned, tuple(trials.told(survey)), tuple(trials.runners_up()))
 
 
 def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: float, time_limit_s: float
@@ -98,6 +103,16 @@ def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: 
 
 def _needed_bytes(error: AutoparallelError) -> float:
     return float(getattr(error, "needed_bytes", math.inf))
+
+
+def _combination(plan: Plan) -> tuple[object, ...]:
+    """What a candidate chooses: mesh and step configuration, but for where stages begin and which blocks recompute."""
+    return plan.mesh_shape, replace(plan.hybrid, cuts=(), recompute_blocks=None)
+
+
+def _figures(plan: Plan) -> tuple[object, ...]:
+    """What combinations have in common that run the same: ZeRO-1 and ZeRO-2 of one micro-batch, for example."""
+    return plan.mesh_shape, round(plan.prediction.step_s, 9), round(plan.prediction.peak_bytes)
 
 
 class _TrialPlans:
@@ -143,6 +158,16 @@ class _TrialPlans:
         for candidate in survey.candidates:
             if candidate.key not in planned and not candidate.is_bound and candidate.estimate_s < math.inf:
                 yield Trial(str(candidate), candidate.estimate_s, estimated=True)
+
+    def runners_up(self) -> Iterator[Plan]:
+        """The best plans of other combinations than the best plan's, best first, at most `MOST_KEPT`."""
+        assert self.best is not None
+        seen, same = {_combination(self.best)}, {_figures(self.best)}
+        for made in sorted(self.plans.values(), key=lambda plan: plan.prediction.step_s):
+            if _combination(made) not in seen and _figures(made) not in same and len(seen) <= MOST_KEPT:
+                seen.add(_combination(made))
+                same.add(_figures(made))
+                yield made
 
     @property
     def planned(self) -> int:
@@ -192,6 +217,16 @@ class _TrialPlans:
                 self.failed[candidate.hybrid] = FAILED_RATIO * self.failed.get(candidate.hybrid, 1.0)
             elif math.isfinite(candidate.estimate_s):
                 self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
+
+    def plan_others(self, deadline: float) -> None:
+        """With time left, make trial plans of the most promising of the rest, until `LEAST_KEPT` are kept."""
+        rest = sorted((c for c in self.left if c.first is not None), key=self.expected_s)
+        for candidate in rest[:MOST_FAILED]:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or len(list(self.runners_up())) >= LEAST_KEPT:
+                break
+            self.left.remove(candidate)
+            self.trial_s[candidate] = self.take(candidate, min(TRIAL_S, left_s), "local")
 
     def _tighter(self, candidate: Candidate) -> Candidate | None:
         """A candidate that did not fit, estimated with less memory; None if its need is unknown or too large, or if the

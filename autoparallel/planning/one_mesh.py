@@ -27,7 +27,7 @@ from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, p
 from autoparallel.plans.record import Record
 from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer, predict
 from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed, spans
-from autoparallel.pricing.prediction import stage_seconds
+from autoparallel.pricing.prediction import compute_seconds, stage_seconds
 from autoparallel.pricing.problem import FAULT_S
 from autoparallel.pricing.record import memory_profile, redistributions, workload
 from autoparallel.search import plan_within, solve
@@ -284,7 +284,8 @@ def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     """What reports tell of a plan, without the answers that are asked for later."""
     shown = [block.paths[0] for block in block_layouts(pricer.space, strategies)]
     found = Record(workload(pricer, strategies), memory=memory_profile(pricer, problem, strategies),
-                   redistributions=redistributions(pricer, strategies, shown))
+                   redistributions=redistributions(pricer, strategies, shown),
+                   compute_s=compute_seconds(pricer, strategies))
     if pricer.counts.hybrid.stages == 1:
         return replace(found, spans=tuple(spans(pricer, strategies)))
     sends = stages.sent_bytes(pricer.space, strategies)

@@ -18,6 +18,7 @@ from cost_models.files import write_whole
 
 if TYPE_CHECKING:
     from autoparallel.plans.answers import Choice, Sensitivity, Study
+    from autoparallel.plans.reports.plots import Plots
     from autoparallel.strategies.space import Strategy, StrategySpace
 
 VERSION = 2
@@ -209,6 +210,13 @@ class Plan:
 
         _write(path, trace_json(self))
 
+    @property
+    def plot(self) -> Plots:
+        """Figures for notebooks: ``plan.plot.timeline()``, ``.memory()``, ``.pareto()`` (matplotlib)."""
+        from autoparallel.plans.reports.plots import Plots
+
+        return Plots(self)
+
     def _repr_html_(self) -> str:
         """The summary, for notebooks."""
         from html import escape
@@ -249,22 +257,20 @@ class Plan:
         return self.study
 
     def diff(self, other: Plan) -> str:
-        """The decisions in which ``other`` differs, one line each, and the change of predicted step time and peak
-        memory.
+        """What differs in ``other``, one line each (mesh and step configuration, then decisions), and the change of
+        predicted step time and peak memory.
 
         Raises PlanError if ``other`` is not a plan.
         """
         if not isinstance(other, Plan):
             raise PlanError(f"diff of {other!r}: give a Plan, Plan.load(path) of a file")
-        lines = []
+        lines = [f"mesh: {self.mesh_shape} -> {other.mesh_shape}"] if self.mesh_shape != other.mesh_shape else []
+        lines += [f"{f.name}: {mine} -> {theirs}" for f in fields(Hybrid)
+                  if (mine := getattr(self.hybrid, f.name)) != (theirs := getattr(other.hybrid, f.name))]
         for name in {**self.strategies, **other.strategies}:
             mine, theirs = self.strategies.get(name), other.strategies.get(name)
             if mine != theirs:
                 lines.append(f"{name}: {_names(mine)} -> {_names(theirs)}")
-        if self.mesh_shape != other.mesh_shape:
-            lines.append(f"mesh: {self.mesh_shape} -> {other.mesh_shape}")
-        lines += [f"{f.name}: {mine} -> {theirs}" for f in fields(Hybrid)
-                  if (mine := getattr(self.hybrid, f.name)) != (theirs := getattr(other.hybrid, f.name))]
         head = (f"{len(lines)} differences; predicted step {self.prediction.step_s:.6g} s -> "
                 f"{other.prediction.step_s:.6g} s, peak {self.prediction.peak_bytes:.4g} B -> "
                 f"{other.prediction.peak_bytes:.4g} B")

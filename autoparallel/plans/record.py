@@ -115,8 +115,10 @@ class Alternative:
 class Record:
     """What planning knew. ``spans``: the timeline of a rank, without a pipeline; ``stages``: seconds by stage, with
     one. ``redistributions``: of one block of each kind, and outside blocks. ``trials``: combinations that were tried.
-    ``search``: (seconds since the start, phase, best, bound) after each phase. ``alternatives``, ``sensitivities`` and
-    ``explanations`` (by name of the decision) are answers that were asked for."""
+    ``search``: (seconds since the start, phase, best, bound) after each phase. ``compute_s``: seconds of a step's
+    matrix products ("matmul") and attention ("attention"), forward and backward, on a rank (the mean over a
+    pipeline's). ``alternatives``, ``sensitivities`` and ``explanations`` (by name of the decision) are answers that
+    were asked for."""
 
     workload: Workload
     spans: tuple[Span, ...] = ()
@@ -128,6 +130,7 @@ class Record:
     alternatives: tuple[Alternative, ...] = ()
     sensitivities: tuple[Sensitivity, ...] = ()
     explanations: Mapping[str, tuple[Choice, ...]] = field(default_factory=dict)
+    compute_s: Mapping[str, float] = field(default_factory=dict)
 
 
 def check_record(record: Record) -> None:
@@ -156,6 +159,7 @@ def _amounts(record: Record) -> Iterator[tuple[str, float]]:
         for name, value in vars(part).items():
             if isinstance(value, (int, float)):
                 yield f"{where}.{name}", value
+    yield from ((f"compute_s[{kind}]", value) for kind, value in record.compute_s.items())
     if record.memory is not None:
         for n, row in enumerate((record.memory.passed, *record.memory.num_bytes)):
             yield from ((f"memory row {n}", value) for value in row)

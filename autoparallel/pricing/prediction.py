@@ -34,7 +34,8 @@ Sends = Sequence[tuple[float, float]]
 class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``once``: the seconds that do not
     depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: recompute.
-    ``activations_s``: communication of activations. All of these are in the others too."""
+    ``activations_s``: communication of activations. ``by_class``: compute of ops by their class. All of these are in
+    the others too."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -49,6 +50,7 @@ class _Parts:
     live_bytes: float = 0.0
     always_bytes: float = 0.0
     host_bytes: float = 0.0
+    by_class: dict[str, float] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
     ranks: int = 1
 
@@ -209,6 +211,19 @@ def _passed_s(pricer: SpacePricer, sends: Sends) -> list[float]:
     return passed or [0.0] * (hybrid.stages - 1)
 
 
+def compute_seconds(pricer: SpacePricer, strategies: Sequence[Strategy]) -> dict[str, float]:
+    """Seconds of a step's matrix products (and convolutions) and attention on a rank, the mean over a pipeline's."""
+    hybrid = pricer.counts.hybrid
+    stages = [_Parts() for _ in range(hybrid.stages)]
+    _add_decisions(pricer, strategies, stages, {})
+    found, ranks = defaultdict[str, float](float), range(hybrid.pipeline_ranks)
+    for stage in (stage for rank in ranks for stage in hybrid.stages_of(rank)):
+        for op_class, seconds in stages[stage].by_class.items():
+            found[op_class] += seconds / len(ranks)
+    kinds = {"matmul": ("matmul", "conv"), "attention": ("attention",)}
+    return {kind: max(0.0, sum(found[one] for one in some)) for kind, some in kinds.items()}
+
+
 def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], sends: Sends
                   ) -> tuple[StageSeconds, ...]:
     """Seconds and bytes of each stage of a pipeline, whose micro-batches and sends add up to those of `predict`."""
@@ -255,13 +270,16 @@ def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: 
 
 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:
-    cost = pricer.costs.of(index, place)
+    cost, before_s = pricer.costs.of(index, place), stage.forward + stage.backward
     stage.forward += count * float(cost.forward[number] + cost.again[number])
     stage.again += count * float(cost.again[number])
     stage.backward += count * float(cost.backward[number])
     forward, backward = pricer.counts.op_times(index, place)
     for exchanged in pricer.prices.op_of(index).inside:
         _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)
+    rule = pricer.space.strategy_sets[index].rule
+    op_class = "" if rule is None else rule.op_class
+    stage.by_class[op_class] = stage.by_class.get(op_class, 0.0) + stage.forward + stage.backward - before_s
 
 
 def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, stage: _Parts, found: Found) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -55,6 +55,10 @@ class Calls:
                 for number, (value, layout) in enumerate(zip(outputs, compiled.program.output_layouts, strict=True))
             ]
         return pytree.tree_unflatten(results, compiled.space.graph.out_spec)
+
+    def modules(self, compiled: Compiled) -> Mapping[int, nn.Module]:
+        """The modules that run a form's steps, by stage, after its first step."""
+        return {0: compiled.forward} if compiled.plan.hybrid.is_plain else dict(self._runners[compiled].modules)
 
     def step(self, compiled: Compiled, leaves: Sequence[Any]) -> torch.Tensor:
         """Forward and backward; returns the loss, detached."""

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from html import escape
 from os import PathLike
 from types import MethodType
 from typing import Any, cast
@@ -34,6 +35,7 @@ from autoparallel.runtime.generation import generating
 from autoparallel.runtime.guards import Guards
 from autoparallel.runtime.inputs import Inputs, form_text, local_batch
 from autoparallel.runtime.placing import place
+from autoparallel.runtime.profiling import Profile, profiled
 from autoparallel.runtime.state import State
 from autoparallel.runtime.verify import Verification, measure, undone
 from autoparallel.runtime.wrappers import refuse_composed, refuse_reading, refuse_setting
@@ -67,6 +69,13 @@ class ParallelModule(nn.Module):
     def plan(self) -> Plan:
         """The plan of the first call form. Raises InputError before the first trace."""
         return self._first().plan
+
+    def _repr_html_(self) -> str:
+        """What it is, and the plan's summary, for notebooks."""
+        name = escape(type(self._state.model).__name__)
+        if not self._state.forms:
+            return f"<p>{name} on a mesh of {self.mesh.size()}: planned at the first call.</p>"
+        return f"<p>{name} on a mesh of {self.mesh.size()}.</p>{self.plan._repr_html_()}"
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -215,6 +224,25 @@ class ParallelModule(nn.Module):
         with undone(self):
             measured = measure(lambda: self.step(*args, **kwargs), self._state.device, steps, optimizer)
         return Verification(compiled.plan.prediction, measured, compiled.cluster)
+
+    def profile(self, path: str | PathLike[str], /, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any
+                ) -> Profile:
+        """Run one step (`step`) of this call under torch's profiler, and write it to ``path`` on rank 0 beside the
+        predicted one, for ui.perfetto.dev; every rank must call it.
+
+            print(parallel.profile("step.json", **batch))         # predicted beside measured, by kind of op
+
+        Ops have the names of their layers, forward and backward, and collectives what they move; ``autoparallel
+        compare-trace`` prints the comparison again. ``ranks``: whose events are written (None: 8, the first of each
+        part of the pipeline). Each rank's clock begins at a barrier. Parameters, buffers, gradients and the run state
+        are left as they were.
+        """
+        compiled = self.trace(*self.taken(args, kwargs))
+        pipeline = self._state.position.pipeline_group
+        position = (0, 1) if pipeline is None else (dist.get_rank(pipeline), dist.get_world_size(pipeline))
+        with undone(self):
+            return profiled(lambda: self.step(*args, **kwargs), lambda: self._calls.modules(compiled), compiled, path,
+                            ranks, position, self._state.device)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before scaling.

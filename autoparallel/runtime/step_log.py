@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from autoparallel.errors import InputError, shown
 from autoparallel.plans import Plan
+from autoparallel.plans.reports.build import rates, times_of
 from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, seconds_str
 
 if TYPE_CHECKING:
@@ -44,8 +45,10 @@ class StepLine:
 
     def __str__(self) -> str:
         parts = [f"step {self.steps}: {seconds_str(self.step_s)} ({self.over_plan:+.1%} of the plan)"]
-        if self.per_s is not None and self.mfu is not None:
-            parts.append(f"{count_str(self.per_s)} {self.unit}/s, {percent_str(self.mfu)} MFU")
+        if self.per_s is not None:
+            parts.append(f"{count_str(self.per_s)} {self.unit}/s")
+        if self.mfu is not None:
+            parts.append(f"{percent_str(self.mfu)} MFU")
         if self.peak_bytes is not None:
             parts.append(f"peak {bytes_str(self.peak_bytes)} (plan {bytes_str(self.plan_bytes)})")
         return ", ".join(parts)
@@ -96,9 +99,9 @@ class StepLog:
             optimizer.step()
             log.step()                                     # once a step, on every rank or on rank 0 alone
 
-    The first step, in which programs are compiled, is left out. Where the lines' median is further above the plan than
-    nine in ten predictions of its kind were (`Prediction.p90`), a warning says so once, and what to measure. The device
-    is waited for at each line only. ``clock``: seconds, for tests.
+    The first step, in which programs are compiled, is left out. Where the lines' median is further off the plan than
+    nine in ten predictions of its kind were (`Prediction.p90`), a warning says so once, with the plan's parts. The
+    device is waited for at each line only. ``clock``: seconds, for tests.
     """
 
     def __init__(self, parallel: ParallelModule | Plan, every: int = 10, writers: Sequence[Writer] = (),
@@ -138,22 +141,30 @@ class StepLog:
                          peak_bytes=_peak_bytes(), plan_bytes=p.peak_bytes)
         if record is None or not step_s:
             return found
-        work = record.workload
-        peak = step_s * work.devices * work.peak_flops_per_s
-        return StepLine(**{**asdict(found), "unit": work.unit, "per_s": work.count / step_s,
-                           "mfu": work.model_flops / peak})
+        per_s, mfu, _ = rates(record.workload, step_s)
+        return StepLine(**{**asdict(found), "unit": record.workload.unit, "per_s": per_s, "mfu": mfu})
 
     def _warn(self) -> None:
-        """Once: where the median of the lines so far is above the plan by more than `Prediction.p90`."""
+        """Once: where the median of the lines so far is off the plan by more than `Prediction.p90`."""
         p = self._plan().prediction
         lines = [(b - a) / (n - m) for (m, a), (n, b) in pairwise(self._marks)]
         over = statistics.median(lines) / p.step_s - 1 if p.step_s else 0.0
-        if not self.warned and p.p90 and over > p.p90:
+        if not self.warned and p.p90 and abs(over) > p.p90:
             self.warned = True
-            _LOG.warning("steps take %s, %s more than the plan's %s; nine in ten predictions of its kind were within "
-                         "%s. parallel.verify(**batch) measures compute and communication apart, and gives a cluster "
-                         "for the next plan", seconds_str(statistics.median(lines)), percent_str(over),
-                         seconds_str(p.step_s), percent_str(p.p90))
+            _LOG.warning("steps take %s, %s %s than the plan's %s; nine in ten predictions of its kind were within %s. "
+                         "%s parallel.profile('step.json', **batch) says which part differs; parallel.verify(**batch) "
+                         "gives a cluster for the next plan", seconds_str(statistics.median(lines)),
+                         percent_str(abs(over)), "more" if over > 0 else "less", seconds_str(p.step_s),
+                         percent_str(p.p90), self._expected())
+
+    def _expected(self) -> str:
+        """The plan's parts of a step, and the memory beside it, where that was counted."""
+        plan = self._plan()
+        parts = [f"{seconds_str(time.seconds)} {time.part}" for time in times_of(plan.prediction)
+                 if time.seconds > 0 and not time.beside]
+        peak = self.last.peak_bytes if self.last is not None else None
+        memory = "" if peak is None else f" Peak {bytes_str(peak)}, the plan's {bytes_str(plan.prediction.peak_bytes)}."
+        return f"The plan has, on {plan.cluster}: {', '.join(parts)}.{memory}"
 
 
 def _finish() -> None:

@@ -23,16 +23,20 @@ def ask(plan: Plan, explain: Sequence[str] = (), alternatives: int = 0, sensitiv
         record = replace(record, explanations={**record.explanations,
                                                **{name: tuple(plan.explain(name)) for name in explain}})
     if alternatives:
-        record = replace(record, alternatives=tuple(_alternative(plan, other)
+        record = replace(record, alternatives=tuple(alternative_of(plan, other)
                                                     for other in plan.alternatives(alternatives)))
     if sensitivity:
         record = replace(record, sensitivities=tuple(plan.sensitivity()))
     return replace(plan, record=record)
 
 
-def _alternative(plan: Plan, other: Plan) -> Alternative:
-    """Another plan by its differences, without the line that counts them."""
-    return Alternative(other.prediction.step_s, other.prediction.peak_bytes, tuple(plan.diff(other).split("\n")[1:]))
+def alternative_of(plan: Plan, other: Plan) -> Alternative:
+    """Another plan by its differences, without the line that counts them; on another mesh by the step's configuration
+    alone, since all strategies are others there."""
+    lines = plan.diff(other).split("\n")[1:]
+    if plan.mesh_shape != other.mesh_shape:
+        lines = [line for line in lines if line.split(":")[0] not in plan.strategies]
+    return Alternative(other.prediction.step_s, other.prediction.peak_bytes, tuple(lines))
 
 
-__all__ = ["ask"]
+__all__ = ["alternative_of", "ask"]

@@ -17,7 +17,7 @@ def report_of(plan: Plan) -> Report:
     record, p = plan.known, plan.prediction
     axes = axis_words(plan, record.workload if record else None)
     labels = {axis.name: axis.label for axis in axes}
-    times = _times(p)
+    times = times_of(p)
     exposed_s = next(time.seconds for time in times if time.part == "exposed communication")
     found = Report(
         ("", "", ""), title(plan, axes), plan.cluster, plan.fingerprint, axes, _departures(axes),
@@ -38,15 +38,22 @@ def _speed(p: Prediction, work: Workload | None) -> Speed:
     if work is None or not p.step_s:
         return Speed(p.step_s, p.p50, p.p90, p90_s, p.basis)
     device_s = p.step_s * work.devices
-    peak = device_s * work.peak_flops_per_s
+    per_s, mfu, hfu = rates(work, p.step_s)
     price = device_s / 3600 * work.price_per_hour if work.price_per_hour else None
     energy = device_s * work.watts if work.watts else None
     return Speed(
-        p.step_s, p.p50, p.p90, p90_s, p.basis, work.unit, work.count / device_s, work.count / p.step_s,
-        work.model_flops / peak if work.model_flops else None, work.hardware_flops / peak if work.model_flops else None,
+        p.step_s, p.p50, p.p90, p90_s, p.basis, work.unit, work.count / device_s, per_s, mfu, hfu,
         price, None if price is None or not work.count else 1e12 * price / work.count,
         energy, None if energy is None or not work.count else energy / work.count,
     )
+
+
+def rates(work: Workload, step_s: float) -> tuple[float, float | None, float | None]:
+    """Tokens or samples a second, MFU and HFU of steps that take ``step_s`` (the last two None: no FLOPs are known)."""
+    peak = step_s * work.devices * work.peak_flops_per_s
+    if not work.model_flops:
+        return work.count / step_s, None, None
+    return work.count / step_s, work.model_flops / peak, work.hardware_flops / peak
 
 
 def _memory(p: Prediction, record: Record | None) -> Memory:
@@ -61,7 +68,7 @@ def _memory(p: Prediction, record: Record | None) -> Memory:
                   record.workload.memory_bytes)
 
 
-def _times(p: Prediction) -> tuple[Time, ...]:
+def times_of(p: Prediction) -> tuple[Time, ...]:
     """The parts of a step: compute, communication that is exposed and that is hidden, the bubble, the framework."""
     communication_s = p.forward_communication_s + p.backward_communication_s
     return (
@@ -89,4 +96,4 @@ def _proof(plan: Plan) -> Proof:
                  None if within is None else max(0.0, within), within_any, e.step_bound_s, phases)
 
 
-__all__ = ["report_of"]
+__all__ = ["rates", "report_of", "times_of"]

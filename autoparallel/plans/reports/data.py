@@ -9,9 +9,11 @@ from typing import Any
 
 from autoparallel.plans.reports.comparison import Comparison
 from autoparallel.plans.reports.report import Report
+from autoparallel.plans.reports.step_parts import TraceComparison
 
 SCHEMA = "autoparallel.report"
 COMPARISON = "autoparallel.comparison"
+TRACE_COMPARISON = "autoparallel.trace_comparison"
 #: Raised where a reader of an older version would misunderstand; new keys alone do not raise it.
 VERSION = 1
 
@@ -31,6 +33,12 @@ def comparison_json(found: Comparison) -> str:
     return json.dumps({"schema": COMPARISON, "version": VERSION, **_finite(asdict(found))}, indent=1, allow_nan=False)
 
 
+def trace_comparison_json(found: TraceComparison) -> str:
+    rows = [{**asdict(row), "difference_s": row.difference_s} for row in (*found.rows, found.step)]
+    return json.dumps({"schema": TRACE_COMPARISON, "version": VERSION, **_finite({**asdict(found), "rows": rows})},
+                      indent=1, allow_nan=False)
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _finite(one) for key, one in value.items()}
@@ -39,4 +47,4 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-__all__ = ["SCHEMA", "VERSION", "comparison_json", "report_data", "report_json"]
+__all__ = ["SCHEMA", "VERSION", "comparison_json", "report_data", "report_json", "trace_comparison_json"]

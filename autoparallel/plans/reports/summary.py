@@ -67,9 +67,10 @@ def _proof(proof: Proof) -> str:
     if proof.within is None:
         sharding = "How near the best sharding is was not proven"
     elif proof.within < 5e-5:
-        sharding = "Proven the best sharding of this configuration"
+        sharding = "Proven the best sharding of this configuration, by its cost without overlap"
     else:
-        sharding = f"Proven within {percent_str(proof.within)} of the best sharding of this configuration"
+        sharding = (f"Proven within {percent_str(proof.within)} of the best sharding of this configuration, by its "
+                    "cost without overlap")
     if proof.within_any is None:
         return f"{sharding}; other pipelines, micro-batches and recompute were not searched."
     return f"{sharding}; at most {percent_str(proof.within_any)} above any combination."

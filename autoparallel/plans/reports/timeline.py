@@ -7,8 +7,8 @@ itself is in closed form, and differs a little (`Timeline.total_s` beside the st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autoparallel.errors import PlanError
 from autoparallel.plans.plan import Plan
@@ -25,7 +25,8 @@ KINDS = (("gather", "gather"), ("reduce", "reduce"), ("gradients of activations"
 
 @dataclass(frozen=True)
 class Box:
-    """A task: what, when, and the numbers of the boxes (of other rows) that it waits for."""
+    """A task: what, when, and the numbers of the boxes (of other rows) that it waits for. ``told``: what else a trace
+    says of it."""
 
     name: str
     kind: str
@@ -33,6 +34,7 @@ class Box:
     start_s: float
     end_s: float
     after: tuple[int, ...] = ()
+    told: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Boxes in issue order, which on one row do not overlap. ``held``: by rank, (time, bytes) where the memory
-    changes; empty where that is not known in time."""
+    """Boxes in issue order, which on one row do not overlap (of a measured step they may nest). ``held``: by rank,
+    (time, bytes) where the memory changes; empty where that is not known in time."""
 
     rows: tuple[Row, ...]
     boxes: tuple[Box, ...]
