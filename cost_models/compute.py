@@ -118,7 +118,7 @@ SCORE_BYTES, UNFUSED_SOFTMAX_BYTES = (9.0, 11.0), 22.0
 
 
 def attention_s(heads: Any, rows: Any, columns: Any, widths: tuple[float, float], profile: Profile, device: Device,
-                causal: bool = True, fused_softmax: bool = True, dtype: str = "float16") -> tuple[Any, Any]:
+                causal: bool = True, fused_softmax: Any = True, dtype: str = "float16") -> tuple[Any, Any]:
     """Seconds (forward, backward) of attention of ``heads`` (of all sequences) with ``rows`` queries and ``columns``
     keys each; ``widths`` of keys and values; arrays or numbers.
 
@@ -135,11 +135,21 @@ def attention_s(heads: Any, rows: Any, columns: Any, widths: tuple[float, float]
         return forward, 2.5 * forward / 0.8
     products = (matmuls_s(rows, columns, d_qk, heads, dtype, device)
                 + matmuls_s(rows, d_v, columns, heads, dtype, device))
-    more = 0.0 if fused_softmax else UNFUSED_SOFTMAX_BYTES
+    more = np.where(fused_softmax, 0.0, UNFUSED_SOFTMAX_BYTES)
     forward, backward = (profile.passes * profile.unfused
                          * traffic_s(scores * (way + more), device, 2.0 * scores, profile.cache_bytes)
                          for way in SCORE_BYTES)
     return forward + products, backward + 2 * products
+
+
+def softmax_is_fused(heads: Any, columns: float) -> Any:
+    """Megatron's fused softmax takes batches of four and at most 2,048 columns, and else gives way to five kernels of
+    torch (megatron/model/fused_softmax.py: is_kernel_available). ``heads``: of all sequences on a rank."""
+    return (np.asarray(heads) % 4 == 0) & (columns <= 2048)
+
+
+#: Of a layer's launches, what attention has more of whose scores are in memory and whose softmax is not fused.
+UNFUSED_LAUNCHES = 0.4
 
 
 def larger(a: Any, b: Any, sharpness: float = 6.0) -> Any:

@@ -60,6 +60,8 @@ class Profile:
                               tensor ranks, which wait for one another's hosts (6 on one: the shorter is all but hidden)
       by_block                1 if sharded parameters are gathered, and their gradients scattered, block by block
       stores_sections         1 if fused projections are stored by head, so that tensor ranks need not exchange parts
+      copies_sums             1 if gradients that are added up in float32 are first copied there, as DeepSpeed's
+                              BF16_Optimizer does (update_hp_grads: 2 + 4 bytes, and 4 + 4 + 4)
       scatter_sends           1 if tensor ranks share out what they send to the next stage, and gather it there
       early_stop              1 if recompute of a block ends where backward has all it needs, before its last product
       core_only               1 if selective recompute runs the core of attention again, and nothing else
@@ -104,6 +106,7 @@ class Profile:
     tied: float
     by_block: float
     stores_sections: float
+    copies_sums: float
     scatter_sends: float
     early_stop: float
     core_only: float
@@ -136,6 +139,18 @@ class Profile:
                 values.update((table or _in_use())[kind].get(entry, {}))
         return Profile(**values, software=software, machine=machine)
 
+    def sum_bytes(self, bytes_each: float, accumulator_bytes: float) -> float:
+        """Bytes moved to add a micro-batch's gradient of so many bytes an element to those before, in an accumulator of
+        its own or (0 bytes) in place.
+
+        >>> Profile.of("a100-sxm", "megatron-deepspeed").sum_bytes(2, 4), Profile.of("a100-sxm", "nemo").sum_bytes(2, 4)
+        (18.0, 10.0)
+        """
+        if not accumulator_bytes:
+            return 3.0 * bytes_each
+        copied = bytes_each + accumulator_bytes if self.copies_sums else bytes_each
+        return copied + (3.0 if self.copies_sums else 2.0) * accumulator_bytes
+
     @property
     def unfused(self) -> float:
         """Element-wise traffic over that of chains fused into one kernel each."""
@@ -143,9 +158,14 @@ class Profile:
 
     @property
     def kernel_s(self) -> float:
-        """Seconds of the host for one kernel of a graph: a layer's over its kernels, 42 in a Llama as transformers
-        writes it. Where chains are fused GPT-2 has 9 and Llama 15; 12 are taken for all."""
-        return self.host_s / (12 if self.fused else 42)
+        """Seconds of the host for one kernel of a graph forward: a layer's over its kernels, 42 in a Llama as
+        transformers writes it. Where chains are fused GPT-2 has 10, on whose layers these times were fitted."""
+        return self.host_s / (10 if self.fused else 42)
+
+    @property
+    def kernel_backward_s(self) -> float:
+        """And backward, where they have 14 and 60."""
+        return self.host_s * self.host_backward / (14 if self.fused else 60)
 
     def late_s(self, size: int) -> float:
         """How long a collective of ``size`` ranks waits for the last one: ``sync_s`` for each other rank, as fitted on

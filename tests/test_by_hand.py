@@ -162,3 +162,55 @@ def test_the_command_line_compares_with_a_plan_by_hand() -> None:
                                     "torch-compile", "--compare-by-hand", "tp=4"])
     assert told.exit_code == 0 and "this plan beside by hand tp=4" in told.stdout
     assert "Tensor parallel 4" in told.stdout
+
+
+class Sums(torch.nn.Module):
+    """Running sums along the sequence, of which every rank needs all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.embedding(x)).cumsum(1).sum()
+
+
+def test_departures_from_roles_are_named() -> None:
+    plan = autoparallel.plan(Sums(), Cluster.load("h100-sxm", num_devices=2), by_hand="cp=2",
+                             example_inputs=(torch.zeros(8, 16, dtype=torch.long),))
+    assert ("1 layouts depart from its roles: all-gather over cp of linear for cumsum (S(1) to I), which the role "
+            "'context' has not") in plan.evidence.stop_reason
+
+
+@pytest.mark.parametrize(("shape", "by_hand", "said"), [
+    ((8, 64), "cp=2", "cuts activations along dim 1, the sequence, and this model has none"),
+    ((8, 64), "tp=2,sequence_parallel", "cuts activations along dim 1, the sequence, and this model has none"),
+])
+def test_sequences_are_not_guessed(shape: tuple[int, ...], by_hand: str, said: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    with pytest.raises(PlanError, match=said):
+        autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=2), by_hand=by_hand,
+                          example_inputs=(torch.zeros(shape),))
+
+
+class Pictures(torch.nn.Module):
+    """Attention over 16 patches of pictures, whose dim 1 are colours."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        patches = x.flatten(2).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(patches, patches, patches).sum()
+
+
+def test_channels_are_no_sequence() -> None:
+    with pytest.raises(PlanError, match=r"dim 1 of input .* of shape \(8, 32, 4, 4\), whose 32 is no sequence"):
+        autoparallel.plan(Pictures(), Cluster.load("h100-sxm", num_devices=2), by_hand="cp=2",
+                          example_inputs=(torch.zeros(8, 32, 4, 4),))
+
+
+def test_pipelines_are_cut_by_blocks() -> None:
+    blocks = len({path for block in priced("dp=4").blocks for path in block.paths if "layers" in path})
+    assert priced("pp=2,dp=2,split=blocks").hybrid.stages == 2 and blocks % 2 == 0
+    with pytest.raises(PlanError, match=f"{blocks} blocks cannot be divided evenly among"):
+        priced(f"pp=2,dp=2,virtual={blocks},split=blocks")
+    with pytest.raises(PlanError, match="split is 'layers'"):
+        priced("pp=2,split=layers")

@@ -129,6 +129,22 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
     return tuple(space.decisions[index].name for index in cuts)
 
 
+def cuts_by_blocks(space: StrategySpace, loss: int | None, stages: int) -> tuple[str, ...]:
+    """The names of the decisions at which stages 1, 2, ... begin, each with as many blocks (layers) as the others.
+
+    Raises PlanError if the blocks on the path to the loss are not divided by ``stages``.
+    """
+    first = dict[str, str]()
+    for index in flow_of(space, _loss(loss)).main:
+        if (path := space.blocks[index]) and space.decisions[index].kind == "op":
+            first.setdefault(path, space.decisions[index].name)
+    begins, each = list(first.values()), len(first) // stages
+    if not each or len(first) % stages:
+        raise PlanError(f"{len(first)} blocks cannot be divided evenly among {stages} stages: take stages that divide "
+                        "them, or split=work, which cuts between equal shares of the work")
+    return tuple(begins[each::each])
+
+
 def _equivalent(space: StrategySpace, seconds: np.ndarray) -> np.ndarray:
     """``seconds`` by decision, averaged over equal blocks: which of them recompute slows down is decided after the
     cuts."""

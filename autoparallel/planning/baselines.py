@@ -117,7 +117,7 @@ class Baseline:
         return np.minimum(self._penalties(use, table)[np.ix_(rows, columns)], IMPOSSIBLE)
 
     def _penalties(self, use: TensorUse, table: RedistributionTable) -> np.ndarray:
-        of_parameter = self.space.decisions[use.source].kind == "parameter" or self._is_parameter_read(use.source)
+        of_parameter = self.reads_parameter(use)
         meta, expert = use.meta, use.source in self._experts
         key = (of_parameter, expert, meta)
         if key not in self._made:
@@ -125,12 +125,18 @@ class Baseline:
             def penalty(
                 axis: int, source: Placement, target: Placement, before: np.ndarray, _: np.ndarray
             ) -> np.ndarray:
-                return np.full(len(before), step_penalty(
-                    "tensor" if expert and self.roles[axis] == "expert" else self.roles[axis],
-                    of_parameter, meta, source, target))
+                return np.full(len(before), step_penalty(self.role_of(use, axis), of_parameter, meta, source, target))
 
             self._made[key] = table.sum_along(penalty)
         return self._made[key]
+
+    def reads_parameter(self, use: TensorUse) -> bool:
+        """Whether a use reads a parameter, by itself or through a shared read."""
+        return self.space.decisions[use.source].kind == "parameter" or self._is_parameter_read(use.source)
+
+    def role_of(self, use: TensorUse, axis: int) -> str:
+        """The role of an axis for what a use reads: experts stay where they are."""
+        return "tensor" if use.source in self._experts and self.roles[axis] == "expert" else self.roles[axis]
 
     def _is_parameter_read(self, index: int) -> bool:
         if self.space.decisions[index].kind != "shared_read":

@@ -6,7 +6,9 @@
     |-------------------|---------------------------------------------------------------|----------------------------|
     | dp                | data-parallel ranks                                           | the devices that are left  |
     | tp                | tensor-parallel ranks: heads, MLP columns and rows, vocabulary | 1                         |
-    | pp                | pipeline ranks, cut between equal shares of the work          | 1                          |
+    | pp                | pipeline ranks                                                | 1                          |
+    | split             | where pp cuts: work (between equal shares of the work),       | work                       |
+    |                   | blocks (equal counts of blocks, as Megatron cuts)             |                            |
     | cp                | ranks that share each sequence                                | 1                          |
     | ep                | expert-parallel ranks, among those of dp                      | 1                          |
     | zero              | 0 to 3; 3 is FSDP                                             | 0                          |
@@ -34,6 +36,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.schedule.step_config import RECOMPUTE, SCHEDULES
 
 _COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch")
+SPLITS = ("work", "blocks")
 EXAMPLE = '"dp=8,tp=8,pp=4,zero=1,micro_batch=1,recompute=selective,sequence_parallel"'
 
 
@@ -49,6 +52,7 @@ class ByHand:
     zero: int = 0
     shards: int | None = None
     schedule: str | None = None
+    split: str = "work"
     virtual: int = 1
     micro_batch: int | None = None
     recompute: str = "none"
@@ -68,6 +72,10 @@ class ByHand:
             raise PlanError(f"by_hand: recompute is {shown(self.recompute)}; there are {list(RECOMPUTE)}")
         if self.schedule not in (None, *SCHEDULES):
             raise PlanError(f"by_hand: schedule is {shown(self.schedule)}; there are {list(SCHEDULES)}")
+        if self.split not in SPLITS:
+            raise PlanError(f"by_hand: split is {shown(self.split)}; there are {list(SPLITS)}")
+        if self.split != "work" and self.pp == 1:
+            raise PlanError(f"by_hand: split={self.split} is of a pipeline: give pp of 2 or more, or leave it out")
         if self.schedule is not None and self.pp == 1:
             raise PlanError(f"by_hand: schedule={self.schedule} is of a pipeline: give pp of 2 or more, or leave it "
                             "out")

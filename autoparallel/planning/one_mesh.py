@@ -14,10 +14,18 @@ import numpy as np
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
-from autoparallel.partition import MicroBatches, Stages, Ungathered, place_cuts, stages_of, stored_sharded
-from autoparallel.planning.baselines import baseline, by_roles
+from autoparallel.partition import (
+    MicroBatches,
+    Stages,
+    Ungathered,
+    cuts_by_blocks,
+    place_cuts,
+    stages_of,
+    stored_sharded,
+)
+from autoparallel.planning.baselines import Baseline, baseline, by_roles
 from autoparallel.planning.block_summary import block_layouts
-from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.departures import departures, told
 from autoparallel.planning.facts import facts_of
 from autoparallel.planning.joint_candidates import First
 from autoparallel.planning.options import Options
@@ -28,7 +36,6 @@ from autoparallel.plans.record import Record
 from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer, predict
 from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed, spans
 from autoparallel.pricing.prediction import compute_seconds, stage_seconds
-from autoparallel.pricing.problem import FAULT_S
 from autoparallel.pricing.record import memory_profile, redistributions, workload
 from autoparallel.search import plan_within, solve
 from autoparallel.search.alternatives import conflict
@@ -90,6 +97,8 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=prices.recomputing)
         return stages, SpacePricer(prices, limit, allowed, penalties, counts)
 
+    if hybrid.stages > 1 and not hybrid.cuts and options.by_hand is not None and options.by_hand.split == "blocks":
+        hybrid = replace(hybrid, cuts=cuts_by_blocks(space, micro.loss, hybrid.stages))
     if hybrid.stages > 1 and not hybrid.cuts:
         if begin is None:
             begin = _rough_strategies(priced(replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid)))[1])
@@ -104,8 +113,9 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         raise _naming_pins(error, pricer, options) from None
     clock.lap("search")
     if penalties is not None:  # the plan is priced without penalties
-        if options.by_hand is not None:
-            solution = replace(solution, stop_reason=_by_hand(options.by_hand, solution.objective))
+        if options.by_hand is not None and isinstance(penalties, Baseline):
+            found = departures(penalties, pricer, pricer.strategies_of(solution.choice))
+            solution = replace(solution, stop_reason=f"by hand: {options.by_hand}{told(found)}")
         strategies, pricer = (
             pricer.strategies_of(solution.choice),
             SpacePricer(prices, limit, allowed, counts=pricer.counts),
@@ -117,12 +127,6 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
     return replace(make(solution, pricer.strategies_of(solution.choice)), study=study)
-
-
-def _by_hand(hand: ByHand, penalised_s: float) -> str:
-    """The reason that the evidence of a plan by hand gives; where the model does not allow its roles, how often."""
-    departures = int(penalised_s / FAULT_S + 0.5)
-    return f"by hand: {hand}" + (f"; {departures} layouts depart from its roles" if departures else "")
 
 
 def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, options: Options,

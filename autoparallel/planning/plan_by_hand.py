@@ -9,6 +9,7 @@ from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.partition import split_batch
 from autoparallel.partition.microbatch import batch_size, loss_output
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.departures import check_sequences
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
@@ -17,6 +18,7 @@ from cost_models import Cluster
 
 def plan_by_hand(graph: OpGraph, cluster: Cluster, options: Options, hand: ByHand) -> Plan:
     """The plan of a person, whose parameters and activations are laid out by the roles of its axes."""
+    check_sequences(graph, hand)
     batch = batch_size(graph) if hand.needs_batch else 1
     hybrid = replace(hand.hybrid(batch), reduce_dtype=options.reduce_dtype)
     if hybrid.micro_batches > 1 and loss_output(graph) is None:

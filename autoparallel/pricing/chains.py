@@ -2,14 +2,18 @@
 
 Two ops are in one chain if one reads the other's result and no matrix product, attention, convolution or lookup lies
 between them on any path. Inside a chain values stay in registers, and backward computes them again from the chain's
-inputs, as Inductor does. Views pass values on. Redistributions, which cut chains, are not known before the search and
-are not counted.
+inputs, as Inductor does. A trainable value that ops of other kinds or of later chains read too, such as the residual
+stream, is written, and ends its chain: norms are kernels of their own. Views pass values on. Redistributions, which cut
+chains, are not known before the search and are not counted.
+
+A loss over classes (cross-entropy) is one kernel with the casts before it, whose traffic software has as a constant of
+its own (`Profile.loss_bytes`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
@@ -19,33 +23,122 @@ FUSED_CLASSES = frozenset({"elementwise", "reduction"})
 
 @dataclass(frozen=True)
 class InChain:
-    """An op's part in its chain: the inputs that it reads from memory, whether it writes its result there, and whether
-    backward reads those inputs (or the result) again."""
+    """An op's part in its chain: the inputs that it reads from memory (of several ops of a chain that read one tensor,
+    the first), whether it writes its result there, and whether backward reads those inputs (or the result) again.
+    ``gradients``, of a value with several readers: how many of its readers' gradients come out of different kernels,
+    one of them a chain, which adds the others as it writes its own. ``loss``: the op is the loss over classes."""
 
     reads: tuple[bool, ...]
     writes: bool
     saves: bool
+    gradients: int = 0
+    loss: bool = False
+
+
+#: Of casts before a loss, which it counts.
+FREE = InChain((), False, False)
+LOSS = "cross_entropy_loss"
 
 
 def chains_of(space: StrategySpace) -> list[InChain | None]:
     """By decision: the op's part in its chain; None for ops that are kernels of their own and for views."""
     sets = space.strategy_sets
     fused = [_is_fused(space, index) for index in range(len(sets))]
-    origin, level = _origins(space, fused), [0] * len(sets)
-    readers = defaultdict[int, list[TensorUse]](list)
+    origin, readers = _origins(space, fused), defaultdict[int, list[TensorUse]](list)
+    level = _levels(space, fused, origin, _ends(space, fused, origin))
+    for use in space.uses:
+        if not _passes_on(space, use.target):
+            readers[origin[use.source]].append(use)
+    saves, chain = _saving(space, fused, level, readers), _chains(fused, level, readers)
+    found: list[InChain | None] = [None] * len(sets)
+    seen: set[tuple[int, int, int]] = set()
+    for index in range(len(sets)):
+        uses = space.uses_by.get(index, ())
+        if fused[index]:
+            read = []
+            for use in uses:
+                source = origin[use.source]
+                tensor = (chain[index], source, use.output if source == use.source else -1)
+                read.append(chain[source] != chain[index] and tensor not in seen)
+                seen.add(tensor)
+            stays = readers[index] and all(chain[u.target] == chain[index] for u in readers[index])
+            found[index] = InChain(tuple(read), not stays, saves[index])
+    for index, targets in _shared(space).items():
+        kernels = {chain[target] for target in targets}
+        if len(kernels) < len(targets) or any(fused[target] for target in targets):
+            found[index] = InChain((), False, False, len(kernels))
+    return found
+
+
+def with_losses(space: StrategySpace, found: Sequence[InChain | None]) -> list[InChain | None]:
+    """The same, with losses over classes, and the casts of what they read, which cost nothing beside them."""
+    made = list(found)
+    for index, decision in enumerate(space.decisions):
+        if decision.kind == "op" and LOSS in space.graph.nodes[decision.node].op_name:
+            made[index] = InChain((), False, False, loss=True)
+            source = space.uses_by[index][0].source
+            while _passes_on(space, source) or _is_cast(space, source):
+                made[source] = FREE if _is_cast(space, source) else made[source]
+                source = space.uses_by[source][0].source
+    return made
+
+
+def _is_cast(space: StrategySpace, index: int) -> bool:
+    s = space.strategy_sets[index]
+    if space.decisions[index].kind != "op" or not _is_one(space, index):
+        return False
+    before, after = s.input_metas[0], s.output_metas[0]
+    return before.dtype != after.dtype and before.shape == after.shape
+
+
+def _levels(space: StrategySpace, fused: Sequence[bool], origin: Sequence[int], ends: Container[int]) -> list[int]:
+    """By decision: how many kernels of other kinds, and ends of chains, lie before it."""
+    level = [0] * len(fused)
     for use in space.uses:    # ordered by target
         source = origin[use.source]
-        level[use.target] = max(level[use.target], level[source] + (not fused[source]))
-        if not _passes_on(space, use.target):
-            readers[source].append(use)
-    saves = _saving(space, fused, level, readers)
-    found: list[InChain | None] = [None] * len(sets)
-    for index in range(len(sets)):
-        if fused[index]:
-            sources = [origin[use.source] for use in space.uses_by.get(index, ())]
-            inside = [fused[s] and level[s] == level[index] for s in sources]
-            stays = readers[index] and all(fused[u.target] and level[u.target] == level[index] for u in readers[index])
-            found[index] = InChain(tuple(not i for i in inside), not stays, saves[index])
+        level[use.target] = max(level[use.target], level[source] + (not fused[source] or source in ends))
+    return level
+
+
+def _ends(space: StrategySpace, fused: Sequence[bool], origin: Sequence[int]) -> set[int]:
+    """Fused ops with trainable results that both their own chain and others read."""
+    level, inside, outside = _levels(space, fused, origin, ()), set[int](), set[int]()
+    for use in space.uses:
+        source = origin[use.source]
+        if fused[source] and use.meta.requires_grad and not _passes_on(space, use.target):
+            (inside if fused[use.target] and level[use.target] == level[source] else outside).add(source)
+    return inside & outside
+
+
+def _chains(fused: Sequence[bool], level: Sequence[int], readers: dict[int, list[TensorUse]]) -> list[int]:
+    """By decision: the first op of its chain; of others themselves."""
+    first = list(range(len(fused)))
+
+    def root(index: int) -> int:
+        while first[index] != index:
+            first[index] = first[first[index]]
+            index = first[index]
+        return index
+
+    for index, uses in readers.items():
+        for use in uses:
+            if fused[index] and fused[use.target] and level[index] == level[use.target]:
+                one, other = sorted((root(index), root(use.target)))
+                first[other] = one
+    return [root(index) for index in range(len(fused))]
+
+
+def _shared(space: StrategySpace) -> dict[int, list[int]]:
+    """By value with several readers: its readers, through views."""
+    found = defaultdict[int, list[int]](list)
+    top = list(range(len(space.strategy_sets)))
+    for index in range(len(top)):
+        if _passes_on(space, index) and space.decisions[index].kind != "shared_read" and index in space.uses_by:
+            top[index] = top[space.uses_by[index][0].source]
+    for use in space.uses:
+        source = top[use.source]
+        if not _passes_on(space, use.target) and space.decisions[source].kind == "shared_read":
+            found[source].append(use.target)
     return found
 
 

@@ -6,6 +6,7 @@ there (`ProfileCosts`). `costs_of` picks one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -57,8 +58,9 @@ class CurveCosts:
         nbytes = sum(self.moved(metas, [*s.inputs[:1], *s.outputs]))
         return self.element_wise_s(nbytes, dtype_name(metas[0]))
 
-    def sum_s(self, s: StrategySet, readers: int) -> np.ndarray:
-        """Seconds of summing the gradients from several readers of a value, by strategy of the value."""
+    def sum_s(self, s: StrategySet, readers: int, chain: InChain | None = None) -> np.ndarray:
+        """Seconds of summing the gradients from several readers of a value, by strategy of the value. ``chain``: which
+        of them chains add up."""
         (meta,), (numbers,) = s.output_metas, s.outputs
         if readers < 2 or not (meta.requires_grad and self.training):
             return np.zeros(len(numbers))
@@ -111,17 +113,18 @@ class CurveCosts:
 class ProfileCosts(CurveCosts):
     """Matrix products by their tiles, attention and element-wise traffic by the software's fitted constants.
 
-    A kernel takes the device no less time than the host needs to launch it.
+    A kernel takes the device no less time than the host needs to launch it. That holds where the host is behind; a host
+    that is ahead launches while the device works, so predictions ask for both apart: ``part`` is "device" or "host".
     """
 
     def __init__(self, spaces: Spaces, cluster: Cluster, profile: Profile, training: bool = True,
-                 spread: int = 1) -> None:
+                 spread: int = 1, part: str = "both") -> None:
         super().__init__(spaces, cluster, training, spread)
-        self.profile, self.kernel_s = profile, profile.kernel_s * cluster.correction.compute
+        self.profile, self.kernel_s, self.part = profile, profile.kernel_s * cluster.correction.compute, part
 
     @property
     def launch_s(self) -> float:
-        return self.kernel_s
+        return 0.0 if self.part == "device" else self.kernel_s
 
     def work_s(self, s: StrategySet, chain: InChain | None = None) -> Pair:
         rule = s.rule
@@ -134,12 +137,30 @@ class ProfileCosts(CurveCosts):
             return self._in_chain_s(s, chain)
         return super().work_s(s)
 
+    def sum_s(self, s: StrategySet, readers: int, chain: InChain | None = None) -> np.ndarray:
+        if chain is None:
+            return super().sum_s(s, readers)
+        (meta,), (numbers,) = s.output_metas, s.outputs
+        if not (meta.requires_grad and self.training):
+            return np.zeros(len(numbers))
+        nbytes = (chain.gradients - 1) * self.local_bytes(meta, numbers) / self.spread    # read once more each
+        seconds = compute.traffic_s(nbytes, self.device, nbytes, self.profile.cache_bytes)
+        return self._unlaunched(self.profile.passes * np.asarray(seconds))
+
     def element_wise_s(self, nbytes: Any, dtype: str) -> Any:
         seconds = compute.traffic_s(nbytes, self.device, np.asarray(nbytes) / 3, self.profile.cache_bytes)
         return self._launched(self.profile.kernel_bytes * seconds)
 
     def _launched(self, seconds: Any) -> Any:
-        return np.where(np.asarray(seconds) > 0, np.maximum(seconds, self.kernel_s), 0.0)
+        """Seconds of one kernel that takes the device so long; of none, 0."""
+        if self.part == "device":
+            return np.asarray(seconds)
+        least = self.kernel_s if self.part == "host" else np.maximum(seconds, self.kernel_s)
+        return np.where(np.asarray(seconds) > 0, least, 0.0)
+
+    def _unlaunched(self, seconds: Any) -> Any:
+        """Seconds of what another kernel does on the way."""
+        return 0.0 * seconds if self.part == "host" else seconds
 
     def _roofline_s(self, rule: Rule, s: StrategySet, flops: Any, nbytes: Any) -> Any:
         if rule.op_class == "conv":
@@ -162,7 +183,7 @@ class ProfileCosts(CurveCosts):
         if self.training and s.input_metas[left].requires_grad:
             backward = backward + self._launched(compute.matmuls_s(m, k, n, count, dtype, self.device))
         if self.training and s.input_metas[right].requires_grad:
-            backward = backward + self._launched(compute.matmuls_s(n, k, m, count, dtype, self.device))
+            backward = backward + self._launched(compute.matmuls_s(k, n, m, count, dtype, self.device))
         return forward, backward
 
     def _attention_s(self, rule: Rule, s: StrategySet) -> Pair:
@@ -171,17 +192,31 @@ class ProfileCosts(CurveCosts):
         causal = rule.flops < 2.0 * query.num_elements * key.shape[-2] * (1 + value.shape[-1] / query.shape[-1]) * 0.75
         heads = query.num_elements / (query.shape[-1] * query.shape[-2])
         work = share_of_work(s) / self.spread
+        fused = compute.softmax_is_fused(np.round(heads * work, 6), float(key.shape[-2]))
         forward, backward = compute.attention_s(
             heads * work, float(query.shape[-2]), float(key.shape[-2]), (query.shape[-1], value.shape[-1]),
-            self.profile, self.device, causal, dtype=dtype_name(query))
+            self.profile, self.device, causal, fused, dtype=dtype_name(query))
+        moved = 2 * sum(self.moved([*s.input_metas[:3], *s.output_metas[:1]], [*s.inputs[:3], *s.outputs[:1]]),
+                        np.zeros(len(s.strategies)))    # heads are brought together, and apart again
+        copies = self.profile.passes * self.profile.unfused * compute.traffic_s(moved, self.device, moved / 8,
+                                                                                self.profile.cache_bytes)
         if not self.has_backward(s):
-            backward = np.zeros(len(s.strategies))
-        return self._launched(forward), self._launched(backward)
+            return self._launched(forward + copies), np.zeros(len(s.strategies))
+        kernels = np.where(fused, 1.0, 1.0 + self._more_kernels) if self.part == "host" else 1.0
+        return kernels * self._launched(forward + copies), kernels * self._launched(backward + copies)
+
+    @property
+    def _more_kernels(self) -> float:
+        """Kernels of an attention whose softmax is not fused."""
+        p = self.profile
+        return 0.0 if p.flash else compute.UNFUSED_LAUNCHES * p.host_s / p.kernel_s
 
     def _in_chain_s(self, s: StrategySet, chain: InChain) -> Pair:
         """The chain's traffic that falls to this op: forward reads inputs from memory and writes what leaves the chain;
         backward reads those results' gradients and what it needs of forward, and writes the inputs' gradients."""
         zeros = np.zeros(len(s.strategies))
+        if chain.loss:
+            return self._loss_s(s)
         inputs, outputs = self.read_bytes(s), sum(self.moved(s.output_metas, s.outputs), zeros)
         read = sum((nbytes for nbytes, own in zip(inputs, chain.reads, strict=False) if own), zeros)
         forward = read + (outputs if chain.writes else 0.0)
@@ -194,10 +229,17 @@ class ProfileCosts(CurveCosts):
             backward = backward + (outputs if chain.writes else read)
         return self._chain_s(forward, chain), self._chain_s(backward, chain)
 
+    def _loss_s(self, s: StrategySet) -> Pair:
+        """A loss over classes by the software's bytes for a logit, a third of them forward."""
+        (numbers, *_), (logits, *_) = s.inputs, s.input_metas
+        moved = self.profile.loss_bytes * self.spaces(logits).local_elements[numbers] / self.spread
+        seconds = np.asarray(compute.traffic_s(moved, self.device))
+        return self._launched(seconds / 3), self._launched(seconds / 1.5) if self.has_backward(s) else 0 * seconds
+
     def _chain_s(self, nbytes: Any, chain: InChain) -> Any:
         seconds = self.profile.passes * compute.traffic_s(nbytes, self.device, np.asarray(nbytes) / 3,
                                                                self.profile.cache_bytes)
-        return self._launched(seconds) if chain.writes else seconds
+        return self._launched(seconds) if chain.writes else self._unlaunched(seconds)
 
 
 def costs_of(spaces: Spaces, cluster: Cluster, training: bool = True, spread: int = 1) -> CurveCosts:
@@ -241,7 +283,8 @@ def product_sizes(rule: Rule, s: StrategySet) -> tuple[np.ndarray, ...] | None:
     left, right = (set(_factors(rule.inputs[i])) for i in sorted(rule.saves))
     whole = [size for i in sorted(rule.saves) for size, dim in zip(s.input_metas[i].shape, rule.inputs[i], strict=True)
              if dim is None and size > 1]
-    if whole:
+    sections = any(row.variant == "sections" for row in rule.variants)
+    if whole and not sections:
         return None
     lengths, result = factor_lengths(s), _factors(rule.outputs[0])
 
@@ -254,6 +297,9 @@ def product_sizes(rule: Rule, s: StrategySet) -> tuple[np.ndarray, ...] | None:
 
     if (left ^ right) - result:
         return None
+    if sections:    # of results side by side, each cut by "n", a factor of the variant alone
+        size, cut = lengths.get("n", (1.0, np.ones(len(s.strategies))))
+        return length(left - right), math.prod(whole) * cut / size, length(left & right), length(set())
     return (length(left - right), length(right - left), length((left & right) - result), length(left & right & result))
 
 

@@ -21,6 +21,7 @@ from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
 from cost_models import collectives
 from cost_models.accuracy import error_bar
+from cost_models.compute import larger
 from cost_models.pipeline import pipeline_s
 from cost_models.profile import Profile
 
@@ -31,11 +32,34 @@ Sends = Sequence[tuple[float, float]]
 
 
 @dataclass
+class _Ahead:
+    """Seconds of the ops in blocks in one direction: ``summed`` over kernels, each no shorter than its launch; of the
+    ``device`` and of the ``host`` alone; and of ``collectives`` of activations, with what the host does for them in
+    ``host``."""
+
+    summed: float = 0.0
+    device: float = 0.0
+    host: float = 0.0
+    collectives: float = 0.0
+
+    def saved_s(self, profile: Profile) -> float:
+        """How much less than the sum they take: the host launches ahead, and collectives run beside compute. Ranks that
+        wait for one another wait for one another's hosts (`Profile.tied`)."""
+        hidden = profile.hide_tensor * min(self.collectives, self.summed)
+        taken = larger(self.device + self.collectives - hidden, self.host, profile.tied if self.collectives else 6.0)
+        return self.summed + self.collectives - float(taken) if self.summed else hidden
+
+    def add(self, other: _Ahead) -> None:
+        for name in ("summed", "device", "host", "collectives"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass
 class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``once``: the seconds that do not
     depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: recompute.
-    ``activations_s``: communication of activations. ``by_class``: compute of ops by their class. All of these are in
-    the others too."""
+    ``by_class``: compute of ops by their class. All of these are in the others too, and so are ``ahead_forward`` and
+    ``ahead_backward``."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -45,7 +69,8 @@ class _Parts:
     once: float = 0.0
     once_forward: float = 0.0
     again: float = 0.0
-    activations_s: float = 0.0
+    ahead_forward: _Ahead = field(default_factory=_Ahead)
+    ahead_backward: _Ahead = field(default_factory=_Ahead)
     state_bytes: float = 0.0
     live_bytes: float = 0.0
     always_bytes: float = 0.0
@@ -60,8 +85,8 @@ class _Parts:
                 + self.backward_communication)
 
     def beside_s(self, profile: Profile | None) -> float:
-        """Communication of activations that the software runs beside compute."""
-        return profile.hide_tensor * min(self.activations_s, self.forward + self.backward) if profile else 0.0
+        """Seconds saved as the host launches ahead, and communication of activations runs beside compute."""
+        return self.ahead_forward.saved_s(profile) + self.ahead_backward.saved_s(profile) if profile else 0.0
 
 
 def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], peak_bytes: float,
@@ -89,6 +114,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         hidden = step - _pipelined_s(pricer, stages, sends, strategies)
     else:
         hidden = _hidden_s(pricer, strategies) + mean.beside_s(profile)
+    waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
     bar = error_bar(profile)
     return Prediction(
         forward_s=mean.forward / ranks,
@@ -103,8 +129,8 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
                           if k in COLLECTIVES or " in " in k),
         repeated_ops=tuple(str(nodes[decisions[index].node]) for index in sorted(set(mean.repeated))),
         host_bytes=max(s.host_bytes for s in by_rank),
-        waiting_s=max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0,
-        hidden_s=hidden,
+        waiting_s=(max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0) + waited,
+        hidden_s=max(0.0, hidden),
         fixed_s=_fixed_s(pricer),
         p50=bar.p50,
         p90=bar.p90,
@@ -176,9 +202,11 @@ def _virtual(hybrid: Hybrid) -> int:
 def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
-                 "once_forward", "again", "activations_s", "state_bytes", "live_bytes", "always_bytes",
-                 "host_bytes"):
+                 "once_forward", "again", "state_bytes", "live_bytes", "always_bytes", "host_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
+    for stage in stages:
+        made.ahead_forward.add(stage.ahead_forward)
+        made.ahead_backward.add(stage.ahead_backward)
     return made
 
 
@@ -244,6 +272,12 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
     return tuple(found)
 
 
+def _called_s(pricer: SpacePricer, axis: int) -> float:
+    """Seconds of the host for a collective on a mesh axis, and of its wait for the last rank."""
+    profile = pricer.prices.cluster.profile
+    return 0.0 if profile is None else profile.host_call_s + profile.late_s(pricer.prices.groups[axis].size)
+
+
 def _regathered_s(pricer: SpacePricer, whole: float, part: float) -> float:
     """Seconds in which ranks that each received a part gather the whole, along the innermost axis."""
     return float(collectives.all_gather_s(whole, pricer.prices.groups[-1])) if whole > 1.5 * part else 0.0
@@ -275,11 +309,29 @@ def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int
     stage.again += count * float(cost.again[number])
     stage.backward += count * float(cost.backward[number])
     forward, backward = pricer.counts.op_times(index, place)
+    _add_ahead(pricer, index, number, (count * forward, count * backward), stage)
     for exchanged in pricer.prices.op_of(index).inside:
         _add_inside(pricer, exchanged, number, (count * forward, count * backward), stage, found)
     rule = pricer.space.strategy_sets[index].rule
     op_class = "" if rule is None else rule.op_class
     stage.by_class[op_class] = stage.by_class.get(op_class, 0.0) + stage.forward + stage.backward - before_s
+
+
+def _add_ahead(pricer: SpacePricer, index: int, number: int, times: tuple[int, int], stage: _Parts) -> None:
+    """Add an op in a block to what the host launches ahead; exchanges inside are not launched so."""
+    profile = pricer.prices.cluster.profile
+    if profile is None or not pricer.space.blocks[index] or (apart := pricer.prices.host_and_device(index)) is None:
+        return
+    (host, device), price = apart, pricer.prices.op_of(index)
+    inside_s = [sum(float(i.seconds[number]) * n for i, n in zip(price.inside, numbers, strict=True)) for numbers in (
+        [i.exchange.forward for i in price.inside], [i.exchange.backward for i in price.inside])]
+    summed_s = float(price.forward_s[number]) - inside_s[0], float(price.backward_s[number])
+    backward_s = summed_s[1] - inside_s[1] if summed_s[1] else 0.0
+    stage.ahead_forward.add(_Ahead(times[0] * summed_s[0], times[0] * float(device.forward_s[number]),
+                                   times[0] * float(host.forward_s[number])))
+    slower = profile.kernel_backward_s / profile.kernel_s
+    stage.ahead_backward.add(_Ahead(times[1] * backward_s, times[1] * float(device.backward_s[number]),
+                                    times[1] * float(host.backward_s[number]) * slower))
 
 
 def _add_parameter(pricer: SpacePricer, index: int, number: int, count: int, stage: _Parts, found: Found) -> None:
@@ -401,7 +453,9 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
             setattr(stage, name, getattr(stage, name) + count * n * s)
             if kind in COLLECTIVES and not counts.of_parameter[use.source]:
-                stage.activations_s += count * n * s
+                ahead = stage.ahead_forward if direction == "forward" else stage.ahead_backward
+                ahead.collectives += count * n * s
+                ahead.host += count * n * _called_s(pricer, step.axis)
             if counts.of_parameter[use.source] and n == counts.multiplicities[use.target]:
                 stage.once += count * s
                 stage.once_forward += count * s if direction == "forward" else 0.0

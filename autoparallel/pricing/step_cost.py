@@ -98,7 +98,9 @@ class StepCosts:
     def shared_read_s(self, index: int) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""
         s, readers = self.space.strategy_sets[index], int(self.kinds.readers[index])
-        return self.memo.once(("shared_read", id(s), readers), lambda: self.prices.costs.sum_s(s, readers))
+        chain = self.prices.chains[index]
+        return self.memo.once(("shared_read", id(s), readers, chain),
+                              lambda: self.prices.costs.sum_s(s, readers, chain))
 
     def offload_s(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds per step of moving an op's results (to the host, back for backward), by strategy."""
@@ -173,7 +175,9 @@ class StepCosts:
         else:  # gradients of gathered parameters
             held = np.broadcast_to(self.prices.local_bytes(use.meta, columns)[None], (len(rows), len(columns)))
         device, apart = self.prices.device, self.counts.accumulator_bytes(use.meta) / use.meta.dtype.itemsize
-        moved = (1 + 2 * apart if apart else 3) * held
+        profile, width = self.prices.cluster.profile, use.meta.dtype.itemsize
+        each = profile.sum_bytes(width, apart * width) / width if profile is not None else 1 + 2 * apart if apart else 3
+        moved = each * held
         return self.counts.sums(use) * compute.op_time_s("elementwise", 0.0, moved, dtype_name(use.meta), device)
 
     def copy_bytes(self, use: TensorUse) -> np.ndarray:

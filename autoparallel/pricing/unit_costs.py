@@ -19,9 +19,9 @@ from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path
 from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
-from autoparallel.pricing.chains import InChain, chains_of
+from autoparallel.pricing.chains import InChain, chains_of, with_losses
 from autoparallel.pricing.counts import ALONE, Summing
-from autoparallel.pricing.op_costs import costs_of, dtype_name
+from autoparallel.pricing.op_costs import CurveCosts, ProfileCosts, costs_of, dtype_name
 from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.rules.rule import Exchange
 from autoparallel.schedule.async_windows import BUCKET_BYTES
@@ -88,6 +88,7 @@ class Prices:
         self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
         self._steps: dict[tuple[Any, ...], list[PricedStep]] = {}
         self._ops: dict[tuple[int, InChain | None], OpPrice] = {}
+        self._apart: dict[tuple[object, ...], tuple[OpPrice, OpPrice]] = {}
 
     @property
     def recomputing(self) -> Recomputing:
@@ -306,31 +307,49 @@ class Prices:
         """The unit costs of the op of a decision."""
         return self.op(self.space.strategy_sets[index], self.chains[index])
 
+    def host_and_device(self, index: int) -> tuple[OpPrice, OpPrice] | None:
+        """The unit costs of the op of a decision for the host alone, and for the device alone, memoised; None where
+        the cluster does not say what the host needs."""
+        if self.cluster.profile is None:
+            return None
+        s, chain = self.space.strategy_sets[index], self.chains[index]
+        key = (id(s), chain, "apart")
+        if key not in self._apart:
+            apart = [ProfileCosts(self.space.spaces, self.cluster, self.cluster.profile, self.training, self.spread,
+                                  part) for part in ("host", "device")]
+            host, device = (self._price_op(s, chain, costs, inside=False) for costs in apart)
+            self._apart[key] = host, device
+        return self._apart[key]
+
     @cached_property
     def chains(self) -> Sequence[InChain | None]:
         """By decision: the op's part in a chain that the software fuses into one kernel."""
         profile = self.cluster.profile
-        return chains_of(self.space) if profile is not None and profile.fused else [None] * len(self.space)
+        if profile is None:
+            return [None] * len(self.space)
+        return with_losses(self.space, chains_of(self.space) if profile.fused else [None] * len(self.space))
 
     def local_bytes(self, meta: TensorMeta, numbers: np.ndarray) -> np.ndarray:
         """Bytes on the fullest rank; by layout number in ``numbers``."""
         return self.costs.local_bytes(meta, numbers)
 
-    def _price_op(self, s: StrategySet, chain: InChain | None) -> OpPrice:
+    def _price_op(self, s: StrategySet, chain: InChain | None, costs: CurveCosts | None = None,
+                  inside: bool = True) -> OpPrice:
+        costs = costs or self.costs
         rule, count = s.rule, len(s.strategies)
         zeros = np.zeros(count)
         if rule is None or rule.fixed:
             return OpPrice(zeros, zeros)
-        inside = tuple(self._inside(s))
+        exchanges = tuple(self._inside(s)) if inside else ()
         forward, backward = zeros, zeros
         if rule.alias:
-            backward = self.costs.view_s(s)
+            backward = costs.view_s(s)
         else:
-            forward, backward = self.costs.work_s(s, chain)
-        forward = sum((i.exchange.forward * i.seconds for i in inside), forward)
+            forward, backward = costs.work_s(s, chain)
+        forward = sum((i.exchange.forward * i.seconds for i in exchanges), forward)
         if self.training and any(m.requires_grad for m in s.output_metas):
-            backward = sum((i.exchange.backward * i.seconds for i in inside), backward)
-        return OpPrice(forward, backward, inside)
+            backward = sum((i.exchange.backward * i.seconds for i in exchanges), backward)
+        return OpPrice(forward, backward, exchanges)
 
     def _inside(self, s: StrategySet) -> Iterator[Inside]:
         """The exchanges of all variants of an op, by mesh axis."""

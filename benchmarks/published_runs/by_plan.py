@@ -35,6 +35,7 @@ def by_hand(run: Run) -> Mapping[str, Any]:
     return {"dp": p.data, "tp": p.tensor, "pp": p.pipeline, "cp": p.context, "zero": 3 if p.fsdp else p.zero_stage,
             "shards": host if p.hybrid else None, "virtual": p.virtual, "micro_batch": p.micro_batch,
             "recompute": p.recompute, "sequence_parallel": p.sequence_parallel,
+            "split": "blocks" if p.pipeline > 1 and run.model.layers % (p.pipeline * p.virtual) == 0 else "work",
             "schedule": "gpipe" if p.gpipe and p.pipeline > 1 else None}
 
 

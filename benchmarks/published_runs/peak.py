@@ -27,7 +27,7 @@ def state_bytes(pricer: Pricer, stage: int) -> float:
     """Parameters, gradients and optimizer state."""
     run, p = pricer.run, pricer.p
     dense, experts = pricer.stage_parameters(stage)
-    ranks = p.data * p.context
+    ranks = pricer.shards()
     if p.fsdp:
         kind = "float32" if run.master_in_float32 else "bfloat16"
         return float(memory.training_state(dense + experts, kind, "adamw", zero_stage=3, num_shards=ranks).total)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.published_runs.rows import Run, is_torch
 from cost_models import Cluster, Group, collectives, memory
-from cost_models.compute import attention_s, larger, matmul_time_s, traffic_s
+from cost_models.compute import UNFUSED_LAUNCHES, attention_s, larger, matmul_time_s, softmax_is_fused, traffic_s
 from cost_models.pipeline import pipeline_s
 from cost_models.profile import Profile
 
@@ -152,9 +152,7 @@ class Pricer:
 
     @property
     def fused_softmax(self) -> bool:
-        """Megatron's fused softmax takes batches of four and at most 2,048 columns, and else gives way to five kernels
-        of torch (megatron/model/fused_softmax.py: is_kernel_available)."""
-        return self.p.micro_batch * self.m.heads / self.p.tensor % 4 == 0 and self.m.seq_len <= 2048
+        return bool(softmax_is_fused(self.p.micro_batch * self.m.heads / self.p.tensor, self.m.seq_len))
 
     def _ring_s(self, heads: float, width: float) -> float:
         """Keys and values of the other context ranks come by."""
@@ -197,14 +195,14 @@ class Pricer:
         c, p = self.c, self.p
         products = self.linears(mixed)
         inputs = [(m, k, n, count) for m, n, k, count in products]
-        weights = [(n, k, m, count) for m, n, k, count in products]
+        weights = [(k, n, m, count) for m, n, k, count in products]
         attend, attend_back = self.attention_s()
         traffic = self.traffic_s(self.elementwise(mixed), 2.0 * self.tokens * self.m.hidden)
         quantise = self.quantise_s(products)
         grow = self.grow_s(sum(n * k * count for _, n, k, count in products))
         tensor, calls = self.tensor_s(mixed), 2 * (p.tensor > 1)
         experts = self.experts_s() if mixed else 0.0
-        kernels = (self.expert_kernels() if mixed else 1) + (0 if c.flash or self.fused_softmax else 0.4)
+        kernels = (self.expert_kernels() if mixed else 1) + (0 if c.flash or self.fused_softmax else UNFUSED_LAUNCHES)
         late = calls * (c.host_call_s + c.sync_s * (p.tensor - 1))
         host = c.host_s * kernels + late
         forward = Pass(self.product_s(products) + attend + traffic + quantise, tensor, experts, host)
@@ -214,11 +212,10 @@ class Pricer:
         return forward, backward
 
     def grow_s(self, elements: float) -> float:
-        """Adding a micro-batch's gradients to those before: in their type; or in float32, by a copy of them, as
-        DeepSpeed's BF16_Optimizer does (update_hp_grads: 2 + 4 bytes, and 4 + 4 + 4)."""
+        """Adding a micro-batch's gradients to those before: in their type; or in float32."""
         if self.p.micro_batches == 1:
             return 0.0
-        return self.copied_s((18.0 if self.run.float32_sums else 6.0) * elements)
+        return self.copied_s(self.c.sum_bytes(2.0, 4.0 if self.run.float32_sums else 0.0) * elements)
 
     def copied_s(self, nbytes: float) -> float:
         """Bytes that are moved once, whatever the software."""
@@ -325,7 +322,18 @@ class Pricer:
 
     def fsdp_s(self, mixed: bool) -> tuple[float, float]:
         """One layer's gather, and the reduce-scatter of its gradients."""
-        elements = sum(self.layer_parameters(mixed))
+        return self.sharded_s(sum(self.layer_parameters(mixed)))
+
+    def root_s(self) -> float:
+        """What FSDP gathers and scatters outside layers: before the first layer and after its backward nothing runs
+        beside the embedding's; a head of its own is gathered and scattered beside layers."""
+        if not self.p.fsdp or self.p.data * self.p.context == 1:
+            return 0.0
+        both = sum(self.sharded_s(self.m.vocab * self.m.hidden / self.p.tensor))
+        return both * (1.0 if self.m.tied else 1.0 + self.c.interference)
+
+    def sharded_s(self, elements: float) -> tuple[float, float]:
+        """Gathering so many elements of parameters, and reducing and scattering their gradients."""
         group, replicas = self.group("data"), 0.0
         if self.p.hybrid:
             group, across = self.group("host"), self.group("replicas")
@@ -385,7 +393,7 @@ class Pricer:
             each += mixed * sum(self.micro_batch_s(True))
         hop = 2 * p.virtual * self.hop_s() * (1 - c.hide_pipe)
         stages = [layers * each + hop + c.micro_s for layers in self.stage_layers()]
-        stages[0] += self.embedding_s()
+        stages[0] += self.embedding_s() + self.root_s() / p.pipeline
         stages[-1] += self.head_s()
         return stages
 
@@ -431,11 +439,15 @@ class Pricer:
         two = replace(ends, levels=tuple((min(2, n), link) for n, link in ends.levels), size=min(2, ends.size))
         return float(collectives.all_reduce_s(m.vocab * m.hidden / p.tensor * self.run.gradient_bytes, two))
 
+    def shards(self) -> int:
+        """Ranks among which ZeRO or FSDP shards."""
+        return self.group("host").size if self.p.hybrid else self.p.data * self.p.context
+
     def optimizer_s(self) -> float:
         """Adam over what the rank holds, and norm, scaling and copies of gradients."""
         p = self.p
         elements = sum(self.stage_parameters(0))
-        ranks = p.data * p.context
+        ranks = self.shards()
         mine = elements / ranks if p.zero_stage or p.fsdp else elements
         precision = "float16-master" if self.run.master_in_float32 else "bfloat16"
         update = float(memory.optimizer_step_s(mine, precision, "adamw", self.device))

@@ -21,8 +21,8 @@ from autoparallel.capture.passes.editing import Node
 aten = torch.ops.aten
 
 BLOCK_CELLS = 1 << 24
-#: Masks of more cells (one sample's) are left as they are: comparing them would take seconds.
-MOST_CELLS = 1 << 30
+#: Masks of more cells (one sample's) are left as they are: comparing 65,536 x 65,536 takes 25 s.
+MOST_CELLS = 1 << 32
 POINTWISE = frozenset({
     aten.__and__.Tensor, aten.__or__.Tensor, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default,
     aten.logical_and.default, aten.logical_or.default, aten.logical_not.default, aten.eq.Tensor, aten.eq.Scalar,
@@ -68,7 +68,8 @@ def kind_of(mask: Node) -> str:
     try:
         for start in range(0, shape[-2], rows):
             block = _seen(values.rows(mask, start, start + rows))
-            if "causal" in kinds and not (block == (keys <= queries[start:start + rows, None])).all():
+            causal = keys <= queries[start:start + rows, None]
+            if "causal" in kinds and not (block == causal).all():
                 kinds.discard("causal")
             if "all" in kinds and not block.all():
                 kinds.discard("all")
