@@ -61,7 +61,8 @@ class Prediction:
     """Predicted seconds of one step by part, and bytes on the fullest rank by part.
 
     In a pipeline the parts are means over its ranks, and ``waiting_s`` is the time of filling, draining, sending and
-    imbalance. ``hidden_s``: seconds saved by communication overlapped with compute. ``fixed_s``: of a step and of its
+    imbalance; without one, that in which ranks wait for one another's hosts. ``hidden_s``: seconds saved by
+    communication overlapped with compute. ``fixed_s``: of a step and of its
     micro-batches that no op takes (the framework's own). ``p50``, ``p90``: relative errors of the step time that half,
     and nine in ten, predictions of the kind stay under, and their ``basis`` (`cost_models.accuracy`). ``limit_bytes``:
     the memory limit of the search (0: none). ``host_bytes``: saved tensors in
@@ -89,7 +90,7 @@ class Prediction:
 
     @property
     def added_s(self) -> float:
-        """The sum of all parts, without overlap: the search's objective."""
+        """The sum of all parts, without overlap. Without a pipeline, and less ``waiting_s``, the search's objective."""
         return (self.forward_s + self.backward_s + self.optimizer_s + self.forward_communication_s
                 + self.backward_communication_s + self.waiting_s)
 

@@ -30,6 +30,8 @@ class Equivalence:
         facts += [fact for fact in (counts.multiplicities, counts.held) if len(set(fact)) > 1]  # of a reduced model
         if any(self.prices.chains):
             facts.append(_numbered(self.prices.chains))
+        if self.prices.cluster.profile is not None:  # hosts launch ahead in blocks only
+            facts.append([bool(block) for block in self.space.blocks])
         if not counts.in_one:
             facts.append(_numbered(counts.stages_of))
         if counts.hybrid.recompute != "none":

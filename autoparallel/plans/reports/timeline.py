@@ -1,6 +1,7 @@
 """The timeline of a predicted step, to be drawn or written as a trace: rows of boxes, one row for each stream.
 
-Without a pipeline it is that of one rank, as the prediction simulates it. With one, each rank's micro-batches are
+Without a pipeline it is that of one rank, as the prediction simulates it, stretched evenly to the predicted step: hosts
+that launch kernels late, or ahead of the device, change the whole step and no single task. With one, each rank's micro-batches are
 simulated from the seconds of its stages (`plans.record.StageSeconds`) in the order of the schedule; the prediction
 itself is in closed form, and differs a little (`Timeline.total_s` beside the step).
 """
@@ -65,20 +66,20 @@ def timeline_of(plan: Plan) -> Timeline:
         return _of_pipeline(record.stages, plan.hybrid)
     if not record.spans:
         raise PlanError("the plan has no timeline")
-    return _of_rank(record)
+    return _of_rank(record, plan.prediction.step_s - plan.prediction.fixed_s)
 
 
 def kind_of(name: str) -> str:
     return next((kind for begin, kind in KINDS if name.startswith(begin)), "other")
 
 
-def _of_rank(record: Record) -> Timeline:
+def _of_rank(record: Record, step_s: float) -> Timeline:
     streams = sorted({stream for _, stream, *_ in record.spans}, key=lambda stream: (stream != "compute", stream))
     number = {stream: row for row, stream in enumerate(streams)}
-    boxes = tuple(Box(name, kind_of(name), number[stream], start_s, end_s, after)
+    stretch = step_s / max(end_s for *_, end_s, _ in record.spans)
+    boxes = tuple(Box(name, kind_of(name), number[stream], stretch * start_s, stretch * end_s, after)
                   for name, stream, start_s, end_s, after in record.spans)
-    total_s = max(box.end_s for box in boxes)
-    return Timeline(tuple(Row(0, stream) for stream in streams), boxes, total_s, _held(record, boxes))
+    return Timeline(tuple(Row(0, stream) for stream in streams), boxes, step_s, _held(record, boxes))
 
 
 def _held(record: Record, boxes: Sequence[Box]) -> tuple[tuple[tuple[float, float], ...], ...]:
