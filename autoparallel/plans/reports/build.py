@@ -69,8 +69,9 @@ def _memory(p: Prediction, record: Record | None) -> Memory:
 
 
 def times_of(p: Prediction) -> tuple[Time, ...]:
-    """The parts of a step: compute, communication that is exposed and that is hidden, the bubble, the framework. What is
-    saved beyond communication is launches of kernels while the device works."""
+    """The parts of a step: compute, communication that is exposed and that is hidden, the bubble, the framework.
+
+    What is saved beyond communication is launches of kernels while the device works."""
     communication_s = p.forward_communication_s + p.backward_communication_s
     hidden_s = min(p.hidden_s, communication_s)
     ahead = [Time("less what hosts launch ahead", hidden_s - p.hidden_s)] if p.hidden_s > hidden_s else []

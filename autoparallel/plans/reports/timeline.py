@@ -1,9 +1,9 @@
 """The timeline of a predicted step, to be drawn or written as a trace: rows of boxes, one row for each stream.
 
 Without a pipeline it is that of one rank, as the prediction simulates it, stretched evenly to the predicted step: hosts
-that launch kernels late, or ahead of the device, change the whole step and no single task. With one, each rank's micro-batches are
-simulated from the seconds of its stages (`plans.record.StageSeconds`) in the order of the schedule; the prediction
-itself is in closed form, and differs a little (`Timeline.total_s` beside the step).
+that launch kernels late, or ahead of the device, change the whole step and no single task. With one, each rank's
+micro-batches are simulated from the seconds of its stages (`plans.record.StageSeconds`) in the order of the schedule;
+the prediction itself is in closed form, and differs a little (`Timeline.total_s` beside the step).
 """
 
 from __future__ import annotations
