@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +20,17 @@ settings.load_profile("no deadline")
 
 #: Files whose tests start processes of their own, without the fixture `ranks`.
 STARTS_PROCESSES = {"test_failing.py", "test_hash_seeds.py", "test_notebooks.py"}
+
+
+#: Most processes in which the default tier runs at once.
+MOST_WORKERS = 4
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole default tier runs on all processors; chosen tests, and those that start processes, one by one."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    alone = config.getoption("usepdb") or "not ranks" not in config.getoption("markexpr")
+    return 0 if alone or not whole else min(MOST_WORKERS, os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -200,6 +200,7 @@ def test_explaining_a_choice() -> None:
             travelled.explain("up.weight")
 
 
+@pytest.mark.slow
 def test_what_bandwidth_and_memory_would_change() -> None:
     """As planning anew for such machines says; a slower link, or less memory, never makes a step shorter."""
     free = planned("llama", memory_limit_bytes=math.inf)

@@ -201,7 +201,7 @@ def is_a_plan_or_a_plan_error(text: str) -> None:
     assert found.prediction.step_s >= 0 and math.prod(found.mesh_shape) <= files.MOST_DEVICES
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=mutated())
 def test_a_mutated_plan_is_a_plan_or_a_plan_error(text: str) -> None:
     is_a_plan_or_a_plan_error(text)

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from benchmarks import plan_fingerprints
 from benchmarks.plan_fingerprints import FILE, Case, Fingerprint, differences, fingerprints, verdict
 
-#: Experts, an encoder with masks, a decoder, convolutions, an encoder with a decoder, a vision transformer.
-FEW = ["mixtral 8", "bert 8", "llama 8", "resnet 8", "t5 8", "vit 8x8"]
+#: Experts, an encoder with masks, a decoder, convolutions; and an encoder with a decoder, a vision transformer.
+FEW, MORE = ["mixtral 8", "bert 8", "llama 8", "resnet 8"], ["t5 8", "vit 8x8"]
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +25,17 @@ def test_the_file_has_every_case(kept: dict[str, Fingerprint]) -> None:
     assert len(kept) == 46 * 2 + 4
 
 
-def test_few_plans_are_as_they_were(kept: dict[str, Fingerprint]) -> None:
+@pytest.mark.parametrize("names", [FEW[1:], pytest.param(FEW[:1] + MORE, marks=pytest.mark.slow)])
+def test_few_plans_are_as_they_were(kept: dict[str, Fingerprint], names: list[str]) -> None:
     if json.loads(FILE.read_text())["versions"] != plan_fingerprints.versions():
         pytest.skip(f"the file is of other versions than {plan_fingerprints.versions()}, which trace other programs")
-    found = differences(kept, fingerprints(FEW))
+    found = differences(kept, fingerprints(names))
     assert not found, f"{verdict(found)}: {found}"
 
 
 def test_what_differs_is_told_by_kind(kept: dict[str, Fingerprint]) -> None:
     """Other strategies at the same cost, another cost, another pipeline: each by its own kind."""
-    now = copy.deepcopy({name: kept[name] for name in FEW[:4]})
+    now = copy.deepcopy({name: kept[name] for name in FEW})
     now["mixtral 8"]["strategies"] = "0" * 16
     now["bert 8"]["step_s"] *= 1 + 1e-8
     now["bert 8"]["objective_s"] *= 1 + 1e-10
@@ -57,6 +58,7 @@ def test_a_strategy_of_one_op_is_enough() -> None:
     assert found.what == "strategies" and "S(1)" in found.after
 
 
+@pytest.mark.slow
 def test_the_command_writes_and_compares(tmp_path) -> None:  # type: ignore[no-untyped-def]
     """It exits with 1 where a plan differs, and shows what."""
     import typer

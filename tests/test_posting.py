@@ -169,7 +169,7 @@ CHAIN = named("""x = F.linear(x, p2, p1.detach() + p1)
                  loss = x.square().mean()""", (8, 8, 4), SHAPES, {})
 
 
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
 def test_plans_that_overlap(mesh_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Random ones and data parallelism: parameters read twice, over one to three axes, in buckets of any size."""
     torch.set_num_threads(1)

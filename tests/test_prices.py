@@ -30,8 +30,8 @@ from tests.models import CASES
 
 
 @pytest.mark.parametrize(("search", "case_name"), [
-    ("exact", "llama"), ("exact", "resnet"), ("ilp", "bert"), ("ilp", "resnet"), ("recursive", "llama"),
-    pytest.param("ilp", "llama", marks=pytest.mark.slow)])
+    ("exact", "resnet"), ("ilp", "bert"), ("ilp", "resnet"), ("recursive", "llama"),
+    *(pytest.param(search, "llama", marks=pytest.mark.slow) for search in ("exact", "ilp"))])
 def test_the_price_is_the_sum_over_what_runs(case_name: str, search: str) -> None:
     """Objective = evaluate on the whole problem = parts of the report; the bound is below; searches agree."""
     case = CASES[case_name]

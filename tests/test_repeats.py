@@ -39,7 +39,8 @@ def deep(architecture: Architecture, layers: int) -> Architecture:
                                                      for key, value in architecture.config.items()})
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mamba", "t5", "clip"])
+@pytest.mark.parametrize("name", [
+    "llama", "clip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mamba", "t5"))])
 def test_models(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     architecture = deep(ARCHITECTURES[name], 5)
     found, whole, reasons = graphs(architecture.model().train(), architecture.inputs(), monkeypatch, caplog)
