@@ -24,7 +24,7 @@ import typer
 
 from autoparallel.capture import OpGraph
 from autoparallel.errors import SearchError
-from autoparallel.search import Pricer, Problem, Solution, evaluate, solve
+from autoparallel.search import Pricer, Problem, Solution, clock, evaluate, solve
 from autoparallel.search.solver import lowest_memory, table_cells
 from benchmarks.measure import conditions, peak_memory_bytes
 from cost_models import Cluster
@@ -116,7 +116,7 @@ def program_alone(problem: Problem, time_limit_s: float) -> Solution:
     from autoparallel.search.ilp.formulation import Program
     from autoparallel.search.model.dominance import drop_dominated
 
-    deadline = time.monotonic() + time_limit_s
+    deadline = clock.now() + time_limit_s
     reduced = drop_dominated(problem)
     merged = shrink(compact_of(reduced.problem))
     picks, answer = Program(merged.compact).solve(deadline)
@@ -133,7 +133,7 @@ def examine(model: str, mesh: str, pricer: Pricer, problem: Problem, searches: S
     """Without a limit, then with the one that binds, where there is one."""
     others = [name for name in searches if name != "auto"]
     free = {"auto": ask(problem, "auto", time_limit_s, pricer)}
-    least = lowest_memory(problem, time.monotonic() + LEAST_S)
+    least = lowest_memory(problem, clock.now() + LEAST_S)
     used = free["auto"].peak_bytes or math.inf
     free |= {name: ask(problem, name, time_limit_s, pricer) for name in others}
     limit, limited = None, {}

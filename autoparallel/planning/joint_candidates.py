@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from autoparallel.pricing.overlap_simulation import least_exposed
 from autoparallel.pricing.prediction import estimate
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.schedule.step_config import RECOMPUTE
-from autoparallel.search import plan_within
+from autoparallel.search import clock, plan_within
 from autoparallel.search.low_width.solve import Outcome
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy, StrategySpace
@@ -343,8 +342,8 @@ class JointSearch:
         return self._least[shards]
 
     def run(self, deadline: float = math.inf) -> Survey:
-        """Estimate the promising candidates, until ``deadline`` (`time.monotonic`); known ones are not estimated again.
-        One candidate of each pipeline length comes first."""
+        """Estimate the promising candidates, until ``deadline`` (of `search.clock`); known ones are not estimated
+        again. One candidate of each pipeline length comes first."""
         first = [
             Candidate(hybrid, shape)
             for ranks, shape in self.shapes()
@@ -356,7 +355,7 @@ class JointSearch:
         for ranks in sorted({c.hybrid.pipeline_ranks for c in first} - seen):
             self._estimate_all([c for c in first if c.hybrid.pipeline_ranks == ranks], deadline, math.inf, most=1)
         for patience in (1.0, math.inf):  # first those expected to be better, then those that may be
-            now = time.monotonic()
+            now = clock.now()
             self._estimate_all(first, now + SHARE_OF_FIRST * (deadline - now), patience)
             expanded: set[object] = set()
             while (best := self._best_outside(expanded)) is not None:
@@ -387,7 +386,7 @@ class JointSearch:
         order = _Promise(new, self.floor, self.oddity, self.least_bytes)
         for estimated in self.known.values():
             order.learn(estimated)
-        while most > 0 and time.monotonic() < deadline and (candidate := order.next(best, patience)) is not None:
+        while most > 0 and clock.now() < deadline and (candidate := order.next(best, patience)) is not None:
             most -= 1
             made = self.known[candidate.key] = self.estimate(candidate, best)
             order.learn(made)

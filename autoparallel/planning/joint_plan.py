@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from autoparallel.plans.answers import Choice, Sensitivity, Study
 from autoparallel.plans.record import Alternative, Record, Trial
 from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.pricing import Prices
+from autoparallel.search import clock
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
@@ -29,7 +29,7 @@ from cost_models import Cluster
 def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
     """The best of pipelines, meshes, micro-batches, ZeRO and recompute; what options fix stays. With time left, the
     best recomputes fewer blocks, if it may."""
-    started, open_ = time.monotonic(), options.recompute in (None, "auto")
+    started, open_ = clock.now(), options.recompute in (None, "auto")
     deadline = started + options.time_limit_s
     options = replace(options, recompute=None if open_ else options.recompute)
     stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
@@ -39,7 +39,7 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
     split = cache(partial(split_batch, graph))
 
     def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
-        micro, end = split(candidate.hybrid.micro_batches), time.monotonic() + seconds
+        micro, end = split(candidate.hybrid.micro_batches), clock.now() + seconds
 
         def plan_as(hybrid: Hybrid, first: First | None, seconds: float) -> Plan:
             within = replace(options, time_limit_s=seconds, search=search)
@@ -54,7 +54,7 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
         other = on_several_ranks(made, prices, micro.loss)
         with suppress(InfeasibleError, SearchError):
             if other is not None:
-                again = plan_as(other, made.strategies_on, max(ROUGH_S, end - time.monotonic()))
+                again = plan_as(other, made.strategies_on, max(ROUGH_S, end - clock.now()))
                 made = min(made, again, key=lambda p: p.prediction.step_s)
         return made
 
@@ -62,7 +62,7 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
         candidate = Candidate(
             replace(whole.hybrid, recompute_blocks=again), whole.mesh_shape, first=whole.strategies_on
         )
-        return in_full(candidate, min(options.time_limit_s / RECOMPUTE_TRIES, deadline - time.monotonic()))
+        return in_full(candidate, min(options.time_limit_s / RECOMPUTE_TRIES, deadline - clock.now()))
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
                            options.time_limit_s, in_full)
@@ -76,7 +76,7 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
     reason = (f"{evidence.stop_reason} on the best of {len(seen.candidates)} combinations ({seen.without_plan} without "
               f"a plan that fits); {seen.pruned} more bounded away, {seen.left} left for lack of time; "
               f"{found.planned} planned in full")
-    seconds = {**evidence.seconds, "joint": time.monotonic() - started}
+    seconds = {**evidence.seconds, "joint": clock.now() - started}
     others = tuple(alternative_of(best, other) for other in found.runners_up)
     recorder = None if best.recorder is None else partial(_with_others, best.recorder, found.trials, others)
     study = None if best.study is None else _JointStudy(best.study, found.runners_up)

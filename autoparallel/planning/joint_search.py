@@ -7,7 +7,6 @@ reduced-depth model. This ends when no estimate beats the best trial plan; a ful
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,7 +16,7 @@ from autoparallel.errors import AutoparallelError, InfeasibleError, SearchError
 from autoparallel.planning.joint_candidates import Candidate, Fixed, JointSearch, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
-from autoparallel.search import NotRepairedError
+from autoparallel.search import NotRepairedError, clock
 from cost_models import Cluster
 
 #: Smallest time limit of the final full search.
@@ -63,7 +62,7 @@ def search_jointly(
     round does the same with what the trial plans have shown. The remaining time goes to a full search from the best
     ones. Raises InfeasibleError if nothing fits, or nothing was planned in time.
     """
-    started = time.monotonic()
+    started = clock.now()
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes)
     trials = _TrialPlans(in_full, search.estimate)
     for share_of_estimates, share_of_trials in ROUNDS:
@@ -72,7 +71,7 @@ def search_jointly(
         trials.run(started + share_of_trials * time_limit_s)
         search.known.update({c.key: c for c in trials.updated()})
     for candidate in trials.in_order():
-        left = started + time_limit_s - time.monotonic()
+        left = started + time_limit_s - clock.now()
         if trials.best is not None and (left <= 0 or trials.expected_s(candidate) > SEARCH_ON * trials.best_s):
             break
         trials.take(candidate, max(LEAST_FULL_S, left))
@@ -202,7 +201,7 @@ class _TrialPlans:
         """Make trial plans until no candidate is expected to beat the best; if none fits, a few even after the
         deadline."""
         while self.left and self.planned < MOST_TRIALS:
-            if time.monotonic() >= deadline and (self.best is not None or self.planned >= MOST_FAILED):
+            if clock.now() >= deadline and (self.best is not None or self.planned >= MOST_FAILED):
                 break
             promising = [c for c in self.left if self.best is None or self.expected_s(c, 1.0) < self.best_s]
             if not promising:
@@ -222,7 +221,7 @@ class _TrialPlans:
         """With time left, make trial plans of the most promising of the rest, until `LEAST_KEPT` are kept."""
         rest = sorted((c for c in self.left if c.first is not None), key=self.expected_s)
         for candidate in rest[:MOST_FAILED]:
-            left_s = deadline - time.monotonic()
+            left_s = deadline - clock.now()
             if left_s <= 0 or len(list(self.runners_up())) >= LEAST_KEPT:
                 break
             self.left.remove(candidate)

@@ -37,7 +37,7 @@ from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed, spans
 from autoparallel.pricing.prediction import compute_seconds, stage_seconds
 from autoparallel.pricing.record import memory_profile, redistributions, workload
-from autoparallel.search import plan_within, solve
+from autoparallel.search import clock, plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
 from autoparallel.strategies.space import Strategy, StrategySpace
@@ -65,15 +65,15 @@ def plan_on(
     ``first`` gives the strategies to begin with. Raises InfeasibleError if nothing fits, SearchError if the time was
     too short.
     """
-    clock = _Clock()
+    laps = _Laps()
     space = StrategySpace(micro.body, mesh_shape, axis_names)
-    clock.lap("strategies")
-    return plan_in(space, micro, cluster, options, {}, hybrid, clock, first)
+    laps.lap("strategies")
+    return plan_in(space, micro, cluster, options, {}, hybrid, laps, first)
 
 
 @collected_later()
 def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
-             placed: Mapping[str, Layout], hybrid: Hybrid, clock: _Clock | None = None,
+             placed: Mapping[str, Layout], hybrid: Hybrid, laps: _Laps | None = None,
              first: First | None = None) -> Plan:
     """The best plan found on a strategy graph; ``Plan.evidence.seconds`` has the CPU seconds of each phase.
 
@@ -82,7 +82,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
     """
     if options.recompute == "auto":
         return _plan_recomputing(space, micro, cluster, options, placed, hybrid)
-    clock = clock or _Clock()
+    laps = laps or _Laps()
     prices = Prices(space, cluster, options.optimizer, direct=bool(options.baseline or options.by_hand),
                     stages=hybrid.pipeline_ranks)
     allowed = apply_pins(space, options.pins or {})
@@ -105,13 +105,13 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         hybrid = replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid, begin))
     stages, pricer = priced(hybrid)
     problem = pricer.full()
-    clock.lap("pricing")
+    laps.lap("pricing")
     try:
         solution = solve(problem, options.search, options.time_limit_s, pricer, options.progress,
                          pricer.choice_near(begin) if begin is not None else None)
     except InfeasibleError as error:
         raise _naming_pins(error, pricer, options) from None
-    clock.lap("search")
+    laps.lap("search")
     if penalties is not None:  # the plan is priced without penalties
         if options.by_hand is not None and isinstance(penalties, Baseline):
             found = departures(penalties, pricer, pricer.strategies_of(solution.choice))
@@ -120,10 +120,10 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
             pricer.strategies_of(solution.choice),
             SpacePricer(prices, limit, allowed, counts=pricer.counts),
         )
-        return _plan_of(pricer, pricer.full(), solution, strategies, options, clock, stages, micro)
+        return _plan_of(pricer, pricer.full(), solution, strategies, options, laps, stages, micro)
     if first is None:
-        solution = _faster_hiding(pricer, problem, solution, options, clock)
-    make = partial(_plan_of, pricer, problem, options=options, clock=clock, stages=stages, micro=micro)
+        solution = _faster_hiding(pricer, problem, solution, options, laps)
+    make = partial(_plan_of, pricer, problem, options=options, laps=laps, stages=stages, micro=micro)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)
     study = Study(pricer, problem, solution, lambda strategies, found: make(found, strategies), elsewhere)
     return replace(make(solution, pricer.strategies_of(solution.choice)), study=study)
@@ -141,11 +141,11 @@ def _elsewhere(pricer: SpacePricer, solution: Solution, micro: MicroBatches, opt
         return plan_in(space, micro, cluster, options, placed, hybrid)
     prices = Prices(space, cluster, options.optimizer, stages=hybrid.pipeline_ranks)
     there = SpacePricer(prices, limit_bytes, pricer.allowed, counts=pricer.counts)
-    return _plan_of(there, there.full(), solution, pricer.strategies_of(solution.choice), options, _Clock(), stages,
+    return _plan_of(there, there.full(), solution, pricer.strategies_of(solution.choice), options, _Laps(), stages,
                     micro)
 
 
-def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, clock: _Clock
+def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, options: Options, laps: _Laps
                    ) -> Solution:
     """The faster of two solutions, with overlap simulated: ``solution``, and one searched with only the exposed part of
     parameter communication counted. The evidence of the second is its additive cost in ``problem``."""
@@ -161,7 +161,7 @@ def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, op
         reason = f"{solution.stop_reason}; not searched with overlap: {str(error) or 'interrupted'}"
         return replace(solution, stop_reason=reason)
     finally:
-        clock.lap("search with overlap")
+        laps.lap("search with overlap")
     if found.choice == solution.choice:
         return solution
     judged = evaluate(problem, found.choice)
@@ -205,7 +205,7 @@ def plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, optio
 def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
                       placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
     """The plan without recompute if one fits, else the fastest plan found that recomputes some blocks."""
-    started = time.monotonic()
+    started = clock.now()
     within = replace(options, recompute=None, time_limit_s=options.time_limit_s / RECOMPUTE_TRIES)
     make = partial(plan_in, space, micro, cluster, within, placed)
     try:
@@ -245,7 +245,7 @@ def _plan_of(
     solution: Solution,
     strategies: Sequence[Strategy],
     options: Options,
-    clock: _Clock,
+    laps: _Laps,
     stages: Stages,
     micro: MicroBatches,
 ) -> Plan:
@@ -257,7 +257,7 @@ def _plan_of(
     evidence = Evidence(
         solution.solver, judged.objective, judged.objective if named else solution.lower_bound,
         0.0 if named else solution.gap, named or solution.stop_reason,
-        {**clock.seconds, **{f"search: {k}": v for k, v in solution.seconds.items()}},
+        {**laps.seconds, **{f"search: {k}": v for k, v in solution.seconds.items()}},
     )
     names, which = pricer.costs.memo.each(
         "names", pricer.costs.kinds.decision_codes(strategies), lambda at: space.strategy_sets[at].names(strategies[at])
@@ -317,7 +317,7 @@ def _placed_choices(space: StrategySpace, placed: Mapping[str, Layout]) -> dict[
     return found
 
 
-class _Clock:
+class _Laps:
     """CPU seconds by phase."""
 
     def __init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +17,7 @@ from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.usual import usual_plan
 from autoparallel.plans import Plan
+from autoparallel.search import clock
 from cost_models import Cluster
 
 #: The share of a joint search's time limit in which usual plans by hand are priced.
@@ -61,12 +61,12 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
 
     The search may have had too little time. The usual plans are priced in the first quarter of the time limit, as many
     as it is enough for."""
-    ends = time.monotonic() + options.time_limit_s
+    ends = clock.now() + options.time_limit_s
     usual: tuple[str, Plan] | None = None
     if mesh_shape is None and not options.pins:
         with suppress(InfeasibleError):
             usual = usual_plan(graph, cluster, options, options.time_limit_s * USUAL_SHARE)
-    within = replace(options, time_limit_s=max(0.0, ends - time.monotonic()))
+    within = replace(options, time_limit_s=max(0.0, ends - clock.now()))
     try:
         found = plan_jointly(graph, cluster, mesh_shape, within)
     except (InfeasibleError, SearchError):

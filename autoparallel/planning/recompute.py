@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from autoparallel.capture.blocks import block_path
@@ -10,6 +9,7 @@ from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.partition.stages import Stages
 from autoparallel.plans import Plan
 from autoparallel.schedule.in_flight import in_flight
+from autoparallel.search import clock
 from autoparallel.strategies.space import StrategySpace
 
 
@@ -30,13 +30,13 @@ def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callab
     """The fastest plan found that recomputes some blocks; ``whole`` recomputes all of them.
 
     A stage with h micro-batches in flight keeps the activations of b / h blocks, for one b of all stages. The largest b
-    for which ``make(paths of recomputed blocks)`` finds a plan is searched by bisection, until `time.monotonic` reaches
+    for which ``make(paths of recomputed blocks)`` finds a plan is searched by bisection, until `search.clock` reaches
     ``deadline``. At least one block is recomputed; a stage recomputes its first blocks.
     """
     held = [in_flight(whole.hybrid, stage) for stage in range(len(blocks))]
     budgets = sorted({k * h for of_stage, h in zip(blocks, held, strict=True) for k in range(len(of_stage) + 1)})[:-1]
     best, low, high = whole, 0, len(budgets) - 1
-    while low < high and time.monotonic() < deadline:
+    while low < high and clock.now() < deadline:
         middle = (low + high + 1) // 2
         again = tuple(path for of_stage, h in zip(blocks, held, strict=True)
                       for path in of_stage[: max(0, len(of_stage) - budgets[middle] // h)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -15,6 +14,7 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.plans import Hybrid, Plan
+from autoparallel.search import clock
 from cost_models import Cluster
 
 EXPERTS = "routed_experts"
@@ -43,7 +43,7 @@ def usual_plan(graph: OpGraph, cluster: Cluster, options: Options, seconds: floa
     """The fastest of `recipes` that ``options`` allow and that fits into their memory limit, and its text. Recipes that
     the model does not allow are passed over; none is begun after so many seconds. Raises InfeasibleError if none
     fits."""
-    ends, limit = time.monotonic() + seconds, options.limit_bytes(cluster)
+    ends, limit = clock.now() + seconds, options.limit_bytes(cluster)
     found, hybrids = dict[str, Plan](), set[tuple[Hybrid, object]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
     with collected_later():
@@ -51,10 +51,10 @@ def usual_plan(graph: OpGraph, cluster: Cluster, options: Options, seconds: floa
             with suppress(AutoparallelError):
                 hand = ByHand.of(text).on(cluster.num_devices)
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
-                if time.monotonic() < ends and (hybrid, hand.mesh) not in hybrids and _allowed(hybrid, options):
+                if clock.now() < ends and (hybrid, hand.mesh) not in hybrids and _allowed(hybrid, options):
                     hybrids.add((hybrid, hand.mesh))
                     plain = Options(optimizer=options.optimizer, reduce_dtype=options.reduce_dtype, by_hand=hand,
-                                    time_limit_s=min(Options.time_limit_s, ends - time.monotonic()))
+                                    time_limit_s=min(Options.time_limit_s, ends - clock.now()))
                     found[text] = plan_by_hand(graph, cluster, plain, hand)
     fitting = {text: made for text, made in found.items() if made.prediction.peak_bytes <= limit}
     if not fitting:

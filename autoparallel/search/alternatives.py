@@ -5,7 +5,6 @@ Pure functions of a `Problem` and a `Solution`; every plan that they return was 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.search import clock
 from autoparallel.search.high_width.event_form import compact_of
 from autoparallel.search.high_width.local_search import finite_limit
 from autoparallel.search.high_width.trws import Messenger
@@ -59,7 +59,7 @@ def solve_with(problem: Problem, least: Sequence[np.ndarray], node: int, pick: i
                time_limit_s: float | None = None) -> Solution:
     """`solve_pinned` with one choice of one node, where the `least_costs` are known: where memory does not bind, the
     best plan with it has no choice with which every plan costs more."""
-    start, bound = time.monotonic(), float(least[node][pick])
+    start, bound = clock.now(), float(least[node][pick])
     kept = [np.flatnonzero(costs <= bound + SLACK * abs(bound)) for costs in least]
     kept[node] = np.array([pick])
     near: Solution | None = None
@@ -69,7 +69,7 @@ def solve_with(problem: Problem, least: Sequence[np.ndarray], node: int, pick: i
                            lower_bound=bound)
     if near is not None and near.objective <= bound + AUTO_GAP * abs(bound):
         return near
-    left = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - start))
+    left = None if time_limit_s is None else max(0.0, time_limit_s - (clock.now() - start))
     try:
         found = solve_pinned(problem, {node: [pick]}, search, left)
     except SearchError:
@@ -102,7 +102,7 @@ def alternatives(problem: Problem, solution: Solution, k: int, min_changed: int 
     With ``min_changed`` 1 and k 1 this is the second best plan (within the gaps of the searches); with more it is a
     selection of the best plans around each other choice. ``nodes`` (default: all) are those that matter.
     """
-    start, matter = time.monotonic(), range(len(problem.nodes)) if nodes is None else nodes
+    start, matter = clock.now(), range(len(problem.nodes)) if nodes is None else nodes
     least = least_costs(problem)
     order = sorted((float(least[v][pick]), v, pick) for v in matter for pick in range(len(least[v]))
                    if pick != solution.choice[v] and least[v][pick] < FORBIDDEN)
@@ -113,7 +113,7 @@ def alternatives(problem: Problem, solution: Solution, k: int, min_changed: int 
             break
         if any(one.choice[v] == pick and one.objective <= bound + SLACK * abs(bound) for one in seen):
             continue
-        left = None if time_limit_s is None else time_limit_s - (time.monotonic() - start)
+        left = None if time_limit_s is None else time_limit_s - (clock.now() - start)
         if left is not None and left <= 0:
             break
         try:
@@ -206,7 +206,7 @@ def conflict(problem: Problem, pins: Mapping[str, Pins], time_limit_s: float | N
     Deletion filter: every pin is left out once, and stays out if there is no plan without it either. One least-memory
     search per pin, of at most `CHECK_S` seconds each.
     """
-    deadline = FORBIDDEN if time_limit_s is None else time.monotonic() + time_limit_s
+    deadline = FORBIDDEN if time_limit_s is None else clock.now() + time_limit_s
 
     def needs(names: Sequence[str]) -> tuple[float, float]:
         """Bytes that are needed at least, and bytes that do."""
@@ -217,7 +217,7 @@ def conflict(problem: Problem, pins: Mapping[str, Pins], time_limit_s: float | N
         tight = single_limit(pinned(problem, together))
         if any(not (node.costs < FORBIDDEN).any() for node in tight.nodes):
             return FORBIDDEN, FORBIDDEN
-        least = lowest_memory(tight, min(deadline, time.monotonic() + CHECK_S))
+        least = lowest_memory(tight, min(deadline, clock.now() + CHECK_S))
         return least.bound, least.peak
 
     limit = max((one for one in problem.limits if one < FORBIDDEN), default=FORBIDDEN)

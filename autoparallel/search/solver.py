@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.garbage import collected_later
+from autoparallel.search import clock
 from autoparallel.search.high_width.aggregation import Shrunk, shrink
 from autoparallel.search.high_width.bound_filter import Screened, bound_without_limit, screen
 from autoparallel.search.high_width.event_form import compact_of, num_events
@@ -79,7 +79,7 @@ class Run:
         self._progress = progress
         self.best = Outcome(None, FORBIDDEN, trivial_bound(problem), "not started")
         self._left: Priced | None = None
-        start = time.monotonic()
+        start = clock.now()
         self._work = min(WORK_CELLS, WORK_CELLS_PER_S * (deadline - start))
         self.reduced = untouched(problem)
         order_s = ORDER_S * (len(problem.nodes) + len(problem.edges))
@@ -89,7 +89,7 @@ class Run:
         cells = elimination_cells(self.eliminator, problem)
         self.can_eliminate = cells <= self._work
         self._expensive, self._soon = cells > AT_ONCE_CELLS, cells <= SOON_CELLS_PER_S * (deadline - start)
-        self.best.seconds["presolve"] = time.monotonic() - start
+        self.best.seconds["presolve"] = clock.now() - start
 
     def reduce(self, left: Reduced) -> None:
         """Go on with fewer choices."""
@@ -98,16 +98,16 @@ class Run:
         self.can_eliminate = affordable(self.eliminator, left.problem, self._work)
 
     def drop_dominated(self) -> None:
-        start = time.monotonic()
+        start = clock.now()
         if not self.can_eliminate and self.eliminator.max_cells < HOPELESS_CELLS:
             left = drop_dominated(self.reduced.problem, deadline=self.deadline)
             if not self.late():
                 self.reduce(left)
-        self.best.seconds["presolve"] += time.monotonic() - start
+        self.best.seconds["presolve"] += clock.now() - start
 
     def late(self, seconds: float = 0.0) -> bool:
         """Whether there is a plan, and no time for what takes so long: a reason to stop."""
-        if self.best.choice is None or time.monotonic() + seconds < self.deadline:
+        if self.best.choice is None or clock.now() + seconds < self.deadline:
             return False
         if self.best.stop_reason != "optimal":
             self.best.stop_reason = "time limit"
@@ -166,15 +166,15 @@ class Run:
         for turn in range(turns):
             if self.late(table_cells(self.reduced.problem) / SCREENED_CELLS_PER_S):
                 return
-            start, objective, choice = time.monotonic(), self.best.objective, self.reduced.forward(self.best.choice)
+            start, objective, choice = clock.now(), self.best.objective, self.reduced.forward(self.best.choice)
             found = screen(self.reduced.problem, objective, self._prices, self.gap, self.deadline)
             reach = max(0.0, objective - found.bound) + SLACK * abs(objective)
-            self.note(Outcome(None, FORBIDDEN, found.bound, "bound", {"messages": time.monotonic() - start}))
+            self.note(Outcome(None, FORBIDDEN, found.bound, "bound", {"messages": clock.now() - start}))
             within = found.within(reach, choice)
             if turn + 1 < turns and not self._affords(within):
                 self._look_near(found, reach, choice)
             self.reduce(within)
-            if self.can_eliminate or self.best.objective == objective or time.monotonic() >= self.deadline:
+            if self.can_eliminate or self.best.objective == objective or clock.now() >= self.deadline:
                 break
 
     def _affords(self, left: Reduced, work_cells: float | None = None) -> bool:
@@ -215,7 +215,7 @@ class Run:
 
     def recursive(self) -> None:
         adapted = LabelledPricer(self.problem, self.pricer)
-        start = time.monotonic()
+        start = clock.now()
         found = search_axes(adapted, self.deadline)
         choice, objective = None, FORBIDDEN
         if found is not None:
@@ -223,8 +223,8 @@ class Run:
             self._prices = (found.times, found.prices) if len(found.times) else None
             if judged.feasible:
                 choice, objective = found.choice, judged.objective
-        reason = "time limit" if time.monotonic() >= self.deadline else "gap"
-        self.note(Outcome(choice, objective, -FORBIDDEN, reason, {"recursive": time.monotonic() - start}))
+        reason = "time limit" if clock.now() >= self.deadline else "gap"
+        self.note(Outcome(choice, objective, -FORBIDDEN, reason, {"recursive": clock.now() - start}))
 
     def relaxed_bound(self) -> None:
         """The optimum without memory limit, as a bound; where elimination is dear, one at the prices of memory."""
@@ -241,17 +241,17 @@ class Run:
 
     def _unlimited(self) -> Sequence[int] | None:
         """The best plan without a memory limit, whose cost is a bound; None where time is up."""
-        start = time.monotonic()
+        start = clock.now()
         try:
             bound, plan = self.eliminator.until(self.deadline).solve(self.reduced.problem.costs)
         except TimeIsUpError:
             return None
-        self.note(Outcome(None, FORBIDDEN, bound, self.best.stop_reason, {"bound": time.monotonic() - start}))
+        self.note(Outcome(None, FORBIDDEN, bound, self.best.stop_reason, {"bound": clock.now() - start}))
         return plan
 
     def program(self, max_cells: int = MAX_CELLS) -> None:
         """The integer program over the choices that can still be part of a better plan, unless it is too large."""
-        start = time.monotonic()
+        start = clock.now()
         if start >= self.deadline:
             return
         try:
@@ -266,7 +266,7 @@ class Run:
         found = Outcome(None, FORBIDDEN, -FORBIDDEN, "infeasible")
         if left.allowed:
             if cells(left.compact) > max_cells:
-                self.note(Outcome(None, FORBIDDEN, -FORBIDDEN, "too large", {"ilp": time.monotonic() - start}))
+                self.note(Outcome(None, FORBIDDEN, -FORBIDDEN, "too large", {"ilp": clock.now() - start}))
                 return
             if self.best.choice is None:
                 self._try(reduced, left, quick_plan(left.compact, self.deadline))
@@ -274,7 +274,7 @@ class Run:
                 return
             picks, answer = Program(left.compact).solve(self.deadline, self.best.objective)
             self._try(reduced, left, picks)
-            found = Outcome(None, FORBIDDEN, answer.bound, answer.reason, {"ilp": time.monotonic() - start})
+            found = Outcome(None, FORBIDDEN, answer.bound, answer.reason, {"ilp": clock.now() - start})
         if found.stop_reason == "infeasible":
             if self.best.choice is None:
                 raise MemoryLimitError(self.problem.name, self.problem.limit, self.problem.limit)
@@ -349,7 +349,7 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
                           "a choice to begin with")
     if problem.more_limits:
         return _solve_classes(problem, search, time_limit_s, pricer, progress, first)
-    start = time.monotonic()
+    start = clock.now()
     deadline = FORBIDDEN if time_limit_s is None else start + time_limit_s
     run = None
     try:
@@ -368,10 +368,10 @@ def solve(problem: Problem, search: str = "auto", time_limit_s: float | None = N
         run.best.stop_reason = "interrupted"
     best = run.best
     if best.choice is None:
-        raise SearchError(f"{problem.name}: no plan that fits was found in {time.monotonic() - start:.1f} s, though "
+        raise SearchError(f"{problem.name}: no plan that fits was found in {clock.now() - start:.1f} s, though "
                           "none is proven impossible. Allow more time (time_limit_s) or more memory.")
     judged = evaluate(problem, best.choice)
-    seconds = {**best.seconds, "total": time.monotonic() - start}
+    seconds = {**best.seconds, "total": clock.now() - start}
     return Solution(best.choice, judged.objective, min(best.lower_bound, judged.objective), judged.peak_bytes,
                     best.stop_reason, search, seconds)
 
@@ -383,7 +383,7 @@ def plan_within(problem: Problem, gap: float, time_limit_s: float, pricer: Price
     many. Where no plan costs less than ``enough_s``, even without a memory limit, that bound is all."""
     if enough_s < FORBIDDEN and (bound := bound_without_limit(problem)) >= enough_s:
         return Outcome(None, FORBIDDEN, bound, "bound")
-    run = Run(problem, time.monotonic() + time_limit_s, pricer, None, gap)
+    run = Run(problem, clock.now() + time_limit_s, pricer, None, gap)
     try:
         if run.can_eliminate:
             run.eliminate(quick=True)
@@ -397,12 +397,12 @@ def plan_within(problem: Problem, gap: float, time_limit_s: float, pricer: Price
 def _local(problem: Problem, first: Sequence[int], deadline: float) -> Solution:
     """What repair and descent make of a choice: a plan in little time, and no more of a bound than is trivial. Where
     that costs `MOST_REPAIR` times the choice, it is not what was asked for: a NotRepairedError too."""
-    start, begun = time.monotonic(), evaluate(problem, first)
+    start, begun = clock.now(), evaluate(problem, first)
     incumbent = Incumbent(problem, memory_of(problem), deadline)
     incumbent.offer(tuple(first))
     if incumbent.choice is None or incumbent.objective > MOST_REPAIR * begun.objective:
         raise NotRepairedError(problem.name, begun.peak_bytes, problem.limit)
-    judged, seconds = evaluate(problem, incumbent.choice), time.monotonic() - start
+    judged, seconds = evaluate(problem, incumbent.choice), clock.now() - start
     return Solution(incumbent.choice, judged.objective, min(trivial_bound(problem), judged.objective),
                     judged.peak_bytes, "made to fit", "local", {"total": seconds})
 
@@ -410,13 +410,13 @@ def _local(problem: Problem, first: Sequence[int], deadline: float) -> Solution:
 def _solve_classes(problem: Problem, search: str, time_limit_s: float | None, pricer: Pricer | None,
                    progress: Progress | None, first: Sequence[int] | None) -> Solution:
     """Several device classes: as one limit; see `single_limit`. Errors count from the lowest limit."""
-    start = time.monotonic()
+    start = clock.now()
     single, lowest = single_limit(problem), min(problem.limits)
     more = lowest - single.limit if lowest < FORBIDDEN else 0.0
     if first is not None:
         first = (*first, *[0] * (len(single.nodes) - len(problem.nodes)))
     if time_limit_s is not None:
-        time_limit_s -= time.monotonic() - start
+        time_limit_s -= clock.now() - start
     try:
         found = solve(single, search, time_limit_s, pricer, progress, first)
     except MemoryLimitError as error:
@@ -457,7 +457,7 @@ def _little_memory(problem: Problem, deadline: float) -> LowestPeak | None:
 
 def _why_not(problem: Problem, error: MemoryLimitError, deadline: float) -> InfeasibleError:
     """The error with the least memory of any plan, as exactly as it can be found in a few seconds."""
-    least = lowest_memory(problem, min(deadline, time.monotonic() + LEAST_MEMORY_S))
+    least = lowest_memory(problem, min(deadline, clock.now() + LEAST_MEMORY_S))
     if least.bound == FORBIDDEN:
         return InfeasibleError(f"{problem.name}: every plan is forbidden by some node's or edge's table, whatever the "
                                "memory. Look for pins that contradict each other.")

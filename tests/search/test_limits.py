@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import itertools
 import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.search import MemoryLimitError, Problem, evaluate, solve
+from autoparallel.search import MemoryLimitError, Problem, clock, evaluate, solve
 from autoparallel.search.high_width import solve as high_width
 from autoparallel.search.high_width.aggregation import Merger
 from autoparallel.search.high_width.event_form import Compact
@@ -29,10 +27,6 @@ from autoparallel.search.low_width.bucket_elimination import Eliminator, TimeIsU
 from autoparallel.search.model.dominance import drop_dominated
 from tests.search.problems import all_plans, block_chain, grid, random_problem, seeds, two_axes
 
-CLOCKED = ("high_width.aggregation", "high_width.bound_filter", "high_width.branch_and_bound",
-           "high_width.large_neighbourhood", "high_width.local_search", "high_width.minimum_memory", "high_width.solve",
-           "high_width.trws", "ilp.highs", "low_width.bucket_elimination", "low_width.double_recursion",
-           "low_width.lagrangian", "low_width.local_search", "low_width.solve", "model.dominance", "solver")
 LATE_S = 1.0
 WAYS = {"as it is": {}, "expensive": {"AT_ONCE_CELLS": 0.0}, "wide": {"WORK_CELLS": 0.0}, "whole": {"SCREEN_CELLS": 0.0,
         "AT_ONCE_CELLS": 0.0}}
@@ -45,10 +39,8 @@ def stop_after(patch: pytest.MonkeyPatch, looks: int) -> float:
     return looks * 1e-3
 
 
-def set_clock(patch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
-    for name in CLOCKED:
-        module = importlib.import_module(f"autoparallel.search.{name}")
-        patch.setattr(module, "time", SimpleNamespace(monotonic=clock, time=time.time))
+def set_clock(patch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
+    patch.setattr(clock, "now", now)
 
 
 @settings(max_examples=150)

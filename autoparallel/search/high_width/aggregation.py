@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.high_width.event_form import (
     ROUNDING,
     Compact,
@@ -379,11 +379,11 @@ def shrink(compact: Compact, limited: bool = True, outer: Shrunk | None = None, 
     Without ``limited`` what cannot fit stays: the room may grow later. ``outer``: what ``compact`` was shrunk from.
     ``until``: no round begins that would end later, if it takes as long as the last one.
     """
-    start = time.monotonic()
+    start = clock.now()
     found = _merge(compact, None, outer)
     known: dict[tuple[int, bytes], np.ndarray] = {}
     for _ in range(ROUNDS):
-        now = time.monotonic()
+        now = clock.now()
         if not found.allowed or now + (now - start) > until:
             break
         start = now

@@ -6,12 +6,12 @@ fast and mostly tight on models' graphs, and what they leave of the choices is e
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.high_width.event_form import compact_of
 from autoparallel.search.high_width.local_search import finite_limit
 from autoparallel.search.high_width.trws import Messenger
@@ -61,6 +61,6 @@ def screen(problem: Problem, objective: float, prices: TimedPrices | None, gap: 
     for _ in range(MAX_SETTLES):
         before, bound = bound, max(bound, messenger.settle(costs, SWEEPS) - room)
         missing = objective - bound
-        if missing <= gap * abs(objective) or bound - before <= SLOW * missing or time.monotonic() >= deadline:
+        if missing <= gap * abs(objective) or bound - before <= SLOW * missing or clock.now() >= deadline:
             break
     return Screened(problem, bound, tuple(messenger.reduced_costs(costs)))

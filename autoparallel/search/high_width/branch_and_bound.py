@@ -9,12 +9,12 @@ Memory is what tears the gap open: once it is settled who uses most of a tight r
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.high_width.aggregation import Shrunk, shrink
 from autoparallel.search.high_width.event_form import Compact, moved_prices
 from autoparallel.search.high_width.local_search import finite_limit
@@ -109,7 +109,7 @@ class Branching:
 
     def _late(self, seconds: float = 0.0) -> bool:
         """Whether time is up, or would be after so many seconds; from then on nothing that is open is settled."""
-        self.is_late = self.is_late or time.monotonic() + seconds >= self.deadline
+        self.is_late = self.is_late or clock.now() + seconds >= self.deadline
         return self.is_late
 
     def _closes(self, bound: float) -> bool:
@@ -144,10 +144,10 @@ class Branching:
             raised = raised or raise_prices(messenger, self.deadline, steps, None, prices, self.cost)
             if self._late(self._settling_s):
                 return None
-            start = time.monotonic()
+            start = clock.now()
             costs = messenger.costs(raised.values)
             bound = messenger.settle(costs) - float(raised.values @ shrunk.compact.room)
-            self._settling_s = time.monotonic() - start
+            self._settling_s = clock.now() - start
             known = max(known, bound, raised.bound)
             self._offer(shrunk, messenger.plan(costs))
             if self._closes(known):

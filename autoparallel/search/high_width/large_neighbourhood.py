@@ -6,12 +6,12 @@ memory, then made to fit by local search. Parts grow around nodes that cost more
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.high_width.aggregation import shrink
 from autoparallel.search.high_width.event_form import Compact, part_of
 from autoparallel.search.high_width.local_search import LocalSearch
@@ -77,11 +77,11 @@ class Parts:
     def run(self, bound: float, gap: float, rounds: int) -> None:
         """So many rounds, unless the gap is reached, or none more ends before the deadline (``is_late``)."""
         for number in range(rounds):
-            if time.monotonic() >= self.deadline or self.cost - bound <= gap * abs(self.cost):
+            if clock.now() >= self.deadline or self.cost - bound <= gap * abs(self.cost):
                 return
             if number % WEIGHTS_EVERY == 0:
                 self._weights = self._dearness()
-            kind, before, start = self._kind(), self.cost, time.monotonic()
+            kind, before, start = self._kind(), self.cost, clock.now()
             if start + kind.blind_s > self.deadline:
                 self.is_late = True
                 return
@@ -125,15 +125,15 @@ class Parts:
         return [nodes[i] for i in self._random.permutation(len(nodes))[:MAX_FANOUT]]
 
     def _by_program(self, cells: int) -> float:
-        start = time.monotonic()
+        start = clock.now()
         part = self._grow(len(self.plan), cells)
         shrunk = shrink(part_of(self.compact, self.plan, part))
         picks: Sequence[int] | None = None
-        blind_s = time.monotonic() - start
+        blind_s = clock.now() - start
         if shrunk.merger.feasible and shrunk.roots:
-            deadline = min(self.deadline, time.monotonic() + PROGRAM_S)
+            deadline = min(self.deadline, clock.now() + PROGRAM_S)
             program = Program(shrunk.compact)
-            blind_s = time.monotonic() - start
+            blind_s = clock.now() - start
             picks, _ = program.solve(deadline, self.cost, BRANCHES)
         elif shrunk.merger.feasible:
             picks = ()
@@ -143,18 +143,18 @@ class Parts:
 
     def _by_elimination(self, max_nodes: int) -> float:
         """At a few multiples of the prices: dear memory leaves room for what local search then makes cheaper."""
-        begun = time.monotonic()
+        begun = clock.now()
         part = self._narrow(self._grow(max_nodes, 10**9))
         inner = part_of(self.compact, self.plan, part)
         eliminator = Eliminator(inner.sizes, inner.ends)
-        blind_s = time.monotonic() - begun
+        blind_s = clock.now() - begun
         for factor in self._random.choice(FACTORS, PRICINGS, replace=False).tolist():
-            start = time.monotonic()
+            start = clock.now()
             if start >= self.deadline:
                 break
             costs, tables = inner.priced(factor * self.prices)
             value, picks = eliminator.solve(Shared.of([*costs, *tables]))
-            blind_s = max(blind_s, time.monotonic() - start)
+            blind_s = max(blind_s, clock.now() - start)
             if value < FORBIDDEN:
                 self._try(part, picks)
         return blind_s

@@ -6,11 +6,11 @@ that the best of all moves is found by a few operations on whole arrays.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.high_width.event_form import Compact
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.problem import FORBIDDEN
@@ -131,7 +131,7 @@ class LocalSearch:
             excess = np.maximum(self.over, 0.0)
             if not excess.any():
                 return True
-            if time.monotonic() >= deadline or not self._relieve(excess):
+            if clock.now() >= deadline or not self._relieve(excess):
                 return False
         return not (self.over > 0).any()
 
@@ -164,7 +164,7 @@ class LocalSearch:
     def descend(self, deadline: float = FORBIDDEN) -> None:
         """Moves of one node that lower the cost and fit, the best first, until there is none."""
         dead: set[int] = set()
-        while time.monotonic() < deadline:
+        while clock.now() < deadline:
             gain = self.local[self.taken][self.owner] - self.local
             better = np.flatnonzero(gain > 1e-12 * self.limit)
             better = better[np.argsort(-gain[better], kind="stable")]
@@ -179,7 +179,7 @@ class LocalSearch:
                     moved.add(v)
                 else:
                     dead.add(slot)
-                if time.monotonic() >= deadline:
+                if clock.now() >= deadline:
                     return
             if not moved:
                 if not dead:
@@ -189,6 +189,6 @@ class LocalSearch:
                     return
 
     def _any_fits(self, slots: np.ndarray, deadline: float) -> bool:
-        return any(time.monotonic() >= deadline or
+        return any(clock.now() >= deadline or
                    self.fits(int(self.owner[slot]), slot - int(self.firsts[self.owner[slot]]))
                    for slot in slots.tolist())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.high_width.aggregation import Shrunk, shrink
 from autoparallel.search.high_width.event_form import Compact, compact_of
 from autoparallel.search.high_width.local_search import LocalSearch
@@ -115,7 +115,7 @@ class _Search:
             self.above = max(self.above, messenger.settle(costs, 2) - float(weights @ compact.room))
             plan = messenger.plan(costs)
             self._offer(plan)
-            if time.monotonic() >= self.deadline or not len(weights):
+            if clock.now() >= self.deadline or not len(weights):
                 return
             over = compact.load(plan) - compact.room
             weights = weights * np.exp(RATE * (over - over.max()) / max(1.0, float(np.ptp(over))))
@@ -127,11 +127,11 @@ class _Search:
             return
         low, picks = self.floor + self.above, self.shrunk.forward(self.plan)
         for _ in range(HALVINGS):
-            if self.peak <= low * (1 + 1e-6) or time.monotonic() >= self.deadline:
+            if self.peak <= low * (1 + 1e-6) or clock.now() >= self.deadline:
                 return
             middle = (low + self.peak) / 2
             local_search = LocalSearch(_with_room(self.compact, middle - self.floor), picks, self._limit)
-            if local_search.repair(min(self.deadline, time.monotonic() + REPAIR_S)):
+            if local_search.repair(min(self.deadline, clock.now() + REPAIR_S)):
                 self._offer(local_search.plan)
                 picks = tuple(local_search.plan)
             if self.peak > middle:

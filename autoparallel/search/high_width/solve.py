@@ -7,11 +7,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.high_width.aggregation import shrink
 from autoparallel.search.high_width.branch_and_bound import Branching, allowed_cells
 from autoparallel.search.high_width.event_form import Compact, compact_of
@@ -57,7 +57,7 @@ def quick_plan(compact: Compact, deadline: float) -> list[int] | None:
         return cost
 
     messenger = Messenger(compact, finite_limit(compact))
-    now = time.monotonic()
+    now = clock.now()
     raise_prices(messenger, now + (deadline - now) / 3, QUICK_STEPS, offer)
     return best
 
@@ -69,13 +69,13 @@ class WideSearch:
                  on_better: Callable[[Outcome], None]) -> None:
         self.problem, self.deadline, self._on_better = problem, deadline, on_better
         self.outcome = Outcome(None, FORBIDDEN, -FORBIDDEN, "gap")
-        self._start = time.monotonic()
+        self._start = clock.now()
         self._grace = max(FIRST_PLAN_S, FIRST_PLAN_SHARE * (deadline - self._start)) if deadline < FORBIDDEN else 0.0
         self.shrunk = shrink(compact_of(problem), until=self._left(MERGE_SHARE))
         if not self.shrunk.allowed:
             raise MemoryLimitError(problem.name, problem.limit, problem.limit)
         self._known = known
-        self._told = time.monotonic()
+        self._told = clock.now()
         self._best: list[int] | None = None
         self._shown: list[int] | None = None
         self._cost = FORBIDDEN
@@ -84,18 +84,18 @@ class WideSearch:
         self._lap("merge")
 
     def _lap(self, phase: str) -> None:
-        now = time.monotonic()
+        now = clock.now()
         self.outcome.seconds[phase] = self.outcome.seconds.get(phase, 0.0) + now - self._start
         self._start = now
 
     def _left(self, share: float) -> float:
         """The time at which this share of what is left has passed."""
-        now = time.monotonic()
+        now = clock.now()
         return now + share * max(0.0, self.deadline - now) if self.deadline < FORBIDDEN else FORBIDDEN
 
     def _ends_late(self, seconds: float = 0.0) -> bool:
         """Whether there is a plan, and no time for a phase that takes so long; then the search is cut short."""
-        late = self._best is not None and time.monotonic() + seconds >= self.deadline
+        late = self._best is not None and clock.now() + seconds >= self.deadline
         self._cut_short = self._cut_short or late
         return late
 
@@ -173,10 +173,10 @@ class WideSearch:
         too much of is dear, so that it soon fits. It may cost twice the best. As many sweeps as there is time for."""
         if self.deadline == FORBIDDEN:
             return
-        compact, start = messenger.compact, time.monotonic()
+        compact, start = messenger.compact, clock.now()
         costs = messenger.costs(np.zeros(len(compact.room)))
         bound = messenger.sweep(costs, False)
-        now = time.monotonic()
+        now = clock.now()
         self._sweep_s = now - start
         if 2 * SWEEPS * STEPS * self._sweep_s > PRICE_SHARE * (self.deadline - now):
             bound = self._settle(messenger, costs, bound, PLAN_SWEEPS)
@@ -185,7 +185,7 @@ class WideSearch:
                 least = [int(array.argmin()) for array in costs]
                 over = np.maximum(compact.load(least) - compact.room, 0.0)
                 expensive = messenger.costs(DEAR * abs(bound) * over / (float(over @ over) or 1.0))
-                if time.monotonic() + (1 + PLAN_SWEEPS) * self._sweep_s < self.deadline:
+                if clock.now() + (1 + PLAN_SWEEPS) * self._sweep_s < self.deadline:
                     self._settle(messenger, expensive, messenger.sweep(expensive, False), PLAN_SWEEPS)
                 offer(messenger.plan(expensive))
             self._publish()
@@ -193,14 +193,14 @@ class WideSearch:
     def _settle(self, messenger: Messenger, costs: Sequence[np.ndarray], bound: float, later: int) -> float:
         """Sweeps there and back, while there is time for what takes as long as so many more."""
         for _ in range(SWEEPS):
-            if time.monotonic() + (2 + later) * self._sweep_s > self.deadline:
+            if clock.now() + (2 + later) * self._sweep_s > self.deadline:
                 break
             messenger.sweep(costs, True)
             bound = max(bound, messenger.sweep(costs, False))
         return bound
 
     def _finish(self) -> None:
-        late = self._cut_short or time.monotonic() >= self.deadline
+        late = self._cut_short or clock.now() >= self.deadline
         self.outcome.stop_reason = "optimal" if self._closed() else "time limit" if late else "gap"
 
     def _closed(self) -> bool:
@@ -221,18 +221,18 @@ class WideSearch:
 
     def _take(self, plan: list[int], cost: float) -> None:
         self._best, self._cost = plan, cost
-        if time.monotonic() - self._told > TELL_S:
+        if clock.now() - self._told > TELL_S:
             self._publish()
-            self._told = time.monotonic()
+            self._told = clock.now()
 
     def _publish(self) -> None:
         """Show the best plan so far, judged; only what is told and when depends on the clock."""
         if self._best is None or self._best is self._shown:
             return
-        start, self._shown = time.monotonic(), self._best
+        start, self._shown = clock.now(), self._best
         choice = self.shrunk.restore(self._best)
         judged = evaluate(self.problem, choice)
         if judged.feasible and judged.objective < self.outcome.objective:
             self.outcome.choice, self.outcome.objective = choice, judged.objective
             self._on_better(Outcome(choice, judged.objective, self.outcome.lower_bound, "better"))
-        self._judging_s = max(self._judging_s, time.monotonic() - start)
+        self._judging_s = max(self._judging_s, clock.now() - start)

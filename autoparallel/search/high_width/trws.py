@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.high_width.event_form import Compact
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.problem import FORBIDDEN
@@ -250,13 +250,13 @@ class Ascent:
         """
         goes_on = True
         for number in range(1, steps + 1):
-            start = time.monotonic()
+            start = clock.now()
             costs = messenger.costs(self.prices)
             self.take(messenger.settle(costs, SWEEPS))
-            now = time.monotonic()
+            now = clock.now()
             if number % SHOW_EVERY == 0 and on_plan is not None and number < steps:
                 target = show_plans(messenger, self.best.values, on_plan, deadline)
-            if (time.monotonic() + (now - start) > deadline or self.ended(target)
+            if (clock.now() + (now - start) > deadline or self.ended(target)
                     or not self.move(messenger.plan(costs), target)):
                 goes_on = False
                 break
@@ -308,11 +308,11 @@ def raise_each(messengers: Sequence[Messenger], deadline: float, steps: int, fir
     ascents = [Ascent(messenger.compact, first) for messenger in messengers]
     climbing, several = list(range(len(messengers))), messengers[0].times(len(messengers))
     for _ in range(steps):
-        start = time.monotonic()
+        start = clock.now()
         costs = several.per_node(np.stack([messengers[i].flat_costs(ascents[i].prices) for i in climbing]))
         for i, bound in zip(climbing, several.settle(costs, SWEEPS), strict=True):
             ascents[i].take(bound)
-        now = time.monotonic()
+        now = clock.now()
         late = now + (now - start) > deadline
         goes_on = [not late and not ascents[i].ended(target) and ascents[i].move(plan, target)
                    for i, plan in zip(climbing, several.plan(costs), strict=True)]
@@ -340,7 +340,7 @@ def show_plans(messenger: Messenger, prices: np.ndarray, on_plan: Callable[[list
         costs = messenger.costs(factor * prices)
         messenger.settle(costs, 2)
         best = on_plan(messenger.plan(costs))
-        if best < FORBIDDEN and time.monotonic() >= deadline:
+        if best < FORBIDDEN and clock.now() >= deadline:
             break
     messenger.into[:] = before
     return best

@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.model.problem import FORBIDDEN
 
 _log = logging.getLogger("autoparallel")
@@ -102,13 +103,14 @@ class _Process(threading.local):
         assert running.stdin is not None and running.stdout is not None
         timer = None
         if deadline < FORBIDDEN:
-            timer = threading.Timer(max(0.0, deadline - time.monotonic()), running.kill)
+            timer = threading.Timer(max(0.0, deadline - clock.now()), running.kill)
             timer.name = "autoparallel deadline"
             timer.start()
         try:
-            pickle.dump(model, running.stdin)
-            running.stdin.flush()
-            return pickle.load(running.stdout)
+            with clock.waiting():
+                pickle.dump(model, running.stdin)
+                running.stdin.flush()
+                return pickle.load(running.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             return None
         except BaseException:
@@ -147,13 +149,13 @@ def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN, br
         paid = np.flatnonzero(costs)
         row = model.rows(1, -FORBIDDEN, cutoff / scale * (1 + 1e-9) + 1e-9)
         model.terms(np.repeat(row, len(paid)), paid, costs[paid] / scale)
-    left = deadline - time.monotonic()
+    left = deadline - clock.now()
     if left <= 0:
         return Answer(None, -FORBIDDEN, "time limit")
     until = None if left == FORBIDDEN else time.time() + left - min(GRACE_S, GRACE_SHARE * left)
     answer = _process.ask({**model.message(scale), "gap": RELATIVE_GAP, "nodes": branches, "until": until}, deadline)
     if answer is None:
-        return Answer(None, -FORBIDDEN, "time limit" if time.monotonic() >= deadline else "ended")
+        return Answer(None, -FORBIDDEN, "time limit" if clock.now() >= deadline else "ended")
     values, bound, reason = (None, 0.0, answer) if isinstance(answer, str) else answer
     if reason in ("INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED"):
         return Answer(None, FORBIDDEN, "infeasible")

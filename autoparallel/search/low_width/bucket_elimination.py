@@ -14,13 +14,13 @@ import hashlib
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.low_width.repeated_subgraphs import Pieces, repeated_pieces
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.problem import FORBIDDEN, Problem
@@ -181,7 +181,7 @@ class Tables:
 
     def look_at_clock(self) -> None:
         """Raises TimeIsUpError after the deadline; asked about every `CHUNK_CELLS` cells."""
-        if time.monotonic() >= self.deadline:
+        if clock.now() >= self.deadline:
             raise TimeIsUpError
 
     def work_out(self, steps: Sequence[Step]) -> float:
@@ -432,11 +432,11 @@ class Eliminator:
 
         An array of costs per node, then a table per edge of the problem given at birth. Time O(`work`).
         """
-        start = time.monotonic()
+        start = clock.now()
         run = _Run(self, arrays)
         found = run.value(), run.choice()
         self._forget()
-        self.solved_s = time.monotonic() - start
+        self.solved_s = clock.now() - start
         return found
 
     def reduced_costs(self, arrays: Shared) -> list[np.ndarray]:

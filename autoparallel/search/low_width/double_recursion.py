@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.low_width.bucket_elimination import Eliminator, TimeIsUpError
 from autoparallel.search.low_width.lagrangian import at_prices, raise_bound
 from autoparallel.search.low_width.solve import Incumbent, affordable, solve_exact
@@ -143,7 +143,7 @@ class Recursion:
             lookaheads = ("repeat", "same") if axis + 1 < self.num_axes else ("repeat",)
             found: dict[Plan, State] = {}
             for state, lookahead in itertools.product(beam, lookaheads):
-                start = time.monotonic()
+                start = clock.now()
                 new = self.level(axis, state.plan if state else None, lookahead)
                 for candidate in (new, state):
                     if candidate is not None:
@@ -153,13 +153,13 @@ class Recursion:
             if not found:
                 return []
             beam = [*sorted(found.values(), key=lambda state: state.rank)[:BEAM]]
-            if time.monotonic() >= self.deadline:
+            if clock.now() >= self.deadline:
                 break
         return [state for state in beam if state is not None]
 
     def _late(self, start: float) -> bool:
         """Whether what takes as long as what was begun at ``start`` would end late."""
-        now = time.monotonic()
+        now = clock.now()
         return now + (now - start) > self.deadline
 
     def improve(self, state: State) -> tuple[State, Priced | None]:
@@ -171,13 +171,13 @@ class Recursion:
         left = None
         for _ in range(ROUNDS):
             known = self._num_wanted()
-            start = time.monotonic()
+            start = clock.now()
             if start >= self.deadline:
                 return state, left
             state, left = self.together(state)
             pricer = self.pricer if left is None else AtPrices(self.pricer, left.memory.times, left.dual.prices)
             for axis in range(self.num_axes):
-                if time.monotonic() < self.deadline:
+                if clock.now() < self.deadline:
                     self.beside(axis, pricer)
             if self._late(start):
                 return state, left

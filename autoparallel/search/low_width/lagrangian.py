@@ -8,12 +8,12 @@ linear program over them proposes the next prices, taken part of the way from th
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.low_width.bucket_elimination import TimeIsUpError
 from autoparallel.search.model.interned import Shared
 from autoparallel.search.model.memory_rows import Memory, Users, memory_at
@@ -90,7 +90,7 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
     trial = dual.next_trial() if dual.rounds else dual.prices
     dearest = dearest_cost(problem)
     for _ in range(rounds):
-        start = time.monotonic()
+        start = clock.now()
         if trial is None:
             dual.exact = True
             break
@@ -112,7 +112,7 @@ def raise_bound(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
         if bound > dual.bound:
             dual.bound, dual.prices = bound, trial
         best = on_plan(plan)
-        now = time.monotonic()
+        now = clock.now()
         if (best < FORBIDDEN and best - dual.bound <= target_gap * abs(best)) or now + (now - start) > deadline:
             break
         trial = dual.next_trial(over, again)
@@ -143,10 +143,10 @@ def mixed_plans(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
 
     low, high = 0, count
     with contextlib.suppress(TimeIsUpError):
-        start = time.monotonic()
+        start = clock.now()
         if fits(count):
-            spent = time.monotonic() - start
-            while high - low > max(1, count // PLACES) and time.monotonic() + spent <= deadline:
+            spent = clock.now() - start
+            while high - low > max(1, count // PLACES) and clock.now() + spent <= deadline:
                 middle = (low + high) // 2
                 low, high = (low, middle) if fits(middle) else (middle, high)
     return list(found.values())
@@ -191,7 +191,7 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
     active: list[int] = []
     cuts: list[tuple[float, np.ndarray]] = []
     for number in range(rounds):
-        start = time.monotonic()
+        start = clock.now()
         share = EVEN / 2**number
         trial, even = (1 - share) * weights, share / max(1, len(weights))
         try:
@@ -204,7 +204,7 @@ def lowest_peak(problem: Problem, relax: Relaxation, deadline: float, rounds: in
         judged = evaluate(problem, plan).peak_bytes
         if judged < peak:
             best, peak = plan, judged
-        now = time.monotonic()
+        now = clock.now()
         if peak <= max(enough, bound * (1 + NEAR_LEAST)) or now + (now - start) > deadline or not memory.binds:
             break
         if 0.0 < enough < bound:

@@ -8,12 +8,12 @@ checked in the time of a range maximum.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.model.interned import firsts, paired
 from autoparallel.search.model.memory_rows import Memory
 from autoparallel.search.model.problem import FORBIDDEN, Problem
@@ -189,7 +189,7 @@ class LocalState:
         those that the clock leaves time for."""
         picks, at, room = np.array(self.choice), *self._tightest()
         first, equivalent = firsts(self.near.live(paired(self.near.surroundings(picks), picks), at))
-        better = [time.monotonic() < deadline and
+        better = [clock.now() < deadline and
                   any(self._rise(v, pick, at) <= room for pick in self.costs(v).cheaper_than(self.choice[v]))
                   for v in first]
         return np.flatnonzero(np.array(better, bool)[equivalent]).tolist()
@@ -211,7 +211,7 @@ class LocalState:
         equivalent = self.near.live(paired(self.near.surroundings(picks), picks), at)
         tables = paired(self.problem.costs.numbers[len(picks):], self.near.alone)
         first, edges = firsts(paired(paired(equivalent[source], equivalent[target]), tables))
-        better = [time.monotonic() < deadline and
+        better = [clock.now() < deadline and
                   any(self._joint_rise(number, moves, at) <= room for moves in self.pairs(number))
                   for number in first]
         return np.flatnonzero(np.array(better, bool)[edges]).tolist()
@@ -284,7 +284,7 @@ def repair(state: LocalState, deadline: float = FORBIDDEN) -> bool:
         at = int(over.argmax())
         if over[at] <= 0:
             return True
-        if not _relieve(state, at, deadline) or time.monotonic() >= deadline:
+        if not _relieve(state, at, deadline) or clock.now() >= deadline:
             break
     return state.excess() <= 0
 
@@ -326,7 +326,7 @@ def _relieve(state: LocalState, at: int, deadline: float) -> bool:
     worst = state.excess()
     moves = 0
     while state.load[at] > state.memory.room[at]:
-        if not heap or moves > 20 * len(state.problem.nodes) or time.monotonic() >= deadline:
+        if not heap or moves > 20 * len(state.problem.nodes) or clock.now() >= deadline:
             return False
         rate, v, pick = heapq.heappop(heap)
         if v in touched or known[v][2] > state.load[at] - state.memory.room[at]:
@@ -349,18 +349,18 @@ def descend(state: LocalState, deadline: float = FORBIDDEN, pairs: bool = True) 
     """Moves that lower the cost and fit, first of single nodes, then of pairs, until none is left."""
     stale = dict.fromkeys(state.improvable(deadline))
     while True:
-        while stale and time.monotonic() < deadline:
+        while stale and clock.now() < deadline:
             v = next(iter(stale))
             del stale[v]
             if _move_one(state, v):
                 stale.update(dict.fromkeys(other for _, other, _ in state.near.around(v)))
-        if time.monotonic() >= deadline or not pairs:
+        if clock.now() >= deadline or not pairs:
             return
         for number in state.improvable_pairs(deadline):
             if _move_pair(state, number):
                 for v in state.problem.ends[number].tolist():
                     stale.update(dict.fromkeys(other for _, other, _ in state.near.around(v)))
-            if time.monotonic() >= deadline:
+            if clock.now() >= deadline:
                 return
         if not stale:
             return

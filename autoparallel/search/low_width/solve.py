@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoparallel.search import clock
 from autoparallel.search.low_width.bucket_elimination import Eliminator, TimeIsUpError
 from autoparallel.search.low_width.lagrangian import Dual, LowestPeak, lowest_peak, mixed_plans, raise_bound
 from autoparallel.search.low_width.local_search import LocalState, Neighbourhood, descend, repair
@@ -119,18 +119,18 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
 
     Raises MemoryLimitError when no plan fits. Time: `Eliminator.work` per round of prices.
     """
-    began = time.monotonic()
+    began = clock.now()
     relax = eliminator.solve
     unpriced, value = None, -FORBIDDEN
     if prices is None:
         try:
             unpriced = value, plan = relax(problem.costs)
         except TimeIsUpError:
-            return Outcome(None, FORBIDDEN, -FORBIDDEN, "time limit", {"exact": time.monotonic() - began})
-        spent = time.monotonic() - began
+            return Outcome(None, FORBIDDEN, -FORBIDDEN, "time limit", {"exact": clock.now() - began})
+        spent = clock.now() - began
         if value < FORBIDDEN and (judged := evaluate(problem, plan)).feasible:
             return Outcome(plan, judged.objective, min(value, judged.objective), "optimal", {"exact": spent})
-        if least_pricings * spent > deadline - time.monotonic():
+        if least_pricings * spent > deadline - clock.now():
             return Outcome(None, FORBIDDEN, value, "time limit", {"exact": spent})
         if value < FORBIDDEN:
             tell(Outcome(None, FORBIDDEN, value, "bound"))
@@ -161,8 +161,8 @@ def solve_exact(problem: Problem, deadline: float, eliminator: Eliminator, tell:
             incumbent.offer(least)
     bound = min(left.dual.bound, incumbent.objective)
     reason = ("optimal" if incumbent.within(bound, TARGET_GAP) else
-              "time limit" if time.monotonic() >= deadline else "gap")
-    return Outcome(incumbent.choice, incumbent.objective, bound, reason, {"exact": time.monotonic() - began}, left)
+              "time limit" if clock.now() >= deadline else "gap")
+    return Outcome(incumbent.choice, incumbent.objective, bound, reason, {"exact": clock.now() - began}, left)
 
 
 def _closed(left: Priced, incumbent: Incumbent, deadline: float, gap: float) -> Priced:
@@ -183,7 +183,7 @@ def _closed(left: Priced, incumbent: Incumbent, deadline: float, gap: float) -> 
 def _mix(left: Priced, incumbent: Incumbent, deadline: float, gap: float) -> None:
     """Offer mixtures until one is near enough."""
     for contrast, expensive_last in MIXTURES if left.dual.bound < FORBIDDEN else ():
-        in_time = time.monotonic() + left.eliminator.solved_s <= deadline
+        in_time = clock.now() + left.eliminator.solved_s <= deadline
         if incumbent.within(left.dual.bound, max(MIXED_GAP, gap)) or not in_time:
             break
         for mixed in mixed_plans(left.problem, left.memory, left.relax, deadline, left.dual.prices, contrast,
@@ -197,9 +197,9 @@ def _narrowed(left: Priced, incumbent: Incumbent, deadline: float, gap: float) -
     Dropping choices takes as long as `NARROWING_PRICINGS` eliminations.
     """
     work = left.work()
-    while left.dual.bound < FORBIDDEN and not incumbent.within(left.dual.bound, gap) and time.monotonic() < deadline:
+    while left.dual.bound < FORBIDDEN and not incumbent.within(left.dual.bound, gap) and clock.now() < deadline:
         best, near = incumbent.choice, incumbent.within(left.dual.bound, max(MIXED_GAP, gap))
-        in_time = NARROWING_PRICINGS * left.eliminator.solved_s < deadline - time.monotonic()
+        in_time = NARROWING_PRICINGS * left.eliminator.solved_s < deadline - clock.now()
         if best is not None and not near and in_time and left.dual.rounds < MAX_ROUNDS:
             try:
                 fewer = left.narrowed(incumbent.objective, best)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from autoparallel.errors import SearchError
+from autoparallel.search import clock
 from autoparallel.search.model.interned import Shared, firsts, paired
 from autoparallel.search.model.problem import FORBIDDEN, NOTHING, Edge, Node, Problem, Strategy, unchecked
 
@@ -145,7 +145,7 @@ def _needed(problem: Problem, deadline: float) -> list[np.ndarray]:
     for node, edges in zip(problem.nodes, around, strict=True):
         key = (id(node.costs), id(node.usages), *((id(e.costs), id(e.usages), side) for e, side in edges))
         if key not in known:
-            in_time = time.monotonic() < deadline
+            in_time = clock.now() < deadline
             known[key] = _needed_choices(node, edges, memory) if in_time else np.arange(len(node.costs))
         found.append(known[key])
     return found
