@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autoparallel.runtime.module import ParallelModule
     from autoparallel.runtime.scaler import GradScaler
     from autoparallel.runtime.step_log import JsonLines, StepLog, TensorBoard
+    from autoparallel.sizing import Sizing, size
     from cost_models import Cluster
 
 __version__ = "0.1.0"
@@ -43,12 +44,14 @@ _HOMES = {
     "StepLog": "autoparallel.runtime.step_log",
     "TensorBoard": "autoparallel.runtime.step_log",
     "ParallelModule": "autoparallel.runtime.module",
+    "Sizing": "autoparallel.sizing",
+    "size": "autoparallel.sizing",
     "Cluster": "cost_models",
     "register_rule": "autoparallel.rules.custom",
 }
-__all__ = ["Advice", "Cluster", "Exported", "GradScaler", "Imported", "JsonLines", "ParallelModule", "Plan", "StepLog",
-           "TensorBoard", "World", "__version__", "advise", "compile", "export_plan", "import_plan", "inference_call",
-           "init", "plan", "register_rule"]
+__all__ = ["Advice", "Cluster", "Exported", "GradScaler", "Imported", "JsonLines", "ParallelModule", "Plan", "Sizing",
+           "StepLog", "TensorBoard", "World", "__version__", "advise", "compile", "export_plan", "import_plan",
+           "inference_call", "init", "plan", "register_rule", "size"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from autoparallel import plan_cli
+from autoparallel import capacity_cli, plan_cli
 from autoparallel.errors import AutoparallelError, InfeasibleError, InputError, printable
 from autoparallel.models import load_model
 
@@ -117,6 +117,7 @@ def plan(
 
 
 plan_cli.add_to(app)
+capacity_cli.add_to(app)
 
 
 @app.command()

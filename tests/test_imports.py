@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 #: Rooms from top to bottom; those of one line do not import one another.
 LEVELS = (
     ("cli",),
-    ("plan_cli", "selftest"),
-    ("demo", "doctor", "calibration", "verification", "integrations", "optim", "advice"),
+    ("plan_cli", "capacity_cli", "selftest"),
+    ("demo", "doctor", "calibration", "verification", "integrations", "optim", "advice", "sizing"),
     ("api", "export"),
     ("compiler",),
     ("planning",),

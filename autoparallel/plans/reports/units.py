@@ -5,6 +5,17 @@ from __future__ import annotations
 import math
 
 
+def duration_str(seconds: float) -> str:
+    """
+    >>> duration_str(90.0), duration_str(11135.0), duration_str(1e6)
+    ('90 s', '3.09 h', '11.6 days')
+    """
+    for unit, length_s in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.3g} {unit}"
+    return seconds_str(seconds)
+
+
 def seconds_str(seconds: float) -> str:
     """Seconds with three digits and a unit: 12.3 ms."""
     if seconds < 0:

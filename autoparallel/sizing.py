@@ -1,0 +1,219 @@
+"""`autoparallel.size`: the smallest, or the cheapest, number of devices that trains a model as fast as is asked.
+
+Each number of devices is planned by the joint search. The numbers double from one device; between the last that is too
+slow and the first that is fast enough, three quarters of the latter are tried too.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from torch import nn
+
+from autoparallel.api import plan
+from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError, SearchError, shown
+from autoparallel.plans import Plan
+from autoparallel.plans.reports.text import ReportConsole
+from autoparallel.plans.reports.units import count_str, seconds_str
+from cost_models import Cluster
+
+#: Twice the devices must make a step so much shorter for still more to be tried.
+LEAST_GAIN = 1.02
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the devices have to do: a step in at most ``step_s``; or ``count`` tokens (samples of a model without
+    tokens) in at most ``days``; for at most ``budget``, in the currency of the cluster's price, for all of them."""
+
+    step_s: float = math.inf
+    count: float = 0.0
+    days: float = math.inf
+    budget: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("step_s", "days", "budget"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise PlanError(f"{name} is {shown(value)}: give a number above 0")
+        if isinstance(self.count, bool) or not isinstance(self.count, int | float) or not 0 <= self.count < math.inf:
+            raise PlanError(f"count is {shown(self.count)}: give the number of tokens of the whole run, 0 or more")
+        if self.step_s == self.days == math.inf:
+            raise PlanError("nothing is asked of the devices: give step_s, or count and days")
+        if (self.days < math.inf or self.budget < math.inf) and not self.count:
+            raise PlanError("days and a budget are of a whole run: give the number of its tokens as count")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number of devices and its plan, or why there is none (``refused``)."""
+
+    cluster: Cluster
+    plan: Plan | None
+    refused: str = ""
+
+    @property
+    def devices(self) -> int:
+        return self.cluster.num_devices
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; inf without a plan."""
+        return math.inf if self.plan is None else self.plan.prediction.step_s
+
+    @property
+    def per_s(self) -> float:
+        """Tokens (or samples) per second of all devices; 0 where they are not known."""
+        record = None if self.plan is None else self.plan.known
+        return 0.0 if record is None or not record.workload.count else record.workload.count / self.step_s
+
+    def days(self, count: float) -> float:
+        """Days to train on so many tokens without interruption."""
+        return count / self.per_s / DAY_S if self.per_s else math.inf
+
+    def price(self, count: float) -> float | None:
+        """Price of that; None where the cluster has none."""
+        hourly = self.cluster.device.price_per_hour
+        return self.days(count) * 24 * self.devices * hourly if hourly and self.per_s else None
+
+    def lacks(self, target: Target) -> str:
+        """What it does not do of the target, "" if it does all."""
+        if self.plan is None:
+            return self.refused
+        price = self.price(target.count) if target.count else None
+        slow = self.step_s > target.step_s or (target.count > 0 and self.days(target.count) > target.days)
+        too = [("too slow", slow), ("too expensive", price is not None and price > target.budget)]
+        return ", ".join(what for what, is_so in too if is_so)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The sizes that were planned, by cluster and number of devices, and what was asked of them."""
+
+    target: Target
+    sizes: tuple[Size, ...]
+
+    @property
+    def best(self) -> Size | None:
+        """Of those that do what is asked the cheapest, where all have prices, else that of the fewest devices."""
+        good = [size for size in self.sizes if not size.lacks(self.target)]
+        prices = {id(size): size.price(self.target.count) for size in good} if self.target.count else {}
+        if good and prices and all(price is not None for price in prices.values()):
+            return min(good, key=lambda size: (prices[id(size)], size.devices))
+        return min(good, key=lambda size: (size.devices, size.step_s), default=None)
+
+    def report(self, width: int = 110) -> str:
+        """The answer and a table of all sizes, as text of ``width`` columns."""
+        console = ReportConsole(file=io.StringIO(), width=width, force_terminal=False)
+        print_sizing(self, console)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def size(
+    model: Callable[[int], tuple[nn.Module, Sequence[Any], Mapping[str, Any]]],
+    clusters: Sequence[str | Path] = ("h100-sxm",),
+    *,
+    step_s: float = math.inf,
+    count: float = 0.0,
+    days: float = math.inf,
+    budget: float = math.inf,
+    most: int = 4096,
+    software: str | None = None,
+    time_limit_s: float = 10.0,
+    told: Callable[[Size], None] = lambda size: None,
+    **options: Any,
+) -> Sizing:
+    """How many devices, and of which cluster, train a model as fast as is asked.
+
+    model: from a number of devices, (model, example inputs, example keyword inputs) with the global batch for so many;
+        the same whatever the number, if the batch is fixed.
+    clusters: names of known clusters, or TOML files; prices of devices are theirs (`price_per_hour`).
+    step_s: longest step. count, days: tokens (or samples) of the whole run, and in how many days at most, without
+        interruptions. budget: the most that the run may cost.
+    most: the largest number of devices to try.
+    software: whose speed counts, by a name of `cost_models.profile.SOFTWARE`.
+    time_limit_s: of the search for each number.
+    told: called with each size when it is planned.
+    options: of `autoparallel.plan`.
+
+    Raises PlanError where nothing, or nonsense, is asked.
+    """
+    target = Target(step_s, count, days, budget)
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise PlanError(f"most is {shown(most)}: give a number of devices, 1 or more")
+    found = list[Size]()
+
+    def planned(name: str | Path, devices: int) -> Size:
+        cluster = Cluster.load(name, num_devices=devices, software=software)
+        network, args, kwargs = model(devices)
+        try:
+            made = plan(network, cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
+                        time_limit_s=time_limit_s, **options)
+            answer = Size(cluster, made)
+        except (InfeasibleError, SearchError) as error:
+            answer = Size(cluster, None, _why(error))
+        found.append(answer)
+        told(answer)
+        return answer
+
+    for name in clusters:
+        before: Size | None = None
+        for devices in _doubling(most):
+            now = planned(name, devices)
+            if not now.lacks(target):
+                if before is not None and devices >= 4 and devices * 3 // 4 > before.devices:
+                    planned(name, devices * 3 // 4)
+                break
+            if before is not None and before.plan is not None and before.step_s < LEAST_GAIN * now.step_s \
+                    and before.per_s > now.per_s / LEAST_GAIN:
+                break
+            before = now
+    return Sizing(target, tuple(sorted(found, key=lambda one: (one.cluster.name, one.devices))))
+
+
+def _why(error: AutoparallelError) -> str:
+    needed = getattr(error, "needed_bytes", None)
+    return f"needs {needed / 2**30:.3g} GiB a device" if needed else str(error).split(". ", maxsplit=1)[0]
+
+
+def _doubling(most: int) -> Iterator[int]:
+    devices = 1
+    while devices <= most:
+        yield devices
+        devices *= 2
+
+
+def print_sizing(found: Sizing, console: ReportConsole) -> None:
+    """Print the answer in one sentence, then a row for each number of devices."""
+    target, best = found.target, found.best
+    if best is None:
+        console.print("None of these does what is asked.")
+    else:
+        price = best.price(target.count) if target.count else None
+        days = f", {best.days(target.count):.1f} days" if target.count else ""
+        cost = f", {count_str(price)} in all" if price is not None else ""
+        console.print(f"{best.devices} devices of {best.cluster.name}: {seconds_str(best.step_s)} a step{days}{cost}.")
+    table = Table("cluster", *(f"{name}" for name in ("devices", "step", "per second", "days", "price")), "plan", "",
+                  box=None, pad_edge=False)
+    for one in found.sizes:
+        price = one.price(target.count) if target.count else None
+        table.add_row(one.cluster.name, str(one.devices), seconds_str(one.step_s) if one.plan is not None else "-",
+                      count_str(one.per_s) if one.per_s else "-",
+                      f"{one.days(target.count):.1f}" if target.count and one.per_s else "-",
+                      count_str(price) if price is not None else "-", _plan_words(one), one.lacks(target))
+    console.print(table)
+
+
+def _plan_words(one: Size) -> str:
+    """The first line of the plan's summary."""
+    return "" if one.plan is None else one.plan.summary().split("\n", 1)[0].rstrip(".")
+
+
+__all__ = ["Size", "Sizing", "Target", "print_sizing", "size"]

@@ -1,0 +1,135 @@
+"""How many devices a job takes: sizes of clusters that do what is asked, and the time that failures leave."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import autoparallel
+from autoparallel.cli import app
+from autoparallel.errors import PlanError
+from autoparallel.sizing import Target
+from cost_models.goodput import HOUR_S, Failures
+
+WIDTH, ROWS, MOST = 2048, 65_536, 4
+
+
+def wide(devices: int) -> tuple[nn.Module, tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Enough work that devices make it faster; the same batch for any number."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.ReLU(), nn.Linear(4 * WIDTH, WIDTH)).bfloat16()
+        return model, (torch.empty(ROWS, WIDTH, dtype=torch.bfloat16),), {}
+
+
+@functools.cache
+def sized(**asked: float) -> autoparallel.Sizing:
+    return autoparallel.size(wide, most=MOST, time_limit_s=5.0, **asked)
+
+
+def steps() -> dict[int, float]:
+    """Seconds of a step by number of devices."""
+    return {one.devices: one.step_s for one in sized(step_s=1e-9).sizes}
+
+
+def test_nothing_does_what_is_impossible() -> None:
+    found = sized(step_s=1e-9)
+    assert found.best is None and all(one.lacks(found.target) == "too slow" for one in found.sizes)
+    assert list(steps()) == [1, 2, 4] and steps()[4] < steps()[2] < steps()[1]
+    assert "None of these" in found.report()
+
+
+def test_the_fewest_devices_that_are_fast_enough() -> None:
+    found = sized(step_s=1.01 * steps()[4])
+    assert found.best is not None and found.best.devices == 4
+    assert {one.devices for one in found.sizes} == {1, 2, 3, 4}
+    assert found.best.plan is not None and found.best.step_s == steps()[4]
+    few = sized(step_s=1.01 * steps()[1])
+    assert [one.devices for one in few.sizes] == [1]
+
+
+def test_days_are_of_the_whole_run() -> None:
+    seconds = steps()
+    count = 1e6 * ROWS
+    found = sized(count=count, days=1.01e6 * seconds[2] / 86_400)
+    assert found.best is not None and found.best.devices == 2
+    assert found.best.days(count) == pytest.approx(1e6 * seconds[2] / 86_400)
+    assert found.best.price(count) is None  # the known cluster has no price
+    assert "days" in found.report()
+
+
+def test_the_cheapest_is_chosen_where_there_are_prices() -> None:
+    """More devices are faster, and cost more for the same work: the fewest are the cheapest."""
+    machine = autoparallel.Cluster.load("h100-sxm")
+    with_price = [replace(one, cluster=replace(one.cluster, device=replace(machine.device, price_per_hour=2.0)))
+                  for one in sized(step_s=1e-9).sizes]
+    target = Target(count=1e6 * ROWS, days=1e6)
+    found = autoparallel.Sizing(target, tuple(with_price))
+    prices = [one.price(target.count) or 0.0 for one in with_price]
+    assert found.best is not None and found.best.price(target.count) == min(prices)
+    assert prices[0] == pytest.approx(1e6 * steps()[1] / 3600 * 2.0)
+    dear = autoparallel.Sizing(replace(target, budget=0.5 * min(prices)), tuple(with_price))
+    assert dear.best is None and {one.lacks(dear.target) for one in dear.sizes} == {"too expensive"}
+
+
+def test_what_does_not_fit_is_said() -> None:
+    found = sized(step_s=10.0, memory_limit_bytes=1e6)
+    assert found.best is None and all("GiB a device" in one.refused for one in found.sizes)
+
+
+@pytest.mark.parametrize(("asked", "said"), [
+    ({}, "nothing is asked"), ({"days": 3.0}, "number of its tokens"), ({"step_s": -1.0}, "step_s is -1.0"),
+    ({"count": math.nan, "days": 1.0}, "count is nan"), ({"step_s": 1.0, "most": 0}, "most is 0")])
+def test_nonsense_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        autoparallel.size(wide, **asked)
+
+
+# ------------------------------------------------------------------------------------------------------------ goodput
+
+
+def test_goodput_is_that_of_simulated_runs() -> None:
+    failures = Failures(restart_s=600.0, checkpoint_s=30.0, repair_s=12 * HOUR_S)
+    for spares in (0, 2, 8):
+        runs = [failures.simulated(16_384, 900.0, spares, 300, seed) for seed in range(10)]
+        assert sum(runs) / len(runs) == pytest.approx(failures.goodput(16_384, 900.0, spares), rel=0.05)
+
+
+def test_the_best_interval_is_young_and_dalys() -> None:
+    """sqrt(2 C / f) where checkpoints and failures are rare."""
+    failures = Failures(per_device_hour=1e-6, restart_s=60.0, checkpoint_s=5.0)
+    best_s = failures.best_interval_s(1024)
+    assert best_s == pytest.approx(math.sqrt(2 * 5.0 / failures.per_s(1024)), rel=0.02)
+    around = [failures.training(1024, factor * best_s) for factor in (0.5, 1.0, 2.0)]
+    assert around[1] == max(around)
+    assert Failures(per_device_hour=0.0).best_interval_s(8) == math.inf
+
+
+def test_more_spares_never_hurt() -> None:
+    shares = [Failures().available(16_384, spares) for spares in range(40)]
+    assert shares == sorted(shares) and 0 < shares[0] < 0.2 and shares[-1] > 0.999
+    assert 0 <= Failures(repair_s=1e7).available(100_000, 500) <= 1
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--devices", "16384"], "16384 devices fail every 3.09 h"), ([], "give --devices, or --plan"),
+    (["--devices", "8", "--spares", "two"], "give numbers of hosts"),
+    (["--devices", "8", "--hours-between-failures", "0"], "give hours above 0")])
+def test_the_command(words: list[str], said: str) -> None:
+    answer = CliRunner().invoke(app, ["goodput", *words])
+    assert said in answer.output or said in str(answer.exception)
+
+
+def test_the_command_says_the_steps_of_a_plan(tmp_path: Path) -> None:
+    plan = sized(step_s=1e-9).sizes[-1].plan
+    assert plan is not None
+    plan.save(tmp_path / "plan.json")
+    answer = CliRunner().invoke(app, ["goodput", "--plan", str(tmp_path / "plan.json")])
+    assert answer.exit_code == 0 and "a day" in answer.output and answer.output.startswith("4 devices")
