@@ -22,7 +22,9 @@ from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchEr
 from autoparallel.models import load_model
 from autoparallel.partition import split_batch
 from autoparallel.partition.stages import cut_evenly, flow_of, stages_of
-from autoparallel.planning.joint_candidates import WORTH, Candidate, Fixed, JointSearch, _Promise
+from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
+from autoparallel.planning.estimate_order import EstimateOrder
+from autoparallel.planning.joint_candidates import WORTH, JointSearch
 from autoparallel.planning.joint_search import _TrialPlans
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.reduced_model import reduced_model
@@ -619,8 +621,8 @@ def test_bounds_lie_below_estimates() -> None:
     survey = search.run(time.monotonic() + 60)
     estimated = [c for c in survey.candidates if c.estimate_s < float("inf")]
     assert len({c.mesh_shape for c in estimated}) > 2 and len({c.hybrid for c in estimated}) > 2
-    assert all(search.floor(c) <= c.estimate_s for c in estimated)
-    assert 0 < survey.bound_s <= min(search.floor(c) for c in estimated)
+    assert all(search.bounds.floor(c) <= c.estimate_s for c in estimated)
+    assert 0 < survey.bound_s <= min(search.bounds.floor(c) for c in estimated)
     for candidate in estimated[::7]:
         h = candidate.hybrid
         prices = search._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
@@ -630,7 +632,7 @@ def test_bounds_lie_below_estimates() -> None:
         )
         problem = SpacePricer(prices, counts=counts).full()
         peak = evaluate(problem, solve(problem, "exact").choice).peak_bytes
-        assert 0 < search.least_bytes(candidate) <= peak
+        assert 0 < search.bounds.least_bytes(candidate) <= peak
 
 
 def test_estimates_count_what_runs_beside_compute() -> None:
@@ -727,20 +729,20 @@ def test_the_second_round_looks_beside_the_best() -> None:
 
     search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=16), Fixed(), "adamw", float("inf"))
     best = Candidate(Hybrid(4, 2, 2, zero_stage=1), (2, 4))
-    near = {(c.hybrid.micro_batches, c.mesh_shape) for c in search.around(best)}
+    near = {(c.hybrid.micro_batches, c.mesh_shape) for c in search.space.around(best)}
     assert {(2, (2, 4)), (8, (2, 4)), (4, (4, 2))} <= near
     assert near <= set(itertools.product((2, 4, 8), [(4, 2), (2, 4), (1, 8)]))
-    assert {"1f1b", "zero_bubble"} <= {c.hybrid.schedule for c in search.around(best)}
+    assert {"1f1b", "zero_bubble"} <= {c.hybrid.schedule for c in search.space.around(best)}
     only = Fixed(micro_batches=4, schedule="1f1b", recompute="none", zero_stage=1, pipeline_stages=2)
     fixed = JointSearch(graph_of("llama"), search.cluster, only, "adamw", float("inf"))
-    assert {c.hybrid for c in fixed.around(best)} == {best.hybrid}
+    assert {c.hybrid for c in fixed.space.around(best)} == {best.hybrid}
 
 
 def test_what_promises_most_is_estimated_first() -> None:
     """What lies near a dear estimate comes last, unless nothing else is left and there is patience."""
 
     near, far = (Candidate(Hybrid(m), (8,)) for m in (2, 64))
-    order = _Promise([near, far], lambda c: 0.99 + 0.01 * c.hybrid.micro_batches, lambda c: 0.0, lambda c: 0.0)
+    order = EstimateOrder([near, far], lambda c: 0.99 + 0.01 * c.hybrid.micro_batches, lambda c: 0.0, lambda c: 0.0)
     order.learn(Candidate(Hybrid(1), (8,), 3.0))
     assert order.next(2.0, 1.0) is far
     assert order.next(2.0, 1.0) is None
@@ -749,10 +751,9 @@ def test_what_promises_most_is_estimated_first() -> None:
 
 def test_turns_of_a_batch_that_is_no_power_of_two() -> None:
     """Whole rounds over the pipeline's ranks where there are any."""
-    search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=8), Fixed(), "adamw", float("inf"))
-    search.batch = 280
-    assert search.micro_batches(35) == [35, 70, 140, 280] and search.micro_batches(1) == [1, 2, 4, 8]
-    assert search.micro_batches(3) == [4, 5, 7] and search.micro_batches(16)[0] >= 16
+    space = CandidateSpace(Cluster.load("h100-sxm", num_devices=8), Fixed(), num_blocks=2, batch=280)
+    assert space.micro_batches(35) == [35, 70, 140, 280] and space.micro_batches(1) == [1, 2, 4, 8]
+    assert space.micro_batches(3) == [4, 5, 7] and space.micro_batches(16)[0] >= 16
 
 
 @pytest.mark.parametrize("limit_share", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.6, 0.35))])
