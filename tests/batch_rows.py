@@ -13,7 +13,7 @@ from tests.models import CASES
 from tests.ranks import mesh_of
 
 
-def _case(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def example(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     case = CASES[name]
     return case.build(), *case.inputs(8)
 

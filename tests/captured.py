@@ -44,5 +44,5 @@ class Weighed(nn.Module):
         return self.function(x, self.std)
 
 
-def _tuple(value: Any) -> tuple[torch.Tensor, ...]:
+def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
     return value if isinstance(value, tuple) else (value,)

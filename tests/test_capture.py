@@ -11,7 +11,7 @@ from torch import nn
 from autoparallel.capture import Ref, capture, find_blocks
 from autoparallel.capture.passes.compositions import COMPOSITIONS
 from autoparallel.errors import CaptureError
-from tests.captured import Weighed, _tuple, captured, outputs, traced
+from tests.captured import Weighed, as_tuple, captured, outputs, traced
 from tests.models import CASES
 
 X = torch.ones(4, 6)
@@ -98,7 +98,7 @@ def test_writing_through_views(function: Any) -> None:
     """The functional program computes what the writing one does; in whisper's, BART's and T5's labels it is needed."""
 
     x = torch.randn(4, 6)
-    torch.testing.assert_close(outputs(captured(function, x), x), _tuple(function(x)))
+    torch.testing.assert_close(outputs(captured(function, x), x), as_tuple(function(x)))
 
 
 def test_any_and_all_are_counts() -> None:
@@ -154,7 +154,7 @@ def test_ops_that_are_others(name: str) -> None:
     x = torch.randn(4, 6, dtype=torch.float64)
     graph = captured(WRITTEN_AS_OTHERS[name], x)
     assert not any(node.op_name.split(".")[1] in RENAMED for node in graph.of_kind("op"))
-    torch.testing.assert_close(outputs(graph, x), _tuple(WRITTEN_AS_OTHERS[name](x)), equal_nan=True)
+    torch.testing.assert_close(outputs(graph, x), as_tuple(WRITTEN_AS_OTHERS[name](x)), equal_nan=True)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -170,7 +170,7 @@ def test_a_mask_that_is_written_to_chooses(accumulate: bool) -> None:
 
     graph = captured(same, x, mask)
     assert "aten.where.self" in [node.op_name for node in graph.of_kind("op")]
-    torch.testing.assert_close(outputs(graph, x, mask), _tuple(same(x, mask)))
+    torch.testing.assert_close(outputs(graph, x, mask), as_tuple(same(x, mask)))
     assert "aten.index_put.default" in traced(each, x, mask)
 
 
@@ -185,7 +185,7 @@ def test_constants_are_new_at_every_call() -> None:
     graph = captured(model, x)
     assert not graph.mutations
     for _ in range(2):
-        torch.testing.assert_close(outputs(graph, x), _tuple(model(x)))
+        torch.testing.assert_close(outputs(graph, x), as_tuple(model(x)))
 
 
 def test_writing_to_memory_seen_elsewhere_is_refused() -> None:

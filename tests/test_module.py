@@ -17,7 +17,7 @@ import autoparallel
 from autoparallel.errors import InputError
 from autoparallel.runtime.shared import SharedGradients
 from cost_models import Cluster
-from tests.batch_rows import Rows, _case, rows_of, whole
+from tests.batch_rows import Rows, example, rows_of, whole
 from tests.models import CASES
 from tests.overlapped import Tied
 from tests.ranks import mesh_of
@@ -26,7 +26,7 @@ from tests.reference import gathered, gradients_of
 
 def modes_and_state() -> list[str]:
     """Names, state dict round trip, eval and no_grad, output structure."""
-    model, _, kwargs = _case("bert")
+    model, _, kwargs = example("bert")
     parallel = autoparallel.compile(model, mesh_of(2, 2), example_kwargs=kwargs, baseline="fsdp")
     wrong = []
     if [n for n, _ in parallel.named_parameters()] != [n for n, _ in model.named_parameters()]:
@@ -72,7 +72,7 @@ def sharded_inputs() -> list[float]:
     """Losses with plain tensors, with `shard_batch`, with DTensors cut otherwise than the plan reads them."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    model, _, kwargs = _case("llama")
+    model, _, kwargs = example("llama")
     mesh = mesh_of(4)
     parallel = autoparallel.compile(model, mesh, example_kwargs=kwargs, baseline="ddp")
     batch = parallel.shard_batch(kwargs)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoparallel
-from tests.batch_rows import Rows, _case, rows_of, stepped, whole
+from tests.batch_rows import Rows, example, rows_of, stepped, whole
 from tests.ranks import RankError, mesh_of
 from tests.reference import gathered, gradients_of
 
@@ -60,7 +60,7 @@ def test_backward_reads_buffers_as_they_were_before_they_were_written(ranks: Any
 
 def eval_differs() -> tuple[float, float, float]:
     """Batch norm in eval mode uses the running statistics; the call is traced anew with parameters in place."""
-    model, _, kwargs = _case("resnet")
+    model, _, kwargs = example("resnet")
     parallel = autoparallel.compile(model, mesh_of(4), example_kwargs=kwargs)
     parallel.eval()
     model.eval()
