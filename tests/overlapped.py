@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoparallel
 from autoparallel.schedule import async_windows
 from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.ranks import mesh_of, restores
 from tests.reference import gradients_of
 
 
@@ -28,6 +28,7 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@restores(async_windows, "BUCKET_BYTES")
 def backward_twice(mesh_shape: tuple[int, ...], bucket_bytes: int, micro_batches: int) -> tuple[int, int]:
     """On each rank: all-reduces of one backward, one by one and in buckets; the gradients are the same."""
     case = CASES["bert"]
@@ -71,6 +72,7 @@ class Beside(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@restores(async_windows, "BUCKET_BYTES")
 def products_overlapped(mesh_shape: tuple[int, ...], bucket_bytes: int, options: dict[str, Any]
                     ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of forward and backward: products beside a collective, and alone."""
@@ -130,6 +132,7 @@ def two_steps(model: Any, calls: Beside | None) -> dict[str, torch.Tensor]:
     return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach() for name, x in found.items()}
 
 
+@restores(async_windows, "BUCKET_BYTES")
 def steps_on_ranks(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int, int]:
     """What they make; products beside a collective, and alone."""
     async_windows.BUCKET_BYTES = 1000

@@ -27,7 +27,7 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.models import CASES
 from tests.overlapped import Beside, Calls, Tied, backward_twice, products_overlapped, steps_on_ranks, two_steps
-from tests.ranks import mesh_of
+from tests.ranks import mesh_of, restores
 from tests.reference import gradients_of
 
 
@@ -78,6 +78,7 @@ class GatheredBytes(TorchDispatchMode):
         return sum(size for _, size in self.alive.values())
 
 
+@restores(async_windows, "BUCKET_BYTES")
 def most_gathered(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[float, float]:
     """Bytes of gathered parameters at the fullest moment of a step: predicted, and as they are on this rank."""
     case, async_windows.BUCKET_BYTES = CASES["llama"], 0
@@ -131,6 +132,7 @@ class Gathers(TorchDispatchMode):
         return made
 
 
+@restores(async_windows, "BUCKET_BYTES")
 def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
                       ) -> tuple[list[Any], list[Any], int, dict[str, torch.Tensor]]:
     """As they are simulated, and as they run, how many of them are waited for at once; gradients."""
@@ -196,6 +198,7 @@ class _Aside(torch.nn.Module):
         return self.head(x).square().mean(), aside
 
 
+@restores(async_windows, "BUCKET_BYTES")
 def gathered_for_nothing() -> tuple[int, int, dict[str, torch.Tensor]]:
     """Gathers of backward, those it leaves on their way, and its gradients."""
     async_windows.BUCKET_BYTES = 0

@@ -287,7 +287,7 @@ def test_saved_answers_and_those_that_nobody_asked_for(plans: dict[str, Plan], a
 
 def test_version_and_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout.strip() == f"autoparallel {autoparallel.__version__}"
-    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "tests.test_reports:factory", "--mesh", "2",
+    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "tests.reported:factory", "--mesh", "2",
                                      "--memory-limit", "1KiB", "--time-limit", "2"])
     with pytest.raises(SystemExit) as ended:
         main()
