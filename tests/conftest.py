@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.ranks import RankPool, pool_of, stop_pools
+
+if TYPE_CHECKING:
+    from autoparallel import Plan
 
 # Tiny models gain nothing from threads, and on a busy machine lose tenfold: OpenMP's threads wait for each other.
 torch.set_num_threads(1)
@@ -38,6 +42,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()) or item.path.name in STARTS_PROCESSES:
             item.add_marker(pytest.mark.ranks)
+
+
+@pytest.fixture(scope="session")
+def plans() -> dict[str, Plan]:
+    """Plans of a small transformer by name (`tests.reported.NAMES`), for reports."""
+    from tests.reported import plans_by_name
+
+    return plans_by_name()
 
 
 @pytest.fixture(scope="session")

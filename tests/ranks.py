@@ -449,3 +449,20 @@ def stop_pools() -> None:
     """End the processes of every pool."""
     while _alive:
         _alive.pop().stop()
+
+
+def restores(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a job that sets ``owner.name``: the next job of the same pool finds the old value again."""
+
+    def decorate(job: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(job)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = getattr(owner, name)
+            try:
+                return job(*args, **kwargs)
+            finally:
+                setattr(owner, name, before)
+
+        return run
+
+    return decorate

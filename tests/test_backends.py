@@ -16,23 +16,24 @@ from autoparallel.plans import Hybrid
 from autoparallel.runtime import stage_module
 from tests.models import CASES
 from tests.plans import random_plan
-from tests.ranks import mesh_of
+from tests.ranks import mesh_of, restores
 from tests.reference import gathered, gradients_of, scalar
 
 aten = torch.ops.aten
 Way = tuple[tuple[int, ...], Mapping[str, Any]]
 STEPS = 2
-WHOLE_UP_TO = stage_module.WHOLE_UP_TO
 #: Way of a step in micro-batches or stages, where `parallel.step` runs it.
 BY_STEP = ("micro_batches", "pipeline_stages")
 
 
+@restores(stage_module, "WHOLE_UP_TO")
 def run(case_name: str, way: Way, backend: str) -> dict[str, torch.Tensor]:
     """What two steps leave: losses, the second's gradients, parameters, buffers; and a loss without gradients."""
     case, (shape, options) = CASES[case_name], way
     mesh, (args, kwargs) = mesh_of(*shape), case.inputs(8)
     given = {k: v for k, v in options.items() if k not in ("random", "by_block")}
-    stage_module.WHOLE_UP_TO = 0 if "by_block" in options else WHOLE_UP_TO
+    if "by_block" in options:
+        stage_module.WHOLE_UP_TO = 0
     if "random" in options:
         given["plan"] = random_plan(case, shape, mesh.mesh_dim_names or (), options["random"])
     parallel = autoparallel.compile(case.build(), mesh, example_inputs=args, example_kwargs=kwargs, backend=backend,

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,77 +14,26 @@ import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
 import autoparallel
-from autoparallel.capture import OpGraph, capture
-from autoparallel.errors import InfeasibleError, InputError, PlanError, SearchError
+from autoparallel.capture import capture
+from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.models import load_model
 from autoparallel.partition import split_batch
-from autoparallel.partition.stages import cut_evenly, flow_of, stages_of
-from autoparallel.planning.joint_candidates import WORTH, Candidate, Fixed, JointSearch, _Promise
-from autoparallel.planning.joint_search import _TrialPlans
-from autoparallel.planning.recompute import fewest_recomputed
-from autoparallel.planning.reduced_model import reduced_model
+from autoparallel.partition.stages import cut_evenly, flow_of
 from autoparallel.plans import Hybrid
-from autoparallel.plans.reports.units import percent_str
-from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
+from autoparallel.pricing import Prices
 from autoparallel.runtime.pipeline import with_messages
 from autoparallel.schedule.in_flight import in_flight
-from autoparallel.search import NotRepairedError, evaluate, solve
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.models import CASES
-from tests.plans import half_recomputed
 from tests.ranks import RankError, mesh_of
 from tests.reference import (
     SEED,
-    Trained,
-    assert_same_gradients,
-    assert_same_parameters,
-    gathered,
     gradients_of,
-    make_optimizer,
-    scalar,
-    train_reference,
 )
+from tests.steps import Options, assert_one_process, graph_of, train_by_step
 
-STEPS = 5
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
-Options = Mapping[str, Any]
-
-
-def train_by_step(case_name: str, mesh_shape: tuple[int, ...], options: Options, optimizer: str, batch: int
-                  ) -> Trained:
-    """Run on each rank: what `parallel.step` leaves; parameters of other stages are missing."""
-    case = CASES[case_name]
-    args, kwargs = case.inputs(batch)
-    parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
-                                    **options)
-    torch.manual_seed(SEED)
-    stepper = make_optimizer(optimizer, parallel.parameters())
-    losses, gradients = [], {}
-    for step in range(STEPS):
-        losses.append(scalar(parallel.step(*args, **kwargs)))
-        if step == 0:
-            gradients = gradients_of(parallel)
-        stepper.step()
-        stepper.zero_grad()
-    return Trained(losses[0], losses, gradients, gathered(parallel.named_parameters()), {})
-
-
-def assert_one_process(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options,
-                       optimizer: str = "sgd", batch: int = 8) -> None:
-    """Every rank's loss is the one process's, and so is every tensor of every rank; together the ranks have all."""
-    expected = train_reference(CASES[case_name], optimizer, num_steps=STEPS, batch_size=batch)
-    found = ranks(int(torch.Size(mesh_shape).numel())).run(
-        train_by_step, case_name, mesh_shape, dict(options), optimizer, batch, timeout_s=200
-    )
-    for trained in found:
-        assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
-        everything = Trained(0, [], expected.gradients | trained.gradients, expected.parameters | trained.parameters,
-                             {})
-        assert_same_gradients(everything.gradients, expected)
-        assert_same_parameters(everything.parameters, expected, 1e-4 if optimizer == "adamw" else 1e-5)
-    assert {name for trained in found for name in trained.parameters} == set(expected.parameters)
-    assert {name for trained in found for name in trained.gradients} == set(expected.gradients)
 
 
 @pytest.mark.parametrize(("case_name", "micro_batches"), [("transformer_encoder", 4), ("llama", 8), ("vit", 2)])
@@ -270,64 +216,6 @@ def test_messages_between_stages_on_several_ranks(replicas: tuple[int, ...], sch
     assert sum(map(len, passed.values())) == 4 * micro_batches * (hybrid.stages - 1)
 
 
-@pytest.mark.parametrize(("case_name", "options"), [
-    ("gpt2", {"recompute": "selective", "micro_batches": 2}),
-    ("bert", {"recompute": "full", "micro_batches": 4, "zero_stage": 3}),
-    ("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
-    ("gpt2", {"recompute": "offload", "micro_batches": 2}),
-    ("llama", {"recompute": "offload", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
-])
-def test_recompute(ranks: Any, case_name: str, options: Options) -> None:
-    assert_one_process(ranks, case_name, (2, 2), options)
-
-
-def called(case_name: str, options: Options) -> tuple[float, Any]:
-    """By a call of the model, not by `step`: loss and gradients."""
-    case = CASES[case_name]
-    args, kwargs = case.inputs(8)
-    parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs, **options)
-    loss = case.loss(parallel(*args, **kwargs))
-    loss.backward()
-    return scalar(loss), gradients_of(parallel)
-
-
-@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"}, {"recompute": "offload"},
-                                     {"zero_stage": 3, "baseline": "fsdp"}, {"zero_stage": 3, "recompute": "full"}])
-def test_a_call_recomputes_and_gathers_again_too(ranks: Any, options: Options) -> None:
-    reference = train_reference(CASES["gpt2"], "sgd", num_steps=STEPS)
-    for loss, gradients in ranks(4).run(called, "gpt2", dict(options), timeout_s=100):
-        assert loss == pytest.approx(reference.losses[0], rel=1e-5)
-        assert_same_gradients(gradients, reference)
-
-
-def test_stages_that_hold_more_recompute_more() -> None:
-    """Of two stages the first holds two micro-batches: room for four blocks' values is two of its own, and all of the
-    second's."""
-    plan = half_recomputed(CASES["llama"], (2, 2))
-    whole = dataclasses.replace(plan, hybrid=Hybrid(4, 2, 2, recompute="full"))
-    tried = []
-
-    def make(again: tuple[str, ...]) -> autoparallel.Plan:
-        tried.append(again)
-        kept = [sum(path not in again for path in of_stage) for of_stage in ("abcd", "efgh")]
-        if 2 * kept[0] > 4 or kept[1] > 4:
-            raise InfeasibleError("too much")
-        seconds = whole.prediction.forward_s * (1 - sum(kept) / 100)
-        faster = dataclasses.replace(whole.prediction, forward_s=seconds)
-        hybrid = dataclasses.replace(whole.hybrid, recompute_blocks=again)
-        return dataclasses.replace(whole, prediction=faster, hybrid=hybrid)
-
-    best = fewest_recomputed(whole, [list("abcd"), list("efgh")], make)
-    assert best.hybrid.recompute_blocks == ("a", "b") and len(tried) <= 3
-    assert fewest_recomputed(whole, [list("abcd"), list("efgh")], make, deadline=0.0) is whole
-
-
-@pytest.mark.parametrize(("micro_batches", "stages"), [(2, 1), (4, 2)])
-def test_recompute_of_some_blocks(ranks: Any, micro_batches: int, stages: int) -> None:
-    made = half_recomputed(CASES["llama"], (2, 2), micro_batches, stages)
-    assert_one_process(ranks, "llama", (2, 2), {"plan": made})
-
-
 @pytest.mark.parametrize(("options", "parts"), [
     ({"schedule": "gpip"}, ("unknown schedule 'gpip'", "gpipe")),
     ({"recompute": "some"}, ("unknown recompute 'some'", "selective")),
@@ -357,12 +245,6 @@ def test_what_does_not_go_together_is_refused(options: Options, parts: tuple[str
     with pytest.raises(PlanError) as error:
         Hybrid(**options)
     assert all(part in str(error.value) for part in parts), error.value
-
-
-def graph_of(case_name: str) -> OpGraph:
-    case = CASES[case_name]
-    args, kwargs = case.inputs(8)
-    return capture(case.build(), args, kwargs)
 
 
 def test_micro_batches_that_do_not_divide_name_those_that_do() -> None:
@@ -474,86 +356,6 @@ def test_clipping_by_the_norm_of_all_gradients(ranks: Any, mesh_shape: tuple[int
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
 
 
-def test_a_sketch_counts_for_the_model() -> None:
-    """Six layers as three: the sketch's price is the model's, on every mesh, where the search treats layers alike."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=6,
-                         num_attention_heads=4, num_key_value_heads=2, use_cache=False)
-    args, kwargs = CASES["llama"].inputs(8)
-    graph = capture(LlamaForCausalLM(config), args, kwargs)
-    small = reduced_model(graph)
-    assert len(small.graph) < 0.7 * len(graph) and set(small.stands_for.values()) == {1, 4}
-    cluster = Cluster.load("h100-sxm", num_devices=4)
-    for shape in ((4,), (2, 2)):
-        whole = SpacePricer(Prices(StrategySpace(graph, shape), cluster))
-        space = StrategySpace(small.graph, shape)
-        part = SpacePricer(Prices(space, cluster), counts=ExecutionCounts(space, multiplicities=small.counts(space)))
-        assert solve(part.full(), "exact").objective == pytest.approx(solve(whole.full(), "exact").objective, rel=0.02)
-
-
-@pytest.mark.parametrize(("stages", "ranks", "schedule", "recompute"), [
-    (4, 4, "1f1b", "none"), (4, 2, "interleaved", "none"), (4, 2, "zero_bubble", "none"), (4, 2, "zero_bubble", "full"),
-])
-def test_a_sketch_takes_the_bytes_of_a_rank(stages: int, ranks: int, schedule: str, recompute: str) -> None:
-    """Of the fullest rank of the pipeline, with all its stages, whose cuts between ops are not quite even."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=12,
-                         num_attention_heads=4, num_key_value_heads=2, use_cache=False)
-    args, kwargs = CASES["llama"].inputs(16)
-    model, cluster = LlamaForCausalLM(config), Cluster.load("h100-sxm", num_devices=ranks)
-    whole = autoparallel.plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(ranks,),
-                              pipeline_stages=stages, schedule=schedule, micro_batches=8, recompute=recompute)
-    small = reduced_model(capture(model, args, kwargs))
-    space = StrategySpace(split_batch(small.graph, 8).body, (1,))
-    hybrid = dataclasses.replace(whole.hybrid, cuts=())
-    counts = ExecutionCounts(space, hybrid, multiplicities=small.counts(space), held=small.held(space, hybrid))
-    problem = SpacePricer(Prices(space, cluster, stages=ranks), counts=counts).full()
-    assert evaluate(problem, solve(problem, "exact").choice).peak_bytes == pytest.approx(whole.prediction.peak_bytes,
-                                                                                         rel=0.2)
-    assert whole.prediction.peak_bytes > 0.99 * (whole.prediction.state_bytes + whole.prediction.activation_bytes)
-
-
-def test_a_pipeline_without_a_mesh_shape() -> None:
-    """Of all meshes whose first axis can take the stages, the one with the fastest step."""
-    case = CASES["llama"]
-    args, kwargs = case.inputs(8)
-    cluster = Cluster.load("h100-sxm", num_devices=8)
-
-    def planned(shape: tuple[int, ...] | None) -> autoparallel.Plan:
-        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape,
-                                 pipeline_stages=4, schedule="gpipe", micro_batches=2)
-
-    best = planned(None)
-    assert best.hybrid.pipeline_ranks == 4 and best.hybrid.stages == 4
-    assert best.prediction.step_s == pytest.approx(planned((4, 2)).prediction.step_s)
-
-
-def test_a_plan_with_a_stage_on_three_ranks() -> None:
-    """It says so, comes back from JSON, and counts the gradients that these ranks add up."""
-    case, cluster = CASES["llama"], Cluster.load("h100-sxm", num_devices=4)
-    args, kwargs = case.inputs(6)
-
-    def planned(**options: Any) -> autoparallel.Plan:
-        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, **options)
-
-    made = planned(stage_replicas=(1, 3), micro_batches=6)
-    assert (made.hybrid.stages, made.hybrid.pipeline_ranks, made.hybrid.replicas) == (2, 4, (1, 3))
-    assert "Pipeline parallel 4 (1F1B, stages on 1 + 3 ranks)" in made.summary()
-    assert autoparallel.Plan.from_json(made.to_json()).hybrid == made.hybrid
-    space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 6).body, made.mesh_shape)
-    last = stages_of(space, 0, made.hybrid).parts[-1]
-    learnt = [s.output_metas[0] for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
-              if decision.kind == "parameter" and decision.index in last.decisions]
-    (shared,) = [use for use in made.prediction.collectives if use.axis == "pipeline"]
-    assert (shared.kind, shared.direction, shared.count) == ("all_reduce", "backward", 3 * len(learnt))
-    assert shared.num_bytes == 3 * sum(meta.num_bytes for meta in learnt) and shared.seconds > 0
-    assert planned(pipeline_stages=4, stage_replicas=(1, 1, 1, 1), micro_batches=6).hybrid.replicas == ()
-    with pytest.raises(PlanError, match="3 ranks together, and do not divide 4 devices"):
-        planned(stage_replicas=(1, 2), micro_batches=6)
-
-
 class _Block(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -561,11 +363,6 @@ class _Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.nn.functional.gelu(self.linear(self.norm(x)))
-
-
-class _Sum(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.square().sum()
 
 
 class _LongThenWide(torch.nn.Module):
@@ -609,173 +406,6 @@ def test_stages_on_several_ranks_where_that_pays() -> None:
     equal += [seconds(mesh_shape=(3,), pipeline_stages=3, micro_batches=micro_batches) for micro_batches in (6, 12, 24)]
     equal += [seconds(mesh_shape=(3,), pipeline_stages=12, micro_batches=6, schedule="zero_bubble")]
     assert min(other_s for _, other_s in equal) > 1.2 * best_s, (best_s, equal)
-
-
-def test_bounds_lie_below_estimates() -> None:
-    """So that what is bounded away cannot have been the best."""
-    cluster = Cluster.load("h100-sxm", num_devices=8)
-    options = Fixed(schedule="1f1b", micro_batches=4, recompute="none")
-    search = JointSearch(graph_of("llama"), cluster, options, "adamw", float("inf"))
-    survey = search.run(time.monotonic() + 60)
-    estimated = [c for c in survey.candidates if c.estimate_s < float("inf")]
-    assert len({c.mesh_shape for c in estimated}) > 2 and len({c.hybrid for c in estimated}) > 2
-    assert all(search.floor(c) <= c.estimate_s for c in estimated)
-    assert 0 < survey.bound_s <= min(search.floor(c) for c in estimated)
-    for candidate in estimated[::7]:
-        h = candidate.hybrid
-        prices = search._prices_of(h.micro_batches, h.pipeline_ranks, candidate.mesh_shape)
-        small = search.reduced_model
-        counts = ExecutionCounts(
-            prices.space, h, multiplicities=small.counts(prices.space), held=small.held(prices.space, h)
-        )
-        problem = SpacePricer(prices, counts=counts).full()
-        peak = evaluate(problem, solve(problem, "exact").choice).peak_bytes
-        assert 0 < search.least_bytes(candidate) <= peak
-
-
-def test_estimates_count_what_runs_beside_compute() -> None:
-    """An estimate on a slow network is the step that the plan in full is predicted to take."""
-    machine = Cluster.load("a100-sxm", num_devices=4)
-    slow = dataclasses.replace(machine.links[0], bandwidth_bytes_per_s=2e9)
-    machine = dataclasses.replace(machine, links=(slow, *machine.links[1:]))
-    with torch.device("meta"):
-        model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False) for _ in range(3)], _Sum())
-        x = torch.zeros(16384, 4096)
-    search = JointSearch(capture(model, (x,)), machine, Fixed(), "adamw", float("inf"))
-    for hybrid in (Hybrid(), Hybrid(micro_batches=4, zero_stage=1)):
-        found = search.estimate(Candidate(hybrid, (4,)))
-        made = autoparallel.plan(model, machine, example_inputs=(x,), mesh_shape=(4,), zero_stage=hybrid.zero_stage,
-                                 micro_batches=hybrid.micro_batches)
-        assert made.prediction.hidden_s > 0.02 * made.prediction.step_s
-        assert found.estimate_s == pytest.approx(made.prediction.step_s, rel=0.01)
-
-
-def test_trial_plans_are_ordered_by_the_ratios_of_their_kind() -> None:
-    """Pipelines are expected to take longer than estimated, until one did not; one that does not fit holds back only
-    what runs like it; without an estimate that fits, all are searched in full."""
-    case, machine = CASES["mlp"], Cluster.load("h100-sxm", num_devices=2)
-    some = autoparallel.plan(case.build(), machine, example_inputs=case.inputs(8)[0], mesh_shape=(2,))
-    took: dict[Candidate, float] = {}
-    order: list[Candidate] = []
-
-    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
-        order.append(candidate)
-        if candidate not in took:
-            raise SearchError("does not fit")
-        more = took[candidate] - some.prediction.step_s
-        return dataclasses.replace(some, prediction=dataclasses.replace(some.prediction, waiting_s=more))
-
-    def candidate(stages: int, micro_batches: int, estimate_s: float) -> Candidate:
-        hybrid = Hybrid(micro_batches, stages, stages, "1f1b", (), 1, "none")
-        return Candidate(hybrid, (2,), estimate_s, lambda space: [])
-
-    alone, two, four, six = candidate(1, 1, 1.1), candidate(2, 8, 1.0), candidate(4, 8, 1.2), candidate(2, 16, 0.9)
-    took.update({alone: 1.2, two: 1.0})
-    trial_plans = _TrialPlans(in_full, lambda candidate, best_s: candidate)
-    trial_plans.add([alone, two, four, six])
-    trial_plans.run(math.inf)
-    assert order == [six, alone, two] and trial_plans.best_s == pytest.approx(1.0)
-    assert list(trial_plans.in_order()) == [two, alone, six]
-    lost = _TrialPlans(in_full, lambda candidate, best_s: candidate)
-    lost.add([dataclasses.replace(two, estimate_s=math.inf, first=None)])
-    lost.run(-math.inf)
-    assert len(list(lost.in_order())) == 1 and lost.best is None
-
-
-def test_what_takes_more_memory_than_its_sketch_is_estimated_with_less_room() -> None:
-    """A trial plan that does not fit is estimated again with less memory, by the factor of its excess, if possible."""
-    case, machine = CASES["mlp"], Cluster.load("h100-sxm", num_devices=2)
-    some = autoparallel.plan(case.build(), machine, example_inputs=case.inputs(8)[0], mesh_shape=(2,))
-    rooms: list[float] = []
-
-    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
-        if candidate.room == 1.0:
-            raise NotRepairedError("a trial plan", 125.0, 100.0)
-        return some
-
-    def estimate(candidate: Candidate, best_s: float) -> Candidate:
-        rooms.append(candidate.room)
-        return dataclasses.replace(candidate, estimate_s=2.0 if candidate.hybrid.micro_batches == 8 else math.inf)
-
-    def trial_plans_of(micro_batches: int) -> _TrialPlans:
-        trial_plans = _TrialPlans(in_full, estimate)
-        trial_plans.add([Candidate(Hybrid(micro_batches, 2, 2), (2,), 1.0, lambda space: [])])
-        trial_plans.run(math.inf)
-        return trial_plans
-
-    found, lost = trial_plans_of(8), trial_plans_of(4)
-    assert found.best == some and lost.best is None and rooms == [0.8, 0.8]
-    assert [c.estimate_s for c in found.updated()] == [math.inf, some.prediction.step_s]
-    assert isinstance(lost.failure, NotRepairedError)
-
-
-def test_what_cannot_come_near_the_best_costs_a_bound_only() -> None:
-    """Which lies below the estimate; a survey counts it as bounded away."""
-
-    cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
-    search = JointSearch(graph_of("llama"), cluster, Fixed(), "adamw", float("inf"))
-    candidate = Candidate(Hybrid(), (2, 4))
-    made = search.estimate(candidate)
-    assert not made.is_bound and not search.estimate(candidate, made.estimate_s).is_bound
-    bound = search.estimate(candidate, made.estimate_s / WORTH / 2)
-    assert bound.is_bound and made.estimate_s / 2 <= bound.estimate_s <= made.estimate_s
-    search.known[candidate.key] = bound
-    assert bound not in search.run(deadline=0.0).candidates
-
-
-def test_the_second_round_looks_beside_the_best() -> None:
-
-    search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=16), Fixed(), "adamw", float("inf"))
-    best = Candidate(Hybrid(4, 2, 2, zero_stage=1), (2, 4))
-    near = {(c.hybrid.micro_batches, c.mesh_shape) for c in search.around(best)}
-    assert {(2, (2, 4)), (8, (2, 4)), (4, (4, 2))} <= near
-    assert near <= set(itertools.product((2, 4, 8), [(4, 2), (2, 4), (1, 8)]))
-    assert {"1f1b", "zero_bubble"} <= {c.hybrid.schedule for c in search.around(best)}
-    only = Fixed(micro_batches=4, schedule="1f1b", recompute="none", zero_stage=1, pipeline_stages=2)
-    fixed = JointSearch(graph_of("llama"), search.cluster, only, "adamw", float("inf"))
-    assert {c.hybrid for c in fixed.around(best)} == {best.hybrid}
-
-
-def test_what_promises_most_is_estimated_first() -> None:
-    """What lies near a dear estimate comes last, unless nothing else is left and there is patience."""
-
-    near, far = (Candidate(Hybrid(m), (8,)) for m in (2, 64))
-    order = _Promise([near, far], lambda c: 0.99 + 0.01 * c.hybrid.micro_batches, lambda c: 0.0, lambda c: 0.0)
-    order.learn(Candidate(Hybrid(1), (8,), 3.0))
-    assert order.next(2.0, 1.0) is far
-    assert order.next(2.0, 1.0) is None
-    assert order.next(2.0, float("inf")) is near and order.next(2.0, float("inf")) is None
-
-
-def test_turns_of_a_batch_that_is_no_power_of_two() -> None:
-    """Whole rounds over the pipeline's ranks where there are any."""
-    search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=8), Fixed(), "adamw", float("inf"))
-    search.batch = 280
-    assert search.micro_batches(35) == [35, 70, 140, 280] and search.micro_batches(1) == [1, 2, 4, 8]
-    assert search.micro_batches(3) == [4, 5, 7] and search.micro_batches(16)[0] >= 16
-
-
-@pytest.mark.parametrize("limit_share", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.6, 0.35))])
-def test_what_the_joint_search_picks_computes_the_same(ranks: Any, limit_share: float) -> None:
-    """Under three memory limits: none, and shares of what the plan without a limit takes."""
-    case = CASES["llama"]
-    args, kwargs = case.inputs(8)
-    cluster = Cluster.load("a100-sxm", num_devices=4)
-
-    def best(limit: float) -> autoparallel.Plan:
-        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
-                                 memory_limit_bytes=limit, time_limit_s=15)
-
-    free = best(float("inf"))
-    made = free if limit_share == 1.0 else best(limit_share * free.prediction.peak_bytes)
-    assert made.prediction.peak_bytes <= limit_share * free.prediction.peak_bytes
-    bound_s = made.evidence.step_bound_s
-    assert bound_s is not None and 0 < free.evidence.step_bound_s <= bound_s <= made.prediction.step_s
-    above = percent_str(made.prediction.step_s / bound_s - 1)
-    assert f"at most {above} above any combination" in made.summary()
-    mesh = (made.hybrid.pipeline_ranks, *made.mesh_shape) if made.hybrid.stages > 1 else made.mesh_shape
-    mesh = mesh[:-1] if made.hybrid.stages > 1 and made.mesh_shape == (1,) else mesh
-    assert_one_process(ranks, "llama", mesh, {"plan": made})
 
 
 #: On 8 ranks. ResNet's batch norm and Mixtral's balancing loss look across the batch: one micro-batch.

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
-import re
-import sys
 from dataclasses import fields, replace
-from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.pipelining import schedules as torch_schedules
-from torch.nn import functional as F  # noqa: N812
+from torch import nn
 from typer.testing import CliRunner
 
 import autoparallel
@@ -29,7 +21,6 @@ from autoparallel.planning.options import Options
 from autoparallel.planning.usual import recipes, usual_plan
 from autoparallel.plans import Plan
 from autoparallel.plans.record import Trial, check_record
-from autoparallel.plans.reports import page as reports_page
 from autoparallel.plans.reports.asked import ask
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import compare, explained
@@ -37,76 +28,22 @@ from autoparallel.plans.reports.data import report_json
 from autoparallel.plans.reports.page import page
 from autoparallel.plans.reports.pictures import timeline_pictures
 from autoparallel.plans.reports.report import Report
-from autoparallel.plans.reports.timeline import _order, timeline_of
+from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.plans.reports.trace import trace_json
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
-from autoparallel.schedule.step_config import Hybrid
 from cost_models import Cluster
-
-HIDDEN, VOCABULARY, LAYERS, TOKENS, SEQUENCE = 256, 512, 2, 4096, 128
-
-
-class Block(nn.Module):
-    """Attention and MLP, before each a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(x)
-        q, k, v = (p(y).unflatten(-1, (8, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.o_proj(y)
-        return x + self.mlp(self.norm2(x))
-
-
-class Transformer(nn.Module):
-    """A small decoder with a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
-def factory(batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor], dict[str, object]]:
-    """For the command line."""
-    return nn.Linear(sequence, 64), (torch.zeros(batch, sequence),), {}
-
-
-def made(devices: int = 4, cluster: Cluster | None = None, **options: object) -> Plan:
-    with torch.device("meta"):
-        model, ids = Transformer(), torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
-    found = cluster or Cluster.load("h100-sxm", num_devices=devices)
-    return autoparallel.plan(model, found, example_inputs=(ids, ids), time_limit_s=10.0, **options)
-
-
-@pytest.fixture(scope="module")
-def plans() -> dict[str, Plan]:
-    """Plans of the small transformer: searched, by hand, and pipelines by all schedules."""
-    hand = {"fsdp": "dp=4,zero=3", "tensor": "dp=2,tp=2,zero=1,sequence_parallel", "1f1b": "dp=2,pp=2,micro_batch=2",
-            "interleaved": "dp=2,pp=2,virtual=2,micro_batch=2", "gpipe": "dp=2,pp=2,micro_batch=4,schedule=gpipe",
-            "zero_bubble": "dp=2,pp=2,micro_batch=2,schedule=zero_bubble"}
-    found = {name: made(by_hand=text) for name, text in hand.items()}
-    return {"searched": made(mesh_shape=(2, 2)), **found}
-
-
-WEIGHT = "layers.0.mlp.0.weight"
-NAMES = ("searched", "fsdp", "tensor", "1f1b", "interleaved", "gpipe", "zero_bubble")
-PIPELINES = ("1f1b", "interleaved", "gpipe", "zero_bubble")
-
-
-# ------------------------------------------------------------ numbers
+from tests.reported import (
+    HIDDEN,
+    LAYERS,
+    NAMES,
+    PIPELINES,
+    SEQUENCE,
+    TOKENS,
+    VOCABULARY,
+    WEIGHT,
+    Transformer,
+    made,
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,9 +96,6 @@ def test_price_and_energy(plans: dict[str, Plan], tmp_path: Path) -> None:
     assert "Price " not in plans["fsdp"].summary()
 
 
-# ------------------------------------------------------------ words
-
-
 @pytest.mark.parametrize(("name", "words"), [
     ("fsdp", "Data parallel 4 with ZeRO-3 (FSDP) over NVLink 4"),
     ("tensor", "Data parallel 2 with ZeRO-1 over NVLink 4, tensor parallel 2"),
@@ -209,83 +143,6 @@ def test_blocks_are_folded_by_part(plans: dict[str, Plan]) -> None:
 @pytest.mark.parametrize(("value", "text"), [(0.0, "0 %"), (0.0004, "0.04 %"), (0.0351, "3.5 %"), (0.0999, "10 %")])
 def test_percent(value: float, text: str) -> None:
     assert percent_str(value) == text
-
-
-# ------------------------------------------------------------ timelines, traces
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_timeline_has_no_overlap_on_a_row_and_ends_with_the_step(plans: dict[str, Plan], name: str) -> None:
-    line, plan = timeline_of(plans[name]), plans[name]
-    for number in range(len(line.rows)):
-        boxes = sorted((box for box in line.boxes if box.row == number), key=lambda box: box.start_s)
-        assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(boxes))
-    for box in line.boxes:
-        assert all(line.boxes[other].end_s <= box.start_s + 1e-12 for other in box.after)
-    rel = 0.1 if name in PIPELINES else 1e-6  # pipelines are predicted in closed form
-    assert line.total_s == pytest.approx(plan.prediction.step_s - plan.prediction.fixed_s, rel=rel)
-
-
-@pytest.mark.parametrize(("group", "chunks", "count"), [(2, 2, 4), (4, 2, 8), (4, 4, 32), (8, 1, 8), (4, 3, 12)])
-@pytest.mark.parametrize("late", [False, True])
-def test_the_order_of_micro_batches_is_torchs(group: int, chunks: int, count: int, late: bool) -> None:
-    cuts = tuple(f"op{n}" for n in range(group * chunks - 1))
-    hybrid = Hybrid(count, group * chunks, group, "zero_bubble" if late else "interleaved", cuts)
-    per_round = count // max(1, count // group)
-    for rank in range(group):
-        warm = torch_schedules._get_warmup_ops(rank, chunks, per_round, group, count, multiply_factor=1 if late else 2)
-        rest = count * chunks - warm
-        ops = torch_schedules._get_1f1b_rank_ops(
-            chunks, group, warm, rest, count * chunks - rest, rank,
-            lambda step, rank=rank: step // per_round % chunks * group + rank,
-            lambda step, rank=rank, warm=warm: (chunks - 1 - (step - warm) // per_round % chunks) * group + rank,
-            num_1f1b_microbatches=rank, enable_zero_bubble=late)
-        kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
-        assert list(_order(hybrid, rank)) == [(kinds[op[1].name], op[0], op[2]) for op in ops if op is not None]
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_each_micro_batch_runs_once_on_each_stage(plans: dict[str, Plan], name: str) -> None:
-    hybrid = plans[name].hybrid
-    actions = [action for rank in range(hybrid.pipeline_ranks) for action in _order(hybrid, rank)]
-    kinds = "FBW" if name == "zero_bubble" else "FB"
-    assert sorted(actions) == sorted((kind, stage, micro) for kind in kinds for stage in range(hybrid.stages)
-                                     for micro in range(hybrid.micro_batches))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_traces_follow_the_rules_of_perfetto(plans: dict[str, Plan], name: str) -> None:
-    data = json.loads(trace_json(plans[name]))
-    events = data["traceEvents"]
-    assert {event["ph"] for event in events} <= set("XMCsf")
-    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for event in events:
-        assert isinstance(event["pid"], int)
-        if event["ph"] == "X":
-            assert event["ts"] >= 0 and event["dur"] >= 0 and isinstance(event["tid"], int)
-            slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name", "process_sort_index", "thread_sort_index")
-    for some in slices.values():
-        some.sort()
-        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(some))
-    begins, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
-    assert begins.keys() == ends.keys() and begins
-    for number, begin in begins.items():
-        end = ends[number]
-        assert (begin["cat"], begin["name"], end["bp"]) == (end["cat"], end["name"], "e") and begin["ts"] <= end["ts"]
-        for event in (begin, end):
-            assert any(a < event["ts"] < b for a, b in slices[event["pid"], event["tid"]])
-    counters = [e for e in events if e["ph"] == "C"]
-    for pid in {event["pid"] for event in counters}:
-        mine = [event for event in counters if event["pid"] == pid]
-        assert all(a["ts"] <= b["ts"] for a, b in pairwise(mine))
-        assert all(len(e["args"]) == 1 and e["args"]["GiB"] >= 0 for e in mine)
-    peak = max(event["args"]["GiB"] for event in counters) * 2**30
-    assert peak == pytest.approx(plans[name].prediction.peak_bytes, rel=0.25 if name in PIPELINES else 1e-6)
-
-
-# ------------------------------------------------------------ the record
 
 
 def test_a_saved_plan_tells_the_same(plans: dict[str, Plan], tmp_path: Path) -> None:
@@ -359,83 +216,6 @@ def test_json_is_finite_documented_and_has_a_version(plans: dict[str, Plan]) -> 
         assert all(f"`{key}`" in text for key in data[part])
 
 
-# ------------------------------------------------------------ the page
-
-VOID = {"meta", "rect", "circle", "path", "br", "input", "link", "img"}
-HOSTILE = ["<script>alert(1)</script>", "\"onclick='x'", "</style><b>", "[/red]", "\x1b[31m", "x" * 10_000, "\u202egnp",
-           "{{ 7 * 7 }}", "emoji \N{PARTY POPPER}", "--><!--<script"]
-
-
-class Checker(HTMLParser):
-    """Every tag is closed in order; nothing points outside; no handlers, no inline styles; ids are unique."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open, self.ids, self.links, self.scripts, self.text = list[str](), list[str](), list[str](), 0, ""
-        self.feed(text)
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        named = dict(attrs)
-        assert len(named) == len(attrs) and not any(name.startswith("on") or name in ("style", "src") for name in named)
-        assert named.get("href", "#").startswith("#")
-        self.ids += [named["id"] or ""] if "id" in named else []
-        self.links += [(named["href"] or "")[1:]] if "href" in named else []
-        self.scripts += tag == "script"
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_is_whole_and_points_nowhere(plans: dict[str, Plan], name: str) -> None:
-    text = page(plans[name])
-    checked = Checker(text)
-    assert len(set(checked.ids)) == len(checked.ids) and set(checked.links) <= set(checked.ids)
-    assert not re.search(r"https?:|//\w|@import|url\((?!#)", text) and "url(#" in text
-    assert checked.scripts == 1 and len(text) < 3e6
-    assert all(line in " ".join(checked.text.split()) for line in plans[name].summary().split("\n"))
-
-
-def test_the_policy_allows_this_script_and_style_only(plans: dict[str, Plan]) -> None:
-    text = page(plans["fsdp"])
-    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1].replace("&#39;", "'")
-    for tag in ("script", "style"):
-        inside = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
-        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}'" in policy
-    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
-    assert text.index("Content-Security-Policy") < text.index("<style>")
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_names_are_text(plans: dict[str, Plan], name: str) -> None:
-    plan = plans["fsdp"]
-    lines = tuple((f"{name} linear", s, o) for _, s, o in plan.blocks[0].lines)
-    work = replace(plan.record.workload, links={"dp": name}, device=name)
-    moved = tuple(replace(move, source=name) for move in plan.record.redistributions)
-    odd = replace(plan, cluster=name, pins={name: name}, fingerprint=name, axis_names=(name,),
-                  blocks=(replace(plan.blocks[0], paths=(name,), lines=lines), *plan.blocks[1:]),
-                  record=replace(plan.record, workload=work, redistributions=moved))
-    text = page(odd)
-    checked = Checker(text)
-    assert checked.scripts == 1 and "49" not in re.findall(r"\{\{.*?\}\}", checked.text)
-    assert not any(c in text for c in "\x1b\u202e")
-    assert len(text) < 3e6
-    json.loads(trace_json(odd))
-
-
 @pytest.mark.slow
 def test_a_joint_plan_keeps_the_plans_of_other_combinations(tmp_path: Path) -> None:
     with torch.device("meta"):
@@ -466,9 +246,6 @@ def test_plots_draw_the_pages_shapes(plans: dict[str, Plan], name: str, tmp_path
         plan.plot.pareto()
     tried = replace(plan, record=replace(plan.known, trials=(Trial("one", 1.0, 2e9), Trial("two", 2.0, 1e9))))
     assert len(tried.plot.pareto().axes[0].patches) in (2, 3)
-
-
-# ------------------------------------------------------------ the command line
 
 
 def test_show_and_diff(plans: dict[str, Plan], tmp_path: Path) -> None:
@@ -510,7 +287,7 @@ def test_saved_answers_and_those_that_nobody_asked_for(plans: dict[str, Plan], a
 
 def test_version_and_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout.strip() == f"autoparallel {autoparallel.__version__}"
-    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "tests.test_reports:factory", "--mesh", "2",
+    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "tests.reported:factory", "--mesh", "2",
                                      "--memory-limit", "1KiB", "--time-limit", "2"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -554,14 +331,3 @@ def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:
     assert smaller.prediction.step_s >= plan.prediction.step_s
     with pytest.raises(InfeasibleError, match="no usual plan by hand fits"):
         usual_plan(graph, cluster, Options(memory_limit_bytes=1.0))
-
-
-def test_a_page_without_jinja2_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                          capsys: pytest.CaptureFixture[str]) -> None:
-    reports_page._template.cache_clear()
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "no:model", "--html", str(tmp_path / "a.html")])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2 and "pip install 'autoparallel[report]'" in capsys.readouterr().err
-    reports_page._template.cache_clear()

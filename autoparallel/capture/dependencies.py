@@ -382,6 +382,7 @@ def _others_run() -> bool:
 # --- while any thread records --------------------------------------------------------------------------------------
 
 _LOCK = threading.Lock()
+#: The recorder of each thread that traces, by thread id.
 _RECORDERS: dict[int, Recorder] = {}
 _SET = nn.Module.__setattr__
 

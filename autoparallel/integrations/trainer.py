@@ -36,12 +36,12 @@ class AutoparallelTraining(_Base):
     def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._parallel_options = dict(parallel or {})
         self._waiting: list[dict[str, Any]] = []
-        self._loss_rows: int | None = None
+        self._evaluated = EvaluatedValues()
         super().__init__(*args, **kwargs)
         self._own_loss = type(self).compute_loss is not AutoparallelTraining.compute_loss
         smoother, function = self.label_smoother, self.compute_loss_func
         if (smoother is not None or function is not None) and not isinstance(self.model, ParallelModule):
-            with_loss(self.model, self._loss_of(self.model), self.model_accepts_loss_kwargs)
+            with_loss(self.model, _loss_of(self), self.model_accepts_loss_kwargs)
 
     # ---- the accelerator and the data -------------------------------------------------------------------------
 
@@ -72,10 +72,10 @@ class AutoparallelTraining(_Base):
     def _compile(self, loader: Any, count: int) -> None:
         if isinstance(self.model, ParallelModule):
             return
-        batches = [self._with_items(batch, [batch]) for batch in first_batches(loader, count)]
+        batches = [_with_items(self, batch, [batch]) for batch in first_batches(loader, count)]
         if not batches:
             raise InputError("the data loader is empty: the model is compiled for its first batch")
-        options, joined = self.accelerator.preparation.options, self._joined(batches)
+        options, joined = self.accelerator.preparation.options, _joined(batches)
         if count > 1 and joined is not None and len(batches) == count and "plan" not in options:
             options.setdefault("micro_batches", count)
         self.model.train()
@@ -97,14 +97,14 @@ class AutoparallelTraining(_Base):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
-        batches = [self._with_items(batch, batches, num_items_in_batch) for batch in batches]
+        batches = [_with_items(self, batch, batches, num_items_in_batch) for batch in batches]
         assert isinstance(model, ParallelModule)
         scaler = self.accelerator.scaler
         with nullcontext() if scaler is None else scaler.scaling():
-            joined = None if self._own_loss else self._joined(batches)
+            joined = None if self._own_loss else _joined(batches)
             if joined is not None:
                 return self._forward_and_backward(model, joined, 1.0, num_items_in_batch)
-            share = 1.0 if self._counts_items() and num_items_in_batch is not None else 1.0 / len(batches)
+            share = 1.0 if _counts_items(self) and num_items_in_batch is not None else 1.0 / len(batches)
             return sum((self._forward_and_backward(model, batch, share, num_items_in_batch) for batch in batches),
                        torch.zeros((), device=self.args.device))
 
@@ -129,7 +129,7 @@ class AutoparallelTraining(_Base):
     def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False,
                      num_items_in_batch: Any = None) -> Any:
         """The loss of a call, label smoothing and ``compute_loss_func`` included, which the model computes."""
-        batch = self._with_items(dict(inputs), [inputs], num_items_in_batch)
+        batch = _with_items(self, dict(inputs), [inputs], num_items_in_batch)
         assert isinstance(model, ParallelModule)
         if model._state.hybrid.stages > 1 and not torch.is_grad_enabled():
             loss = model.step(**batch)
@@ -138,43 +138,6 @@ class AutoparallelTraining(_Base):
             outputs = convert_to_fp32(model(**batch))
             loss = _loss(outputs)
         return (loss, outputs) if return_outputs else loss
-
-    def _loss_of(self, model: Any) -> Any:
-        """What the Trainer computes of outputs and labels. (Its own compute_loss, which would call the model too.)"""
-        smoother, function = self.label_smoother, self.compute_loss_func
-        inner = getattr(getattr(model, "base_model", None), "model", model) if hasattr(model, "peft_config") else model
-        shift = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-        def loss(outputs: Any, labels: Any, items: Any) -> Any:
-            if function is not None:
-                return function(outputs, labels, num_items_in_batch=items)
-            return smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
-
-        return loss
-
-    def _counts_items(self) -> bool:
-        """Whether the loss is divided by ``num_items_in_batch``, of the whole step."""
-        return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-                    or self.label_smoother is not None)
-
-    def _with_items(self, batch: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], items: Any = None
-                    ) -> dict[str, Any]:
-        """The batch with the number of items of all ``batches`` as a tensor: another number is no other program."""
-        items = self._get_num_items_in_batch(list(batches), self.args.device) if items is None else items
-        if items is None or not self._counts_items() or self._own_loss:
-            return dict(batch)
-        return {**batch, "num_items_in_batch": torch.as_tensor(items, device=self.args.device)}
-
-    def _joined(self, batches: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """The batches as one, whose loss is theirs together; None if there is no such."""
-        if len(batches) == 1:
-            return dict(batches[0])
-        if any("num_items_in_batch" not in batch for batch in batches):
-            return None
-        joined = one_of([{n: v for n, v in batch.items() if n != "num_items_in_batch"} for batch in batches])
-        if joined is None:
-            return None
-        return {**joined, "num_items_in_batch": batches[0]["num_items_in_batch"]}
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         return self.accelerator.autocast()
@@ -204,14 +167,9 @@ class AutoparallelTraining(_Base):
 
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         self._compile(dataloader, 1)
-        self.gather_function = self._gathered
+        self._evaluated.accelerator = self.accelerator
+        self.gather_function = self._evaluated
         return super().evaluation_loop(dataloader, description, *args, **kwargs)
-
-    def _gathered(self, value: Any) -> Any:
-        """Values as they are, which are of the global batch; of its loss one for each of its samples."""
-        if self._loss_rows is not None:
-            value, self._loss_rows = value[:1].expand(self._loss_rows), None
-        return self.accelerator.gather_for_metrics(value)
 
     def prediction_step(self, model: nn.Module, inputs: Any, prediction_loss_only: bool,
                         ignore_keys: list[str] | None = None) -> Any:
@@ -220,7 +178,7 @@ class AutoparallelTraining(_Base):
             raise InputError("a pipeline returns the loss only: evaluate with prediction_loss_only=True in "
                              "TrainingArguments, without compute_metrics, or train without pipeline_stages")
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._loss_rows = None if loss is None else rows_of(inputs)
+        self._evaluated.loss_rows = None if loss is None else rows_of(inputs)
         return loss, logits, labels
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -268,6 +226,64 @@ class AutoparallelTraining(_Base):
     def _load_best_model(self) -> None:
         assert isinstance(self.model, ParallelModule) and self.state.best_model_checkpoint is not None
         self.model.load_pretrained(self.state.best_model_checkpoint)
+
+
+class EvaluatedValues:
+    """The Trainer's ``gather_function``: values are of the global batch already, and stay as they are.
+
+    ``loss_rows``: samples of the batch whose loss comes next; it is returned once for each of them. None: no loss.
+    """
+
+    def __init__(self) -> None:
+        self.accelerator: Any = None
+        self.loss_rows: int | None = None
+
+    def __call__(self, value: Any) -> Any:
+        if self.loss_rows is not None:
+            value, self.loss_rows = value[:1].expand(self.loss_rows), None
+        return self.accelerator.gather_for_metrics(value)
+
+
+def _loss_of(trainer: Any) -> Any:
+    """The loss that the Trainer computes from outputs and labels, without the Trainer's call of the model."""
+    model, smoother, function = trainer.model, trainer.label_smoother, trainer.compute_loss_func
+    inner = getattr(getattr(model, "base_model", None), "model", model) if hasattr(model, "peft_config") else model
+    shift = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    def loss(outputs: Any, labels: Any, items: Any) -> Any:
+        if function is not None:
+            return function(outputs, labels, num_items_in_batch=items)
+        return smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
+
+    return loss
+
+
+def _counts_items(trainer: Any) -> bool:
+    """Whether the loss is divided by ``num_items_in_batch``, of the whole step."""
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+                or trainer.label_smoother is not None)
+
+
+def _with_items(trainer: Any, batch: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], items: Any = None
+                ) -> dict[str, Any]:
+    """The batch with the number of items of all ``batches`` as a tensor: one program serves all numbers."""
+    items = trainer._get_num_items_in_batch(list(batches), trainer.args.device) if items is None else items
+    if items is None or not _counts_items(trainer) or trainer._own_loss:
+        return dict(batch)
+    return {**batch, "num_items_in_batch": torch.as_tensor(items, device=trainer.args.device)}
+
+
+def _joined(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The batches as one, whose loss is the sum of theirs; None if their tensors do not fit together, or their losses
+    do not count items."""
+    if len(batches) == 1:
+        return dict(batches[0])
+    if any("num_items_in_batch" not in batch for batch in batches):
+        return None
+    joined = one_of([{n: v for n, v in batch.items() if n != "num_items_in_batch"} for batch in batches])
+    if joined is None:
+        return None
+    return {**joined, "num_items_in_batch": batches[0]["num_items_in_batch"]}
 
 
 def _loss(outputs: Any) -> Any:

@@ -24,6 +24,7 @@ class Body:
     made_bytes: float
 
 
+#: Bodies by name, which graphs carry as the op's first argument; one per class of experts in the process.
 _BODIES: dict[str, Body] = {}
 _library = torch.library.Library("autoparallel", "DEF")
 _library.define("routed_experts(str body, Tensor tokens, Tensor ids, Tensor[] by_row, Tensor[] weights, int first=0) "

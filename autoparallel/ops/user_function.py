@@ -40,6 +40,7 @@ class Call:
         return self.function.apply(*(next(given) if tensor else value for value, tensor in pairs))
 
 
+#: Calls by name, which graphs carry as the op's first argument; equal calls share one.
 _CALLS: dict[str, Call] = {}
 _library = torch.library.Library("autoparallel", "FRAGMENT")
 _library.define("user_function(str call, Tensor[] tensors) -> Tensor[]",

@@ -10,7 +10,7 @@ from functools import cache, partial
 from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError, SearchError
 from autoparallel.partition import split_batch, stages_of
-from autoparallel.planning.joint_candidates import Candidate, First, Fixed
+from autoparallel.planning.candidates import Candidate, First, Fixed
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
 from autoparallel.planning.options import Options

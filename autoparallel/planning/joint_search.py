@@ -13,7 +13,8 @@ from typing import Protocol
 
 from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError, InfeasibleError, SearchError
-from autoparallel.planning.joint_candidates import Candidate, Fixed, JointSearch, Survey
+from autoparallel.planning.candidates import Candidate, Fixed
+from autoparallel.planning.joint_candidates import JointSearch, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
 from autoparallel.search import NotRepairedError, clock

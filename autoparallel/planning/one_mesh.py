@@ -25,9 +25,9 @@ from autoparallel.partition import (
 )
 from autoparallel.planning.baselines import Baseline, baseline, by_roles
 from autoparallel.planning.block_summary import block_layouts
+from autoparallel.planning.candidates import First
 from autoparallel.planning.departures import departures, told
 from autoparallel.planning.facts import facts_of
-from autoparallel.planning.joint_candidates import First
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study

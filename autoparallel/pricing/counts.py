@@ -10,6 +10,7 @@ import torch
 
 from autoparallel.capture import TensorMeta
 from autoparallel.plans import Hybrid
+from autoparallel.pricing.pipeline_buffers import Buffer, stage_buffers
 from autoparallel.pricing.recomputing import RecomputedBlocks, Recomputing
 from autoparallel.pricing.saved_values import SavedValues
 from autoparallel.schedule.in_flight import in_flight
@@ -27,14 +28,6 @@ class Summing(NamedTuple):
 
 #: One collective per gradient, in its own dtype.
 ALONE = Summing()
-
-
-class Buffer(NamedTuple):
-    """Send and receive buffers on a stage: ``copies`` of the value that ``use`` reads."""
-
-    use: TensorUse
-    stage: int
-    copies: int
 
 
 class ExecutionCounts:
@@ -55,21 +48,16 @@ class ExecutionCounts:
         self.multiplicities, self.held = multiplicities or [1] * len(space), held or [1] * len(space)
         self.one_for_all = held is not None
         self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
+        self._by_group = [self.hybrid.micro_batches_on(group) for group in range(len(self.hybrid.groups))]
         self.in_one = [*map(len, set(self.stages_of))] == [1]  # all decisions on one stage
         self.blocks = RecomputedBlocks(space, self.hybrid, self.stages_of, recomputing or Recomputing())
         crossing = frozenset((use.target, use.position) for use in space.uses if self.crosses(use))
         self.saved = SavedValues(space, self.blocks, crossing, training)
-        self.of_parameter = [self._is_parameter(index) for index in range(len(space))]
+        self.of_parameter = [_is_parameter(space, index) for index in range(len(space))]
 
     def crosses(self, use: TensorUse) -> bool:
         """Whether the value is sent to a later stage."""
         return not self.in_one and self.stages_of[use.target][0] > self.stages_of[use.source][-1]
-
-    def _is_parameter(self, index: int) -> bool:
-        decision = self.space.decisions[index]
-        if decision.kind == "shared_read":
-            return all(self.space.decisions[k.source].kind == "parameter" for k in self.space.uses_by[index])
-        return decision.kind == "parameter"
 
     def op_times(self, index: int, stage: int | None = None) -> tuple[int, int]:
         """Executions (forward, backward) of an op per step, on a rank of the stage; recompute counts as forward."""
@@ -91,15 +79,7 @@ class ExecutionCounts:
 
     def micro_batches_on(self, stage: int) -> int:
         """Micro-batches per rank of a stage; all of them in a reduced-depth model, which has no stages."""
-        return (
-            self.hybrid.micro_batches
-            if self.one_for_all
-            else self._micro_batches_by_group[stage % len(self.hybrid.groups)]
-        )
-
-    @cached_property
-    def _micro_batches_by_group(self) -> list[int]:
-        return [self.hybrid.micro_batches_on(group) for group in range(len(self.hybrid.groups))]
+        return self.hybrid.micro_batches if self.one_for_all else self._by_group[stage % len(self._by_group)]
 
     def reads_again(self, use: TensorUse) -> bool:
         """Whether the redistribution runs again for backward: in a recomputed block, or as a ZeRO-3 gather."""
@@ -179,38 +159,13 @@ class ExecutionCounts:
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """The buffers of every value that crosses a cut, on each stage that sends or receives it.
+        """The buffers of every value that crosses a cut, on each stage that sends or receives it."""
+        return stage_buffers(self)
 
-        One per micro-batch in flight, plus pending ones (`_pending`). A stage that forwards a value has both kinds.
-        """
-        crossing = sorted((k for k in self.space.uses if self.crosses(k)), key=lambda k: self.stages_of[k.target])
-        last = {(k.source, k.output): k for k in crossing}
-        found = []
-        for use in last.values():
-            first, end = self.stages_of[use.source][0], self.stages_of[use.target][0]
-            for stage in range(first, end + 1):
-                sent, received = self._pending(stage)
-                held = self.in_flight[stage]
-                copies = (stage < end) * (held + sent) + (stage > first) * (held + received)
-                found.append(Buffer(use, stage, copies))
-        return tuple(found)
 
-    def _pending(self, stage: int) -> tuple[int, int]:
-        """The largest number of buffers beyond those of micro-batches in flight: (of values sent and of the gradients
-        received for them, of values received and of the gradients sent for them).
-
-        In its steady state torch's 1F1B keeps the last message of each kind until the next. Of the interleaved stages
-        of a rank one has a message pending; a replicated stage has one in each direction. A zero-bubble stage keeps the
-        output gradients of deferred weight gradients.
-        """
-        h, ranks = self.hybrid, self.hybrid.pipeline_ranks
-        rank, again = stage % ranks, h.micro_batches > ranks
-        if h.replicas:
-            return (1, 1) if h.micro_batches_on(stage) > self.in_flight[stage] else (0, 0)
-        if h.schedule == "1f1b":
-            return (2, 1) if h.micro_batches > self.in_flight[stage] else (0, 0)
-        if h.schedule == "interleaved":
-            return int(stage == rank and (again or rank > 0)), (1 + again) * (stage >= h.stages - ranks and rank > 0)
-        if h.schedule == "zero_bubble":
-            return self.late_of(stage) + (rank == 0 and again), int(stage >= h.stages - ranks and rank > 0)
-        return 0, 0
+def _is_parameter(space: StrategySpace, index: int) -> bool:
+    """Whether a decision's value is a parameter, or a shared read of parameters."""
+    decision = space.decisions[index]
+    if decision.kind == "shared_read":
+        return all(space.decisions[use.source].kind == "parameter" for use in space.uses_by[index])
+    return decision.kind == "parameter"

@@ -12,8 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from autoparallel.layout import RedistributionTable
-from autoparallel.pricing.counts import Buffer, ExecutionCounts
+from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.live_intervals import Liveness
+from autoparallel.pricing.pipeline_buffers import Buffer
 from autoparallel.pricing.step_cost import StepCosts
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.search.model.interned import firsts, paired

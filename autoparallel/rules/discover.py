@@ -31,6 +31,7 @@ MAGNITUDES = (1.0, 1e-2, 10.0)
 MOST_CUTS, MOST_ELEMENTS = 256, 1 << 24
 #: Of an op tried at its own sizes: elements of its inputs, and pieces.
 MOST_OF_ITS_OWN, MOST_PIECES = 1 << 20, 16
+#: Strategies found, by op, constants and tensor forms: trying an op takes seconds, and models repeat few forms.
 _FOUND: dict[object, tuple[AxisStrategy, ...]] = {}
 
 

@@ -16,7 +16,9 @@ from autoparallel.rules.rule import Rule
 Builder = Callable[["OpView"], Rule | None]
 FAMILIES = ("matmul", "einsum", "experts", "attention", "pointwise", "views", "reduce", "order", "norm", "conv",
             "embedding", "gather", "linalg", "recurrent", "spectral", "loss", "factory")
+#: Rule builders by op, written by `register` when a family is imported and by users' `register_rule`.
 _BUILDERS: dict[Any, Builder] = {}
+#: Ops whose rule is a user's: families that are loaded later do not replace it.
 _USERS: set[Any] = set()
 
 

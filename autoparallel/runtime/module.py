@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from html import escape
 from os import PathLike
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -16,35 +13,27 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
-from autoparallel.capture import call_text, canonical_call
-from autoparallel.errors import CaptureError, InputError
+from autoparallel.capture import canonical_call
+from autoparallel.errors import InputError
 from autoparallel.kernels import groups
-from autoparallel.layout import Layout, to_torch
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.runtime import arguments, data, initialise, loading, resume
+from autoparallel.runtime import arguments, attributes, batches, data, initialise, loading, placing, resume, tracing
 from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.checkpoint import pretrained
 from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
 from autoparallel.runtime.clipping import check_arguments, clip_gradients
-from autoparallel.runtime.failing import Closed
-from autoparallel.runtime.form import Compile, Compiled, as_plain, form_of
+from autoparallel.runtime.form import Compile, Compiled
 from autoparallel.runtime.generation import generating
-from autoparallel.runtime.guards import Guards
-from autoparallel.runtime.inputs import Inputs, form_text, local_batch
-from autoparallel.runtime.placing import place
+from autoparallel.runtime.inputs import Inputs, local_batch
 from autoparallel.runtime.profiling import Profile, profiled
 from autoparallel.runtime.state import State
 from autoparallel.runtime.verify import Verification, measure, undone
-from autoparallel.runtime.wrappers import refuse_composed, refuse_reading, refuse_setting
+from autoparallel.runtime.wrappers import refuse_composed
 
-_LOG = logging.getLogger("autoparallel")
 #: Why torch.compile of a parallel module, or of what calls it, leaves its calls as they are.
 _OPAQUE = "a parallel module compiles its own program: autoparallel.compile(model, mesh, backend='inductor')"
-#: Attributes of the parallel module itself; all others are the original's.
-_OWN = frozenset({"__class__", "_state", "_calls", *vars(nn.Module())})
 
 
 class ParallelModule(nn.Module):
@@ -68,7 +57,7 @@ class ParallelModule(nn.Module):
     @property
     def plan(self) -> Plan:
         """The plan of the first call form. Raises InputError before the first trace."""
-        return self._first().plan
+        return tracing.first_form(self._state).plan
 
     def _repr_html_(self) -> str:
         """What it is, and the plan's summary, for notebooks."""
@@ -84,89 +73,16 @@ class ParallelModule(nn.Module):
 
     def program(self) -> torch.fx.GraphModule:
         """This rank's first program: ``parallel.program().print_readable()`` shows it."""
-        return next(iter(self._first().programs.values())).module
+        return next(iter(tracing.first_form(self._state).programs.values())).module
 
     def trace(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, step: bool = True,
               runs: bool = False) -> Compiled:
         """Trace, plan and lower the call ``self(*args, **kwargs)`` and place the parameters, without running it.
 
         ``step``: as `step` runs it, in micro-batches and stages; else as one forward. Known forms are not traced again.
-        ``runs``: the call is run next, so that all ranks must make it, of a known form too.
+        ``runs``: the call runs next, so that ranks compare it even if its form is known.
         """
-        state = self._state
-        state.together.check()
-        kwargs = {} if kwargs is None else kwargs
-        arguments.check_call(args, kwargs)
-        arguments.check_flag("step", step)
-        args, kwargs = canonical_call(args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        plain = not step or state.hybrid.is_plain
-        if state.places is not None:
-            state.places.check()
-        key = form_of(leaves, spec), state.modes(), state.trainable(), plain
-        compiled = state.forms.find(key, leaves)
-        if compiled is None and state.attributes is not None:
-            state.attributes.merge()
-            compiled = state.forms.find(key, leaves)
-        if compiled is None or runs:
-            known: tuple[Any, ...] = (state.forms.number(compiled), *(leaves[n] for n in compiled.numbers)) \
-                if compiled is not None else (*map(form_text, leaves), state.modes(), state.trainable())
-            state.together.agree((step, torch.is_grad_enabled(), known), partial(self._told, args, kwargs, step, key))
-        if compiled is None:
-            state.take_modes()
-            on_meta = any(p.device.type == "meta" for p in state.model.parameters())
-            shapes = [as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(shapes, spec)
-            call, numbers = call_text(args, kwargs), state.forms.inputs_of(key, str(spec), leaves)
-            if state.forms and dist.get_rank() == 0:  # compiling takes seconds
-                changes = state.forms.changes(key, leaves)
-                why = f", since {'; '.join(changes)}" if changes else ""
-                _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
-                             state.forms.compiled + 1, call, why)
-            try:
-                compiled = state.compile_call(state.model, args, kwargs, state.layouts,
-                                              plain and not state.hybrid.is_plain, numbers)
-            except CaptureError as error:
-                if state.calls_traced:
-                    error.args = (f"{error}\n  Traced before: {'; '.join(state.calls_traced)}",)
-                raise
-            if not state.forms:
-                with torch.inference_mode(False):  # parameters must be normal tensors, trainable later
-                    place(self, state, compiled)
-            dependencies = compiled.micro.whole.dependencies
-            assert dependencies is not None
-            state.forms.add(key, str(spec), leaves, Guards(state.parts, dependencies, leaves), compiled)
-            self._tell_numbers(compiled, args, kwargs)
-            state.calls_traced[call] = None
-        return compiled
-
-    def _tell_numbers(self, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Log, once for each, which number arguments programs read at each call from now on, and which cannot be."""
-        state, graph = self._state, compiled.micro.whole
-        names = [f"{name}{pytree.keystr(path)}" for name, value in state.inputs.named(args, kwargs)
-                 for path, _ in pytree.tree_flatten_with_path(value)[0]]
-        told = {place: f"{names[place]} is an input of the program from now on, which serves all its values"
-                for place in graph.numbers}
-        told |= {place: f"each value of {names[place]} has a compiled form of its own: {why}"
-                 for place, why in graph.fixed.items()}
-        for text in told.values():
-            if text not in state.numbers_told and dist.get_rank() == 0:
-                _LOG.warning("%s: %s", type(state.model).__name__, text)
-            state.numbers_told.add(text)
-
-    def _told(self, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, key: Any) -> tuple[str, str]:
-        """A call with its modes and changes, and the size of the model, to tell it from other ranks' calls."""
-        state, leaves = self._state, pytree.tree_leaves((args, kwargs))
-        modes, free = state.modes(), state.trainable()
-        changes = state.forms.changes(key, leaves)
-        told = "".join([
-            "step" if step else "forward", call_text(args, kwargs),
-            "" if torch.is_grad_enabled() else " under no_grad",
-            " in train mode" if all(modes) else " in eval mode" if not any(modes) else
-            f" with {sum(modes)} of {len(modes)} modules in train mode",
-            "" if all(free) else f", {sum(free)} of {len(free)} parameters trainable",
-            f", where {'; '.join(changes)}" if changes else ""])
-        return told, f" of a model of {len(modes)} modules and {len(free)} parameters"
+        return tracing.trace(self, self._state, args, {} if kwargs is None else kwargs, step, runs)
 
     def taken(self, args: Sequence[Any], kwargs: Mapping[str, Any], compared: bool = False
               ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -251,7 +167,7 @@ class ParallelModule(nn.Module):
         parameter shared by several pipeline ranks counts once.
         """
         check_arguments(max_norm, norm_type)
-        state, compiled = self._state, self._first()
+        state, compiled = self._state, tracing.first_form(self._state)
         state.together.agree("clip_grad_norm_")
         state.together.check()
         with state.together.call():
@@ -260,11 +176,8 @@ class ParallelModule(nn.Module):
 
     def train(self, mode: bool = True) -> ParallelModule:
         """As the original's ``train``, which may keep some of its modules in eval mode."""
-        state = self._state
-        state.model.train(mode)
-        self.training = state.model.training
-        for module, part in state.parts.items():
-            part.training = module.training
+        self._state.set_mode(mode)
+        self.training = self._state.model.training
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
@@ -273,14 +186,8 @@ class ParallelModule(nn.Module):
         state = self._state
         if not state.forms:
             state.model._apply(fn, recurse)
-            return self
-        for name, value in (*self.named_parameters(), *self.named_buffers()):
-            made = fn(value)
-            if (made.dtype, made.device) != (value.dtype, value.device):
-                raise InputError(f"{name} is {value.dtype} on {value.device}, and cannot become {made.dtype} on "
-                                 f"{made.device}: the program was compiled for what it is\n  Convert the model before "
-                                 "it is called, or give it to autoparallel.compile again; a model on the meta device "
-                                 "gets values by init_weights() or load_state_dict(...).")
+        else:
+            placing.check_conversion(fn, (*self.named_parameters(), *self.named_buffers()))
         return self
 
     def manual_seed(self, seed: int) -> None:
@@ -306,21 +213,12 @@ class ParallelModule(nn.Module):
         ``batch``: a mapping of keyword arguments, or a tuple of arguments, of global tensors (with ``inputs="local"``,
         of this rank's rows). Raises InputError for a step in micro-batches or stages.
         """
-        args, kwargs = _as_call(batch)
+        args, kwargs = batches.as_call(batch)
         arguments.check_batch((args, kwargs))
         if not self._state.hybrid.is_plain:
             raise InputError("a step in micro-batches or stages takes the whole batch: call step(...) with it as it is")
         args, kwargs = self.taken(args, kwargs)
-        compiled, mesh = self.trace(args, kwargs), self._state.mesh
-        leaves, spec = pytree.tree_flatten(canonical_call(args, kwargs))
-        for decision, layout in zip(compiled.program.placeholders, compiled.program.placeholder_layouts, strict=True):
-            if decision.kind == "input" and isinstance(whole := leaves[int(decision.path)], DTensor):
-                leaves[int(decision.path)] = whole.redistribute(mesh, to_torch(layout))
-            elif decision.kind == "input":
-                mine = initialise.local_shard(whole, mesh, layout).to(self._state.device).contiguous()
-                leaves[int(decision.path)] = initialise.as_dtensor(mine, mesh, layout)
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return kwargs if isinstance(batch, Mapping) else args
+        return batches.sharded(batch, args, kwargs, self.trace(args, kwargs), self._state)
 
     def local_batch(self, batch: Any) -> Any:
         """A structure of this rank's rows (dim 0) as DTensors of the global batch: the rows of all ranks in rank order.
@@ -355,26 +253,8 @@ class ParallelModule(nn.Module):
         Raises InputError for a dataset without length, smaller than a batch, or with tensors without a row per sample;
         while iterating, on all ranks, if they read different data or the promise does not hold.
         """
-        data.check_options(shuffle=shuffle, seed=seed, collate_fn=collate_fn, per_sample=per_sample,
-                           drop_last=drop_last)
-        whole = collate_fn is not None and not per_sample
-        batch = data.example_batch(dataset, batch_size, collate_fn, by_row=not whole)
-        leaves, spec = pytree.tree_flatten(batch)
-        state, layouts = self._state, dict[int, Layout]()
-        if state.hybrid.is_plain:
-            program = self.trace(*_as_call(batch)).program
-            numbered = pytree.tree_unflatten(range(len(leaves)), spec)
-            call = _as_call(numbered) if numbered != 0 else ((0,), {})  # a tensor by itself
-            numbers = pytree.tree_leaves(canonical_call(*call))
-            layouts = {
-                numbers[int(decision.path)]: layout
-                for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
-                if decision.kind == "input"
-            }
-        form = data.Form.of(batch, layouts, state.mesh if layouts else self.mesh, whole)
-        return data.sharded_loader(dataset, form, state.device, batch_size, shuffle=shuffle, seed=seed,
-                                   collate=collate_fn, drop_last=drop_last, as_dtensors=state.inputs.are_local,
-                                   options=options)
+        return batches.loader(self._state, self.trace, dataset, batch_size, shuffle=shuffle, seed=seed,
+                              collate=collate_fn, per_sample=per_sample, drop_last=drop_last, options=options)
 
     def init_weights(self, device: torch.device | str | None = None) -> None:
         """Initialise a meta-device model module by module; only local shards are kept.
@@ -382,7 +262,7 @@ class ParallelModule(nn.Module):
         Every module that owns parameters needs ``reset_parameters()``, or the model ``_init_weights(module)``. All
         ranks draw the same numbers.
         """
-        self._first()
+        tracing.first_form(self._state)
         state = self._state
         device = arguments.device_of(device, state.device)
         state.together.agree("init_weights")
@@ -413,7 +293,7 @@ class ParallelModule(nn.Module):
         the original's ``save_pretrained``. An older save in the folder is replaced when the new one is complete.
         Raises InputError on all ranks; any error of rank 0's is raised on all.
         """
-        self._first()
+        tracing.first_form(self._state)
         arguments.check_path("save_directory", save_directory)
         self._state.together.agree("save_pretrained")
         pretrained.save(self, self._state, save_directory, max_shard_size, state_dict, options)
@@ -427,7 +307,7 @@ class ParallelModule(nn.Module):
         strict: names that are missing or not the model's are errors; else they are returned, as of load_state_dict.
         Raises InputError on all ranks, with nothing changed.
         """
-        self._first()
+        tracing.first_form(self._state)
         arguments.check_path("path", path)
         arguments.check_flag("strict", strict)
         self._state.together.agree("load_pretrained")
@@ -480,89 +360,31 @@ class ParallelModule(nn.Module):
 
     @cached_property
     def _job(self) -> Job:
-        return Job(self, self._state, self._first().plan)
+        return Job(self, self._state, tracing.first_form(self._state).plan)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self._first()
+        tracing.first_form(self._state)
         return nn.Module.state_dict(self, *args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         refuse_composed(self.__dict__)
-        self._first()
+        tracing.first_form(self._state)
         return nn.Module.named_parameters(self, *args, **kwargs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """As the original's; on a pipeline stage without parameters one that is empty, since torch's optimizers want at
         least one."""
-        found, state = list(nn.Module.parameters(self, recurse)), self._state
-        if not found and recurse and state.hybrid.stages > 1 and next(state.model.parameters(), None) is not None:
-            if state.nothing is None:
-                state.nothing = nn.Parameter(torch.empty(0, device=state.device))
-            found = [state.nothing]
-        yield from found
+        found = list(nn.Module.parameters(self, recurse))
+        yield from found or (self._state.stand_in() if recurse else [])
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return nn.Module.__getattr__(self, name)
-        except AttributeError:
-            refuse_reading(name)
-            state = self.__dict__.get("_state")
-            if state is None or name.startswith("__"):
-                raise
-            return self._as_own(state.model, name)
+        return attributes.read(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes that forward may read are set on the original, which is traced; others on this module."""
-        refuse_setting(name)
-        state = self.__dict__.get("_state")
-        if state is None or name in _OWN or isinstance(getattr(type(self), name, None), property):
+        if not attributes.set_on_original(self, name, value):
             super().__setattr__(name, value)
-            return
-        tensors = isinstance(value, (nn.Parameter, nn.Module)) or name in (*self._parameters, *self._buffers,
-                                                                          *self._modules)
-        described = inspect.getattr_static(type(state.model), name, None)
-        if isinstance(described, property) and described.fset is not None:
-            described.fset(self, value)
-        elif tensors and state.forms:
-            super().__setattr__(name, value)
-        else:
-            setattr(state.model, name, value)
 
     def __delattr__(self, name: str) -> None:
-        state = self.__dict__.get("_state")
-        if state is None or name in self.__dict__ or name in (*self._parameters, *self._buffers, *self._modules):
+        if not attributes.delete_on_original(self, name):
             super().__delattr__(name)
-        else:
-            delattr(state.model, name)
-
-    def _as_own(self, model: nn.Module, name: str) -> Any:
-        """An attribute of the original. Methods and properties are bound to this module, so that they call it and read
-        its parameters; the original's are not trained."""
-        described = inspect.getattr_static(type(model), name, None)
-        if isinstance(described, property) and described.fget is not None:
-            return described.fget(self)
-        if isinstance(described, cached_property):
-            return described.func(self)
-        value = getattr(model, name)
-        if isinstance(value, MethodType) and value.__self__ is model:
-            return MethodType(value.__func__, self)
-        return value
-
-    def _first(self) -> Compiled:
-        if isinstance(self._state.together, Closed):
-            self._state.together.check()
-        first = self._state.forms.first()
-        if first is None:
-            raise InputError("the model has not been traced yet, so its parameters have no layout: call it once, or "
-                             "give example_inputs or example_kwargs to autoparallel.compile")
-        return first
-
-
-def _as_call(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """A batch as (args, kwargs) of a call."""
-    if isinstance(batch, Mapping):
-        return (), batch
-    if not isinstance(batch, (torch.Tensor, tuple, list)):
-        raise InputError(f"a batch is of type {type(batch).__name__}: give a mapping of keyword arguments, a tuple of "
-                         "arguments, or a tensor")
-    return ((batch,) if isinstance(batch, torch.Tensor) else tuple(batch)), {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoparallel.errors import InputError
 from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
@@ -56,6 +57,17 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                 if leaf in owner_module._non_persistent_buffers_set:
                     owner._non_persistent_buffers_set.add(leaf)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
+
+
+def check_conversion(fn: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises InputError if ``fn`` changes the dtype or device of a placed tensor (``tensors``: name, tensor)."""
+    for name, value in tensors:
+        made = fn(value)
+        if (made.dtype, made.device) != (value.dtype, value.device):
+            raise InputError(f"{name} is {value.dtype} on {value.device}, and cannot become {made.dtype} on "
+                             f"{made.device}: the program was compiled for what it is\n  Convert the model before "
+                             "it is called, or give it to autoparallel.compile again; a model on the meta device "
+                             "gets values by init_weights() or load_state_dict(...).")
 
 
 def _take_hooks(original: torch.Tensor, placed: torch.Tensor) -> None:

@@ -87,6 +87,21 @@ class State:
                                      "be trained (freezing is possible at any time).")
         return ()
 
+    def set_mode(self, mode: bool) -> None:
+        """Train (True) or eval mode as the original's ``train`` sets it, which may keep some modules in eval mode."""
+        self.model.train(mode)
+        for module, part in self.parts.items():
+            part.training = module.training
+
+    def stand_in(self) -> list[nn.Parameter]:
+        """An empty parameter for the optimizer of a pipeline stage without parameters, since torch's optimizers want
+        one; [] without a pipeline and for a model without parameters."""
+        if self.hybrid.stages == 1 or next(self.model.parameters(), None) is None:
+            return []
+        if self.nothing is None:
+            self.nothing = nn.Parameter(torch.empty(0, device=self.device))
+        return [self.nothing]
+
     def take_modes(self) -> None:
         """Copy train modes and, without stages, ``requires_grad`` to the original's modules, which are traced."""
         for module, part in self.parts.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,14 +142,13 @@ class Calls:
     @contextmanager
     def recorded(self, blocks: Sequence[Repeated]) -> Iterator[None]:
         """While a model is traced: calls of its blocks become ops, or lie between marks."""
-        global _RECORDED
+        token = _RECORDED.set(self)
         try:
             for block in blocks:
                 block.module.forward = self._instead(block, block.module.forward)
-            _RECORDED = self
             yield
         finally:
-            _RECORDED = None
+            _RECORDED.reset(token)
             for block in blocks:
                 vars(block.module).pop("forward", None)
 
@@ -231,7 +231,8 @@ def _with_tensors(tree: tuple[list[Any], pytree.TreeSpec], tensors: Sequence[tor
     return pytree.tree_unflatten([next(given) if isinstance(x, torch.Tensor) else x for x in tree[0]], tree[1])
 
 
-_RECORDED: Calls | None = None
+#: The calls of the trace that runs in this context: the ops below have them by name only.
+_RECORDED: ContextVar[Calls | None] = ContextVar("recorded", default=None)
 _library = torch.library.Library("autoparallel", "FRAGMENT")
 for _name in ("block_begins", "block_ends", "repeated_block"):
     _library.define(f"{_name}(str call, Tensor[] tensors) -> Tensor[]")
@@ -242,8 +243,9 @@ def _the_same(call: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _like_its_model(call: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    assert _RECORDED is not None
-    model = _RECORDED.named[call].model
+    calls = _RECORDED.get()
+    assert calls is not None
+    model = calls.named[call].model
     assert model is not None and model.result is not None
     made = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
             for x in model.result[0] if isinstance(x, torch.Tensor))

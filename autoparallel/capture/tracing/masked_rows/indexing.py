@@ -11,6 +11,7 @@ from autoparallel.capture.tracing.masked_rows.control_flow import Chosen, refuse
 from autoparallel.capture.tracing.masked_rows.types import Mask, Place, Places, Rows, Tensorlike, filled
 
 Tensor = torch.Tensor
+#: Masks and masks of masks of the trace that runs (one at a time), by id of the tensor; `forget` ends them.
 _MASKS: dict[int, Mask] = {}
 _NESTED: dict[int, tuple[Rows, int, Mask]] = {}
 

@@ -1,0 +1,194 @@
+"""Candidates of the joint search: combinations of pipeline, mesh, micro-batches, ZeRO stage and recompute."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from autoparallel.errors import PlanError
+from autoparallel.plans import Hybrid
+from autoparallel.strategies.space import Strategy, StrategySpace
+from cost_models import Cluster
+
+#: Limits: pipeline ranks, inner mesh axis, micro-batches, rounds of micro-batches over a pipeline, stages per rank.
+MOST_PIPELINE, MOST_INNER, MOST_TURNS, MOST_ROUNDS, MOST_CHUNKS = 64, 64, 64, 8, 4
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The user's choices; None is searched."""
+
+    micro_batches: int | None = None
+    pipeline_stages: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+    zero_stage: int | None = None
+    mesh_shape: tuple[int, ...] | None = None
+    reduce_dtype: str | None = None
+    replicas: tuple[int, ...] = ()
+
+
+#: The step configuration and the stage mesh.
+Combination = tuple[Hybrid, tuple[int, ...]]
+#: Makes the strategies with which a search on the whole model's strategy graph begins.
+First = Callable[[StrategySpace], Sequence[Strategy]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One combination of step configuration and stage mesh.
+
+    ``estimate_s``: estimated seconds of a step, or a lower bound (inf: no plan that fits). ``first``: the strategies of
+    the estimate's plan (None: there is none). ``room``: the share of the memory limit that the estimate was given.
+    """
+
+    hybrid: Hybrid
+    mesh_shape: tuple[int, ...]
+    estimate_s: float = math.inf
+    first: First | None = field(default=None, compare=False, repr=False)
+    room: float = 1.0
+
+    @property
+    def key(self) -> Combination:
+        """The combination, without its estimate."""
+        return self.hybrid, self.mesh_shape
+
+    def __str__(self) -> str:
+        h, mesh = self.hybrid, "x".join(map(str, self.mesh_shape))
+        pipeline = f"{h.stages} stages on pipeline {h.pipeline_ranks} ({h.schedule}), " if h.stages > 1 else ""
+        return f"{pipeline}mesh {mesh}, micro-batches {h.micro_batches}, ZeRO {h.zero_stage}, recompute {h.recompute}"
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether ``estimate_s`` is a lower bound, without a plan."""
+        return self.first is None and self.estimate_s < math.inf
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+class CandidateSpace:
+    """Enumerates the candidates for a program of ``num_blocks`` repeated blocks and ``batch`` samples on one cluster.
+
+    ``fixed``: the user's choices, which all candidates have.
+    """
+
+    def __init__(self, cluster: Cluster, fixed: Fixed, num_blocks: int, batch: int) -> None:
+        self.cluster, self.fixed, self.num_blocks, self.batch = cluster, fixed, num_blocks, batch
+
+    def first_round(self) -> list[Candidate]:
+        """The candidates that are considered first, for all pipelines and meshes."""
+        return [
+            Candidate(hybrid, shape)
+            for ranks, shape in self.shapes()
+            for micro_batches in self.micro_batches(ranks)
+            for hybrid in self.hybrids(ranks, micro_batches)
+        ]
+
+    def shapes(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """All (pipeline ranks, mesh of a stage): pipelines of all lengths, stages of one or two axes, the inner axis of
+        at most `MOST_INNER` ranks."""
+        count, fixed = self.cluster.num_devices, self.fixed
+        if fixed.mesh_shape is not None:
+            whole = fixed.pipeline_stages in (None, 1)
+            yield (1, fixed.mesh_shape) if whole else (fixed.mesh_shape[0], fixed.mesh_shape[1:] or (1,))
+            return
+        for ranks in divisors(count):
+            if ranks > min(MOST_PIPELINE, max(1, self.num_blocks)) or not self._pipeline_allowed(ranks):
+                continue
+            rest = count // ranks
+            for inner in divisors(rest):
+                if inner == rest > 1:  # the same mesh as with inner == 1
+                    continue
+                if inner <= MOST_INNER and (rest <= 8 or inner in (1, 2, 4, 8, 16, 32, 64)):
+                    yield ranks, (rest,) if inner == 1 else (rest // inner, inner)
+
+    def _pipeline_allowed(self, ranks: int) -> bool:
+        stages = self.fixed.pipeline_stages
+        if self.fixed.replicas:
+            return ranks == sum(self.fixed.replicas)
+        return stages is None or (stages % ranks == 0 and (ranks > 1) == (stages > 1))
+
+    def micro_batches(self, ranks: int) -> list[int]:
+        """Possible numbers of micro-batches; for a pipeline multiples of its ranks, if the batch has such divisors."""
+        if self.fixed.micro_batches is not None:
+            return [self.fixed.micro_batches]
+        found = [m for m in divisors(self.batch) if m <= max(MOST_TURNS, MOST_ROUNDS * ranks)]
+        if ranks == 1:
+            return [m for m in found if m & (m - 1) == 0]
+        if self.fixed.replicas:
+            return [m for m in found if m % math.lcm(*self.fixed.replicas) == 0]
+        return [m for m in found if m % ranks == 0] or [m for m in found if m >= ranks][:3] or found[-1:]
+
+    def hybrids(self, ranks: int, micro_batches: int) -> Iterator[Hybrid]:
+        """The first round's step configurations: 1F1B, and interleaved with several stages per rank (for long pipelines
+        with few micro-batches per rank); parameters gathered per step or per use."""
+        fixed = self.fixed
+        for (schedule, stages), recompute, zero in itertools.product(
+            self._schedules(ranks),
+            [fixed.recompute] if fixed.recompute else ["none", "selective", "full"],
+            [fixed.zero_stage] if fixed.zero_stage is not None else [2 if micro_batches == 1 else 1, 3],
+        ):
+            yield from self._valid(micro_batches, stages, ranks, schedule, zero, recompute)
+
+    def _valid(
+        self, micro_batches: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str
+    ) -> Iterator[Hybrid]:
+        """The step configuration, if it is valid; else nothing."""
+        with suppress(PlanError):
+            yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
+                         reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas)
+
+    def _schedules(self, ranks: int) -> list[tuple[str, int]]:
+        """The first round's schedules and their numbers of stages."""
+        fixed = self.fixed
+        several = self._chunks(ranks)
+        even = [c for c in several if self.num_blocks % (c * ranks) == 0]
+        chunks = max(even or several, default=1)
+        counts = [fixed.pipeline_stages] if fixed.pipeline_stages else sorted({ranks, chunks * ranks})
+        if ranks == 1 or fixed.replicas:
+            return [(fixed.schedule or "1f1b", fixed.pipeline_stages or 1)]
+        return [(fixed.schedule or ("1f1b" if n == ranks else "interleaved"), n) for n in counts]
+
+    def around(self, best: Candidate) -> Iterator[Candidate]:
+        """Neighbours of a candidate that the first round leaves out: other schedules, ZeRO stages and recompute; and
+        half or twice the micro-batches and the inner axis, with all possible numbers of stages per rank."""
+        h, fixed, ranks = best.hybrid, self.fixed, best.hybrid.pipeline_ranks
+        recompute = [fixed.recompute] if fixed.recompute else ["none", "selective", "full"]
+        counts = [fixed.pipeline_stages] if fixed.pipeline_stages else [c * ranks for c in self._chunks(ranks)]
+        for schedule, again, zero, count in itertools.product(
+            [fixed.schedule] if fixed.schedule else ["1f1b", "zero_bubble", "interleaved"], recompute,
+            [fixed.zero_stage] if fixed.zero_stage is not None else [1, 2, 3], counts,
+        ):
+            if h.stages > 1 or schedule == h.schedule:
+                for hybrid in self._valid(h.micro_batches, count, ranks, schedule, zero, again):
+                    yield Candidate(hybrid, best.mesh_shape)
+        for micro_batches, shape, again, count in itertools.product(
+            _neighbours(h.micro_batches, self.micro_batches(ranks)),
+            [shape for count, shape in self.shapes() if count == ranks and _near(shape, best.mesh_shape)],
+            recompute, counts,
+        ):
+            schedule = fixed.schedule or ("interleaved" if count > ranks else "1f1b")
+            for hybrid in self._valid(micro_batches, count, ranks, schedule, h.zero_stage, again):
+                yield Candidate(hybrid, shape)
+
+    def _chunks(self, ranks: int) -> list[int]:
+        """The possible numbers of stages per rank."""
+        most = MOST_CHUNKS if ranks > 1 else 1
+        return [c for c in range(1, most + 1) if c * ranks <= max(1, self.num_blocks)]
+
+
+def _neighbours(count: int, counts: Sequence[int]) -> list[int]:
+    """The neighbours of ``count`` in ``counts``, and itself."""
+    place = counts.index(count) if count in counts else 0
+    return list(counts[max(0, place - 1) : place + 2])
+
+
+def _near(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether the inner axes are equal or differ by a factor of two."""
+    inner, by = (s[-1] if len(s) > 1 else 1 for s in (shape, other))
+    return max(inner, by) <= 2 * min(inner, by)

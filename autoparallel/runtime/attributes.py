@@ -1,0 +1,69 @@
+"""Attributes of a parallel module: those that forward may read are the original's, which is traced."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from autoparallel.runtime.state import State
+from autoparallel.runtime.wrappers import refuse_reading, refuse_setting
+
+#: Attributes of the parallel module itself; all others are the original's.
+_OWN = frozenset({"__class__", "_state", "_calls", *vars(nn.Module())})
+
+
+def read(module: nn.Module, name: str) -> Any:
+    """An attribute that ``module`` itself lacks. Methods and properties of the original are bound to ``module``, so
+    that they call it and read its parameters: the original's are not trained. Raises AttributeError."""
+    try:
+        return nn.Module.__getattr__(module, name)
+    except AttributeError:
+        refuse_reading(name)
+        state: State | None = module.__dict__.get("_state")
+        if state is None or name.startswith("__"):
+            raise
+        model = state.model
+    described = inspect.getattr_static(type(model), name, None)
+    if isinstance(described, property) and described.fget is not None:
+        return described.fget(module)
+    if isinstance(described, cached_property):
+        return described.func(module)
+    value = getattr(model, name)
+    if isinstance(value, MethodType) and value.__self__ is model:
+        return MethodType(value.__func__, module)
+    return value
+
+
+def set_on_original(module: nn.Module, name: str, value: Any) -> bool:
+    """Set an attribute that is the original's there; returns False, with nothing set, for one of ``module`` itself:
+    its own state, and after the first trace tensors and submodules. A setter of the original runs on ``module``."""
+    refuse_setting(name)
+    state: State | None = module.__dict__.get("_state")
+    if state is None or name in _OWN or isinstance(getattr(type(module), name, None), property):
+        return False
+    described = inspect.getattr_static(type(state.model), name, None)
+    if isinstance(described, property) and described.fset is not None:
+        described.fset(module, value)
+    elif state.forms and (isinstance(value, (nn.Parameter, nn.Module)) or _registered(module, name)):
+        return False
+    else:
+        setattr(state.model, name, value)
+    return True
+
+
+def delete_on_original(module: nn.Module, name: str) -> bool:
+    """Delete an attribute that is the original's there; returns False for one of ``module`` itself."""
+    state: State | None = module.__dict__.get("_state")
+    if state is None or name in module.__dict__ or _registered(module, name):
+        return False
+    delattr(state.model, name)
+    return True
+
+
+def _registered(module: nn.Module, name: str) -> bool:
+    """Whether ``name`` is a parameter, buffer or submodule of ``module`` itself."""
+    return name in (*module._parameters, *module._buffers, *module._modules)

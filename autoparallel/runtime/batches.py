@@ -1,0 +1,71 @@
+"""Batches of a parallel module: as DTensors in the layouts that its program reads, and data loaders of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+
+from autoparallel.capture import canonical_call
+from autoparallel.errors import InputError
+from autoparallel.layout import Layout, to_torch
+from autoparallel.runtime import data, initialise
+from autoparallel.runtime.form import Compiled
+from autoparallel.runtime.state import State
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """A batch as (args, kwargs) of a call: a mapping is keyword arguments, a tuple or list positional ones, a tensor
+    the only argument. Raises InputError for other types."""
+    if isinstance(batch, Mapping):
+        return (), batch
+    if not isinstance(batch, (torch.Tensor, tuple, list)):
+        raise InputError(f"a batch is of type {type(batch).__name__}: give a mapping of keyword arguments, a tuple of "
+                         "arguments, or a tensor")
+    return ((batch,) if isinstance(batch, torch.Tensor) else tuple(batch)), {}
+
+
+def sharded(batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], compiled: Compiled, state: State) -> Any:
+    """The call ``args``, ``kwargs``, made of ``batch``, with each tensor as a DTensor in the layout that the program of
+    ``compiled`` reads; keyword arguments if ``batch`` is a mapping, else positional ones."""
+    leaves, spec = pytree.tree_flatten(canonical_call(args, kwargs))
+    for decision, layout in zip(compiled.program.placeholders, compiled.program.placeholder_layouts, strict=True):
+        if decision.kind == "input" and isinstance(whole := leaves[int(decision.path)], DTensor):
+            leaves[int(decision.path)] = whole.redistribute(state.mesh, to_torch(layout))
+        elif decision.kind == "input":
+            mine = initialise.local_shard(whole, state.mesh, layout).to(state.device).contiguous()
+            leaves[int(decision.path)] = initialise.as_dtensor(mine, state.mesh, layout)
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return kwargs if isinstance(batch, Mapping) else args
+
+
+def loader(state: State, trace: Callable[..., Compiled], dataset: Dataset[Any], batch_size: int, *, shuffle: bool,
+           seed: int, collate: Callable[[list[Any]], Any] | None, per_sample: bool, drop_last: bool,
+           options: Mapping[str, Any]) -> data.ShardedLoader:
+    """A loader of batches of ``batch_size`` samples over all ranks; arguments as of `ParallelModule.dataloader`.
+
+    ``trace`` compiles the call of an example batch, whose input layouts say which rows each rank reads.
+    """
+    data.check_options(shuffle=shuffle, seed=seed, collate_fn=collate, per_sample=per_sample, drop_last=drop_last)
+    whole = collate is not None and not per_sample
+    batch = data.example_batch(dataset, batch_size, collate, by_row=not whole)
+    layouts = _layouts_of(batch, trace(*as_call(batch))) if state.hybrid.is_plain else {}
+    form = data.Form.of(batch, layouts, state.mesh if layouts else state.position.whole, whole)
+    return data.sharded_loader(dataset, form, state.device, batch_size, shuffle=shuffle, seed=seed, collate=collate,
+                               drop_last=drop_last, as_dtensors=state.inputs.are_local, options=options)
+
+
+def _layouts_of(batch: Any, compiled: Compiled) -> dict[int, Layout]:
+    """Layouts of the inputs that the program reads, by leaf number of the batch."""
+    leaves, spec = pytree.tree_flatten(batch)
+    numbered = pytree.tree_unflatten(range(len(leaves)), spec)
+    call = as_call(numbered) if numbered != 0 else ((0,), {})  # a tensor by itself
+    numbers = pytree.tree_leaves(canonical_call(*call))
+    program = compiled.program
+    return {numbers[int(decision.path)]: layout
+            for decision, layout in zip(program.placeholders, program.placeholder_layouts, strict=True)
+            if decision.kind == "input"}

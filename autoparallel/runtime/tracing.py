@@ -1,0 +1,126 @@
+"""Calls of a parallel module traced, planned and lowered: one compiled program per call form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+
+from autoparallel.capture import call_text, canonical_call
+from autoparallel.errors import CaptureError, InputError
+from autoparallel.runtime import arguments
+from autoparallel.runtime.failing import Closed
+from autoparallel.runtime.form import Compiled, as_plain, form_of
+from autoparallel.runtime.guards import Guards
+from autoparallel.runtime.inputs import form_text
+from autoparallel.runtime.placing import place
+from autoparallel.runtime.state import State
+
+_LOG = logging.getLogger("autoparallel")
+
+
+def first_form(state: State) -> Compiled:
+    """The first compiled call form. Raises InputError before the first trace, and after `close`."""
+    if isinstance(state.together, Closed):
+        state.together.check()
+    first = state.forms.first()
+    if first is None:
+        raise InputError("the model has not been traced yet, so its parameters have no layout: call it once, or "
+                         "give example_inputs or example_kwargs to autoparallel.compile")
+    return first
+
+
+def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, runs: bool
+          ) -> Compiled:
+    """The compiled form of the call ``module(*args, **kwargs)``, compiled now if its form is new.
+
+    ``step``: as `ParallelModule.step` runs it, in micro-batches and pipeline stages; else as one forward.
+    ``runs``: the call runs next, so that ranks compare it even if its form is known.
+    """
+    state.together.check()
+    arguments.check_call(args, kwargs)
+    arguments.check_flag("step", step)
+    args, kwargs = canonical_call(args, kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    plain = not step or state.hybrid.is_plain
+    if state.places is not None:
+        state.places.check()
+    key = form_of(leaves, spec), state.modes(), state.trainable(), plain
+    compiled = state.forms.find(key, leaves)
+    if compiled is None and state.attributes is not None:
+        state.attributes.merge()
+        compiled = state.forms.find(key, leaves)
+    if compiled is None or runs:
+        known: tuple[Any, ...] = (state.forms.number(compiled), *(leaves[n] for n in compiled.numbers)) \
+            if compiled is not None else (*map(form_text, leaves), state.modes(), state.trainable())
+        state.together.agree((step, torch.is_grad_enabled(), known), partial(_text_of, state, args, kwargs, step, key))
+    if compiled is None:
+        compiled = _compiled(module, state, key, leaves, spec, plain)
+    return compiled
+
+
+def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, plain: bool
+              ) -> Compiled:
+    """Trace, plan and lower a call of a new form; the first one places the module's parameters."""
+    state.take_modes()
+    on_meta = any(p.device.type == "meta" for p in state.model.parameters())
+    shapes = [as_plain(leaf, torch.device("meta") if on_meta else state.device) for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(shapes, spec)
+    call, numbers = call_text(args, kwargs), state.forms.inputs_of(key, str(spec), leaves)
+    if state.forms and dist.get_rank() == 0:  # compiling takes seconds
+        changes = state.forms.changes(key, leaves)
+        why = f", since {'; '.join(changes)}" if changes else ""
+        _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
+                     state.forms.compiled + 1, call, why)
+    try:
+        compiled = state.compile_call(state.model, args, kwargs, state.layouts, plain and not state.hybrid.is_plain,
+                                      numbers)
+    except CaptureError as error:
+        if state.calls_traced:
+            error.args = (f"{error}\n  Traced before: {'; '.join(state.calls_traced)}",)
+        raise
+    if not state.forms:
+        with torch.inference_mode(False):  # parameters must be normal tensors, trainable later
+            place(module, state, compiled)
+    dependencies = compiled.micro.whole.dependencies
+    assert dependencies is not None
+    state.forms.add(key, str(spec), leaves, Guards(state.parts, dependencies, leaves), compiled)
+    _log_numbers(state, compiled, args, kwargs)
+    state.calls_traced[call] = None
+    return compiled
+
+
+def _log_numbers(state: State, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Log on rank 0, once each, which number arguments the programs read at every call, and which fix a form."""
+    graph = compiled.micro.whole
+    names = [f"{name}{pytree.keystr(path)}" for name, value in state.inputs.named(args, kwargs)
+             for path, _ in pytree.tree_flatten_with_path(value)[0]]
+    texts = {place: f"{names[place]} is an input of the program from now on, which serves all its values"
+             for place in graph.numbers}
+    texts |= {place: f"each value of {names[place]} has a compiled form of its own: {why}"
+              for place, why in graph.fixed.items()}
+    for text in texts.values():
+        if text not in state.numbers_told and dist.get_rank() == 0:
+            _LOG.warning("%s: %s", type(state.model).__name__, text)
+        state.numbers_told.add(text)
+
+
+def _text_of(state: State, args: Sequence[Any], kwargs: Mapping[str, Any], step: bool, key: Any) -> tuple[str, str]:
+    """A call with its modes and changes, and the size of the model: error messages compare it with other ranks'."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    modes, free = state.modes(), state.trainable()
+    changes = state.forms.changes(key, leaves)
+    text = "".join([
+        "step" if step else "forward", call_text(args, kwargs),
+        "" if torch.is_grad_enabled() else " under no_grad",
+        " in train mode" if all(modes) else " in eval mode" if not any(modes) else
+        f" with {sum(modes)} of {len(modes)} modules in train mode",
+        "" if all(free) else f", {sum(free)} of {len(free)} parameters trainable",
+        f", where {'; '.join(changes)}" if changes else ""])
+    return text, f" of a model of {len(modes)} modules and {len(free)} parameters"

@@ -1,0 +1,212 @@
+"""The simulated step: never shorter than its compute nor longer than the sum of its parts; plans compared by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autoparallel
+from autoparallel.capture import capture
+from autoparallel.errors import SearchError
+from autoparallel.partition import split_batch
+from autoparallel.planning import one_mesh
+from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
+from autoparallel.pricing.overlap_simulation import COMPUTE, RankStep, StepTasks
+from autoparallel.schedule import async_windows
+from autoparallel.strategies.space import StrategySpace
+from cost_models import Cluster, Device, Link
+from tests.models import CASES
+
+
+@pytest.mark.parametrize(("mesh_shape", "options"), [
+    ((8,), {"baseline": "ddp"}), ((4, 2), {"baseline": "ddp"}), ((8,), {"baseline": "fsdp"}),
+    ((4, 2), {"baseline": "fsdp", "recompute": "full"}), ((4, 2), {"baseline": "tensor_parallel", "zero_stage": 3}),
+    ((8,), {"baseline": "fsdp", "recompute": "selective", "reduce_dtype": "bfloat16"}), ((4, 2), {}),
+    ((4, 2), {"baseline": "ddp", "micro_batches": 2, "recompute": "full"}),
+    ((8,), {"baseline": "fsdp", "micro_batches": 4, "reduce_dtype": "float32"}),
+    ((4, 2), {"baseline": "fsdp", "micro_batches": 4, "zero_stage": 3, "recompute": "full"}),
+    ((4, 2), {"baseline": "tensor_parallel", "micro_batches": 2, "zero_stage": 3}),
+])
+def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[str, Any],
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks that are simulated are the parts of the prediction; only communication is hidden, and no more than
+    there is compute; what runs beside gains nothing where both take twice as long."""
+    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
+    case = CASES["llama"]
+    args, kwargs = case.inputs(8)
+    cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
+    made = autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape,
+                             **options)
+    graph = capture(case.build(), args, kwargs)
+    space = StrategySpace(split_batch(graph, made.hybrid.micro_batches).body, mesh_shape)
+    pricer = SpacePricer(Prices(space, cluster, direct=made.direct), counts=ExecutionCounts(space, made.hybrid))
+    step, parts = RankStep(pricer, made.strategies_on(space)).step(), made.prediction
+    assert sum(task.duration_s for task in step.tasks) == pytest.approx(parts.added_s)
+    assert parts.added_s == pytest.approx(made.evidence.objective_s)
+    assert parts.hidden_s == step.hidden_s(cluster.device.overlap_slowdown)
+    assert parts.step_s == parts.added_s - parts.hidden_s
+    communication = parts.forward_communication_s + parts.backward_communication_s
+    assert (parts.hidden_s > 0) == (options.get("baseline") in ("ddp", "fsdp"))
+    assert parts.hidden_s <= min(parts.forward_s + parts.backward_s, communication)
+    assert parts.hidden_s <= step.hidden_s(1.0)
+    assert step.hidden_s(2.0) == pytest.approx(0.0, abs=1e-3 * parts.added_s)
+
+
+@pytest.mark.parametrize("options", [
+    {"micro_batches": 4}, {"micro_batches": 4, "baseline": "fsdp", "schedule": "gpipe", "recompute": "full"},
+    {"micro_batches": 4, "schedule": "interleaved", "pipeline_stages": 4}, {"micro_batches": 1, "schedule": "gpipe"},
+    {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 2},
+    {"micro_batches": 4, "schedule": "zero_bubble", "pipeline_stages": 4},
+])
+def test_a_pipeline_hides_what_its_last_backward_reduces(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+                                                         ) -> None:
+    """And no more: not without turns before it, nor where each turn reduces, nor where gradients of weights are put
+    off; less than what is reduced once, and than a rank's compute of a turn."""
+    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
+    case, options = CASES["gpt2"], {"pipeline_stages": 2, "baseline": "ddp", **options}
+    args, kwargs = case.inputs(32)
+    cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
+    made = autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 4),
+                             **options)
+    parts, reduces_early = made.prediction, options["micro_batches"] > 1 and "zero_stage" not in options
+    assert (parts.hidden_s > 0) == (reduces_early and options.get("schedule") != "zero_bubble")
+    assert parts.step_s == parts.added_s - parts.hidden_s
+    reduced = sum(use.seconds for use in parts.collectives if use.direction == "backward")
+    assert parts.hidden_s <= min(reduced, (parts.forward_s + parts.backward_s) / options["micro_batches"])
+
+
+def test_links_of_parameters_alone_cost_otherwise_beside_compute() -> None:
+    case = CASES["llama"]
+    space = StrategySpace(capture(case.build(), *case.inputs(8)), (4, 2))
+    prices = Prices(space, Cluster.load("h100-sxm", num_devices=8, software="none"))
+    whole, some = SpacePricer(prices), SpacePricer(prices, exposed=(0.3, 0.4))
+    problem, made, anew = whole.full(), some.full_like(whole.full()), some.full()
+    assert all(np.array_equal(a, b) for a, b in zip(made.costs, anew.costs, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(made.usages, anew.usages, strict=True))
+    assert all(edge.costs is cost for edge, cost in zip(made.edges, made.costs[len(made.nodes):], strict=True))
+    changed = [not np.array_equal(a.costs, b.costs) for a, b in zip(problem.edges, made.edges, strict=True)]
+    of_parameter = [space.decisions[use.source].kind == "parameter" for use in space.uses]
+    assert any(changed) and not any(c and not p for c, p in zip(changed, of_parameter, strict=False))
+
+
+def test_the_faster_step_is_taken_and_not_the_smaller_sum() -> None:
+    """Four ranks of a slow network, which products hide: gathering weights costs most where all is added up, and
+    nothing where it runs beside them."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(6)))
+    x = torch.zeros(256, 512)
+    device = Device("toy", {"float32": 2.5e9}, 1e12, 1.0, 1e12, 0.0, overlap_slowdown=1.0)
+    cluster = Cluster("toy", device, (Link("net", 4, 1e-6, 4e7),), 4)
+
+    def planned(**options: Any) -> autoparallel.Plan:
+        return autoparallel.plan(model, cluster, example_inputs=(x,), mesh_shape=(4,), **options)
+
+    made, others = planned(), [planned(baseline=name) for name in ("ddp", "fsdp", "tensor_parallel")]
+    assert made.prediction.step_s <= min(other.prediction.step_s for other in others) * (1 + 1e-9)
+    assert made.evidence.stop_reason == "faster with overlap" and made.evidence.gap > 0
+    assert made.evidence.objective_s == pytest.approx(made.prediction.added_s)
+    assert made.evidence.objective_s > made.evidence.lower_bound_s
+    together = replace(cluster, device=replace(device, overlap_slowdown=2.0))
+    alone = autoparallel.plan(model, together, example_inputs=(x,), mesh_shape=(4,))
+    assert alone.evidence.stop_reason == "optimal" and alone.prediction.added_s < made.prediction.added_s
+
+
+def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan is taken then; and a search that has used all its time begins no second."""
+    case = CASES["mlp"]
+    args, kwargs = case.inputs(8)
+
+    def planned(**options: Any) -> autoparallel.Plan:
+        cluster = Cluster.load("h100-sxm", num_devices=4, software="none")
+        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(4,),
+                                 **options)
+
+    told = "; not searched with overlap: "
+    assert told not in planned().evidence.stop_reason
+    solve = one_mesh.solve
+
+    def only_the_first(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
+        if pricer.costs.exposed != (1.0, 1.0):
+            raise SearchError("no plan that fits was found")
+        return solve(problem, search, left, pricer, *rest)
+
+    monkeypatch.setattr(one_mesh, "solve", only_the_first)
+    made = planned()
+    assert f"{told}no plan that fits was found" in made.evidence.stop_reason
+    assert "not searched with overlap" in " ".join(made.report().split())
+    assert f"{told}the first search took the 0 s" in planned(time_limit_s=0.0).evidence.stop_reason
+
+
+def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best so far comes back: the second search is not begun (it was), and one that has no plan yet loses none."""
+    case = CASES["mlp"]
+    args, kwargs = case.inputs(8)
+    solve, begun = one_mesh.solve, list[tuple[float, float]]()
+
+    def planned(interrupted: int) -> autoparallel.Plan:
+        def stopped(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
+            begun.append(pricer.costs.exposed)
+            if len(begun) == 2 == interrupted:
+                raise KeyboardInterrupt
+            found = solve(problem, search, left, pricer, *rest)
+            return replace(found, stop_reason="interrupted") if interrupted == 1 else found
+
+        begun.clear()
+        monkeypatch.setattr(one_mesh, "solve", stopped)
+        cluster = Cluster.load("h100-sxm", num_devices=4, software="none")
+        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(4,))
+
+    assert planned(1).evidence.stop_reason == "interrupted" and len(begun) == 1
+    made = planned(2)
+    assert made.evidence.stop_reason.endswith("not searched with overlap: interrupted")
+    assert len(begun) == 2 and made.evidence.gap == 0
+
+
+#: What a program does with its device and two links: works, posts, waits for the n-th of what it posted; quarters of
+#: a second.
+PROGRAMS = st.lists(st.one_of(
+    st.tuples(st.just("work"), st.integers(0, 9), st.sampled_from([COMPUTE, "inner", "outer"])),
+    st.tuples(st.just("issue"), st.integers(0, 9), st.sampled_from(["inner", "outer"])),
+    st.tuples(st.just("wait"), st.integers(0, 9), st.just(""))), max_size=12)
+
+
+def simulated(program: list[tuple[str, int, str]], slower: float = 1.0) -> StepTasks:
+    """The step of such a program, its inner link ``slower``; it waits for all at the end."""
+    step, issued = StepTasks(), []
+    for what, number, stream in program:
+        duration_s = number / 4 * (slower if stream == "inner" else 1.0)
+        if what == "work":
+            step.work(duration_s, stream)
+        elif what == "issue":
+            issued.append(step.issue(duration_s, stream))
+        elif issued:
+            step.wait([issued[number % len(issued)]])
+    step.wait(issued)
+    step.flush()
+    return step
+
+
+def alone_s(step: StepTasks, stream: str = "") -> float:
+    return sum(task.duration_s for task in step.tasks if stream in ("", task.stream))
+
+
+@given(PROGRAMS, st.floats(1.0, 2.0))
+def test_a_step_is_never_shorter_than_its_compute_nor_longer_than_its_parts(
+        program: list[tuple[str, int, str]], slowdown: float) -> None:
+    step = simulated(program)
+    taken_s = alone_s(step) - step.hidden_s(slowdown)
+    assert step.hidden_s(slowdown) >= 0.0
+    assert taken_s >= max(alone_s(step, stream) for stream in (COMPUTE, "inner", "outer")) - 1e-9
+    assert step.hidden_s(2.0) <= step.hidden_s(1.0) + 1e-9
+
+
+@given(PROGRAMS, st.floats(1.0, 4.0), st.sampled_from([1.0, 1.3, 2.0]))
+def test_a_slower_link_never_makes_a_simulated_step_faster(
+        program: list[tuple[str, int, str]], slower: float, slowdown: float) -> None:
+    fast, slow = simulated(program), simulated(program, slower)
+    assert alone_s(slow) - slow.hidden_s(slowdown) >= alone_s(fast) - fast.hidden_s(slowdown) - 1e-9

@@ -1,0 +1,81 @@
+"""Recomputed blocks: the same losses and gradients, as many blocks as memory asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import autoparallel
+from autoparallel.errors import InfeasibleError
+from autoparallel.planning.recompute import fewest_recomputed
+from autoparallel.plans import Hybrid
+from tests.models import CASES
+from tests.plans import half_recomputed
+from tests.ranks import mesh_of
+from tests.reference import (
+    assert_same_gradients,
+    gradients_of,
+    scalar,
+    train_reference,
+)
+from tests.steps import STEPS, Options, assert_one_process
+
+
+@pytest.mark.parametrize(("case_name", "options"), [
+    ("gpt2", {"recompute": "selective", "micro_batches": 2}),
+    ("bert", {"recompute": "full", "micro_batches": 4, "zero_stage": 3}),
+    ("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
+    ("gpt2", {"recompute": "offload", "micro_batches": 2}),
+    ("llama", {"recompute": "offload", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
+])
+def test_recompute(ranks: Any, case_name: str, options: Options) -> None:
+    assert_one_process(ranks, case_name, (2, 2), options)
+
+
+def called(case_name: str, options: Options) -> tuple[float, Any]:
+    """By a call of the model, not by `step`: loss and gradients."""
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs, **options)
+    loss = case.loss(parallel(*args, **kwargs))
+    loss.backward()
+    return scalar(loss), gradients_of(parallel)
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"}, {"recompute": "offload"},
+                                     {"zero_stage": 3, "baseline": "fsdp"}, {"zero_stage": 3, "recompute": "full"}])
+def test_a_call_recomputes_and_gathers_again_too(ranks: Any, options: Options) -> None:
+    reference = train_reference(CASES["gpt2"], "sgd", num_steps=STEPS)
+    for loss, gradients in ranks(4).run(called, "gpt2", dict(options), timeout_s=100):
+        assert loss == pytest.approx(reference.losses[0], rel=1e-5)
+        assert_same_gradients(gradients, reference)
+
+
+def test_stages_that_hold_more_recompute_more() -> None:
+    """Of two stages the first holds two micro-batches: room for four blocks' values is two of its own, and all of the
+    second's."""
+    plan = half_recomputed(CASES["llama"], (2, 2))
+    whole = dataclasses.replace(plan, hybrid=Hybrid(4, 2, 2, recompute="full"))
+    tried = []
+
+    def make(again: tuple[str, ...]) -> autoparallel.Plan:
+        tried.append(again)
+        kept = [sum(path not in again for path in of_stage) for of_stage in ("abcd", "efgh")]
+        if 2 * kept[0] > 4 or kept[1] > 4:
+            raise InfeasibleError("too much")
+        seconds = whole.prediction.forward_s * (1 - sum(kept) / 100)
+        faster = dataclasses.replace(whole.prediction, forward_s=seconds)
+        hybrid = dataclasses.replace(whole.hybrid, recompute_blocks=again)
+        return dataclasses.replace(whole, prediction=faster, hybrid=hybrid)
+
+    best = fewest_recomputed(whole, [list("abcd"), list("efgh")], make)
+    assert best.hybrid.recompute_blocks == ("a", "b") and len(tried) <= 3
+    assert fewest_recomputed(whole, [list("abcd"), list("efgh")], make, deadline=0.0) is whole
+
+
+@pytest.mark.parametrize(("micro_batches", "stages"), [(2, 1), (4, 2)])
+def test_recompute_of_some_blocks(ranks: Any, micro_batches: int, stages: int) -> None:
+    made = half_recomputed(CASES["llama"], (2, 2), micro_batches, stages)
+    assert_one_process(ranks, "llama", (2, 2), {"plan": made})

@@ -1,0 +1,86 @@
+"""Timelines and traces of a predicted step: one event at a time on a row, in torch's order of micro-batches."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from autoparallel.plans import Plan
+from autoparallel.plans.reports.timeline import _order, timeline_of
+from autoparallel.plans.reports.trace import trace_json
+from autoparallel.schedule.step_config import Hybrid
+from tests.reported import NAMES, PIPELINES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_timeline_has_no_overlap_on_a_row_and_ends_with_the_step(plans: dict[str, Plan], name: str) -> None:
+    line, plan = timeline_of(plans[name]), plans[name]
+    for number in range(len(line.rows)):
+        boxes = sorted((box for box in line.boxes if box.row == number), key=lambda box: box.start_s)
+        assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(boxes))
+    for box in line.boxes:
+        assert all(line.boxes[other].end_s <= box.start_s + 1e-12 for other in box.after)
+    rel = 0.1 if name in PIPELINES else 1e-6  # pipelines are predicted in closed form
+    assert line.total_s == pytest.approx(plan.prediction.step_s - plan.prediction.fixed_s, rel=rel)
+
+
+@pytest.mark.parametrize(("group", "chunks", "count"), [(2, 2, 4), (4, 2, 8), (4, 4, 32), (8, 1, 8), (4, 3, 12)])
+@pytest.mark.parametrize("late", [False, True])
+def test_the_order_of_micro_batches_is_torchs(group: int, chunks: int, count: int, late: bool) -> None:
+    cuts = tuple(f"op{n}" for n in range(group * chunks - 1))
+    hybrid = Hybrid(count, group * chunks, group, "zero_bubble" if late else "interleaved", cuts)
+    per_round = count // max(1, count // group)
+    for rank in range(group):
+        warm = torch_schedules._get_warmup_ops(rank, chunks, per_round, group, count, multiply_factor=1 if late else 2)
+        rest = count * chunks - warm
+        ops = torch_schedules._get_1f1b_rank_ops(
+            chunks, group, warm, rest, count * chunks - rest, rank,
+            lambda step, rank=rank: step // per_round % chunks * group + rank,
+            lambda step, rank=rank, warm=warm: (chunks - 1 - (step - warm) // per_round % chunks) * group + rank,
+            num_1f1b_microbatches=rank, enable_zero_bubble=late)
+        kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
+        assert list(_order(hybrid, rank)) == [(kinds[op[1].name], op[0], op[2]) for op in ops if op is not None]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_each_micro_batch_runs_once_on_each_stage(plans: dict[str, Plan], name: str) -> None:
+    hybrid = plans[name].hybrid
+    actions = [action for rank in range(hybrid.pipeline_ranks) for action in _order(hybrid, rank)]
+    kinds = "FBW" if name == "zero_bubble" else "FB"
+    assert sorted(actions) == sorted((kind, stage, micro) for kind in kinds for stage in range(hybrid.stages)
+                                     for micro in range(hybrid.micro_batches))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_traces_follow_the_rules_of_perfetto(plans: dict[str, Plan], name: str) -> None:
+    data = json.loads(trace_json(plans[name]))
+    events = data["traceEvents"]
+    assert {event["ph"] for event in events} <= set("XMCsf")
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in events:
+        assert isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0 and isinstance(event["tid"], int)
+            slices.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name", "process_sort_index", "thread_sort_index")
+    for some in slices.values():
+        some.sort()
+        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(some))
+    begins, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
+    assert begins.keys() == ends.keys() and begins
+    for number, begin in begins.items():
+        end = ends[number]
+        assert (begin["cat"], begin["name"], end["bp"]) == (end["cat"], end["name"], "e") and begin["ts"] <= end["ts"]
+        for event in (begin, end):
+            assert any(a < event["ts"] < b for a, b in slices[event["pid"], event["tid"]])
+    counters = [e for e in events if e["ph"] == "C"]
+    for pid in {event["pid"] for event in counters}:
+        mine = [event for event in counters if event["pid"] == pid]
+        assert all(a["ts"] <= b["ts"] for a, b in pairwise(mine))
+        assert all(len(e["args"]) == 1 and e["args"]["GiB"] >= 0 for e in mine)
+    peak = max(event["args"]["GiB"] for event in counters) * 2**30
+    assert peak == pytest.approx(plans[name].prediction.peak_bytes, rel=0.25 if name in PIPELINES else 1e-6)
