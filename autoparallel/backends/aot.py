@@ -6,14 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import compile_fx
+from torch._inductor import compile_fx, ir
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import register_lowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+
+from autoparallel.backends.generated import misuse_of_memory
+from autoparallel.errors import LoweringError
+from autoparallel.kernels import collectives
 
 #: A pass over the forward or the backward graph, in place; says whether the graph is the backward.
 Pass = Callable[[GraphModule, bool], None]
@@ -50,7 +57,22 @@ class _Partitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        return get_hash_for_files((str(Path(__file__)),))
+        return get_hash_for_files((str(Path(__file__)), str(Path(collectives.__file__))))
+
+
+@register_lowering(torch.ops.autoparallel.all_gather.default, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+def _all_gather(x: ir.TensorBox, ranks: int, group_name: str) -> ir.TensorBox:
+    """As torch's own gather: the code keeps what is sent until it is awaited."""
+    sent = ir.ExternKernel.require_contiguous(x)
+    made = ir._CollectiveKernel.create_out_of_place(torch.ops.autoparallel.all_gather.default, sent, ranks, group_name)
+    return ir.TensorBox.create(made)
+
+
+@register_lowering(torch.ops.autoparallel.awaited.default, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+def _awaited(received: ir.TensorBox, sent: ir.TensorBox) -> ir.TensorBox:
+    """As `wait_tensor`. ``sent`` is named for the passes over the graph; here the collective's own input is known."""
+    ir._WaitKernel.create_wait(torch.ops._c10d_functional.wait_tensor.default, received)
+    return received
 
 
 def fake_inputs(inputs: Sequence[torch.Tensor], graded: bool) -> list[torch.Tensor]:
@@ -66,7 +88,7 @@ def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: P
     compiled: by Inductor if ``generates`` is true, else run node by node.
 
     ``inputs``: shapes, strides and requires_grad of a call, with gradients if they are enabled now. Torch's settings
-    are as before when this returns.
+    are as before when this returns. Raises LoweringError if the code uses memory that a collective still uses.
     """
     def inner(graph: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
         if kwargs.get("is_inference"):
@@ -76,11 +98,16 @@ def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: P
     # graph_partition serves CUDA graphs, and its time grows with the square of the number of collectives
     settings = {"custom_partitioner_fn": _Partitioner(passes), "reorder_for_peak_memory": False,
                 "graph_partition": False}
+    wrong = list[str | None]()
+    looks = mock.patch.object(GraphLowering, "save_output_code", lambda code: wrong.append(misuse_of_memory(code)))
     whole = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
     graded = torch.is_grad_enabled()
-    with whole, torch.inference_mode(False), torch.set_grad_enabled(graded):
+    with whole, looks, torch.inference_mode(False), torch.set_grad_enabled(graded):
         fakes = fake_inputs(inputs, graded)
         made: Any = compile_fx.compile_fx(module, fakes, inner_compile=inner, config_patches=settings)
+    for misuse in filter(None, wrong):
+        raise LoweringError(f"Inductor's code would compute wrong numbers: {misuse}"
+                            "\n  Run this model with backend=\"eager\", and please report it.")
     return made
 
 

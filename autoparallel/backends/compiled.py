@@ -16,7 +16,7 @@ from torch.fx import Node as FxNode
 from autoparallel.backends import agreement
 from autoparallel.backends.buckets import bucket_gathers, bucket_reductions
 from autoparallel.backends.flat import FlatProgram, flat
-from autoparallel.backends.moving import Collective, gather_into_own_memory, move_collectives, order_of
+from autoparallel.backends.moving import Collective, move_collectives, name_what_is_sent, order_of
 from autoparallel.backends.recompute import tag_blocks, tag_gathers
 from autoparallel.backends.traced import mark_gathers, own_results, with_one_wait
 from autoparallel.backends.untraceable import why_not_traced
@@ -127,7 +127,7 @@ class _Passes:
             own_results(module.graph)
         move_collectives(module, gathers)
         self.orders.extend(order_of(module))
-        gather_into_own_memory(module)
+        name_what_is_sent(module)
         module.recompile()
 
 

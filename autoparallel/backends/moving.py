@@ -14,7 +14,12 @@ import torch
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from autoparallel.backends.traced import EXCHANGE, GATHER, GATHER_OUT, STARTS, WAIT, aten, call, is_move, waited
+from autoparallel.backends.traced import EXCHANGE, GATHER, REDUCE, STARTS, WAIT, aten, call, is_move, waited
+
+
+_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_WHOLE_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
+                          aten.squeeze.dim, aten.squeeze.dims})
 
 
 def move_collectives(module: GraphModule, gathers: Sequence[FxNode]) -> None:
@@ -113,23 +118,33 @@ def _sorted(nodes: Iterable[FxNode]) -> list[FxNode]:
     return list(made)
 
 
-def gather_into_own_memory(module: GraphModule) -> None:
-    """All-gathers with an output that is allocated here: see `kernels.collectives` on gloo's other form. What they send
-    is kept until they are awaited."""
-    graph = module.graph
-    for node in list(graph.nodes):
-        if node.target is GATHER:
-            sent = node.args[0]
-            with graph.inserting_before(node):
-                value = node.meta["val"]
-                memory = call(graph, aten.empty.memory_format, list(value.shape), dtype=value.dtype,
-                              device=value.device, pin_memory=False)
-                made = call(graph, GATHER_OUT, sent, *node.args[1:], out=memory)
-            node.replace_all_uses_with(made)
-            graph.erase_node(node)
-            wait = waited(made)
-            with graph.inserting_after(wait):
-                call(graph, torch.ops.autoparallel.sent_by_now.default, wait, sent)
+def name_what_is_sent(module: GraphModule) -> None:
+    """The collectives in forms that show that what they send is in use until they are awaited (`kernels.collectives`).
+    Without, a compiler takes its memory once they are issued. No other pass may follow.
+
+    An all-reduce of a product that nothing else reads stays as it is: a compiler sums it in place.
+    """
+    graph, own = module.graph, torch.ops.autoparallel
+    for start in [node for node in graph.nodes if node.target in STARTS]:
+        wait, sent = waited(start), start.args[0]
+        if start.target is REDUCE and _is_only_reader(start):
+            continue
+        if start.target is GATHER:
+            with graph.inserting_before(start):
+                start.replace_all_uses_with(call(graph, own.all_gather.default, *start.args))
+        with graph.inserting_before(wait):
+            wait.replace_all_uses_with(call(graph, own.awaited.default, wait.args[0], sent))
+        graph.erase_node(wait)
+        if not start.users:
+            graph.erase_node(start)
+
+
+def _is_only_reader(start: FxNode) -> bool:
+    """Whether what a collective sends is a product, or the whole of one, that nothing else reads."""
+    source = start.all_input_nodes[0]
+    while len(source.users) == 1 and source.target in _WHOLE_VIEWS:
+        source = source.all_input_nodes[0]
+    return len(source.users) == 1 and source.target in _PRODUCTS
 
 
 @dataclass(frozen=True)

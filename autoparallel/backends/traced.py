@@ -12,11 +12,11 @@ from torch.fx import Node as FxNode
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
-GATHER, GATHER_OUT = c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_out.default
+GATHER = c10d.all_gather_into_tensor.default
 EXCHANGE = c10d.all_to_all_single.default
 REDUCE, SCATTER = c10d.all_reduce.default, c10d.reduce_scatter_tensor.default
 _MARK = "gathers_parameter"
-STARTS = frozenset({GATHER, GATHER_OUT, REDUCE, SCATTER, EXCHANGE})
+STARTS = frozenset({GATHER, REDUCE, SCATTER, EXCHANGE})
 #: Ops that move or convert data and compute nothing.
 MOVES = frozenset({
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,

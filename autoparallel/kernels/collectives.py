@@ -79,10 +79,14 @@ def _begin_whole(x: torch.Tensor, axis: Axis) -> Finish:
     if x.is_complex():  # gloo sends real numbers only
         real = _begin_whole(torch.view_as_real(x.resolve_conj()), axis)
         return lambda: torch.view_as_complex(real())
-    if is_traced():  # a pass over the traced graph allocates the memory
+    if is_traced():  # torch's partitioner knows this form; a pass over the traced graphs puts `all_gather` in its place
         return _begin(_c10d.all_gather_into_tensor, x, axis.size, axis.group_name)
-    whole = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    return _begin(_c10d.all_gather_into_tensor_out, x, axis.size, axis.group_name, out=whole)
+    return _begin(_all_gather, x, axis.size, axis.group_name)
+
+
+def _all_gather(x: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
+    whole = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+    return _c10d.all_gather_into_tensor_out(x, ranks, group_name, out=whole)
 
 
 def begin_all_gather(x: torch.Tensor, axis: Axis, dim: int, sizes: Sizes) -> Finish:
@@ -244,11 +248,16 @@ _library = torch.library.Library("autoparallel", "FRAGMENT")
 _library.define("kept_or_zeros(Tensor x, bool kept) -> Tensor")
 _library.impl("kept_or_zeros", _kept_or_zeros, "CompositeExplicitAutograd")
 torch.library.register_fake("autoparallel::kept_or_zeros", lambda x, kept: torch.empty_like(x), lib=_library)
-# Nothing, behind the wait of a collective that writes to ``received``: a compiler that plans memory must leave ``sent``
-# alone up to here. (Inductor sees to that itself for collectives without ``out``.)
-_library.define("sent_by_now(Tensor(a!) received, Tensor sent) -> ()")
-_library.impl("sent_by_now", lambda received, sent: None, "CompositeExplicitAutograd")
-torch.library.register_fake("autoparallel::sent_by_now", lambda received, sent: None, lib=_library)
+# Two forms for compilers that plan memory and ops in place, as Inductor does. They see that what is sent is in use until
+# it is awaited: `awaited` names it, as torch's `wait_tensor` does not.
+_library.define("all_gather(Tensor x, int ranks, str group_name) -> Tensor")
+_library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
+torch.library.register_fake("autoparallel::all_gather", lambda x, ranks, group_name: x.new_empty(
+    (ranks * x.shape[0], *x.shape[1:])), lib=_library)
+_library.define("awaited(Tensor(a) received, Tensor sent) -> Tensor(a)")
+_library.impl("awaited", lambda received, sent: _c10d.wait_tensor(received), "CompositeExplicitAutograd")
+torch.library.register_fake("autoparallel::awaited", lambda received, sent: received, lib=_library)
+torch.fx.node.has_side_effect(torch.ops.autoparallel.awaited.default)  # as `wait_tensor` has
 
 
 def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes

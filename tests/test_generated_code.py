@@ -1,0 +1,124 @@
+"""Code that Inductor generates leaves memory alone while a collective uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from autoparallel.backends import moving
+from autoparallel.backends.generated import misuse_of_memory
+from autoparallel.backends.traced import GATHER, WAIT, aten, call, with_one_wait
+from autoparallel.errors import LoweringError
+from autoparallel.kernels import collectives
+from autoparallel.kernels.groups import Axis
+
+AXIS = Axis("x", 4, 0, "0")
+KERNELS = """
+read = async_compile.cpp_pybinding(['const float*', 'float*'], '''void kernel() {}''')
+triton_write = async_compile.triton('triton_write', '''
+def triton_write(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    pass
+''', device_str='cuda')
+def call(args):
+    buf0, = args
+    buf1 = empty_strided_cpu((32, ), (1, ), torch.float32)
+    with torch.cuda._DeviceGuard(0):
+        LINES
+    buf3 = buf1; del buf1  # reuse
+    read(buf0, buf3)
+    return (buf3, )
+"""
+SEND = "buf2 = torch.ops._c10d_functional.reduce_scatter_tensor.default(buf1, 'sum', 4, '0')"
+AWAIT = "torch.ops._c10d_functional.wait_tensor.default(buf2)"
+SUM = "torch.ops._c10d_functional.all_reduce_.default(reinterpret_tensor(buf1, (8, ), (1, ), 8), 'sum', '0')"
+
+
+def _code(lines: Sequence[str]) -> str:
+    return KERNELS.replace("LINES", "\n        ".join(lines))
+
+
+@pytest.mark.parametrize("lines", [
+    (SEND, "read(buf1, buf0)", AWAIT),  # what is sent may be read
+    (SEND, "triton_write.run(buf1, buf0, 32, stream=stream0)", AWAIT),
+    (SUM, "read(buf0, reinterpret_tensor(buf1, (8, ), (1, ), 16))",  # another part of an allocation
+     "torch.ops._c10d_functional.wait_tensor.default(reinterpret_tensor(buf1, (8, ), (1, ), 8))"),
+])
+def test_sound_code_is_accepted(lines: tuple[str, ...]) -> None:
+    assert misuse_of_memory(_code(lines)) is None
+
+
+@pytest.mark.parametrize(("lines", "user"), [
+    ((SEND,), "read uses buf1"),  # awaited too late: `buf1` is reused
+    ((SEND, "read(buf0, buf1)", AWAIT), "read uses buf1"),
+    ((SEND, "read(buf2, buf0)", AWAIT), "read uses buf2"),
+    ((SEND, "triton_write.run(buf0, buf1, 32, stream=stream0)", AWAIT), "triton_write.run uses buf1"),
+    ((SEND, "extern_kernels.mm(buf0, buf0, out=buf1)", AWAIT), "extern_kernels.mm uses buf1"),
+    ((SEND, "torch.ops.aten.add_.Tensor(buf1, buf0)", AWAIT), "add_.Tensor uses buf1"),
+    ((SEND, SUM, AWAIT), "all_reduce_.default uses buf1"),
+    ((SUM, "read(reinterpret_tensor(buf1, (2, ), (1, ), 14), buf0)"), "read uses buf1"),
+])
+def test_code_that_takes_memory_in_use_is_found(lines: tuple[str, ...], user: str) -> None:
+    assert user in str(misuse_of_memory(_code(lines)))
+
+
+def _gathered(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What is sent, and what is computed meanwhile, are of one size."""
+    sent = x.t().contiguous()
+    finish = collectives.begin_all_gather(sent, AXIS, 0, (64,) * 4)
+    beside = torch.mm(torch.mm(y.relu(), y), y).t()
+    return finish() * 2, beside.contiguous(), sent.sum()
+
+
+def _into_memory_made_here(module: GraphModule) -> None:
+    """The form of a gather that Inductor takes for done when it is issued."""
+    graph = module.graph
+    for start in graph.find_nodes(op="call_function", target=GATHER):
+        with graph.inserting_before(start):
+            value = start.meta["val"]
+            made = call(graph, aten.empty.memory_format, list(value.shape), dtype=value.dtype, device=value.device)
+            start.replace_all_uses_with(call(graph, torch.ops._c10d_functional.all_gather_into_tensor_out.default,
+                                             *start.args, out=made))
+        graph.erase_node(start)
+
+
+def _compiled(monkeypatch: pytest.MonkeyPatch, forms: Any) -> GraphModule:
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    from autoparallel.backends import aot
+
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda self, *args: None)  # no C++ compiler
+    found = list[GraphModule]()
+
+    def alone(module: GraphModule) -> None:
+        with_one_wait(module.graph)
+        moving.move_collectives(module, [])
+        forms(module)
+        module.recompile()
+        found.append(module)
+
+    inputs = [torch.zeros(64, 64), torch.zeros(64, 64)]
+    graph = Graph()
+    made = graph.call_function(_gathered, (graph.placeholder("x"), graph.placeholder("y")))
+    graph.output(tuple(graph.call_function(collectives.item, (made, n)) for n in range(3)))
+    program = GraphModule({}, graph)
+    with torch.no_grad(), config.patch(force_disable_caches=True):
+        aot.compile_graph(program, inputs, aot.Passes(alone, lambda module, _: None, alone), generates=True)
+    return found[-1]
+
+
+def test_what_a_gather_sends_stays_as_it_is_until_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = _compiled(monkeypatch, moving.name_what_is_sent).graph
+    (start,) = graph.find_nodes(op="call_function", target=torch.ops.autoparallel.all_gather.default)
+    (wait,) = graph.find_nodes(op="call_function", target=torch.ops.autoparallel.awaited.default)
+    assert wait.args == (start, start.args[0])
+    assert not graph.find_nodes(op="call_function", target=WAIT)
+
+
+def test_code_that_would_reuse_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LoweringError, match="Inductor's code would compute wrong numbers"):
+        _compiled(monkeypatch, _into_memory_made_here)
