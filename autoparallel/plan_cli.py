@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -89,7 +88,7 @@ def tell(plan: Plan, details: bool, as_json: bool, quiet: bool, html: Path | Non
         for name, choices in report.record.explanations.items():
             console.print(text.explanation(name, choices))
         if report.record.alternatives:
-            console.print(text.alternatives_table(report.speed.step_s, report.record.alternatives))
+            console.print(text.alternatives_table(report.speed, report.record.alternatives))
         if report.record.sensitivities:
             console.print(text.sensitivities(report.speed.step_s, report.record.sensitivities))
     for path, what in ((html, "page"), (trace, "trace")):
@@ -151,24 +150,23 @@ def explain(plan: PlanFile, name: Annotated[str | None, typer.Argument(help="an 
 
 def alternatives(plan: PlanFile) -> None:
     """List other plans that were found, by how much slower they are."""
-    record = _record(plan)
-    _tell_table(plan, record.alternatives, "alternatives_table", "other plans", "--alternatives 3")
+    from autoparallel.plans.reports import text
+    from autoparallel.plans.reports.build import report_of
+
+    found = _record(plan).alternatives
+    if not found:
+        raise _not_asked(plan, "other plans", "--alternatives 3")
+    text.ReportConsole().print(text.alternatives_table(report_of(_load(plan)).speed, found))
 
 
 def sensitivity(plan: PlanFile) -> None:
     """Say what half or twice the bandwidth or the memory would mean."""
-    record = _record(plan)
-    _tell_table(plan, record.sensitivities, "sensitivities", "how sensitive it is", "--sensitivity")
-
-
-def _tell_table(path: Path, found: Sequence[Any], table: str, what: str, option: str) -> None:
-    """Print answers that a plan's file has, by a function of `reports.text`, or say by which ``option`` it gets
-    them."""
     from autoparallel.plans.reports import text
 
+    found = _record(plan).sensitivities
     if not found:
-        raise _not_asked(path, what, option)
-    text.ReportConsole().print(getattr(text, table)(_load(path).prediction.step_s, found))
+        raise _not_asked(plan, "how sensitive it is", "--sensitivity")
+    text.ReportConsole().print(text.sensitivities(_load(plan).prediction.step_s, found))
 
 
 def _load(path: Path) -> Plan:

@@ -418,7 +418,7 @@ class Cluster:
         """The device as the profile's software finds it (as described, without a profile), corrected."""
         found, slower = self.device, self.correction.compute
         if self.profile is not None:
-            found = self.profile.device(found)
+            found = self.profile.device(found, devices=self.num_devices)
         if slower == 1.0:
             return found
         return replace(found, launch_s=slower * found.launch_s,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 
 from cost_models.cluster import Device, Tiles
 from cost_models.errors import ClusterError
@@ -23,7 +24,7 @@ Table = dict[str, dict[str, dict[str, float]]]
 #: Families beyond what a name says (a100-sxm-40 is an a100-sxm is an a100): generations of devices, kinds of software.
 PARENTS = {"h100": "hopper", "h200": "hopper", "b200": "blackwell", "b300": "blackwell", "gb200": "blackwell",
            "gb300": "blackwell", "megatron-core": "core", "nemo": "core", "composer": "torch",
-           "torch-eager": "torch-fsdp", "torch-compile": "torch-fsdp"}
+           "internevo": "torch-eager", "torch-eager": "torch-fsdp", "torch-compile": "torch-fsdp"}
 #: Software that a plan can be priced for, by name.
 SOFTWARE = ("torch-eager", "torch-compile", "megatron-core", "megatron-2022", "megatron-2021", "megatron-deepspeed",
             "nemo-26.06", "nemo-26.02", "nemo-25.11", "nemo-25.09", "composer", "alpa", "traced")
@@ -40,8 +41,10 @@ class Profile:
       ramp, misaligned        see `cost_models.Tiles`
       memory                  share of the bandwidth
       attention               share of the peak in the best flash attention forward (backward: 0.8 of that)
-      cache_bytes             of the cache in front of the memory
       legacy                  what is left of that to kernels that do not use what is new in the device
+      cache_bytes             of the cache in front of the memory
+      uneven                  standard deviation of the clocks of devices of one kind, in their mean (Sinha et al. 2022,
+                              "Not All GPUs Are Created Equal", find ranges of 8 % and more); the slowest sets the pace
 
     Of the generation of software:
       library                 matrix products' speed over that of the newest libraries
@@ -60,6 +63,8 @@ class Profile:
                               tensor ranks, which wait for one another's hosts (6 on one: the shorter is all but hidden)
       by_block                1 if sharded parameters are gathered, and their gradients scattered, block by block
       stores_sections         1 if fused projections are stored by head, so that tensor ranks need not exchange parts
+      fuses_sums              1 if the products that make weights' gradients add to those of earlier micro-batches
+                              themselves (Megatron's gradient_accumulation_fusion, default since 2022)
       copies_sums             1 if gradients that are added up in float32 are first copied there, as DeepSpeed's
                               BF16_Optimizer does (update_hp_grads: 2 + 4 bytes, and 4 + 4 + 4)
       scatter_sends           1 if tensor ranks share out what they send to the next stage, and gather it there
@@ -86,6 +91,7 @@ class Profile:
     attention: float
     legacy: float
     cache_bytes: float
+    uneven: float
     library: float
     flash: float
     native: float
@@ -106,6 +112,7 @@ class Profile:
     tied: float
     by_block: float
     stores_sections: float
+    fuses_sums: float
     copies_sums: float
     scatter_sends: float
     early_stop: float
@@ -143,9 +150,11 @@ class Profile:
         """Bytes moved to add a micro-batch's gradient of so many bytes an element to those before, in an accumulator of
         its own or (0 bytes) in place.
 
-        >>> Profile.of("a100-sxm", "megatron-deepspeed").sum_bytes(2, 4), Profile.of("a100-sxm", "nemo").sum_bytes(2, 4)
-        (18.0, 10.0)
+        >>> [Profile.of("a100-sxm", name).sum_bytes(2, 4) for name in ("megatron-deepspeed", "torch-eager", "nemo")]
+        [18.0, 10.0, 0.0]
         """
+        if self.fuses_sums:
+            return 0.0
         if not accumulator_bytes:
             return 3.0 * bytes_each
         copied = bytes_each + accumulator_bytes if self.copies_sums else bytes_each
@@ -172,14 +181,27 @@ class Profile:
         tensor-parallel groups, whose sizes end at 8."""
         return self.sync_s * (min(size, 8) - 1)
 
-    def device(self, device: Device, precision: str = "bf16") -> Device:
-        """The machine's device with the fitted constants. Launches are counted with the kernels of an op, not by
-        `Device.launch_s`."""
+    def slowest(self, devices: int) -> float:
+        """The mean device's speed over that of the slowest of so many, as one expects it (Blom 1958).
+
+        >>> profile = Profile.of("a100-sxm", "megatron-core")
+        >>> profile.slowest(1), profile.slowest(8) < profile.slowest(1024) < 1.1
+        (1.0, True)
+        """
+        if devices <= 1:
+            return 1.0
+        return 1.0 + self.uneven * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+    def device(self, device: Device, precision: str = "bf16", devices: int = 1) -> Device:
+        """The machine's device with the fitted constants, the slowest of ``devices`` that wait for one another.
+        Launches are counted with the kernels of an op, not by `Device.launch_s`."""
         units = device.tiles.units if device.tiles else 108
         low = self.share4 if precision == "fp4" else self.share8
         tiles = Tiles(units, self.share * self.library, self.ramp, self.misaligned, low * self.library)
-        return replace(device, tiles=tiles, memory_bandwidth_efficiency=self.memory, launch_s=0.0,
-                       overlap_slowdown=min(2.0, 1.0 + self.interference))
+        slower = self.slowest(devices)
+        peaks = {name: peak / slower for name, peak in device.peak_flops_per_s.items()}
+        return replace(device, tiles=tiles, peak_flops_per_s=peaks, launch_s=0.0,
+                       memory_bandwidth_efficiency=self.memory, overlap_slowdown=min(2.0, 1.0 + self.interference))
 
 
 def lineage(name: str) -> tuple[str, ...]:

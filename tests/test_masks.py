@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoparallel.capture import Ref, capture
+from autoparallel.capture.passes import attention_mask_runs, attention_masks
 from autoparallel.runtime.interpret import values_of
 
 
@@ -74,11 +77,10 @@ def least(q: torch.Tensor) -> torch.Tensor:
 
 
 def test_masks_of_numbers_that_say_nothing_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole, and in blocks."""
-    from autoparallel.capture.passes import attention_masks
-
-    for cells in (attention_masks.BLOCK_CELLS, 12):
+    """As runs of keys, whole, and in blocks."""
+    for cells, runs in ((attention_masks.BLOCK_CELLS, 64), (attention_masks.BLOCK_CELLS, 0), (12, 0)):
         monkeypatch.setattr(attention_masks, "BLOCK_CELLS", cells)
+        monkeypatch.setattr(attention_mask_runs, "MOST_RUNS", runs)
         assert attention_inputs_under(triangle) == (3, True)
         assert attention_inputs_under(least) == (3, True)
         assert attention_inputs_under(lambda q: triangle(q) * 0.5 + 1) == (4, False)
@@ -90,16 +92,33 @@ def test_masks_that_say_something_stay() -> None:
     """A sliding window, one that looks ahead by one, one that differs by sample, one of the data."""
     assert attention_inputs_under(lambda q: (positions(q)[1] <= positions(q)[0]) & (
         positions(q)[0] - positions(q)[1] < 3)) == (4, False)
+    assert attention_inputs_under(lambda q: (positions(q)[1] <= positions(q)[0]) & (
+        positions(q)[1] > positions(q)[0] - 3)) == (4, False)
     assert attention_inputs_under(lambda q: positions(q)[1] <= positions(q)[0] + 1) == (4, False)
+    assert attention_inputs_under(lambda q: positions(q)[1].flip(-1) <= positions(q)[0]) == (4, False)
     assert attention_inputs_under(lambda q: packed(q) & (positions(q)[0] - positions(q)[1]
                                                          < 6 - torch.arange(2)[:, None, None, None])) == (4, False)
     assert attention_inputs_under(lambda q: (q.sum((1, 3)) > 0)[:, None, None, :] | torch.eye(6).bool()) == (4, False)
 
 
-def test_large_masks_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoparallel.capture.passes import attention_masks
+def test_masks_of_any_length_are_recognised_by_runs() -> None:
+    """One of 2^18 tokens has 7 x 10^10 cells."""
+    def kind(mask: Callable[[], torch.Tensor]) -> str:
+        graph = make_fx(mask, tracing_mode="fake")().graph
+        return attention_masks.kind_of(graph.output_node().args[0])
 
+    rows, columns = (lambda: torch.arange(1 << 18)[:, None]), lambda: torch.arange(1 << 18)[None]
+    assert kind(lambda: (columns() <= rows()) & (columns() < 1 << 18)) == "causal"
+    assert kind(lambda: (columns() <= rows()) | (columns() == 5)) == ""
+    assert kind(lambda: rows() - columns() >= 0) == ""    # not known to be runs
+    assert kind(lambda: torch.where(columns() > rows(), -torch.inf, 0.0)) == "causal"
+    assert kind(lambda: columns() < rows()) == ""
+    assert kind(lambda: (columns() <= rows()) | (columns() > rows())) == "all"
+
+
+def test_large_masks_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_masks, "BLOCK_CELLS", 12)
+    monkeypatch.setattr(attention_mask_runs, "MOST_RUNS", 0)
     assert attention_inputs_under(packed) == (3, True)
     assert attention_inputs_under(packed_by_sample, 10) == (3, True)
     assert attention_inputs_under(lambda q: packed_by_sample(q).roll(1, -1), 10) == (4, False)

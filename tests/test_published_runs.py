@@ -20,6 +20,7 @@ from benchmarks.published_runs.fit import (
     SHARES,
     SPREAD,
     Sample,
+    concerns,
     fit,
     folds,
     inward,
@@ -498,6 +499,40 @@ def test_a_model_checks_its_sizes() -> None:
         Model(1, 8, 8, 2, 4, 4, 8, 8)
 
 
+# --- causes of errors -----------------------------------------------------------------------------------------------
+
+
+def test_the_slowest_of_many_devices_sets_the_pace() -> None:
+    some, many = (explain(row(plan__dp=dp, hardware__n_gpus=64 * dp, plan__global_batch=64 * dp))["parts_s"]
+                  for dp in (1, 32))
+    assert 1.005 < many["layer_forward_s"] / some["layer_forward_s"] < 1.1
+
+
+def test_sharded_parameters_are_gathered_beside_compute_or_before_it() -> None:
+    """DeepSpeed of 2021 gathers tensor by tensor, when each is needed."""
+    run = read(row(**FSDP))
+    deepspeed, torch = (Pricer(run, profile_of(replace(run, stack=name), load()))
+                        for name in ("megatron-deepspeed", "torch-compile"))
+    assert deepspeed.beside(1.0, 1.0) > 1.9 and torch.beside(1.0, 1.0) < 1.7
+    assert deepspeed.fsdp_s(False)[0] > torch.fsdp_s(False)[0]
+
+
+def test_utilisations_tell_how_many_layers_are_run_again() -> None:
+    """Of 70 % of the layers, where hardware utilisation is 0.38 x (1 + 0.7/3); by default torch's choice of ops."""
+    changes = {**FSDP, "source__title": "fms-fsdp", "plan__recompute": "selective", "plan__compile": True,
+               "plan__dp": 1, "hardware__n_gpus": 1, "plan__global_batch": 1}
+    told = {"step_time_s": 1.0, "mfu": 0.38, "hfu": 0.38 * (1 + 0.7 / 3)}
+    parts = explain(row(**changes) | {"measured": told})["parts_s"]
+    none = explain(row(**changes | {"plan__recompute": "none"}))["parts_s"]
+    extra = parts["layer_backward_s"] - none["layer_backward_s"]
+    assert extra == pytest.approx(0.7 * none["layer_forward_s"], rel=0.05)
+
+
+def test_plans_that_columns_do_not_tell_are_not_predicted() -> None:
+    with pytest.raises(AbstainError, match="nnScaler"):
+        explain(row(source__title="nnScaler (OSDI 2024)"))
+
+
 # --- fitting and reporting ------------------------------------------------------------------------------------------
 
 
@@ -532,6 +567,19 @@ def test_the_fit_finds_what_made_the_data(tmp_path: Path) -> None:
     assert load(file) == truth
 
 
+def test_constants_leave_alone_the_runs_that_they_do_not_concern() -> None:
+    """Which the fit prices no second time."""
+    runs = [read(row()), read(row(**FSDP)), read(row(model__moe=EXPERTS, source__title="NeMo", plan__tp=1, plan__dp=8)),
+            read(row(hardware__gpu="H100-80GB", plan__precision="fp8", plan__tp=1, plan__pp=1, plan__dp=1,
+                     hardware__n_gpus=1, plan__virtual_stages=1, source__title="torchtitan"))]
+    made, before = [Sample(run, 1.0, "") for run in runs], load()
+    for free in FREE:
+        table = {kind: {entry: dict(values) for entry, values in entries.items()} for kind, entries in before.items()}
+        table[free[0]].setdefault(free[1], {})[free[2]] = 0.9 * lookup(before, free)
+        changed = log_errors(table, made) != log_errors(before, made)
+        assert not [run for run, moved in zip(runs, changed, strict=True) if moved and not concerns(free, run)], free
+
+
 def test_a_source_left_out_does_not_count() -> None:
     """A constant that only its rows determine goes back to its prior; others stay where the rest puts them."""
     other = "MosaicML llm-foundry MPT training benchmarks"
@@ -544,7 +592,7 @@ def test_a_source_left_out_does_not_count() -> None:
     beyond = [lookup(table, mine) / lookup(table, ("stacks", "megatron", "passes"))
               for table in (left["first"], fitted)]
     assert beyond[0] == pytest.approx(1, abs=0.01) and beyond[1] > 1.03
-    assert lookup(left["first"], theirs) > 1.02 * lookup(priors, theirs)
+    assert lookup(left["first"], theirs) > 1.01 * lookup(priors, theirs)
 
 
 def test_parts_by_chance_hold_as_much_of_every_source() -> None:

@@ -20,7 +20,8 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.usual import recipes, usual_plan
 from autoparallel.plans import Plan
-from autoparallel.plans.record import Trial, check_record
+from autoparallel.plans.record import Alternative, Trial, check_record
+from autoparallel.plans.reports import text
 from autoparallel.plans.reports.asked import ask
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import compare, explained
@@ -114,6 +115,21 @@ def test_the_other_lines_say_how_fast_how_full_and_how_sure(plans: dict[str, Pla
     assert f"{bytes_str(p.peak_bytes)} of {bytes_str(p.limit_bytes)} (margin " in fast
     assert "Communication exposed" in sure and "best sharding" in sure
     assert "not searched" in plans["fsdp"].summary().split("\n")[2]
+
+
+def test_plans_within_the_error_of_predictions_are_called_so(plans: dict[str, Plan]) -> None:
+    plan = plans["searched"]
+    step_s, record = plan.prediction.step_s, plan.record
+    assert record is not None
+    others = tuple(Alternative(factor * step_s, 1.0, ("x: a -> b",)) for factor in (1.02, 1.1, 1.3))
+    close = replace(plan, prediction=replace(plan.prediction, p50=0.05), record=replace(record, alternatives=others))
+    assert "Another plan is within the error of predictions (5.0 %): the next is 2.0 % slower." in close.summary()
+    wide = replace(close, prediction=replace(plan.prediction, p50=0.2))
+    assert "2 other plans are within the error" in wide.summary()
+    exact = replace(close, prediction=replace(plan.prediction, p50=0.01))
+    assert "within the error" not in exact.summary()
+    cells = list(text.alternatives_table(report_of(close).speed, others).columns[1].cells)
+    assert cells == ["2.0 %, within the error", "10 %", "30 %"], cells
 
 
 def test_what_does_not_fit_is_said(plans: dict[str, Plan]) -> None:
@@ -315,8 +331,8 @@ def test_notebooks_show_the_summary_as_text(plans: dict[str, Plan]) -> None:
 def test_usual_recipes_use_all_devices(devices: int, host: int, experts: bool, some: str) -> None:
     found = list(recipes(devices, host, experts))
     assert some in found and len(set(found)) == len(found)
-    for text in found:
-        hand = ByHand.of(text).on(devices)
+    for recipe in found:
+        hand = ByHand.of(recipe).on(devices)
         assert (hand.dp or 1) * hand.tp * hand.pp == devices
 
 

@@ -11,6 +11,8 @@ import torch
 
 import autoparallel
 from autoparallel.plans import Prediction
+from autoparallel.plans.plan import CollectiveUse
+from autoparallel.runtime.measured import Calls
 from autoparallel.runtime.verify import Measured, Verification
 from cost_models import Cluster, ClusterError, Correction
 from tests.models import CASES
@@ -25,10 +27,15 @@ def prediction(**changes: Any) -> Prediction:
 
 def test_a_correction_brings_the_parts_to_what_was_measured() -> None:
     cluster = Cluster.load("h100-sxm", software="none")
-    found = Verification(prediction(), Measured(8.0, 6.0, 2.0, None, {"allreduce": 3}), cluster)
-    assert found.error == pytest.approx(4.5 / 8.0 - 1)
-    assert tuple(vars(found.correction).values()) == pytest.approx((2.0, 2.0 / 1.5, 0.0))
-    assert "allreduce: 3 calls" in str(found) and "compute" in str(found)
+    uses = tuple(CollectiveUse("all_reduce", "dp", "backward", 3, 1.0, 0.8, purpose)
+                 for purpose in ("gradients", "activations"))
+    found = Verification(prediction(collectives=uses, hidden_s=0.2),
+                         Measured(8.0, 6.0, 2.0, None, {"all_reduce": Calls(3, 1.9, 1.5)}, (7, 9)), cluster)
+    assert found.error == pytest.approx(4.3 / 8.0 - 1)
+    assert tuple(vars(found.correction).values()) == pytest.approx((2.0, 2.0 / 1.3, 0.0))
+    told = {line[:46].strip(): line[46:].split() for line in str(found).split("\n")}
+    assert told["exposed all_reduce (3 calls)"] == ["1.4", "1.5"] and told["compute"] == ["3", "6"]
+    assert told["bubbles, sends, waits, host"] == ["0", "0.5"] and "by rank: 7 9" in str(found)
 
 
 def test_waits_in_a_pipeline_are_compute_of_others() -> None:

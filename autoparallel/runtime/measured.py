@@ -35,19 +35,32 @@ BACKWARD = "autograd::engine::evaluate_function: "
 PRODUCT_NAMES = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_grouped_mm", "aten::convolution",
                  "aten::conv", "aten::mkldnn", "mkldnn::_linear", "mkl::")
 SENDS = ("gloo:send", "gloo:recv", "c10d::send", "c10d::recv")
+#: Kinds of collectives by what process groups and NCCL's kernels call them, in letters alone.
+COLLECTIVE_NAMES = {"allgather": "all_gather", "allreduce": "all_reduce", "reducescatter": "reduce_scatter",
+                    "alltoall": "all_to_all", "broadcast": "broadcast"}
 COMPUTE, NO_AXIS = "compute", "collectives"
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
+class Calls:
+    """A rank's collectives of one kind: how many, their seconds, and those in which the rank computes nothing."""
+
+    count: int
+    seconds: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
 class RankStep:
     """The measured step of one rank. ``rows``: names of streams; ``boxes``: (name, kind, row, start, end, what else).
-    ``parts``: seconds by `step_parts.PARTS`."""
+    ``parts``: seconds by `step_parts.PARTS`; ``collectives``: by kind."""
 
     total_s: float
     rows: tuple[str, ...]
     boxes: tuple[tuple[str, str, int, float, float, Mapping[str, str]], ...]
     parts: Mapping[str, float]
+    collectives: Mapping[str, Calls]
     held: tuple[tuple[float, float], ...] = ()
 
 
@@ -81,7 +94,7 @@ def rank_step(recording: Recording, sites: Sequence[Site], links: Mapping[str, s
     work = defaultdict[str, list[Interval]](list)
     for part, interval in places.computed():
         work[part].append(interval)
-    asked = defaultdict[str, list[Interval]](list)
+    asked, by_kind = defaultdict[str, list[Interval]](list), defaultdict[str, list[Interval]](list)
     for event, context in places.communication():
         if event.name.startswith(SENDS):
             kind = "send" if "send" in event.name else "receive"
@@ -90,6 +103,7 @@ def rank_step(recording: Recording, sites: Sequence[Site], links: Mapping[str, s
         site = sites[context.site] if context.site >= 0 else None
         part, kind, said = _purpose(event, context, site)
         asked[part].append((event.start_s, event.end_s))
+        by_kind[_kind(event.name)].append((event.start_s, event.end_s))
         row = links.get(site.axis, site.axis) if site is not None and site.axis else next(
             iter(links.values())) if len(links) == 1 else NO_AXIS
         boxes.append((said, kind, row, event.start_s, event.end_s, {"op": event.name, "part": part}))
@@ -101,7 +115,10 @@ def rank_step(recording: Recording, sites: Sequence[Site], links: Mapping[str, s
     busy_s = _length(itertools.chain(*work.values(), *asked.values()))
     parts[OVERLAPPED] = min(0.0, busy_s - sum(parts.values()))
     parts[IDLE] = max(0.0, total_s - busy_s)
-    return RankStep(total_s, rows, placed, parts, recording.held)
+    computed = list(itertools.chain(*work.values()))
+    collectives = {kind: Calls(len(some), sum(end - start for start, end in some),
+                               _length([*computed, *some]) - _length(computed)) for kind, some in by_kind.items()}
+    return RankStep(total_s, rows, placed, parts, collectives, recording.held)
 
 
 class _Places:
@@ -269,6 +286,15 @@ def _purpose(event: Recorded, context: _Context, site: Site | None) -> tuple[str
     return COLLECTIVES["activations"], "exchange", said
 
 
+def _kind(name: str) -> str:
+    """
+    >>> _kind("gloo:all_reduce"), _kind("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)")
+    ('all_reduce', 'reduce_scatter')
+    """
+    letters = "".join(filter(str.isalpha, name.lower()))
+    return next((kind for word, kind in COLLECTIVE_NAMES.items() if word in letters), "other")
+
+
 def _is_communication(event: Recorded) -> bool:
     return event.name.lower().startswith(("nccl", "rccl"))
 
@@ -314,4 +340,4 @@ def _lanes(boxes: Iterable[tuple[str, str, str, float, float, Mapping[str, str]]
     return tuple(rows), tuple(found)
 
 
-__all__ = ["RankStep", "rank_step"]
+__all__ = ["Calls", "RankStep", "rank_step"]

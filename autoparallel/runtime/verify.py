@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -13,16 +14,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from autoparallel.errors import InputError, shown
 from autoparallel.plans import Prediction
+from autoparallel.plans.reports.step_parts import ATTENTION, OTHERS, PRODUCTS
+from autoparallel.runtime.measured import Calls, rank_step
+from autoparallel.runtime.recorded import recorded
 from cost_models import Cluster, Correction
 from cost_models.calibrate import write_cluster
 
-#: Names of the profiler's events that are communication, as torch and its process groups record them.
-COMMUNICATION = ("c10d::", "_c10d_functional::", "nccl", "gloo:")
 WARM_UP = 2
+#: Ranks whose memory is printed.
+MOST_RANKS = 16
 #: The least and the largest factor of a correction.
 LIMITS = 1e-3, 1e3
 
@@ -30,14 +33,15 @@ LIMITS = 1e-3, 1e3
 @dataclass(frozen=True)
 class Measured:
     """Seconds of a step on the slowest rank: of forward and backward, of the part in compute, and of the rest, which is
-    exposed communication and the host; of the optimizer (None: there was none). ``collectives``: calls by kind.
-    ``peak_bytes``: of tensors by rank (empty where the device does not tell)."""
+    exposed communication and the host; of the optimizer (None: there was none). ``collectives``: by kind, means over
+    the ranks (with those that compare the ranks' calls). ``peak_bytes``: of tensors by rank (empty where the device
+    does not tell)."""
 
     step_s: float
     compute_s: float
     exposed_s: float
     optimizer_s: float | None
-    collectives: Mapping[str, int]
+    collectives: Mapping[str, Calls]
     peak_bytes: tuple[int, ...] = ()
 
 
@@ -90,23 +94,38 @@ class Verification:
         write_cluster(Path(path), self.corrected, "as described; corrected by measured steps")
 
     def __str__(self) -> str:
-        p, m = self.predicted, self.measured
-        rows = [("forward and backward", self.predicted_s, m.step_s),
-                ("  compute", p.forward_s + p.backward_s, m.compute_s),
-                ("  exposed communication, bubbles, host", self._exposed_s + p.waiting_s + p.fixed_s, m.exposed_s),
-                ("optimizer", p.optimizer_s, m.optimizer_s)]
-        lines = [f"{'seconds':40}{'predicted':>12}{'measured':>12}"]
-        lines += [f"{name:40}{a:12.4g}{'-' if b is None else format(b, '12.4g'):>12}" for name, a, b in rows]
-        fullest = max(m.peak_bytes, default=None)
-        lines.append(f"{'peak bytes of the fullest rank':40}{p.peak_bytes:12.4g}"
-                     f"{'-' if fullest is None else format(float(fullest), '12.4g'):>12}")
-        lines += [f"  {kind}: {count} calls measured" for kind, count in sorted(m.collectives.items())]
-        found = self.correction
+        p, m, found = self.predicted, self.measured, self.correction
+        lines = [f"{'seconds':46}{'predicted':>12}{'measured':>12}"]
+        lines += [f"{name:46}{a:12.4g}{'-' if b is None else format(b, '12.4g'):>12}" for name, a, b in self._rows()]
+        lines.append(f"{'peak bytes of the fullest rank':46}{p.peak_bytes:12.4g}"
+                     f"{format(float(max(m.peak_bytes)), '12.4g') if m.peak_bytes else '-':>12}")
+        if m.peak_bytes:
+            shown = " ".join(f"{num_bytes:.4g}" for num_bytes in m.peak_bytes[:MOST_RANKS])
+            lines.append(f"  measured, by rank: {shown}{' ...' if len(m.peak_bytes) > MOST_RANKS else ''}")
         lines.append(f"predicted {self.error:+.0%}; correction: compute x {found.compute:.3g}, communication "
                      f"x {found.communication:.3g}, {found.fixed_s:.3g} s a step")
         if LIMITS[0] in vars(found).values() or LIMITS[1] in vars(found).values():
             lines.append("a factor is at its limit: the cluster's description is of another machine")
         return "\n".join(lines)
+
+    def _rows(self) -> Iterator[tuple[str, float, float | None]]:
+        """Parts of the step, predicted and measured. What is predicted to run beside compute is parameters'
+        collectives, each at an equal share."""
+        p, m = self.predicted, self.measured
+        yield "forward and backward", self.predicted_s, m.step_s
+        yield "  compute", p.forward_s + p.backward_s, m.compute_s
+        of_parameters = sum(use.seconds for use in p.collectives if use.purpose != "activations")
+        hidden = min(1.0, p.hidden_s / of_parameters) if of_parameters else 0.0
+        predicted = Counter[str]()
+        for use in p.collectives:
+            predicted[use.kind] += use.seconds * (1 - hidden * (use.purpose != "activations"))
+        for kind in sorted({*predicted, *m.collectives}):
+            calls = m.collectives.get(kind)
+            told = f" ({calls.count} calls)" if calls else ""
+            yield f"  exposed {kind}{told}", predicted[kind], calls.exposed_s if calls else 0.0
+        rest_s = m.exposed_s - sum(calls.exposed_s for calls in m.collectives.values())
+        yield "  bubbles, sends, waits, host", p.waiting_s + p.fixed_s, max(0.0, rest_s)
+        yield "optimizer", p.optimizer_s, m.optimizer_s
 
 
 def _limited(factor: float) -> float:
@@ -126,13 +145,24 @@ def measure(step: Callable[[], object], device: torch.device, steps: int,
     taken = [_timed(step, device) for _ in range(steps)]
     updates = [_timed(optimizer.step, device) for _ in range(steps)] if optimizer is not None else []
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    compute_s, calls = _profiled(step, device)
+    dist.barrier()
+    mine = rank_step(recorded(step, device), (), {})
     ranks: list[Any] = [None] * dist.get_world_size()
+    compute_s = sum(mine.parts.get(part, 0.0) for part in (PRODUCTS, ATTENTION, OTHERS))
     dist.all_gather_object(ranks, (statistics.median(taken), compute_s,
-                                   statistics.median(updates) if updates else None, peak))
+                                   statistics.median(updates) if updates else None, peak, mine.collectives))
     step_s, compute_s = max(r[0] for r in ranks), max(r[1] for r in ranks)
     return Measured(step_s, min(compute_s, step_s), max(0.0, step_s - compute_s),
-                    max(r[2] for r in ranks) if updates else None, calls, tuple(r[3] for r in ranks if r[3]))
+                    max(r[2] for r in ranks) if updates else None, _mean([r[4] for r in ranks]),
+                    tuple(r[3] for r in ranks if r[3]))
+
+
+def _mean(ranks: Sequence[Mapping[str, Calls]]) -> dict[str, Calls]:
+    """Collectives of a rank, in the mean; the most calls that one made."""
+    none = Calls(0, 0.0, 0.0)
+    every = {kind: [rank.get(kind, none) for rank in ranks] for kind in sorted(set().union(*ranks))}
+    return {kind: Calls(max(c.count for c in some), statistics.fmean(c.seconds for c in some),
+                        statistics.fmean(c.exposed_s for c in some)) for kind, some in every.items()}
 
 
 @contextmanager
@@ -161,23 +191,6 @@ def _timed(call: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - started
-
-
-def _profiled(step: Callable[[], object], device: torch.device) -> tuple[float, dict[str, int]]:
-    """Seconds of this rank's ops (kernels, on a GPU) that are not communication, and the collectives' calls by kind."""
-    on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    dist.barrier()
-    with profile(activities=activities) as recorded:
-        step()
-    seconds, calls = 0.0, dict[str, int]()
-    for event in recorded.key_averages():
-        name = event.key.lower()
-        if name.startswith("c10d::"):
-            calls[name.removeprefix("c10d::").rstrip("_")] = event.count
-        if not name.startswith(COMMUNICATION) and (on_gpu or name.startswith("aten::")):
-            seconds += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
-    return seconds, calls
 
 
 __all__ = ["Measured", "Verification", "measure", "undone"]

@@ -1,7 +1,8 @@
 """``python -m benchmarks.published_runs --runs FILE``: predictions against measurements.
 
-``--fit`` fits the constants anew and writes them; ``--accuracy`` writes the error bars of plans; ``--leave-one-out``
-fits without each source in turn and predicts that source, ``--folds 5`` without a fifth of all rows in turn;
+``--fit`` fits the constants anew and writes them; ``--leave-one-out`` fits without each source in turn and predicts
+that source, ``--folds 5`` without a fifth of all rows in turn; ``--accuracy`` does both and writes the error bars of
+plans;
 ``--by-plan N`` prices N rows of each source by `autoparallel.plan` too, each row's plan given by hand."""
 
 from __future__ import annotations
@@ -49,14 +50,20 @@ def main() -> None:
         print("\n".join(line(pair) for pair in pairs))
     figures: dict[str, Any] = {"fitted": by_source(pairs)}
     if options.accuracy:
-        bars.write(rows)
+        found = bars.LeftOut.of(rows)
+        bars.write(rows, found)
+        figures["left_out"], figures["inside"] = by_source(found.apart), found.coverage()
+        print("\nEach source under constants fitted without it:\n" + report.table(figures["left_out"])
+              + f"\n{report.over_sources(figures['left_out'])}"
+              + "\ninside p50 and p90 of the other sources' errors: {:.0%}, {:.0%}".format(*figures["inside"]))
     if options.by_plan:
         figures["by_plan"] = routes.compare(rows, options.by_plan)
         print(f"\nBy plans of captured models, {options.by_plan} rows of each source:\n"
               + routes.table(figures["by_plan"]))
-    if options.leave_one_out:
+    if options.leave_one_out and not options.accuracy:
         figures["left_out"] = left_out(rows, lambda known: [sample.source for sample in known])
-        print("\nEach source under constants fitted without it:\n" + report.table(figures["left_out"]))
+        print("\nEach source under constants fitted without it:\n" + report.table(figures["left_out"])
+              + f"\n{report.over_sources(figures['left_out'])}")
     if options.folds:
         figures["folds"] = left_out(rows, lambda known: fit.folds(known, options.folds))
         print(f"\nEach row under constants fitted without it and others, 1 in {options.folds} of every source:\n"

@@ -3,62 +3,102 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import date
+from typing import Any
 
 import numpy as np
 
 from benchmarks.published_runs import fit
 from benchmarks.published_runs.compare import compare, pairs_left_out
-from benchmarks.published_runs.rows import Row, read
-from cost_models.accuracy import FILE
-from cost_models.profile import lineage, load
+from benchmarks.published_runs.report import Pair
+from benchmarks.published_runs.rows import Row, Run, read
+from cost_models.accuracy import FILE, error_bar
+from cost_models.profile import Profile, lineage, load
 
 #: Shares of runs at which measured over predicted memory is kept.
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
 #: So few runs of a kind show no error of their own.
 FEWEST = 3
-Errors = dict[str, dict[str, list[float]]]
+Bars = dict[str, dict[str, dict[str, Any]]]
 
 
-def write(rows: list[Row]) -> None:
+@dataclass(frozen=True)
+class Error:
+    """Absolute relative error of a run's step time under constants fitted without it."""
+
+    size: float
+    run: Run
+    source: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Runs under constants fitted without their source (``apart``), and without a fifth of all runs (``folded``)."""
+
+    apart: list[Pair]
+    folded: list[Pair]
+
+    @classmethod
+    def of(cls, rows: list[Row]) -> LeftOut:
+        return cls(pairs_left_out(rows, lambda known: [sample.source for sample in known]),
+                   pairs_left_out(rows, lambda known: fit.folds(known, 5)))
+
+    def errors(self) -> list[Error]:
+        """Of every run, without its source; of software that one source alone ran, without a fifth of its runs."""
+        apart, sources = _errors(self.apart), defaultdict[str, set[str]](set)
+        for error in apart:
+            sources[error.run.stack].add(error.source)
+        alone = {software for software, known in sources.items() if len(known) == 1}
+        return [error for errors, single in ((apart, False), (_errors(self.folded), True)) for error in errors
+                if (error.run.stack in alone) == single]
+
+    def coverage(self) -> tuple[float, float]:
+        """Shares of runs whose error, without their source, is inside p50 and p90 of bars that know nothing of their
+        source either."""
+        known, inside = self.errors(), []
+        for source in dict.fromkeys(pair.source for pair in self.apart):
+            bars = table(error for error in known if error.source != source)
+            for error in _errors(pair for pair in self.apart if pair.source == source):
+                bar = error_bar(Profile.of(error.run.machine, error.run.stack), bars)
+                inside.append((error.size <= bar.p50, error.size <= bar.p90))
+        p50, p90 = np.mean(inside, axis=0)
+        return float(p50), float(p90)
+
+
+
+
+def write(rows: list[Row], left_out: LeftOut) -> None:
     """Write the file of error bars."""
     lines = [f"# Written on {date.today()} by `python -m benchmarks.published_runs --accuracy`: relative errors of",
              "# predicted step times, and measured over predicted peak memory. See accuracy.py."]
-    for software, devices in sorted(errors(rows).items()):
-        for device, found in devices.items():
-            if len(found) >= FEWEST:
-                p50, p90 = np.quantile(found, [0.5, 0.9])
-                lines += ["", f'[time."{software}"."{device}"]', f"runs = {len(found)}", f"p50 = {p50:.3f}",
-                          f"p90 = {p90:.3f}"]
+    for software, devices in sorted(table(left_out.errors()).items()):
+        for device, bar in devices.items():
+            lines += ["", f'[time."{software}"."{device}"]', f"runs = {bar['runs']}", f"p50 = {bar['p50']:.3f}",
+                      f"p90 = {bar['p90']:.3f}"]
     ratios = [1 / (1 + e) for p in compare(rows, load())[0] if (e := p.memory_error) is not None]
     lines += ["", "[memory]", f"runs = {len(ratios)}", f"shares = {list(SHARES)}",
               f"ratios = {[round(float(q), 3) for q in np.quantile(ratios, SHARES)]}"]
     FILE.write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def errors(rows: list[Row]) -> Errors:
-    """Absolute relative errors of step times by software (each of its lineage) and device (its family, and "all"):
-    under constants fitted without the run's source, or, of software that one source alone ran, without a fifth of its
-    runs."""
-    alone = _of_one_source(rows)
-    apart = pairs_left_out(rows, lambda known: [sample.source for sample in known])
-    folded = pairs_left_out(rows, lambda known: fit.folds(known, 5))
-    found: Errors = defaultdict(lambda: defaultdict(list))
-    for pairs, single in ((apart, False), (folded, True)):
-        for pair in pairs:
-            run = read(pair.row)
-            if pair.error is not None and (run.stack in alone) == single:
-                for software in lineage(run.stack)[1:]:
-                    for device in (lineage(run.machine)[1], "all"):
-                        found[software][device].append(abs(pair.error))
-    return found
+def table(errors: Iterable[Error]) -> Bars:
+    """Number of runs and quantiles of their errors, by software (each of its lineage) and device (its family, and
+    "all")."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for error in errors:
+        for software in lineage(error.run.stack)[1:]:
+            for device in (lineage(error.run.machine)[1], "all"):
+                found[software][device].append(error.size)
+    return {software: {device: _bar(sizes) for device, sizes in devices.items() if len(sizes) >= FEWEST}
+            for software, devices in found.items()}
 
 
-def _of_one_source(rows: list[Row]) -> set[str]:
-    sources = defaultdict[str, set[str]](set)
-    for pair in compare(rows, load())[0]:
-        if pair.predicted_s is not None:
-            sources[read(pair.row).stack].add(pair.source)
-    return {software for software, known in sources.items() if len(known) == 1}
+def _bar(sizes: list[float]) -> dict[str, Any]:
+    p50, p90 = np.quantile(sizes, [0.5, 0.9])
+    return {"runs": len(sizes), "p50": float(p50), "p90": float(p90)}
 
 
+def _errors(pairs: Iterable[Pair]) -> list[Error]:
+    return [Error(abs(pair.error), read(pair.row), pair.source) for pair in pairs if pair.error is not None]

@@ -72,6 +72,7 @@ def _missing(run: Run) -> str:
         "experts": m.experts, "latent attention": m.latent, "windows of attention": m.window,
         "matrix products of less than two bytes": p.precision != "bf16",
         "recompute of named modules": p.modules,
+        "recompute of some layers": p.recompute == "selective" and p.again is not None,
         "grouped queries without a gated MLP": not m.gated and m.query_groups != m.heads,
         "heads of another size without a gated MLP": not m.gated and m.head_dim * m.heads != m.hidden,
     }

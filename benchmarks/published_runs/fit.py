@@ -33,8 +33,9 @@ NOISE = 0.055
 #: One standard deviation of a constant about its parent, in its logit or logarithm. Guesses; those of `loss_bytes`,
 #: `step_s` and `update_bytes` twice as far as was guessed, which predicts sources and rows left out better.
 SPREAD = {
-    "share": 0.25, "share8": 0.25, "share4": 0.25, "ramp": 0.4, "misaligned": 0.5, "memory": 0.3, "attention": 0.25,
-    "legacy": 0.3, "library": 0.5, "attend": 0.5, "passes": 0.35, "eager": 0.4, "quantise": 0.4, "loss_bytes": 0.6,
+    "share": 0.25, "share8": 0.25, "share4": 0.25, "ramp": 0.4, "misaligned": 0.5, "memory": 0.3, "uneven": 0.5,
+    "attention": 0.25, "legacy": 0.3, "library": 0.5, "attend": 0.5, "passes": 0.35, "eager": 0.4, "quantise": 0.4,
+    "loss_bytes": 0.6,
     "host_s": 0.4, "host_backward": 0.2, "tied": 0.7, "host_experts": 0.7, "host_expert": 0.7, "host_graphed": 0.7,
     "host_call_s": 0.5, "micro_s": 0.7, "step_s": 1.4, "sync_s": 0.7, "update_bytes": 1.0,
     "hide_tensor": 0.7, "hide_experts": 1.0, "hide_data": 0.7, "hide_pipe": 0.7,
@@ -43,11 +44,25 @@ SPREAD = {
 
 Free = tuple[str, str, str]
 
+#: Which runs a constant concerns, where not all of its device or software (the others need not be priced anew).
+CONCERNS: dict[str, Callable[[Run], bool]] = {
+    "share8": lambda run: run.plan.precision == "fp8",
+    "share4": lambda run: run.plan.precision == "fp4",
+    "quantise": lambda run: run.plan.precision != "bf16",
+    **dict.fromkeys(("host_experts", "host_expert", "host_graphed", "hide_experts"),
+                    lambda run: run.model.experts is not None),
+    **dict.fromkeys(("host_call_s", "sync_s", "hide_tensor", "tied"), lambda run: run.plan.tensor > 1),
+    "hide_pipe": lambda run: run.plan.pipeline > 1,
+    "interference": lambda run: run.plan.fsdp,
+    "uneven": lambda run: run.plan.devices > 1,
+    "eager": lambda run: run.stack == "torch-eager",
+}
+
 #: (table, entry, name) of what is fitted; all else stays at its prior, but for what its parents do.
 FREE: tuple[Free, ...] = tuple(
     (kind, entry, name)
     for kind, entries, names in (
-        ("devices", "default", "share share8 share4 ramp misaligned memory attention legacy"),
+        ("devices", "default", "share share8 share4 ramp misaligned memory uneven attention legacy"),
         ("devices", "v100 a100 a100-sxm-40 hopper h100-hbm2e blackwell gb200 gb300 b200 b300", "share attention"),
         ("devices", "hopper h100-hbm2e blackwell gb200 gb300 b200 b300", "share8"),
         ("devices", "gb200 gb300", "share4"),
@@ -60,7 +75,8 @@ FREE: tuple[Free, ...] = tuple(
         ("stacks", "traced", "library passes loss_bytes hide_tensor host_s host_backward host_call_s tied micro_s "
                              "step_s sync_s update_bytes"),
         ("stacks", "composer", "attend passes loss_bytes interference step_s"),
-        ("stacks", "torch torch-fsdp", "passes quantise interference"),
+        ("stacks", "torch", "quantise interference"),
+        ("stacks", "torch-fsdp", "passes quantise interference"),
         ("stacks", "core", "passes quantise hide_tensor hide_pipe"),
         ("stacks", "nemo", "passes quantise hide_tensor hide_pipe hide_experts host_experts step_s"),
         ("stacks", "nemo-25.09 nemo-25.11 nemo-26.02 nemo-26.06", "passes hide_experts"),
@@ -86,9 +102,21 @@ def log_errors(table: Table, samples: Iterable[Sample]) -> np.ndarray:
 
 def fit(samples: Sequence[Sample], start: Table | None = None, rounds: int = 12,
         say: Callable[[str], None] = lambda line: None) -> Table:
-    """The constants that the samples suggest; ``start`` only says where the search begins, else at the priors."""
+    """The constants that the samples suggest; ``start`` only says where the search begins, else at the priors. Slopes,
+    the larger part of the work, are taken once a round."""
     task = _Fit(samples)
-    return task.table(task.descend(task.shifts(start or task.priors), task.slopes, rounds, say=say))
+    x = task.shifts(start or task.priors)
+    e = log_errors(task.table(x), samples)
+    for number in range(rounds):
+        before = task.cost(e, x)
+        x = task.descend(x, task.slopes(e, x))
+        e = log_errors(task.table(x), samples)
+        size = np.abs(np.expm1(e))
+        cost = task.cost(e, x)
+        say(f"round {number + 1}: cost {cost:.4f}, median error {np.median(size):.4f}, mean {size.mean():.4f}")
+        if before - cost < 1e-3 * before:
+            break
+    return task.table(x)
 
 
 def left_out(samples: Sequence[Sample], parts: Sequence[object], fitted: Table) -> Iterator[tuple[object, Table]]:
@@ -101,7 +129,7 @@ def left_out(samples: Sequence[Sample], parts: Sequence[object], fitted: Table) 
     slopes = task.slopes(log_errors(fitted, samples), x)
     for part in dict.fromkeys(parts):
         kept = np.array([other != part for other in parts], dtype=float)
-        yield part, task.table(task.descend(x, lambda e, x: slopes, 12, kept))
+        yield part, task.table(task.descend(x, slopes, kept))
 
 
 def folds(samples: Sequence[Sample], count: int, seed: int = 0) -> list[int]:
@@ -121,8 +149,7 @@ class _Fit:
         count = Counter(sample.source for sample in samples)
         self.weight = np.array([count[sample.source] ** -0.5 for sample in samples])
         self.priors = load(PRIORS)
-        self.rows = {free: [n for n, s in enumerate(samples) if free[1] in lineage(names(s.run)[free[0]])]
-                     for free in FREE}
+        self.rows = {free: [n for n, s in enumerate(samples) if concerns(free, s.run)] for free in FREE}
         self.free = [free for free in FREE if self.rows[free]]
 
     @cached_property
@@ -166,16 +193,14 @@ class _Fit:
             slopes[rows, column] = (log_errors(self.table(moved), [self.samples[r] for r in rows]) - e[rows]) / 0.05
         return slopes
 
-    def descend(self, x: np.ndarray, slopes: Callable[[np.ndarray, np.ndarray], np.ndarray], rounds: int,
-                kept: Any = 1.0, say: Callable[[str], None] = lambda line: None) -> np.ndarray:
-        """Damped steps until one gains less than a thousandth."""
+    def descend(self, x: np.ndarray, slopes: np.ndarray, kept: Any = 1.0) -> np.ndarray:
+        """At most 12 damped steps, until one gains less than a thousandth."""
         e, damping = log_errors(self.table(x), self.samples), 1e-2
         cost = self.cost(e, x, kept)
-        for number in range(rounds):
-            gradients = slopes(e, x)
+        for _ in range(12):
             weight = kept * self.weight / (1 + (e / FAR) ** 2)
-            curvature = gradients.T @ (weight[:, None] * gradients) + NOISE**2 * np.eye(len(x))
-            slope = gradients.T @ (weight * e) + NOISE**2 * x
+            curvature = slopes.T @ (weight[:, None] * slopes) + NOISE**2 * np.eye(len(x))
+            slope = slopes.T @ (weight * e) + NOISE**2 * x
             for _ in range(6):
                 step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -slope).clip(-2.0, 2.0)
                 tried = log_errors(self.table(x + step), self.samples)
@@ -186,11 +211,15 @@ class _Fit:
             else:
                 break
             gained, x, e, cost, damping = cost - lower, x + step, tried, lower, max(damping / 5, 1e-4)
-            size = np.abs(np.expm1(e))
-            say(f"round {number + 1}: cost {cost:.4f}, median error {np.median(size):.4f}, mean {size.mean():.4f}")
             if gained < 1e-3 * cost:
                 break
         return x
+
+
+def concerns(free: Free, run: Run) -> bool:
+    """Whether a run's step time depends on a constant."""
+    kind, entry, name = free
+    return entry in lineage(names(run)[kind]) and CONCERNS.get(name, lambda run: True)(run)
 
 
 def names(run: Run) -> dict[str, str]:

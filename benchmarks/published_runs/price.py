@@ -12,12 +12,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.published_runs.rows import Run, is_torch
+from benchmarks.published_runs.rows import TRACED, Run, is_torch
 from cost_models import Cluster, Group, collectives, memory
 from cost_models.compute import UNFUSED_LAUNCHES, attention_s, larger, matmul_time_s, softmax_is_fused, traffic_s
 from cost_models.pipeline import pipeline_s
 from cost_models.profile import Profile
 
+#: Parameters of a layer: four weights, their biases, and those of two norms.
+TENSORS = 12
 Product = tuple[float, float, float, float]    # m, n, k, how many
 
 _DTYPES = {"bf16": "float16", "fp8": "float8_e4m3fn", "fp4": "float4_e2m1fn"}
@@ -64,7 +66,8 @@ class Pricer:
 
     def __init__(self, run: Run, c: Profile) -> None:
         self.run, self.c, self.m, self.p = run, c, run.model, run.plan
-        self.device = c.device(run.cluster.device, run.plan.precision)
+        devices = 1 if run.stack == TRACED else run.plan.devices    # traces are of one rank
+        self.device = c.device(run.cluster.device, run.plan.precision, devices)
         self.cluster = _network(replace(run.cluster, device=self.device), c.network)
         self.tokens = self.p.micro_batch * self.m.seq_len / self.p.context
         self.passes = c.passes * c.unfused
@@ -276,6 +279,8 @@ class Pricer:
             back += self.again_s(mixed, seconds)
         elif p.recompute == "full":
             back += seconds - (self.product_s(self.linears(mixed)[-1:]) if c.early_stop else 0.0)
+        elif p.recompute == "selective" and p.again is not None:
+            back += p.again * seconds
         elif p.recompute == "selective" and is_torch(self.run.stack):
             back += 0.5 * max(0.0, seconds - self.attention_s()[0])    # torch keeps every other product's output
         elif p.recompute == "selective" and not c.flash:
@@ -306,8 +311,10 @@ class Pricer:
         return sum(larger(seconds.get(name, 0.0), host) for name in sorted(self.p.modules))
 
     def beside(self, compute_s: float, network_s: float) -> float:
-        """FSDP fetches ahead: the slower of collectives and compute counts, and compute suffers."""
-        return max(compute_s, network_s) + self.c.interference * min(compute_s, network_s)
+        """FSDP fetches ahead: the slower of collectives and compute counts, and compute suffers; software that does not
+        (DeepSpeed of 2021) does one after the other."""
+        hidden = self.c.hide_data * (1 - self.c.interference) * min(compute_s, network_s)
+        return compute_s + network_s - hidden
 
     def layer_parameters(self, mixed: bool) -> tuple[float, float]:
         """Elements of one layer on a rank: those reduced over all data ranks, and those of experts."""
@@ -333,7 +340,13 @@ class Pricer:
         return both * (1.0 if self.m.tied else 1.0 + self.c.interference)
 
     def sharded_s(self, elements: float) -> tuple[float, float]:
-        """Gathering so many elements of parameters, and reducing and scattering their gradients."""
+        """Gathering so many elements of parameters, and reducing and scattering their gradients: a layer's at once, or
+        tensor by tensor."""
+        calls = 1 if self.c.by_block else TENSORS
+        gather, scatter = self._sharded_s(elements / calls)
+        return calls * gather, calls * scatter
+
+    def _sharded_s(self, elements: float) -> tuple[float, float]:
         group, replicas = self.group("data"), 0.0
         if self.p.hybrid:
             group, across = self.group("host"), self.group("replicas")

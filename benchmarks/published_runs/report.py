@@ -170,5 +170,11 @@ def table(by_source: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def over_sources(by_source: Mapping[str, Mapping[str, Any]]) -> str:
+    """The median over sources of their median errors."""
+    medians = [s["median"] for name, s in by_source.items() if name != "all" and s["median"] is not None]
+    return f"median over {len(medians)} sources: {_percent(_mean(np.median, np.array(medians)))}"
+
+
 def _percent(value: float | None, sign: str = "") -> str:
     return "" if value is None else f"{100 * value:{sign}.1f}"

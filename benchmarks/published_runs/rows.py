@@ -68,9 +68,14 @@ STACKS = (
     ("composer", ("mosaicml", "llm-foundry", "composer")),
     (TORCH, ("fsdp",)),
     ("alpa", ("alpa",)),
+    ("internevo", ("internevo", "internlm")),    # torch with flash attention, nothing compiled
     ("megatron-2022", ("korthikanti",)),
     ("megatron-2021", ("megatron", "sc21")),
 )
+
+
+#: Software whose plans a row's columns cannot tell.
+UNTOLD = ("nnscaler", "cubeplanner")
 
 
 class AbstainError(Exception):
@@ -193,6 +198,7 @@ class Plan:
     recompute: str
     precision: str
     gpipe: bool = False
+    again: float | None = None    # share of layers that "selective" runs again whole, where the row tells it
     modules: frozenset[str] = frozenset()    # what "selective" runs again, where the row names it
     dispatcher: str = ""    # of tokens to experts: "alltoall" sends a copy to each expert, others one to each host
     expert_overlap: bool | None = None    # whether dispatch runs beside other micro-batches' compute, where stated
@@ -283,6 +289,8 @@ def _whole(row: Row, *path: str, default: int | None = None) -> int:
 def _stack(row: Row) -> str:
     """By its source's words; else by what the job does that older software could not."""
     title = _title(row)
+    if any(name in title for name in UNTOLD):
+        raise AbstainError("nnScaler's plans cut and order ops as degrees of parallelism do not tell")
     stack = next((stack for stack, words in STACKS if any(word in title for word in words)), "")
     if stack == "megatron-core":
         return _release(row)
@@ -412,6 +420,7 @@ def _plan(row: Row, model: Model, stack: str) -> Plan:
         recompute=_recompute(row, stack),
         precision="fp4" if "fp4" in precision else "fp8" if "fp8" in precision or "float8" in precision else "bf16",
         gpipe="gpipe" in schedule,
+        again=_again(row) if is_torch(stack) else None,
         modules=frozenset(re.findall(r"[a-z_]+", str(_get(row, "plan", "recompute")).lower().partition(":")[2])),
         dispatcher=str(_get(row, "plan", "overlap", "dispatcher") or _by_recipe(row, stack, DISPATCHERS)).lower(),
         expert_overlap=_stated_overlap(row),
@@ -471,6 +480,16 @@ def _recompute(row: Row, stack: str) -> str:
         return "full" if always else "selective" if is_torch(stack) else "none"
     stated = str(stated).lower()
     return "full" if stated.startswith("full") else "selective" if stated.startswith("selective") else "none"
+
+
+def _again(row: Row) -> float | None:
+    """The share of layers that are run again, of hardware over model utilisation: a layer again is a third more FLOP.
+
+    >>> _again({"measured": {"mfu": 0.45, "hfu": 0.6}})
+    1.0
+    """
+    model, hardware = (_number(row, "measured", key) for key in ("mfu", "hfu"))
+    return min(1.0, 3 * (hardware / model - 1)) if model and hardware >= model else None
 
 
 def _cluster(row: Row, machine: str, devices: int) -> Cluster:

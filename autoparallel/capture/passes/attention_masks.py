@@ -2,8 +2,8 @@
 and what is before it, becomes ``is_causal=True``; one that lets it see everything is left out.
 
 Tracing makes Hugging Face's models build the mask that they leave out otherwise; it costs a tensor of query x key per
-sample, and the fast attention kernels. Masks are not recognised by their ops but computed and compared, in blocks of
-queries.
+sample, and the fast attention kernels. Masks are not recognised by their ops but computed and compared: as runs of keys
+(`attention_mask_runs`), or, where a mask is more than comparisons of positions, cell by cell in blocks of queries.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import torch
 from torch.fx import Graph
 
 from autoparallel.capture.graph import on_device
+from autoparallel.capture.passes import attention_mask_runs
+from autoparallel.capture.passes.attention_mask_runs import Runs
 from autoparallel.capture.passes.editing import Node
 
 aten = torch.ops.aten
 
 BLOCK_CELLS = 1 << 24
-#: Masks of more cells (one sample's) are left as they are: comparing 65,536 x 65,536 takes 25 s.
+#: Masks of more cells (one sample's) that are not runs of keys are left as they are: 65,536 x 65,536 takes 25 s.
 MOST_CELLS = 1 << 32
 POINTWISE = frozenset({
     aten.__and__.Tensor, aten.__or__.Tensor, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default,
@@ -60,23 +62,30 @@ def kind_of(mask: Node) -> str:
     """Of a mask that depends on nothing: "causal" if it is true exactly where key <= query, "all" if it is true
     everywhere; "" for any other."""
     shape = mask.meta["val"].shape
-    if len(shape) < 2 or shape[-2] * shape[-1] > MOST_CELLS or not _from_nothing(mask):
+    if len(shape) < 2 or min(shape) == 0 or not _from_nothing(mask):
         return ""
-    queries, keys = torch.arange(shape[-2]), torch.arange(shape[-1])
-    rows, values = max(1, BLOCK_CELLS // shape[-1]), _Values()
-    kinds = {"causal", "all"} if shape[-2] == shape[-1] else {"all"}
+    values = _Values()
     try:
-        for start in range(0, shape[-2], rows):
-            block = _seen(values.rows(mask, start, start + rows))
-            causal = keys <= queries[start:start + rows, None]
-            if "causal" in kinds and not (block == causal).all():
-                kinds.discard("causal")
-            if "all" in kinds and not block.all():
-                kinds.discard("all")
-            if not kinds:
-                return ""
+        if (runs := values.runs(mask)) is not None:
+            return min(attention_mask_runs.kinds(_seen, runs, shape), default="")
+        return _kind_by_cells(mask, shape, values) if shape[-2] * shape[-1] <= MOST_CELLS else ""
     except _UnknownError:
         return ""
+
+
+def _kind_by_cells(mask: Node, shape: torch.Size, values: _Values) -> str:
+    queries, keys = torch.arange(shape[-2]), torch.arange(shape[-1])
+    rows = max(1, BLOCK_CELLS // shape[-1])
+    kinds = {"causal", "all"} if shape[-2] == shape[-1] else {"all"}
+    for start in range(0, shape[-2], rows):
+        block = _seen(values.rows(mask, start, start + rows))
+        causal = keys <= queries[start:start + rows, None]
+        if "causal" in kinds and not (block == causal).all():
+            kinds.discard("causal")
+        if "all" in kinds and not block.all():
+            kinds.discard("all")
+        if not kinds:
+            return ""
     return min(kinds)
 
 
@@ -103,6 +112,12 @@ def _from_nothing(node: Node) -> bool:
     return True
 
 
+def _one_of_each(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether one of two matrices is of keys, the other of queries or one number."""
+    return sorted((first.shape[1] > 1, second.shape[1] > 1)) == [False, True] and (
+        first if first.shape[1] > 1 else second).shape[0] == 1
+
+
 class _UnknownError(Exception):
     """A value that is neither small nor element-wise, or no mask."""
 
@@ -115,6 +130,44 @@ class _Values:
 
     def __init__(self) -> None:
         self.small: dict[Node, Any] = {}
+        self.in_runs: dict[Node, Runs | None] = {}
+
+    def runs(self, node: Node) -> Runs | None:
+        """A value of queries x keys, equal for all samples, as runs of keys; None where that is not known."""
+        if node not in self.in_runs:
+            self.in_runs[node] = self._made_of_runs(node)
+        return self.in_runs[node]
+
+    def _made_of_runs(self, node: Node) -> Runs | None:
+        if node.target is aten.expand.default:
+            return self.runs(node.args[0])
+        if node.target in TRIANGLES:
+            part, diagonal = self.runs(node.args[0]), node.args[1] if len(node.args) > 1 else 0
+            lower, shape = node.target is aten.tril.default, node.meta["val"].shape
+            return None if part is None else attention_mask_runs.triangle(part, lower, diagonal, shape)
+        inputs = list(node.all_input_nodes)
+        if node.target in attention_mask_runs.COMPARISONS and len(inputs) == 2:
+            first, second = (self._matrix(n) for n in node.args)
+            if first is not None and second is not None and _one_of_each(first, second):
+                return attention_mask_runs.compared(node.target, first, second)
+        if node.target in POINTWISE and inputs and min(node.meta["val"].shape[-2:]) > 1:
+            parts = [self.runs(n) for n in inputs]
+            if None in parts:
+                return None
+            place = {n: i for i, n in enumerate(inputs)}
+            return attention_mask_runs.combined(lambda found: self._run(node, lambda n: found[place[n]]), parts)
+        value = self._matrix(node)
+        return Runs.of(value) if value is not None else None
+
+    def _matrix(self, node: Node) -> torch.Tensor | None:
+        """A small value, equal for all samples, as [queries or 1, keys or 1]."""
+        try:
+            value = self.whole(node)
+        except _UnknownError:
+            return None
+        if not isinstance(value, torch.Tensor) or value.numel() != math.prod(value.shape[-2:]):
+            return None
+        return value.reshape((1, 1, *value.shape)[-2:] if value.dim() < 2 else value.shape[-2:])
 
     def rows(self, node: Node, start: int, stop: int) -> Any:
         value = node.meta["val"]

@@ -9,6 +9,7 @@ attention at the half that it computes (`plans.record.Workload`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autoparallel.plans.record import Record
@@ -38,6 +39,10 @@ class Speed:
     price_per_1e12: float | None = None
     joules_per_step: float | None = None
     joules_per_unit: float | None = None
+
+    def not_told_apart(self, steps_s: Iterable[float]) -> list[float]:
+        """Those of other plans' steps that are slower by no more than half of predictions are off, fastest first."""
+        return sorted(step_s for step_s in steps_s if step_s <= (1 + self.p50) * self.step_s)
 
 
 @dataclass(frozen=True)

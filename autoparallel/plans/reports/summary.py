@@ -52,6 +52,10 @@ def _sure(report: Report) -> Iterator[str]:
     yield f"Communication exposed {percent_str(max(0.0, report.exposed_share))} of the step."
     yield _proof(report.proof)
     speed = report.speed
+    if near := speed.not_told_apart([one.step_s for one in report.record.alternatives] if report.record else ()):
+        many = f"{len(near)} other plans are" if len(near) > 1 else "Another plan is"
+        yield (f"{many} within the error of predictions ({percent_str(speed.p50)}): the next is "
+               f"{percent_str(max(0.0, near[0] / speed.step_s - 1))} slower.")
     if speed.price_per_step is not None:
         per = f", {count_str(speed.price_per_1e12)} per 1e12 {speed.unit}" if speed.price_per_1e12 else ""
         yield f"Price {count_str(speed.price_per_step)} a step{per}."

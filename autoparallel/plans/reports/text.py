@@ -16,7 +16,7 @@ from autoparallel.plans.plan import Plan
 from autoparallel.plans.record import Alternative
 from autoparallel.plans.reports.build import report_of
 from autoparallel.plans.reports.comparison import Comparison, explained
-from autoparallel.plans.reports.report import Collectives, Report
+from autoparallel.plans.reports.report import Collectives, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
 #: Lines of the details of a block, at most.
@@ -198,12 +198,15 @@ def explanation(name: str, choices: Sequence[Choice]) -> Table:
     return table
 
 
-def alternatives_table(step_s: float, found: Sequence[Alternative]) -> Table:
-    """Other plans, by how much slower they are, and the first of their differences."""
+def alternatives_table(speed: Speed, found: Sequence[Alternative]) -> Table:
+    """Other plans, by how much slower they are, whether predictions are that exact, and the first of their
+    differences."""
     table = _table("other plans", ("step", "slower by", "peak memory", "differs in"), right=("step", "slower by"))
+    near = speed.not_told_apart(one.step_s for one in found)
     for one in found:
         more = f", and {len(one.differences) - 3} more" if len(one.differences) > 3 else ""
-        table.add_row(seconds_str(one.step_s), percent_str(one.step_s / step_s - 1) if step_s else "-",
+        slower = percent_str(one.step_s / speed.step_s - 1) if speed.step_s else "-"
+        table.add_row(seconds_str(one.step_s), f"{slower}, within the error" if one.step_s in near else slower,
                       bytes_str(one.peak_bytes), "; ".join(one.differences[:3]) + more)
     return table
 
