@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoparallel.plans import Plan
     from autoparallel.rules.custom import register_rule
     from autoparallel.runtime.module import ParallelModule
+    from autoparallel.runtime.padding import padded_to
     from autoparallel.runtime.scaler import GradScaler
     from autoparallel.runtime.step_log import JsonLines, StepLog, TensorBoard
     from autoparallel.sizing import Sizing, size
@@ -44,6 +45,7 @@ _HOMES = {
     "StepLog": "autoparallel.runtime.step_log",
     "TensorBoard": "autoparallel.runtime.step_log",
     "ParallelModule": "autoparallel.runtime.module",
+    "padded_to": "autoparallel.runtime.padding",
     "Sizing": "autoparallel.sizing",
     "size": "autoparallel.sizing",
     "Cluster": "cost_models",
@@ -51,7 +53,7 @@ _HOMES = {
 }
 __all__ = ["Advice", "Cluster", "Exported", "GradScaler", "Imported", "JsonLines", "ParallelModule", "Plan", "Sizing",
            "StepLog", "TensorBoard", "World", "__version__", "advise", "compile", "export_plan", "import_plan",
-           "inference_call", "init", "plan", "register_rule", "size"]
+           "inference_call", "init", "padded_to", "plan", "register_rule", "size"]
 
 
 def __getattr__(name: str) -> Any:

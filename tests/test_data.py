@@ -97,5 +97,5 @@ def complaints() -> list[str]:
 def test_what_cannot_be_sharded_is_refused(ranks: Any) -> None:
     few, stream, collated = ranks(4).run(complaints)[0]
     assert few == "InputError: the dataset has 5 samples, fewer than one batch of 8"
-    assert "give a map-style dataset" in stream
+    assert "a stream has one order, and is read whole: leave out per_sample" in stream
     assert "has not one row for each of 8 samples" in collated

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 from autoparallel.capture import canonical_call
 from autoparallel.errors import InputError
 from autoparallel.layout import Layout, to_torch
-from autoparallel.runtime import data, initialise
+from autoparallel.runtime import data, initialise, streams
+from autoparallel.runtime.batch_form import Form
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.state import State
 
@@ -45,16 +46,27 @@ def sharded(batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], compil
 
 def loader(state: State, trace: Callable[..., Compiled], dataset: Dataset[Any], batch_size: int, *, shuffle: bool,
            seed: int, collate: Callable[[list[Any]], Any] | None, per_sample: bool, drop_last: bool,
-           options: Mapping[str, Any]) -> data.ShardedLoader:
+           options: Mapping[str, Any]) -> data.ShardedLoader | streams.StreamedLoader:
     """A loader of batches of ``batch_size`` samples over all ranks; arguments as of `ParallelModule.dataloader`.
 
     ``trace`` compiles the call of an example batch, whose input layouts say which rows each rank reads.
     """
     data.check_options(shuffle=shuffle, seed=seed, collate_fn=collate, per_sample=per_sample, drop_last=drop_last)
+
+    def form_of(batch: Any, whole: bool) -> Form:
+        layouts = _layouts_of(batch, trace(*as_call(batch))) if state.hybrid.is_plain else {}
+        return Form.of(batch, layouts, state.mesh if layouts else state.position.whole, whole)
+
+    if streams.is_stream(dataset):
+        if shuffle or per_sample:
+            raise InputError("a stream has one order, and is read whole: leave out "
+                             f"{'shuffle' if shuffle else 'per_sample'} (shuffle in the dataset, with the same seed on "
+                             "all ranks)")
+        return streams.streamed_loader(dataset, batch_size, lambda batch: form_of(batch, True), state.device, seed=seed,
+                                       collate=collate, drop_last=drop_last, as_dtensors=state.inputs.are_local,
+                                       options=options)
     whole = collate is not None and not per_sample
-    batch = data.example_batch(dataset, batch_size, collate, by_row=not whole)
-    layouts = _layouts_of(batch, trace(*as_call(batch))) if state.hybrid.is_plain else {}
-    form = data.Form.of(batch, layouts, state.mesh if layouts else state.position.whole, whole)
+    form = form_of(data.example_batch(dataset, batch_size, collate, by_row=not whole), whole)
     return data.sharded_loader(dataset, form, state.device, batch_size, shuffle=shuffle, seed=seed, collate=collate,
                                drop_last=drop_last, as_dtensors=state.inputs.are_local, options=options)
 

@@ -19,7 +19,18 @@ from autoparallel.capture import canonical_call
 from autoparallel.errors import InputError
 from autoparallel.kernels import groups
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.runtime import arguments, attributes, batches, data, initialise, loading, placing, resume, tracing
+from autoparallel.runtime import (
+    arguments,
+    attributes,
+    batches,
+    data,
+    initialise,
+    loading,
+    placing,
+    resume,
+    streams,
+    tracing,
+)
 from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.checkpoint import pretrained
 from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
@@ -235,7 +246,7 @@ class ParallelModule(nn.Module):
 
     def dataloader(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = False, seed: int = 0,
                    collate_fn: Callable[[list[Any]], Any] | None = None, per_sample: bool = False,
-                   drop_last: bool = True, **options: Any) -> data.ShardedLoader:
+                   drop_last: bool = True, **options: Any) -> data.ShardedLoader | streams.StreamedLoader:
         """Batches of ``batch_size`` samples over all ranks; each rank reads the samples of its shards only.
 
         A sample (or the result of ``collate_fn`` on a list of samples) is a call of the model: a mapping of keyword
@@ -247,11 +258,15 @@ class ParallelModule(nn.Module):
         then each rank reads its own samples only, and the first batch of each epoch is checked. With micro-batches or
         stages each rank reads whole batches.
 
-        ``drop_last`` (True, unlike torch's) skips a last incomplete batch; with False it is a call of another form.
-        Further options are those of torch's DataLoader.
+        A dataset that can only be iterated (streams) is read whole by every rank, which keeps its shards; ranks compare
+        that they read the same. Its position is its own `state_dict`, or else what was read is skipped. Samples of
+        different lengths: `autoparallel.padded_to` as the ``collate_fn``.
 
-        Raises InputError for a dataset without length, smaller than a batch, or with tensors without a row per sample;
-        while iterating, on all ranks, if they read different data or the promise does not hold.
+        ``drop_last`` (True, unlike torch's) skips a last incomplete batch; with False it is a call of another form.
+        Further options are those of torch's DataLoader; of a ``sampler`` all ranks take the first rank's order.
+
+        Raises InputError for a dataset smaller than a batch, or with tensors without a row per sample; while iterating,
+        on all ranks, if they read different data or the promise does not hold.
         """
         return batches.loader(self._state, self.trace, dataset, batch_size, shuffle=shuffle, seed=seed,
                               collate=collate_fn, per_sample=per_sample, drop_last=drop_last, options=options)
