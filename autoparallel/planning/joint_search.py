@@ -106,7 +106,7 @@ def _needed_bytes(error: AutoparallelError) -> float:
 
 
 def _combination(plan: Plan) -> tuple[object, ...]:
-    """What a candidate chooses: mesh and step configuration, but for where stages begin and which blocks recompute."""
+    """The combination that a plan has: mesh and step configuration, without stage cuts and recomputed blocks."""
     return plan.mesh_shape, replace(plan.hybrid, cuts=(), recompute_blocks=None)
 
 

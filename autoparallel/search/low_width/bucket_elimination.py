@@ -142,11 +142,9 @@ class TimeIsUpError(Exception):
 
 
 class Tables:
-    """Every array by name, and what each result was lowered by so that its least is 0.
-
-    Names are small numbers: equal inputs, equal name. So what one elimination has worked out is there for the next, of
-    changed costs. ``cells`` counts those of all arrays that are kept.
-    """
+    """All arrays by number, and the constant that was subtracted from each result so that its minimum is 0. Equal
+    inputs have equal numbers, so that an elimination with changed costs reuses the steps that did not change.
+    ``cells``: the total size of all arrays kept."""
 
     def __init__(self, deadline: float = FORBIDDEN) -> None:
         self.deadline = deadline
@@ -298,7 +296,7 @@ class Sweep:
         return slots
 
     def steps(self, called: Sequence[int], tables: Tables) -> list[Step]:
-        """Every elimination with what it adds up, for the tables of these names."""
+        """All elimination steps, each with the tables that it adds, for the factors with these numbers."""
         called, steps = list(called), []
         for slot in self._slots:
             inputs = tuple([called[number] for number in slot.inputs])

@@ -1,4 +1,5 @@
-"""Local search: make a choice fit into memory (repair), then lower its cost by moves of one node or of an edge's pair.
+"""Local search: repair makes a choice fit into memory; descent lowers its cost by changing one node, or both ends of an
+edge.
 
 Costs of a node's choices, given its neighbours, are kept by what is around it, so that equal blocks, and the plans that
 are improved one after another, share them; memory is kept as the load at the times that matter, so that a move is
@@ -166,10 +167,8 @@ def _joint_moves(table: np.ndarray, at: tuple[int, int], costs_u: np.ndarray, co
 
 
 class LocalState:
-    """A choice that changes by moves, with what each further move would cost.
-
-    Invariant: ``load`` is `Memory.load` of ``choice``.
-    """
+    """A choice that changes by moves, with the cost of each further move. Invariant: ``load`` is `Memory.load` of
+    ``choice``."""
 
     def __init__(self, neighbourhood: Neighbourhood, choice: Sequence[int]) -> None:
         self.near, self.choice = neighbourhood, list(choice)
