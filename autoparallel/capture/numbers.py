@@ -130,8 +130,9 @@ def _unread(text: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def numbers_as_arguments(graph: Graph, placeholders: Mapping[FxNode, int], values: Sequence[Any]) -> None:
-    """Put `Number`s in place of what the graph computes of the placeholders of numbers (-> place among the call's
-    leaves). Raises CaptureError where something else than an element-wise op takes one."""
+    """Replace values that the graph computes from number arguments by `Number`s. ``placeholders``: the node of each
+    number, with its index among the call's leaves. Raises CaptureError if an op other than an element-wise one takes
+    such a value."""
     if not placeholders:
         return
     found: dict[FxNode, Number] = {}

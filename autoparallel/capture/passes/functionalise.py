@@ -1,4 +1,4 @@
-"""In-place ops -> their functional twins: whoever reads the written memory later reads the new value.
+"""In-place ops become their functional twins: later readers of the written memory read the new value.
 
     y = x[:, 1:]            y  = slice(x, 1, 1)
     y.copy_(z)       ->     y' = copy(y, z);  x' = slice_scatter(x, y', 1, 1)

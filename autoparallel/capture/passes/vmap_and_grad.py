@@ -184,7 +184,7 @@ def _expand(graph: Graph, node: Node) -> None:
 
 
 def _between(graph: Graph, inputs: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
-    """The nodes on the ways from inputs to outputs along which a gradient flows, in order."""
+    """The nodes on the paths from inputs to outputs along which a gradient flows, in order."""
     reached: dict[Node, None] = dict.fromkeys(inputs)
     for node in graph.nodes:
         flows = node.target is not aten.detach.default and not node.meta.get("no_grad")

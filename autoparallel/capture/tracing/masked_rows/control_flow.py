@@ -28,7 +28,7 @@ WRITES = frozenset({"index_add_"})
 
 
 def refused(what: str) -> CaptureError:
-    """The user's line is what it was asked at."""
+    """A CaptureError about ``what``, with the user's line."""
     frame = sys._getframe(1)
     while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(OWN):
         if frame.f_back is None:

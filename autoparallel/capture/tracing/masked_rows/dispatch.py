@@ -1,4 +1,5 @@
-"""Rows picked by their values, whose number only the data say: all rows, and a mask of those that are meant.
+"""Rows picked by their values, so that their number depends on the data: all rows are computed, with a mask of the
+valid ones.
 
     place, = torch.where(mask)              no op: place stands for the dim of ``mask``
     rows = layer(x[place])                  layer(x), of which the rows where ``mask`` is true are meant

@@ -1,4 +1,4 @@
-"""How rows are picked by a mask or by places, and written back: all of them, and which are meant."""
+"""Indexing by masks and by places of masks: all rows are read or written, with a mask of the valid ones."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def picked(x: Tensor, index: Any) -> Any:
 
 
 def harmless(value: Tensor, mask: Mask) -> Tensor:
-    """A copy in which rows that are not meant are finite, and places within any table."""
+    """A copy whose invalid rows are finite, with places inside any table."""
     if value.dtype is torch.bool:
         return value.clone()
     return filled(value, mask, 0.5 if value.is_floating_point() or value.is_complex() else 0)

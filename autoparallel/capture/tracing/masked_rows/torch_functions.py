@@ -1,4 +1,4 @@
-"""What torch's functions and a tensor's operators make of rows picked by their values."""
+"""Functions of torch and operators of tensors on rows picked by their values."""
 
 from __future__ import annotations
 
