@@ -153,7 +153,7 @@ def _equivalent(model: torch.nn.Module) -> Iterable[list[str]]:
 
 
 def _paths(program: ExportedProgram) -> dict[str, str]:
-    """Of parameters and buffers, by their placeholders' names."""
+    """Names of parameters and buffers, by the names of their placeholders."""
     return {spec.arg.name: spec.target for spec in program.graph_signature.input_specs
             if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target}
 

@@ -111,7 +111,8 @@ def _combination(plan: Plan) -> tuple[object, ...]:
 
 
 def _figures(plan: Plan) -> tuple[object, ...]:
-    """What combinations have in common that run the same: ZeRO-1 and ZeRO-2 of one micro-batch, for example."""
+    """Mesh, step time and peak memory, which combinations share that run the same program: ZeRO-1 and ZeRO-2 of one
+    micro-batch, for example."""
     return plan.mesh_shape, round(plan.prediction.step_s, 9), round(plan.prediction.peak_bytes)
 
 

@@ -99,7 +99,7 @@ def _wanted(s: StrategySet) -> float:
 
 def redistributions(pricer: SpacePricer, strategies: Sequence[Strategy], blocks: Collection[str]
                     ) -> tuple[Redistribution, ...]:
-    """Those of these blocks, and outside of blocks, in execution order."""
+    """The redistributions of these blocks, and those outside of blocks, in execution order."""
     space, found = pricer.space, []
     for use, path, _ in pricer.costs.moves(strategies):
         block = space.blocks[use.target] or ""

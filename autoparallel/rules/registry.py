@@ -52,7 +52,7 @@ class OpView:
         return {argument.name: self.arg(argument.name) for argument in self.target._schema.arguments}
 
     def meta(self, ref: Ref) -> TensorMeta:
-        """What a tensor inside a list argument looks like."""
+        """The `TensorMeta` of a tensor inside a list argument."""
         return self._graph.meta(ref)
 
     @property

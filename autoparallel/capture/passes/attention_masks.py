@@ -57,8 +57,8 @@ def drop_masks(graph: Graph, mutations: dict[str, Node]) -> None:
 
 
 def kind_of(mask: Node) -> str:
-    """Of a mask that depends on nothing: "causal" if it is true exactly where key <= query, "all" if it is true
-    everywhere; "" for any other."""
+    """The kind of a constant mask: "causal" if it is true exactly where key <= query, "all" if it is true everywhere,
+    "" for any other."""
     shape = mask.meta["val"].shape
     if len(shape) < 2 or shape[-2] * shape[-1] > MOST_CELLS or not _from_nothing(mask):
         return ""

@@ -24,7 +24,7 @@ MOST_ELEMENTS = 1 << 22
 
 
 class Refused(NamedTuple):
-    """What torch says of an op's types, and types that it takes."""
+    """torch's error for the dtypes of an op, and dtypes that the op takes."""
 
     error: str
     wanted: tuple[torch.dtype, ...]

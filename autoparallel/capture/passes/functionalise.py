@@ -148,7 +148,7 @@ class _Memory:
 
 
 def writes(node: Node) -> bool:
-    """Whether it is an in-place op."""
+    """Whether a node is an in-place op."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)

@@ -46,7 +46,7 @@ class Branches:
         self._asked: dict[tuple[FrameType, ast.If], int] = {}  # -> at which instruction first
 
     def answer(self, tensor: Any) -> Any:
-        """What the function that reads ``tensor`` is to be told so that it goes on; None: nothing can be said."""
+        """The number or bool that the function reading ``tensor`` gets, so that it can go on; None if there is none."""
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return None
         frame = caller()

@@ -72,7 +72,7 @@ class _Array:
 
     @cached_property
     def parts(self) -> tuple[_Array, _Array] | None:
-        """What rows cost and what columns cost, if this table is the sum of these."""
+        """Costs of the rows and costs of the columns, if the table is their sum; else None."""
         table = self.values
         if (self.facts.whole and table[-1, -1] - table[-1, 0] == table[0, -1] - table[0, 0]
                 and np.logical_and.reduce(table - table[:, :1] == table[0] - table[0, 0], axis=None)):
@@ -97,7 +97,7 @@ class _Array:
 
 
 def _some(kept: np.ndarray) -> _Array | None:
-    """Which are kept; None: all."""
+    """Indices of the choices that are kept; None: all."""
     return None if np.logical_and.reduce(kept) else _Array(np.flatnonzero(kept))
 
 
@@ -179,7 +179,7 @@ def _minimised(choices: _Array, costs: _Array, *tables: _Array) -> tuple[_Array,
 
 
 def _among(when: _Array, picks: _Array) -> _Array:
-    """Where each pick is among these (ascending)."""
+    """The position of each pick in an ascending array."""
     return _Array(np.searchsorted(when.values, picks.values))
 
 
@@ -443,7 +443,7 @@ def _least_from(room: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def _over_together(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray], most: np.ndarray
                    ) -> np.ndarray:
-    """Which pairs of choices of two owners exceed the room at some row."""
+    """The pairs of choices of two owners that together exceed the limit at some row."""
     rows = np.union1d(one[0], other[0])
     left, right = (np.where((last := np.searchsorted(at, rows, side="right") - 1) < 0, 0.0, usage[:, last])
                    for at, usage in (one, other))

@@ -231,7 +231,7 @@ class Branching:
 
     def _probe(self, found: _Bounded, costs: Sequence[np.ndarray], v: int, groups: Sequence[np.ndarray],
                several: dict[int, Messenger]) -> list[float]:
-        """What plans with each group cost at least, after a few sweeps; ``several``: messengers to use again."""
+        """Lower bounds of plans with each group of choices, after a few sweeps; ``several``: messengers to reuse."""
         paid, bounds = float(found.prices @ found.left.room), []
         for low in range(0, len(groups), AT_ONCE):
             some = groups[low:low + AT_ONCE]

@@ -274,7 +274,7 @@ class Sweep:
         self._slots = self._laid_out() if self.order.nodes else []
 
     def _first(self, scope: Sequence[int]) -> int | None:
-        """Which of these nodes is eliminated first; None where all stay."""
+        """The node of these that is eliminated first; None if all stay."""
         v = min(scope, key=self._rank.__getitem__, default=None)
         return None if v is None or self._rank[v] == len(self.sizes) else v
 

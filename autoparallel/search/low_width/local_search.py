@@ -84,8 +84,8 @@ class Neighbourhood:
         return self._around[v]
 
     def using(self, v: int) -> list[tuple[int, int, np.ndarray, int]]:
-        """What v's choice makes of the memory: ranges of times, tables with a row per choice of v, and the node whose
-        choices are the columns (-1: there is one column)."""
+        """The memory that node v's choice decides: ranges of times, tables with a row per choice of v, and the node
+        whose choices are the columns (-1: there is one column)."""
         if v not in self._using:
             extra, count = self.memory.extra, self.memory.num_nodes
             found = [(*self.spans[v], extra[v][:, None], -1)] if self.uses[v] else []
@@ -152,7 +152,8 @@ class Neighbourhood:
 
 def _joint_moves(table: np.ndarray, at: tuple[int, int], costs_u: np.ndarray, costs_v: np.ndarray
                  ) -> list[tuple[int, int]]:
-    """Of the `PAIR_TRIES` cheapest cells that cost less than ``at``, those in another row and another column."""
+    """Moves of both ends of an edge: of the `PAIR_TRIES` cheapest cells that cost less than ``at``, those in another
+    row and another column."""
     if not table[at] < FORBIDDEN:
         return []
     left, right = table[:, at[1]], table[at[0]]

@@ -64,7 +64,7 @@ class Users:
 
     @cached_property
     def times(self) -> np.ndarray:
-        """Those that no other dominates."""
+        """The times that no other time dominates."""
         return undominated_times(self.intervals[self.live])
 
     @cached_property

@@ -270,12 +270,12 @@ class Problem:
 
     @cached_property
     def costs(self) -> Shared:
-        """Of the nodes, then of the edges."""
+        """Costs of the nodes, then of the edges."""
         return self._shared(lambda user: user.costs)
 
     @cached_property
     def usages(self) -> Shared:
-        """Of the nodes, then of the edges; `NOTHING` of an edge that uses no memory."""
+        """Usages of the nodes, then of the edges; `NOTHING` for an edge that uses no memory."""
         return self._shared(lambda user: NOTHING if user.usages is None else user.usages)
 
     def _shared(self, array: Callable[[Node | Edge], np.ndarray]) -> Shared:
@@ -308,7 +308,7 @@ class Problem:
                 for number in range(len(self.limits))]
 
     def cells(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Which entry of each node's costs and of each edge's table, row by row, a choice takes."""
+        """The entry of each node's costs and of each edge's flattened table that a choice takes."""
         picks = np.asarray(choice, np.int64)
         source, target = self.ends.T
         return np.concatenate([picks, picks[source] * self.sizes[target] + picks[target]])

@@ -32,12 +32,12 @@ def is_mask(index: Any) -> bool:
 
 
 def unknown(x: Any) -> bool:
-    """Whether it is a tensor whose values a trace does not have."""
+    """Whether a value is a tensor whose values a trace does not have."""
     return isinstance(x, FakeTensor) and x.constant is None
 
 
 def mask_of(cells: Tensor) -> Mask:
-    """The same for the same tensor."""
+    """The `Mask` of a tensor, the same object for the same tensor."""
     known = _MASKS.get(id(cells))
     if known is None or known.cells is not cells or known.version != cells._version:
         known = _MASKS[id(cells)] = Mask(cells, cells._version)
@@ -45,12 +45,12 @@ def mask_of(cells: Tensor) -> Mask:
 
 
 def is_nested(index: Any, mask: Mask) -> bool:
-    """Whether it picks rows of rows."""
+    """Whether an index picks rows of rows."""
     return isinstance(index, Rows) and index.mask is mask and index.dtype is torch.bool and index.dim() == 1
 
 
 def nested(index: Rows) -> Mask:
-    """The same for the same index."""
+    """The mask of rows of rows that an index of rows picks, the same object for the same index."""
     known = _NESTED.get(id(index))
     if known is None or known[0] is not index or known[1] != index.value._version:
         cells = index.mask.cells & index.value

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class Tensorlike:
-    """What torch's functions and a tensor's operators take as a tensor, and hand to `_call`."""
+    """Base of types that pass for tensors: functions of torch and operators on them are handed to `_call`."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
@@ -102,7 +102,7 @@ class Place(Tensorlike):
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """What `mask.nonzero()` gives."""
+    """The result of `mask.nonzero()`."""
 
     mask: Mask
 
