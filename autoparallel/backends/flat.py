@@ -31,7 +31,7 @@ class FlatProgram:
 
     @property
     def returns(self) -> bool:
-        """Whether it has any result."""
+        """Whether the graph has a result."""
         return bool(self.module.graph.output_node().all_input_nodes)
 
     def inputs(self, placeholders: Sequence[Tensor], call_seed: int) -> list[Tensor]:
@@ -79,7 +79,7 @@ def flat(program: GraphModule, recomputed: Mapping[FxNode, int]) -> FlatProgram:
 
 
 def _text(graph: Graph) -> str:
-    """What a graph computes, with numbers in place of names."""
+    """The computation of a graph as text, with numbers in place of names."""
     number = {node: f"%{n}" for n, node in enumerate(graph.nodes)}
     first = min((node.meta["custom"]["recomputed"] for node in graph.nodes if node.meta), default=0)
 

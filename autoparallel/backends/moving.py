@@ -157,7 +157,8 @@ class Collective:
     length: int | None
 
     def seen_by(self, group: str) -> str:
-        """What ranks along the axis of this group have in common."""
+        """A collective as ranks along an axis compare it: with its length in the group of that axis, else its op
+        only."""
         return f"{self.op} of {self.length} elements" if group == self.group else self.op
 
 

@@ -36,7 +36,7 @@ def is_move(node: FxNode) -> bool:
 
 
 def input_number(placeholder: FxNode) -> int | None:
-    """Which of the traced function's inputs a placeholder is; None for tangents and saved values."""
+    """The index of a placeholder among the traced function's inputs; None for tangents and saved values."""
     found = re.fullmatch(r"primals_(\d+)|arg(\d+)_1", str(placeholder.target))
     if found is None:
         return None

@@ -126,8 +126,8 @@ def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _look_at_hooks(model: torch.nn.Module) -> None:
-    """Warns of forward hooks, which run while the model is traced. Raises CaptureError for backward hooks of modules,
-    which nobody would call."""
+    """Warn of forward hooks, which run while the model is traced. Raises CaptureError for backward hooks of modules,
+    which would never be called."""
     traced = []
     for path, module in model.named_modules():
         name = path or type(model).__name__
@@ -145,7 +145,7 @@ def _look_at_hooks(model: torch.nn.Module) -> None:
 
 
 def _equivalent(model: torch.nn.Module) -> Iterable[list[str]]:
-    """Paths of blocks of which one may stand for another in a trace."""
+    """Paths of repeated blocks, grouped: blocks of one group have equal traces."""
     found: dict[object, list[str]] = {}
     for block in find_repeated(model):
         found.setdefault(block.kind, []).append(block.path)
@@ -153,7 +153,7 @@ def _equivalent(model: torch.nn.Module) -> Iterable[list[str]]:
 
 
 def _paths(program: ExportedProgram) -> dict[str, str]:
-    """Of parameters and buffers, by their placeholders' names."""
+    """Names of parameters and buffers, by the names of their placeholders."""
     return {spec.arg.name: spec.target for spec in program.graph_signature.input_specs
             if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and spec.target}
 

@@ -1,4 +1,5 @@
-"""What a trace reads beside its arguments: attributes of modules, variables of functions, modes, strides.
+"""The state of a model that a trace reads beside its arguments: attributes of modules, variables of functions, modes,
+strides.
 
 A traced program is that of the model as it was: a dropout's ``p``, a scale in a config, a global constant are fixed in
 it. `Recorder` notes what was read, so that whoever keeps the program can tell when it is no longer the model's
@@ -56,8 +57,8 @@ class Same:
 
 
 def description(value: Any) -> object:
-    """Equal for two values exactly when no program can tell them apart: plain values, containers and objects by what is
-    in them; tensors, modules, functions and everything else by identity."""
+    """A value that is equal for two values if and only if no program can tell them apart: plain values, containers and
+    objects by their contents; tensors, modules, functions and all else by identity."""
     return _described(value, _DEPTH, [_NODES])
 
 
@@ -127,8 +128,8 @@ class Variable:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """What a trace read: names of attributes by the module's path (those of classes, and absent ones, too), variables,
-    whether it asked for the strides of tensors, and the answers of the modes that it asked for."""
+    """All state that a trace read: names of attributes by module path (class attributes and absent ones included),
+    variables, modes with their values, and whether strides of tensors were read."""
 
     attributes: Mapping[str, tuple[str, ...]]
     variables: tuple[Variable, ...]
@@ -166,7 +167,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """While the model is traced; afterwards its attributes are what they were before."""
+        """Record while the model is traced; afterwards the model's attributes have their old values."""
         key = threading.get_ident()
         for found in (self._assigned, self._read_now, self._read_first):
             found.clear()
@@ -229,8 +230,8 @@ class Recorder:
                 value.extend(content) if isinstance(value, list) else value.update(content)
 
     def refuse_memory(self, graph: Graph) -> None:
-        """Raises CaptureError for what forward leaves for its next call: an attribute that it reads before it assigns
-        another value to it. Values made once, of nothing that a call brings, may stay."""
+        """Raises CaptureError for state that forward leaves for its next call: an attribute that it reads before it
+        assigns another value. Values that depend on no argument of a call may stay."""
         for path, name in sorted(self._read_first):
             before = self._before[self.model.get_submodule(path)].get(name, Missing)
             after = self._assigned[path, name]
@@ -322,7 +323,8 @@ class _RandomNumbers:
 
 
 class OthersDrawError(Exception):
-    """Numbers were drawn while a model was traced, by it or by another thread: trace again, and watch this one."""
+    """Random numbers were drawn while a model was traced, by it or by another thread: trace again, watching this
+    thread."""
 
 
 class _Draws:
@@ -528,7 +530,8 @@ class _Names:
 
 
 def _is_installed(namespace: Any) -> bool:
-    """Whether it is of an installed library, whose tables (of classes, of functions) nobody edits between calls."""
+    """Whether a module is of an installed library, whose module-level tables are assumed not to change between
+    calls."""
     if not isinstance(namespace, Mapping):
         return False
     home = namespace if "__name__" in namespace else vars(sys.modules.get(namespace.get("__module__", ""), object))

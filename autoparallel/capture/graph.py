@@ -183,7 +183,7 @@ class OpGraph:
         return hashlib.sha256("".join(self.lines()).encode()).hexdigest()[:16]
 
     def described(self) -> list[str]:
-        """What the fingerprint is of, line by line, with each op's place in the user's code."""
+        """The text of the fingerprint, line by line, with the user's line for each op."""
         count, lines = len(self.nodes), self.lines()
         ops = (f"{node}: {line.strip()} {node.source}" for node, line in zip(self.nodes, lines[:count], strict=True))
         return [*ops, *(line.strip() for line in lines[count:])]
@@ -201,8 +201,8 @@ class OpGraph:
 
 def op_signature(graph: OpGraph, node: Node, looks: Callable[[int], Sequence[object]] | None = None
                  ) -> tuple[object, ...]:
-    """Equal for two ops exactly when rules and prices cannot tell them apart; ``looks`` gives what stands for the
-    `TensorMeta` of each output of a node."""
+    """Equal for two ops if and only if rules and prices cannot tell them apart. ``looks``: the values that represent
+    the `TensorMeta`s of a node's outputs."""
     looks = looks or (lambda index: graph.nodes[index].outputs)
     return (node.op_name, _without_refs(node.args), _without_refs(node.kwargs) if node.kwargs else (),
             tuple([looks(ref.node)[ref.output] for ref in node.inputs]), tuple(looks(node.index)), copies(graph, node))

@@ -68,7 +68,7 @@ def with_values(arguments: Any, values: Sequence[Any] | Mapping[int, Any]) -> An
 
 
 def with_examples(arguments: Any) -> Any:
-    """The same with the values of the call that was traced."""
+    """Arguments with each `Number` replaced by its value in the traced call."""
     return pytree.tree_map_only(Number, lambda number: number.example, arguments)
 
 
@@ -78,7 +78,8 @@ def is_number(leaf: Any) -> bool:
 
 
 def is_usual(leaf: Any) -> bool:
-    """Whether it may be a symbol: for 0, -0.0, inf and NaN a trace simplifies (s - s, 0 * s) what Python does not."""
+    """Whether a number may be a symbol. Not 0, -0.0, inf and NaN: a trace with symbols simplifies expressions (s - s, 0
+    * s) that Python computes."""
     return is_number(leaf) and leaf != 0 and math.isfinite(leaf) and (type(leaf) is float or abs(leaf) < 2**53)
 
 
@@ -130,8 +131,9 @@ def _unread(text: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def numbers_as_arguments(graph: Graph, placeholders: Mapping[FxNode, int], values: Sequence[Any]) -> None:
-    """Put `Number`s in place of what the graph computes of the placeholders of numbers (-> place among the call's
-    leaves). Raises CaptureError where something else than an element-wise op takes one."""
+    """Replace values that the graph computes from number arguments by `Number`s. ``placeholders``: the node of each
+    number, with its index among the call's leaves. Raises CaptureError if an op other than an element-wise one takes
+    such a value."""
     if not placeholders:
         return
     found: dict[FxNode, Number] = {}

@@ -45,7 +45,7 @@ class Line(NamedTuple):
 
 
 def lines_of(text: str) -> list[Line]:
-    """Those that a stack trace in text names."""
+    """The lines that a stack trace in text names."""
     found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)(?:\n\s*(.+))?', text)
     return [Line(path, int(number), function, code) for path, number, function, code in found]
 

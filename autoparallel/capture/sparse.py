@@ -9,7 +9,7 @@ ARGUMENTS = ("sparse", "sparse_grad")
 
 
 def refuse_sparse_gradients(node: Node) -> None:
-    """Raises CaptureError for an op that is told to make the gradient of its first tensor sparse."""
+    """Raises CaptureError for an op with an argument that makes the gradient of its first tensor sparse."""
     declared = {a.name for a in node.target._schema.arguments}
     for name in ARGUMENTS:
         if name in declared and argument(node, name):

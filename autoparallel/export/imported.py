@@ -158,7 +158,7 @@ def _accelerate(text: str, origin: str) -> Imported:
 
 
 def _zero_of(fsdp: Mapping[str, Any]) -> int:
-    """Of FSDP 2's reshard_after_forward, or of FSDP 1's strategy."""
+    """The ZeRO stage of FSDP 2's reshard_after_forward, or of FSDP 1's sharding strategy."""
     strategy = str(fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", True))).upper()
     return {"TRUE": 3, "FALSE": 2, "FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "NO_SHARD": 0,
             "HYBRID_SHARD": 3}.get(strategy, 3)

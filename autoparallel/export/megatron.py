@@ -71,7 +71,7 @@ def layout_of(layers_by_stage: tuple[int, ...]) -> str:
 
 
 def _storage(plan: Plan, d: Degrees, lost: list[Lost]) -> list[Argument]:
-    """Of parameters, gradients and optimizer state."""
+    """Flags for the storage of parameters, gradients and optimizer state."""
     hand, found = d.hand, list[Argument]()
     if hand.zero == 1:
         found = [("--use-distributed-optimizer",), ("--overlap-grad-reduce",), ("--overlap-param-gather",)]

@@ -47,7 +47,7 @@ class AutoparallelAccelerator(Accelerator):
         self.adopt(parallel)
 
     def adopt(self, parallel: Mapping[str, Any] | None) -> None:
-        """What the constructor does beyond accelerate's. Raises InputError for another way to distribute."""
+        """The part of the constructor beyond accelerate's. Raises InputError for another way to distribute."""
         if self.distributed_type in _OTHERS or getattr(self, "parallelism_config", None) is not None:
             raise InputError(f"accelerate is configured for {self.distributed_type.value}: leave out FSDP, DeepSpeed "
                              "and parallelism_config, which autoparallel takes the place of")
@@ -123,7 +123,7 @@ class AutoparallelAccelerator(Accelerator):
         return super().clip_grad_norm_(given, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Of a parallel module its DTensors, which its save_pretrained takes."""
+        """A state dict; that of a parallel module has its DTensors, which its save_pretrained takes."""
         return model.state_dict() if isinstance(model, ParallelModule) else super().get_state_dict(model, unwrap)
 
     def save_model(self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB",

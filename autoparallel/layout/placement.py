@@ -63,7 +63,7 @@ def shard(dim: int) -> Placement:
 
 
 def dual(placement: Placement) -> Placement:
-    """Where the gradient of a value lies: R and P are each other's."""
+    """The placement of the gradient of a value: S is its own dual, R and P are duals, I is its own."""
     return {"R": PARTIAL, "P": REPLICATE}.get(placement.kind, placement)
 
 

@@ -1,4 +1,4 @@
-"""Redistribution: every way from one layout of a tensor to another, as shortest paths over single steps.
+"""Redistribution: paths between all layouts of a tensor, as shortest paths over single steps.
 
 A step changes the placement on one axis. Which collectives it needs, forward and backward, follows from the two
 placements alone (the gradient of the source must come out of the gradient of the target):
@@ -203,7 +203,7 @@ class RedistributionTable:
         return seconds
 
     def sum_along(self, value: StepCost) -> np.ndarray:
-        """Sums of another value of single steps along the cheapest paths, by (source, target)."""
+        """Sums along the cheapest paths of another value of single steps (seconds, bytes), by (source, target)."""
         single = self._single_steps(value, self.item_bytes)
         rows = np.arange(len(single))[:, None]
         total = np.zeros_like(single)
@@ -220,10 +220,8 @@ class RedistributionTable:
         return ~(held[:, None, :] == held[None, :, :]).all(axis=2)
 
     def path(self, source: Layout, target: Layout) -> list[Step]:
-        """The steps of the cheapest way from source to target (empty when they are equal).
-
-        Raises ValueError when there is no way (a layout that does not fit the tensor).
-        """
+        """The steps of the cheapest path from source to target; () if they are equal. Raises ValueError if there is no
+        path (a layout that does not fit the tensor)."""
         layouts = self.space.layouts
         here, goal = self.space.index(source), self.space.index(target)
         if not np.isfinite(self.seconds[here, goal]):

@@ -17,8 +17,8 @@ MOST_NAMED = 3
 
 
 def departures(by: Baseline, pricer: SpacePricer, strategies: Sequence[Strategy]) -> list[str]:
-    """What a plan does that its roles do not: parameters and inputs laid out otherwise, redistributions of other kinds,
-    in execution order."""
+    """Where a plan departs from the roles of its axes, in execution order: parameters and inputs in other layouts,
+    redistributions of other kinds."""
     space, numbers = pricer.space, pricer.costs.kinds.numbers(strategies)
     found = []
     for decision, s in zip(space.decisions, space.strategy_sets, strict=True):

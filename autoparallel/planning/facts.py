@@ -10,8 +10,8 @@ from autoparallel.plans.facts import ModelFacts
 
 
 def facts_of(graph: OpGraph, body: OpGraph, cuts: Sequence[str]) -> ModelFacts:
-    """Of the program of the whole batch. ``cuts``: the ops of ``body``, the program of a micro-batch, at which stages
-    begin."""
+    """Facts of the model for plan files, from the program of the whole batch. ``cuts``: the ops of ``body``, the
+    program of a micro-batch, at which stages begin."""
     inputs = {node.name: node.outputs[0].shape for node in graph.of_kind("input")}
     parameters = {node.path: node.outputs[0] for node in graph.of_kind("parameter")}
     elements: Counter[str] = Counter()

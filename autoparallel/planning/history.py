@@ -19,8 +19,8 @@ MOST_POINTS = 500
 
 @dataclass
 class SearchHistory:
-    """Remembers what a search tells by ``progress``, and passes it on to the user's. ``points``: (seconds since the
-    start, phase, best, bound)."""
+    """Records the calls of a search's ``progress`` callback, and passes them on to the user's. ``points``: (seconds
+    since the start, phase, best, bound)."""
 
     progress: Progress | None = None
     points: list[tuple[float, str, float, float]] = field(default_factory=list)

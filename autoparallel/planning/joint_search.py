@@ -106,12 +106,13 @@ def _needed_bytes(error: AutoparallelError) -> float:
 
 
 def _combination(plan: Plan) -> tuple[object, ...]:
-    """What a candidate chooses: mesh and step configuration, but for where stages begin and which blocks recompute."""
+    """The combination that a plan has: mesh and step configuration, without stage cuts and recomputed blocks."""
     return plan.mesh_shape, replace(plan.hybrid, cuts=(), recompute_blocks=None)
 
 
 def _figures(plan: Plan) -> tuple[object, ...]:
-    """What combinations have in common that run the same: ZeRO-1 and ZeRO-2 of one micro-batch, for example."""
+    """Mesh, step time and peak memory, which combinations share that run the same program: ZeRO-1 and ZeRO-2 of one
+    micro-batch, for example."""
     return plan.mesh_shape, round(plan.prediction.step_s, 9), round(plan.prediction.peak_bytes)
 
 

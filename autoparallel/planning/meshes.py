@@ -1,4 +1,4 @@
-"""The best plan over the ways to cut a number of devices into mesh axes."""
+"""The best plan over the factorisations of a device count into mesh axes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from cost_models import Cluster
 
 
 def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> list[tuple[int, ...]]:
-    """Every way to cut a device count into one or two axes of at least two devices, behind a pipeline axis if there
-    are stages (of ``pipeline_ranks``, if that is given).
-
-    Raises PlanError when the stages cannot be dealt out evenly to a part of the devices.
-    """
+    """All factorisations of a device count into one or two axes of at least two devices, behind a pipeline axis if
+    there are stages (of ``pipeline_ranks``, if given). Raises PlanError if the stages cannot be divided evenly over
+    some factor of the device count."""
     if stages == 1:
         pairs = [(a, num_devices // a) for a in range(2, num_devices // 2 + 1) if num_devices % a == 0]
         return [(num_devices,), *pairs]

@@ -285,7 +285,7 @@ def _plan_of(
 
 
 def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], stages: Stages) -> Record:
-    """What reports tell of a plan, without the answers that are asked for later."""
+    """The record of a plan for reports, without answers (alternatives, explanations) that are computed later."""
     shown = [block.paths[0] for block in block_layouts(pricer.space, strategies)]
     found = Record(workload(pricer, strategies), memory=memory_profile(pricer, problem, strategies),
                    redistributions=redistributions(pricer, strategies, shown),

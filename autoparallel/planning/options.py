@@ -146,8 +146,8 @@ T = TypeVar("T")
 
 
 def with_options(function: Callable[P, T]) -> Callable[P, T]:
-    """The same function, whose docstring has `OPTIONS` in place of "OPTIONS", and which says of an unknown keyword
-    where it belongs, or the nearest right one (PlanError)."""
+    """A decorator: the docstring has `OPTIONS` in place of "OPTIONS", and an unknown keyword is a PlanError that says
+    where it belongs, or the nearest known one."""
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

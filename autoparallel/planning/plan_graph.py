@@ -110,7 +110,7 @@ _WHAT_FITS_S = 10.0
 
 
 def _what_fits(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> str:
-    """What would fit, had the options that restrict the step not been given."""
+    """The part of an error that says which plan fits without the options that restrict the step."""
     given = {name: value for name in _RESTRICTING if (value := getattr(options, name)) is not None}
     named = ", ".join(f"{name}={value!r}" for name, value in given.items())
     others: dict[str, Any] = dict.fromkeys(given)

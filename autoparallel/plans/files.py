@@ -109,7 +109,7 @@ def _amounts(p: Prediction) -> Iterator[tuple[str, float]]:
 
 
 def _evidence(e: Evidence) -> Iterator[tuple[str, float]]:
-    """Those of the search; gaps and bounds of what was not proven are infinite."""
+    """The numbers of the evidence, by their names in a plan file; gaps and bounds that were not proven are infinite."""
     yield "evidence.objective_s", _finite(e.objective_s)
     yield "evidence.lower_bound_s", 0.0 if e.lower_bound_s == -math.inf else _finite(e.lower_bound_s)
     yield "evidence.gap", math.inf if e.gap == math.inf else _finite(e.gap)

@@ -204,7 +204,8 @@ def _axis(plan: Plan, products: list[Product], axis: int) -> AxisRole:
 
 
 def _role_of_inputs(plan: Plan, axis: int) -> str:
-    """Of a plan without products: whether an input is cut along its first dim."""
+    """The role of an axis in a plan without products: "data" or "context" if an input is sharded along dim 0 or 1, else
+    "replicated"."""
     stored = parameters_of(plan)
     given = [layout[axis] for name, layout in plan.strategies.items()
              if name not in stored and len(layout) > axis and _PLACEMENT.fullmatch(layout[axis])]

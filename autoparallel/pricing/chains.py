@@ -71,7 +71,7 @@ def chains_of(space: StrategySpace) -> list[InChain | None]:
 
 
 def with_losses(space: StrategySpace, found: Sequence[InChain | None]) -> list[InChain | None]:
-    """The same, with losses over classes, and the casts of what they read, which cost nothing beside them."""
+    """The chains, with losses over classes and the casts before them, which cost nothing beside these."""
     made = list(found)
     for index, decision in enumerate(space.decisions):
         if decision.kind == "op" and LOSS in space.graph.nodes[decision.node].op_name:

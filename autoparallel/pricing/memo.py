@@ -1,4 +1,4 @@
-"""What was computed once is not computed again."""
+"""Memoisation by key: equal decisions and tensor uses are priced once."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def spans(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[
 
 
 def _said(space: StrategySpace, label: Label) -> str:
-    """A label as text: what it does, and the blocks (outside blocks the ops) in which."""
+    """A task label as text: the kind of work and its blocks, or its op if it is outside blocks."""
     what, *ends = label
     names = [space.blocks[index] or space.decisions[index].name for index in ends if 0 <= index < len(space)]
     return " ".join([what, " to ".join(dict.fromkeys(names))]).strip()

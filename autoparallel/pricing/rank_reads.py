@@ -104,7 +104,7 @@ class RankReads:
         return found, by_ops
 
     def _look(self, use: TensorUse, priced: PricedStep) -> Read:
-        """A step as `Read` describes it, but for its place and what is before it."""
+        """The `Read` of a redistribution step, but for its program point and the step before it."""
         step, _, elements = priced
         kind = kind_of(step.forward, step.backward, use.meta.requires_grad)
         num_bytes = float(elements * use.meta.dtype.itemsize) if kind else 0.0

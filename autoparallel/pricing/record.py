@@ -1,4 +1,4 @@
-"""What a report says of a step beside its prediction: the work, and the memory by kind along the step."""
+"""The part of a report that the prediction does not have: FLOPs and tokens of a step, and memory by kind along it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_PLACES = 240
 
 
 def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
-    """What a step of ``strategies`` computes, and on what."""
+    """The work of one step of ``strategies`` (tokens or samples, parameters, FLOPs) and the devices that do it."""
     space, cluster, hybrid = pricer.space, pricer.prices.cluster, pricer.counts.hybrid
     unit, count = _counted(pricer)
     model, run, dtypes = _flops(pricer, strategies)
@@ -52,7 +52,7 @@ def _link(group: Group) -> str:
 
 
 def _counted(pricer: SpacePricer) -> tuple[str, float]:
-    """What is counted in a micro-batch, and how many there are: "tokens", or "samples"."""
+    """The unit of progress of one micro-batch ("tokens" or "samples") and how many of them it has."""
     graph = pricer.space.graph
     inputs = [node.outputs[0] for node in graph.of_kind("input") if node.outputs[0].shape]
     whole = [m.num_elements for m in inputs if not m.dtype.is_floating_point and len(m.shape) == 2]
@@ -99,7 +99,7 @@ def _wanted(s: StrategySet) -> float:
 
 def redistributions(pricer: SpacePricer, strategies: Sequence[Strategy], blocks: Collection[str]
                     ) -> tuple[Redistribution, ...]:
-    """Those of these blocks, and outside of blocks, in execution order."""
+    """The redistributions of these blocks, and those outside of blocks, in execution order."""
     space, found = pricer.space, []
     for use, path, _ in pricer.costs.moves(strategies):
         block = space.blocks[use.target] or ""
@@ -128,7 +128,7 @@ def _named(space: StrategySpace, index: int, block: str) -> str:
 
 
 def _action(step: Step) -> str:
-    """What a step does forward, and backward if that is another collective."""
+    """The collective of a redistribution step forward, and that of its backward if it is another one."""
     kinds = dict.fromkeys(kind.replace("_", "-") for kind in (step.forward, step.backward) if kind in COLLECTIVES)
     return ", backward ".join(kinds) or "local"
 

@@ -107,7 +107,7 @@ class SavedValues:
 
 
 class _Needs(NamedTuple):
-    """What backward of an op needs: its output, and these inputs. ``passes_on``: the op is a view."""
+    """The values that backward of an op needs: its output, and these inputs. ``passes_on``: the op is a view."""
 
     passes_on: bool
     output: bool

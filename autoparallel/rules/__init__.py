@@ -1,4 +1,4 @@
-"""Rules: what each op allows. See README.md."""
+"""Rules: the placements with which each op may run on one mesh axis. See README.md."""
 
 from autoparallel.rules.registry import find_rule, rule_for
 from autoparallel.rules.rule import AxisStrategy, Rule, einsum_rule

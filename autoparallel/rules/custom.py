@@ -78,7 +78,7 @@ def register_rule(
 
 @dataclass(frozen=True)
 class _Claim:
-    """What was registered, and for which calls it was found to hold."""
+    """A registered rule, and the calls for which it was proven."""
 
     target: Any
     notation: Notation
@@ -141,7 +141,8 @@ class _Claim:
 
     def _prove_on_some(self, run: Run, draws: Iterable[list[Tensor]], tolerance: float = TOLERANCE,
                        factors: Sequence[str] | None = None) -> None:
-        """On all of these tensors that the op takes and that tell; `_UntriedError` where none do."""
+        """Prove a claim on all example tensors that the op takes and that can refute it; raises `_UntriedError` if
+        there are none."""
         problem: RuleError | None = None
         told = False
         for tensors in draws:
@@ -209,7 +210,7 @@ class _Claim:
 
 
 class _UntriedError(RuleError):
-    """The op ran on none of the tensors, or on none that tell."""
+    """No example tensors ran, or none of them could tell a true rule from a wrong one."""
 
 
 def _runs(run: Run, tensors: list[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Rules of ops that nobody describes, found by running them on pieces.
+"""Rules of ops without a described rule, found by running the ops on shards.
 
 Small random tensors stand for the op's own: equal sizes stay equal, so that what may be cut together is seen. Each way
 of cutting them is proven as a user's rule is (`proof.prove`): in 2 and 3 pieces, forward and gradients, at several
@@ -36,7 +36,7 @@ _FOUND: dict[object, tuple[AxisStrategy, ...]] = {}
 
 
 def discover(graph: OpGraph, node: Node, plain: Rule) -> Rule | None:
-    """The rule with what was found besides repeating; None when nothing was."""
+    """The rule with the strategies found besides repeating the op; None if there are none."""
     metas = [graph.meta(ref) for ref in node.inputs]
     constants = repr(pytree.tree_map_only(Ref, lambda ref: None, (node.args, dict(node.kwargs))))
     key = (node.target, constants, tuple(metas))
@@ -104,7 +104,8 @@ def _axis_strategies(node: Node, metas: Sequence[TensorMeta]) -> Iterator[AxisSt
 
 
 def _trial(node: Node, metas: Sequence[TensorMeta], sizes: Sequence[int]) -> _Trial | None:
-    """None when the op does not run on stand-ins of these sizes (or its own, of none), or not twice alike."""
+    """The op on example tensors with these ``sizes`` (or its own, if ()); None if it does not run on them, or gives
+    other results when run twice."""
     distinct = sorted({n for meta in metas for n in meta.shape if n != 1})
     if not distinct or (sizes and len(distinct) > len(sizes)):
         return None
@@ -181,7 +182,8 @@ def _near(a: Tensor, b: Tensor) -> bool:
 
 
 def _holds(trial: _Trial, axis_strategy: AxisStrategy) -> bool:
-    """Proven on stand-ins, and along what is cut at its true length: a window of 64 shows on no shorter tensor."""
+    """Whether a strategy is proven on small tensors, and with the sharded dim at its true length: a window of 64 has no
+    effect on shorter tensors."""
     counts = trial.counts(axis_strategy)
     try:
         for length in {

@@ -1,4 +1,4 @@
-"""What a user writes of a rule, read strictly: every name must be there, and mean something."""
+"""The notation in which users write rules, parsed strictly: unknown or missing names are errors."""
 
 from __future__ import annotations
 

@@ -151,7 +151,8 @@ def _compare(wrong: str, row: AxisStrategy, what: str, expected: Tensor, found: 
 
 
 def _difference(expected: Tensor, found: Tensor) -> float:
-    """Of the largest finite entry; nan where one is not finite and the other is another."""
+    """The largest difference of two tensors, relative to the largest finite entry; nan if their non-finite entries
+    differ."""
     wide = torch.complex128 if expected.is_complex() else torch.float64
     expected, found = expected.to(wide), found.to(wide)
     known = expected.isfinite()

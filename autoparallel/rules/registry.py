@@ -1,4 +1,4 @@
-"""Which rule describes an op: families register builders by op; what nobody describes is repeated on every rank."""
+"""The registry of rules: families register builders by op; an op without a rule is repeated on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _USERS: set[Any] = set()
 
 
 class OpView:
-    """What a rule builder sees: argument values by schema name, tensors as their metas."""
+    """The arguments of a rule builder: values by schema name, tensors as `TensorMeta`s."""
 
     def __init__(self, graph: OpGraph, node: Node) -> None:
         self.target = node.target
@@ -52,7 +52,7 @@ class OpView:
         return {argument.name: self.arg(argument.name) for argument in self.target._schema.arguments}
 
     def meta(self, ref: Ref) -> TensorMeta:
-        """What a tensor inside a list argument looks like."""
+        """The `TensorMeta` of a tensor inside a list argument."""
         return self._graph.meta(ref)
 
     @property

@@ -62,7 +62,7 @@ def agree(what: str, mine: str | _Failure, among: int = 0, lines: Callable[[], S
 
 
 def _first_difference(mine: Sequence[str]) -> str:
-    """Where the first rank that differs from rank 0 first does; nothing where these lines do not tell."""
+    """A text of the first line in which a rank differs from rank 0, for an error; "" if no line differs."""
     found: list[Any] = [None] * dist.get_world_size()
     with reached():
         dist.all_gather_object(found, list(mine))

@@ -183,7 +183,7 @@ def is_same(number: int, device: torch.device) -> bool:
 
 
 def all_of(mine: Any) -> list[Any]:
-    """What each rank has, by rank. All ranks call this, after `is_same` has said that they differ."""
+    """The values of all ranks, by rank. All ranks call this, after `is_same` has said that they differ."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine, group=_world().apart)
     return found

@@ -114,7 +114,7 @@ class _Traced:
     compiled: Compiled
 
     def takes(self, leaves: Sequence[Any]) -> bool:
-        """Whether it is the program for these numbers."""
+        """Whether this program serves a call with these numbers."""
         return (all(description(leaves[place]) == was for place, was in self.constants.items())
                 and all(is_usual(leaves[place]) for place in self.compiled.numbers))
 
@@ -168,7 +168,7 @@ class Forms:
         return [place for place in sorted(numbers.changed - numbers.fixed.keys()) if is_usual(leaves[place])]
 
     def number(self, compiled: Compiled | None) -> int:
-        """Which form this is, counted from 1 as they were compiled, alike on all ranks; 0 for None."""
+        """The number of a form, counted from 1 in the order of compilation, equal on all ranks; 0 for None."""
         return 0 if compiled is None else self._numbers[compiled]
 
     def changes(self, key: Any, leaves: Sequence[Any]) -> list[str]:

@@ -175,7 +175,7 @@ _MOST_PARTS = 1000
 
 
 def _inside(container: Any) -> Iterable[Any]:
-    """What is in a mutable value (`capture.dependencies.is_mutable`)."""
+    """The contents of a mutable value (`capture.dependencies.is_mutable`)."""
     if isinstance(container, dict):
         return chain(container, container.values())
     if isinstance(container, (list, tuple, set, frozenset)):

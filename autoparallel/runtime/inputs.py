@@ -179,7 +179,7 @@ def _has_values(leaf: Any) -> bool:
 
 
 def form_text(leaf: Any) -> str:
-    """What tracing fixes of an argument, as text that is alike in all processes."""
+    """The part of an argument that tracing fixes, as text that is equal in all processes."""
     if isinstance(leaf, torch.Tensor):
         kind = "" if type(leaf) in (torch.Tensor, nn.Parameter) else f" ({type(leaf).__name__})"
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{kind}"

@@ -71,7 +71,7 @@ class ParallelModule(nn.Module):
         return tracing.first_form(self._state).plan
 
     def _repr_html_(self) -> str:
-        """What it is, and the plan's summary, for notebooks."""
+        """The model's class, its mesh and the plan's summary, for notebooks."""
         name = escape(type(self._state.model).__name__)
         if not self._state.forms:
             return f"<p>{name} on a mesh of {self.mesh.size()}: planned at the first call.</p>"

@@ -114,7 +114,7 @@ def _timeline(steps: Mapping[int, RankStep]) -> Timeline:
 
 def _notes(compiled: Compiled, unprofiled_s: float, parts: Mapping[str, float], ranks: int, shown_ranks: int
            ) -> list[str]:
-    """What to know of the figures."""
+    """Remarks on the figures of a profile."""
     profiled_s = sum(parts.values())
     found = [f"a step took {seconds_str(unprofiled_s)} without the profiler, {seconds_str(profiled_s)} with it: what "
              "the profiler adds lies between the ops"]

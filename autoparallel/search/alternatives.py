@@ -1,4 +1,4 @@
-"""What else there was: the next best plans, what each other choice of a node would cost, and which pins conflict.
+"""Next best plans, the cost of every other choice of a node, and the pins that contradict one another.
 
 Pure functions of a `Problem` and a `Solution`; every plan that they return was searched for and judged by `evaluate`.
 """

@@ -102,7 +102,7 @@ def _on_local_ranks(ranks: int) -> Callable[..., list[Check]]:
 
 
 def _worst(checks: Sequence[Check]) -> Check:
-    """Of one check on all ranks: one that failed, else the first rank's."""
+    """The finding of one check over all ranks: one that failed, else the first rank's."""
     return next((check for check in checks if check.status == "failed"), checks[0])
 
 

@@ -1,5 +1,5 @@
-"""Attention masks that say nothing: one that is computed from nothing but positions, and lets each query see itself
-and what is before it, becomes ``is_causal=True``; one that lets it see everything is left out.
+"""Attention masks without effect: a mask computed from positions only that is causal becomes ``is_causal=True``; one
+that hides nothing is removed.
 
 Tracing makes Hugging Face's models build the mask that they leave out otherwise; it costs a tensor of query x key per
 sample, and the fast attention kernels. Masks are not recognised by their ops but computed and compared: as runs of keys
@@ -59,8 +59,8 @@ def drop_masks(graph: Graph, mutations: dict[str, Node]) -> None:
 
 
 def kind_of(mask: Node) -> str:
-    """Of a mask that depends on nothing: "causal" if it is true exactly where key <= query, "all" if it is true
-    everywhere; "" for any other."""
+    """The kind of a constant mask: "causal" if it is true exactly where key <= query, "all" if it is true everywhere,
+    "" for any other."""
     shape = mask.meta["val"].shape
     if len(shape) < 2 or min(shape) == 0 or not _from_nothing(mask):
         return ""

@@ -27,10 +27,8 @@ PRODUCTS = frozenset({aten.linear, aten.matmul, aten.mm, aten.conv1d, aten.conv2
 
 
 def ambient(tensors: Iterable[Any]) -> torch.dtype | None:
-    """The low precision of the autocast that is on now, for a call with these tensors; None when none is on.
-
-    Raises CaptureError when it is on for another device than theirs.
-    """
+    """The low-precision dtype of the active autocast for a call with these tensors; None if none is active. Raises
+    CaptureError if it is active for another device than theirs."""
     for device_type in DEVICES:
         if torch.is_autocast_enabled(device_type):
             refuse_elsewhere(device_type, tensors)

@@ -72,7 +72,7 @@ def _batch_norm(graph: Graph, node: Node, mutations: dict[str, Node]) -> Node:
 
 
 def refuse_given_statistics(mutations: dict[str, Node], buffer_names: dict[str, str]) -> None:
-    """Raises CaptureError for running statistics that are no buffers: nobody would keep their new values."""
+    """Raises CaptureError for running statistics that are not buffers: their new values would be lost."""
     if inputs := [name for name in mutations if name not in buffer_names]:
         raise CaptureError(f"a norm updates running statistics that are the model's inputs {inputs}\n"
                            "  Hold them as buffers (register_buffer), or norm by them (training=False).")

@@ -168,7 +168,7 @@ def summed_to(graph: Graph, node: Node) -> Node:
 
 
 def mean_of_numbers(graph: Graph, node: Node) -> Node:
-    """nanmean: what is a number added up, over how many there are."""
+    """nanmean: the sum of the values that are not NaN, divided by their count."""
     x, dim, keepdim = (argument(node, name) for name in ("self", "dim", "keepdim"))
     dims = [dim] if isinstance(dim, int) else list(dim or range(len(_shape(x))))
     if (dtype := node.kwargs.get("dtype")) is not None:

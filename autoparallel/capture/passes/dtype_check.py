@@ -24,7 +24,7 @@ MOST_ELEMENTS = 1 << 22
 
 
 class Refused(NamedTuple):
-    """What torch says of an op's types, and types that it takes."""
+    """torch's error for the dtypes of an op, and dtypes that the op takes."""
 
     error: str
     wanted: tuple[torch.dtype, ...]
@@ -53,7 +53,8 @@ def refuse_types(graph: Graph) -> None:
 
 
 def refusal(node: Node) -> Refused | None:
-    """None where torch takes the types, or nobody can tell."""
+    """The refusal of an op whose tensors have dtypes that torch does not take; None if torch takes them, or if small
+    example tensors cannot decide it."""
     tensors = _tensors_of(node)
     given = tuple(t.dtype for t in tensors)
     floating = Counter(t for t in given if t.is_floating_point)
@@ -83,7 +84,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def _tensors_of(node: Node) -> list[torch.Tensor]:
-    """The op's tensors, as they come in its arguments; none where one is of another kind."""
+    """The tensors among the arguments of an op, in order; [] if one of them is not a plain tensor."""
     values: list[Any] = [n.meta.get("val") for n in pytree.tree_leaves((node.args, dict(node.kwargs)))
               if isinstance(n, torch.fx.Node)]
     return values if all(isinstance(value, torch.Tensor) for value in values) else []

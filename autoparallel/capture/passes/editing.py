@@ -1,4 +1,4 @@
-"""Edits of a traced graph that keep what a traced node would have: its value's shape and where it came from."""
+"""Edits of a traced graph that keep the metadata of a traced node: shape of its value, and line of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In-place ops -> their functional twins: whoever reads the written memory later reads the new value.
+"""In-place ops become their functional twins: later readers of the written memory read the new value.
 
     y = x[:, 1:]            y  = slice(x, 1, 1)
     y.copy_(z)       ->     y' = copy(y, z);  x' = slice_scatter(x, y', 1, 1)
@@ -148,7 +148,7 @@ class _Memory:
 
 
 def writes(node: Node) -> bool:
-    """Whether it is an in-place op."""
+    """Whether a node is an in-place op."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return any(a.alias_info is not None and a.alias_info.is_write for a in node.target._schema.arguments)

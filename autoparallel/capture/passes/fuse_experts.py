@@ -30,7 +30,7 @@ ALONG_DIM = frozenset({aten.cat.default, aten.softmax.int, aten.slice.Tensor})
 
 
 def gather_experts(graph: Graph, mutations: dict[str, Node]) -> None:
-    """Put each sort by expert, and what is computed in its order, into one op."""
+    """Replace each sort of tokens by expert, and the ops on the sorted rows, by one op."""
     for node in list(graph.nodes):
         if node.target is aten.sort.default and node.args[1:] in ((), (-1,), (0,)) and not node.kwargs:
             region = _Region(node)

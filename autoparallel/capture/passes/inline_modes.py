@@ -13,7 +13,7 @@ from autoparallel.capture.passes.editing import Node, use_results
 
 
 def _complete_users(graph: Graph) -> None:
-    """torch.export forgets users of what a region of ``torch.no_grad`` reads too."""
+    """Restore the users of values that a region of ``torch.no_grad`` reads: torch.export leaves them out."""
     for node in graph.nodes:
         for read in node.all_input_nodes:
             read.users.setdefault(node)

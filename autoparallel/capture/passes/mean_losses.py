@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _reduced(graph: Graph, node: Node, reduction: int) -> Node:
-    """The same loss, not reduced (0) or summed (2)."""
+    """The loss op with another reduction: none (0) or sum (2)."""
     names = [declared.name for declared in node.target._schema.arguments]
     positional = names[: max(len(node.args), names.index("reduction") + 1)]
     values = {name: reduction if name == "reduction" else argument(node, name) for name in positional}

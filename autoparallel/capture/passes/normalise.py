@@ -251,7 +251,7 @@ def _broadcast(graph: Graph, node: Node) -> None:
 
 
 def _meshgrid(graph: Graph, node: Node) -> None:
-    """meshgrid -> one reshape and expand per tensor that is used; "xy" has the first two dims the other way round."""
+    """meshgrid -> one reshape and expand per tensor that is used; with "xy" the first two dims are swapped."""
     order = list(range(len(node.args[0])))
     if node.kwargs.get("indexing") == "xy":
         order[:2] = order[:2][::-1]

@@ -47,7 +47,7 @@ def _order_constants(found: Sequence[Node], place: Mapping[Node, int], updates: 
 
 
 def _dependent(nodes: Sequence[Node], parameters: Collection[str]) -> set[Node]:
-    """What a parameter reaches."""
+    """The nodes that depend on a parameter."""
     found: set[Node] = set()
     for node in nodes:
         if node.name in parameters or any(source in found for source in node.all_input_nodes):
@@ -56,7 +56,8 @@ def _dependent(nodes: Sequence[Node], parameters: Collection[str]) -> set[Node]:
 
 
 def _series(nodes: Sequence[Node], dependent: Collection[Node]) -> list[list[Node]]:
-    """All nodes in order: ops beside one another that depend on no parameter together, each other node alone."""
+    """All nodes in order, in groups: consecutive ops that depend on no parameter form one group, each other node its
+    own."""
     found: list[list[Node]] = [[]]
     for node in nodes:
         free = node.op == "call_function" and node not in dependent

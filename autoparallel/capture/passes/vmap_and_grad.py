@@ -67,7 +67,7 @@ def gradient_as_op(
 
 def gradient_of_function(function: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool,
                          args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """What `torch.func.grad` and `grad_and_value` call, while a model is traced: (gradients, value of ``function``)."""
+    """`torch.func.grad` and `grad_and_value` while a model is traced: (gradients, value of ``function``)."""
     def of_args(*args: Any) -> Any:
         return function(*args, **kwargs)
 
@@ -78,7 +78,7 @@ def gradient_of_function(function: Callable[..., Any], argnums: int | tuple[int,
 
 def pullback(function: Callable[..., Any], *primals: Any, argnums: int | tuple[int, ...] | None = None,
              has_aux: bool = False) -> tuple[Any, ...]:
-    """What `torch.func.vjp` and `jacrev` call, while a model is traced."""
+    """`torch.func.vjp` and `jacrev` while a model is traced."""
     asked = range(len(primals)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums
     numbers = [n % len(primals) for n in asked]
     with torch.enable_grad():
@@ -100,8 +100,8 @@ def pullback(function: Callable[..., Any], *primals: Any, argnums: int | tuple[i
 def pushforward(function: Callable[..., Any], primals: tuple[Any, ...], tangents: Any,
                 argnums: int | tuple[int, ...] | None, *, strict: bool = False, has_aux: bool = False
                 ) -> tuple[Any, ...]:
-    """What `torch.func.jvp`, `jacfwd` and `hessian` call, while a model is traced: a pullback is linear in what it is
-    given, and its own pullback is the pushforward."""
+    """`torch.func.jvp`, `jacfwd` and `hessian` while a model is traced: the pullback of a pullback, which is linear in
+    its cotangent, is the pushforward."""
     made, back, *aux = pullback(function, *primals, argnums=argnums, has_aux=has_aux)
     seeds = pytree.tree_map(torch.zeros_like, made)
     _, again = pullback(lambda seed: pytree.tree_leaves(back(seed)), seeds)
@@ -184,7 +184,7 @@ def _expand(graph: Graph, node: Node) -> None:
 
 
 def _between(graph: Graph, inputs: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
-    """The nodes on the ways from inputs to outputs along which a gradient flows, in order."""
+    """The nodes on the paths from inputs to outputs along which a gradient flows, in order."""
     reached: dict[Node, None] = dict.fromkeys(inputs)
     for node in graph.nodes:
         flows = node.target is not aten.detach.default and not node.meta.get("no_grad")

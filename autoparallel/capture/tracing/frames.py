@@ -56,7 +56,7 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def writes_to_part() -> bool:
-    """Whether the user's function is at ``x[index] += value``, whose ``x[index]`` nobody else has."""
+    """Whether the user's function executes ``x[index] += value``, where no other variable refers to ``x[index]``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Blocks of a module list that are alike are traced twice, however many there are.
+"""Equivalent blocks of a module list are traced twice, however many there are.
 
 While a model is traced, calls of alike blocks (same classes, attributes, parameters' shapes) with arguments alike
 become ops: the first two lie between marks, each further one is the op ``autoparallel::repeated_block``.
@@ -27,12 +27,12 @@ CONTAINERS = (tuple, list, dict)
 
 
 class UnlikeError(Exception):
-    """Blocks that looked alike are not: trace the model whole."""
+    """Blocks that looked equivalent are not: trace the model without copies."""
 
 
 @dataclass(frozen=True, eq=False)
 class Repeated:
-    """A block: its path and module; ``kind`` is equal for blocks that are alike; ``counting``: the modules in it whose
+    """A block: its path and module; ``kind`` is equal for equivalent blocks; ``counting``: modules in it whose
     attribute of that name counts the blocks."""
 
     path: str
@@ -45,7 +45,7 @@ class Repeated:
 
 
 def find_repeated(model: nn.Module) -> list[Repeated]:
-    """Blocks of module lists and sequences with at least `FEWEST` alike; none lies in another."""
+    """Blocks of module lists and sequences that have at least `FEWEST` equivalent ones; none lies in another."""
     named = [*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False),
              *model.named_buffers(remove_duplicate=False)]
     times = Counter(id(value) for _, value in named)
@@ -214,7 +214,8 @@ def _is_plain(leaves: Sequence[Any], spec: pytree.TreeSpec) -> bool:
 
 
 def _form(leaves: Sequence[Any]) -> tuple[object, ...]:
-    """Equal for leaves that give the same trace: which tensors are one, what they look like, the other values."""
+    """Equal for leaves that give the same trace: which tensors are the same object, their metadata, and the other
+    values."""
     first: dict[int, int] = {}
     return tuple((type(x), first.setdefault(id(x), i), *appearance(x)) if isinstance(x, torch.Tensor) else (type(x), x)
                  for i, x in enumerate(leaves))

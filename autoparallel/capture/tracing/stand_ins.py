@@ -52,7 +52,7 @@ def without_checks() -> Iterator[None]:
 
 @contextmanager
 def traced_methods() -> Iterator[None]:
-    """What reads numbers off tensors, or changes modules, where a traced program could not follow."""
+    """Replacements, while a model is traced, of methods that read numbers off tensors or change modules."""
     with (_instead(eager_transforms, "grad_and_value_impl", gradient_of_function),
           _instead(eager_transforms, "_vjp_with_argnums", pullback),
           _instead(eager_transforms, "_jvp_with_argnums", pushforward),

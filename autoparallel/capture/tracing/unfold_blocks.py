@@ -89,7 +89,7 @@ class _Body:
         return "own", path.removeprefix(f"{self.path}.")
 
     def form(self) -> list[str]:
-        """Equal for bodies that do the same. Raises UnlikeError where others read what is inside."""
+        """Equal for bodies that compute the same. Raises UnlikeError if ops outside read values inside."""
         for node in self.nodes:
             for user in node.users:
                 if user not in self.number and user is not self.end:

@@ -1,4 +1,4 @@
-"""Branches on the values of tensors, which no trace can follow, where what they do can be had without a branch.
+"""Branches on the values of tensors, which a trace cannot follow, rewritten without a branch where that is possible.
 
     assert (x > 0).all()                                         not checked, and a warning says so
     if mask.any(): raise ValueError(...)                         the same
@@ -46,7 +46,7 @@ class Branches:
         self._asked: dict[tuple[FrameType, ast.If], int] = {}  # -> at which instruction first
 
     def answer(self, tensor: Any) -> Any:
-        """What the function that reads ``tensor`` is to be told so that it goes on; None: nothing can be said."""
+        """The number or bool that the function reading ``tensor`` gets, so that it can go on; None if there is none."""
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return None
         frame = caller()
@@ -68,7 +68,8 @@ class Branches:
         return None if taken is None else taken != negated
 
     def _chosen(self, frame: FrameType, statement: ast.If) -> bool:
-        """Whether what the branch assigns is now a choice of the function's variables."""
+        """Replace the values that a branch assigns, in the function's variables, by choices between old and new ones;
+        returns whether that was possible."""
         if self._asked.setdefault((frame, statement), frame.f_lasti) < frame.f_lasti:
             return True  # the same condition's next part: all was done when the first was asked for
         body = [s for s in statement.body if isinstance(s, ast.Assign) and len(s.targets) == 1
@@ -131,7 +132,7 @@ class _Number:
 
 
 class _NotChosenError(Exception):
-    """What a branch does cannot be made a choice."""
+    """The effect of a branch cannot be written as a choice between values."""
 
 
 class _Checked(TorchFunctionMode):
@@ -145,7 +146,7 @@ class _Checked(TorchFunctionMode):
 
 
 def _leaves(test: ast.expr, negated: bool = False) -> Iterator[tuple[ast.expr, bool]]:
-    """What a condition is made of by and, or and not; and whether it is negated."""
+    """The operands of a condition under and, or and not, each with whether it is negated."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _leaves(test.operand, not negated)
     elif isinstance(test, ast.BoolOp):
@@ -177,7 +178,7 @@ def _only_raises(statement: ast.If) -> bool:
 
 
 def _condition(test: ast.expr, names: dict[str, Any]) -> Any:
-    """The condition as a tensor; what is no tensor ends it as in Python."""
+    """The condition as a tensor; operands that are not tensors are evaluated as in Python."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         made = _condition(test.operand, names)
         return made.logical_not() if isinstance(made, Tensor) else not made
@@ -206,7 +207,7 @@ def _compiled(tree: Any, mode: str) -> Any:
 
 
 def _assign(frame: FrameType, name: str, value: Any) -> None:
-    """Let a running function's variable have another value."""
+    """Set a variable of a running function."""
     frame.f_locals[name] = value
     if sys.version_info < (3, 13):  # there f_locals is a copy, to be written back
         local = frame.f_locals

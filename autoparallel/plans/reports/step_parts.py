@@ -102,7 +102,7 @@ def compare_traces(predicted: str | Path, measured: str | Path) -> TraceComparis
 
 
 def _told(path: str | Path) -> dict[str, Any]:
-    """What a trace tells beside its events, checked."""
+    """The data that a trace file has beside its events, checked."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -157,7 +157,8 @@ def _issue(stages: Sequence[StageSeconds], hybrid: Hybrid, orders: Sequence[Sequ
 def _before(kind: str, stage: int, micro: int, stages: int, where: dict[tuple[str, int, int], int],
             number: dict[tuple[int, str, int, int], int], sends: dict[tuple[int, str, int, int], int]
             ) -> tuple[int, ...]:
-    """What a forward or backward of a stage waits for: the neighbour's send, or its own forward at the end."""
+    """The task that a forward or backward of a stage waits for: the neighbour's send, or its own forward at the last
+    stage."""
     if kind == "W":
         return ()
     other = ("F", stage - 1, micro) if kind == "F" else ("B", stage + 1, micro)

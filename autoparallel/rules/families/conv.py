@@ -132,7 +132,7 @@ def _over_channels(op: OpView) -> Rule:
           aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default,
           aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default)
 def gradient_of_pool(op: OpView) -> Rule:
-    """Of instances and channels, as pooling is; places are counted in the whole of space."""
+    """Gradients of pooling: instances and channels may be sharded, as in pooling; indices count in the whole space."""
     space, rank = (3 if "3d" in op.target._schema.name else 2), len(op.out.shape)
     return whole_dims(op, set(range(rank - space, rank)), flops=float(op.inputs[0].num_elements),
                       linear=(frozenset({0}),), saves=frozenset(range(1, len(op.inputs))))

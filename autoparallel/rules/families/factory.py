@@ -18,7 +18,7 @@ def factory(op: OpView) -> Rule:
 
 @rule_for(aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default)
 def random_factory(op: OpView) -> Rule:
-    """The same numbers on every rank."""
+    """Random tensors: the same numbers on every rank."""
     return _whole(op, random=True)
 
 

@@ -115,7 +115,7 @@ def _linear_in(reduce: str, include_self: bool) -> tuple[frozenset[int], ...]:
 
 @rule_for(aten.scatter_add.default)
 def scatter_add(op: OpView) -> Rule | None:
-    """What is added may be cut: each rank adds its own, to the first summand of the tensor."""
+    """The added values may be sharded: each rank adds its own to the tensor's first summand."""
     rule = _scattered(op)
     if rule is None or op.shapes[1] != op.shapes[2]:
         return rule
@@ -222,7 +222,7 @@ def bucketize(op: OpView) -> Rule:
 
 @rule_for(aten.masked_scatter.default)
 def masked_scatter(op: OpView) -> Rule:
-    """What is written where depends on all of the mask: nothing is cut."""
+    """Which value goes where depends on the whole mask: no dim may be sharded."""
     return Rule(tuple((None,) * len(shape) for shape in op.shapes), ((None,) * len(op.out.shape),), {},
                 linear=(frozenset({0, 2}),), flops=float(op.out.num_elements), op_class="gather", saves=frozenset({1}))
 

@@ -116,7 +116,7 @@ def compared(op: OpView) -> Rule:
 
 @rule_for(aten.linalg_cross.default)
 def cross(op: OpView) -> Rule:
-    """Of vectors along a dim of length 3, which stays whole."""
+    """Cross products of vectors along a dim of length 3, which stays whole."""
     dim = op.arg("dim") % len(op.out.shape)
     names = broadcast_dims(op.out, op.out)
     whole = names[dim]

@@ -119,7 +119,7 @@ def cumsum(op: OpView) -> Rule | None:
 
 @rule_for(aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default, aten.cummin.default, aten.glu.default)
 def along_a_dim(op: OpView) -> Rule | None:
-    """Of which each element needs others along one dim."""
+    """Ops in which each element needs others along one dim, which stays whole; other dims may be sharded."""
     if not op.out.shape:
         return None
     return whole_dims(op, {op.arg("dim") % len(op.out.shape)}, flops=float(op.out.num_elements),

@@ -82,7 +82,7 @@ def expand(op: OpView) -> Rule:
 
 
 def whole_dims(op: OpView, whole: set[int], **rest: object) -> Rule:
-    """Inputs and outputs alike, with every dim a factor but those in ``whole``."""
+    """A rule whose inputs and outputs have the same dims, each of them a factor but those in ``whole``."""
     rank = len(op.out.shape)
     names = tuple(f"d{i}" if i not in whole and op.out.shape[i] != 1 else None for i in range(rank))
     sizes = {n: op.out.shape[i] for i, n in enumerate(names) if n is not None}

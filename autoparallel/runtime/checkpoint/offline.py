@@ -34,10 +34,8 @@ class Contents:
 
 
 def contents(folder: str | os.PathLike[str], step: int | None = None) -> Contents:
-    """What the newest checkpoint of a folder (or that of ``step``, or the one that the folder is) has.
-
-    Raises InputError where there is none.
-    """
+    """The contents of the newest checkpoint of a folder (of ``step``, if given; or of the folder, if it is a checkpoint
+    itself). Raises InputError if there is none."""
     found = newest(Path(folder), step)
     if found is None:
         raise InputError(f"{folder} has no checkpoint of parallel.save")

@@ -1,4 +1,5 @@
-"""Exact merging: decisions that follow from others, or that can be taken once their neighbours are known, go away.
+"""Exact merging: decisions that are functions of others, or that can be minimised out given their neighbours, are
+removed.
 
 A table whose rows each allow at most one column makes its column node a function of its row node: the two become one
 decision. Nodes without memory and with at most two neighbours are minimised out. What is left of a big problem is
@@ -47,7 +48,7 @@ class _Facts(NamedTuple):
 
 
 class _Array:
-    """An array that many share, with what is known of it: what is worked out of it is worked out once."""
+    """An array that equal blocks share, with values derived from it, each computed once."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -71,7 +72,7 @@ class _Array:
 
     @cached_property
     def parts(self) -> tuple[_Array, _Array] | None:
-        """What rows cost and what columns cost, if this table is the sum of these."""
+        """Costs of the rows and costs of the columns, if the table is their sum; else None."""
         table = self.values
         if (self.facts.whole and table[-1, -1] - table[-1, 0] == table[0, -1] - table[0, 0]
                 and np.logical_and.reduce(table - table[:, :1] == table[0] - table[0, 0], axis=None)):
@@ -96,7 +97,7 @@ class _Array:
 
 
 def _some(kept: np.ndarray) -> _Array | None:
-    """Which are kept; None: all."""
+    """Indices of the choices that are kept; None: all."""
     return None if np.logical_and.reduce(kept) else _Array(np.flatnonzero(kept))
 
 
@@ -126,7 +127,8 @@ class _Folded(NamedTuple):
 
 
 class _Once:
-    """What is worked out of several arrays, once for all that share them: repeated blocks do, also while they merge."""
+    """Values derived from several arrays, computed once for all nodes that share these arrays, also while they
+    merge."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Any] = {}
@@ -166,7 +168,8 @@ def _with_first(costs: _Array, table: _Array) -> _Array:
 
 
 def _minimised(choices: _Array, costs: _Array, *tables: _Array) -> tuple[_Array, np.ndarray]:
-    """What a node and its tables cost at least, and the choice that does, by its neighbours' choices."""
+    """A node minimised out: the least cost of node and tables for each combination of its neighbours' choices, and the
+    choice that attains it."""
     total = costs.values
     if len(tables) == 1:
         total = total[:, None] + tables[0].values
@@ -176,7 +179,7 @@ def _minimised(choices: _Array, costs: _Array, *tables: _Array) -> tuple[_Array,
 
 
 def _among(when: _Array, picks: _Array) -> _Array:
-    """Where each pick is among these (ascending)."""
+    """The position of each pick in an ascending array."""
     return _Array(np.searchsorted(when.values, picks.values))
 
 
@@ -440,7 +443,7 @@ def _least_from(room: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def _over_together(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray], most: np.ndarray
                    ) -> np.ndarray:
-    """Which pairs of choices of two owners exceed the room at some row."""
+    """The pairs of choices of two owners that together exceed the limit at some row."""
     rows = np.union1d(one[0], other[0])
     left, right = (np.where((last := np.searchsorted(at, rows, side="right") - 1) < 0, 0.0, usage[:, last])
                    for at, usage in (one, other))

@@ -1,4 +1,5 @@
-"""Where elimination is dear: a bound and the choices that a better plan may have, from messages at known prices.
+"""Where elimination is expensive: a lower bound by message passing, and the choices that a better plan may still
+contain.
 
 Double recursion has a plan and prices of memory in a second. At these prices no limit is left, messages (TRW-S) are
 fast and mostly tight on models' graphs, and what they leave of the choices is eliminated in little time.

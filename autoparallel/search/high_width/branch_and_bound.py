@@ -1,4 +1,4 @@
-"""Branch and bound where messages and prices of memory leave a gap.
+"""Branch and bound, for problems where message passing and memory prices leave a gap between bound and best plan.
 
     open problem -> prices, messages: a bound, and what no better plan can contain goes -> merge what is left
                  -> HiGHS, where little is left
@@ -41,8 +41,8 @@ DEAREST = 1e3
 
 @dataclass(frozen=True, eq=False)
 class _Open:
-    """A problem that may have a better plan, none of which costs less than ``bound``; messages and prices so far,
-    the latter raised for this problem or still to be raised."""
+    """A subproblem that may contain a better plan. ``bound``: no plan of it costs less. It has the messages and memory
+    prices found so far, which may still be raised."""
 
     shrunk: Shrunk
     bound: float
@@ -53,7 +53,7 @@ class _Open:
 
 @dataclass(frozen=True, eq=False)
 class _Bounded:
-    """An open problem with its messages; ``left`` is without what no better plan contains (same nodes)."""
+    """A subproblem with its messages; ``left``: the same nodes, without choices that no better plan contains."""
 
     shrunk: Shrunk
     messenger: Messenger
@@ -120,8 +120,8 @@ class Branching:
         return self.cost
 
     def _work(self, node: _Open) -> list[_Open]:
-        """What is left open of a problem: nothing where no better plan is in it, nor where time is up before that is
-        known."""
+        """The subproblems that stay open after bounding: none if no better plan is in it, or if time ran out before
+        that was known."""
         found = self._bounded(node)
         if found is None or self._late():
             return []
@@ -231,7 +231,7 @@ class Branching:
 
     def _probe(self, found: _Bounded, costs: Sequence[np.ndarray], v: int, groups: Sequence[np.ndarray],
                several: dict[int, Messenger]) -> list[float]:
-        """What plans with each group cost at least, after a few sweeps; ``several``: messengers to use again."""
+        """Lower bounds of plans with each group of choices, after a few sweeps; ``several``: messengers to reuse."""
         paid, bounds = float(found.prices @ found.left.room), []
         for low in range(0, len(groups), AT_ONCE):
             some = groups[low:low + AT_ONCE]

@@ -57,12 +57,12 @@ class Compact:
 
     @cached_property
     def flat_costs(self) -> np.ndarray:
-        """Of all nodes, one after another."""
+        """Costs of all nodes, concatenated."""
         return np.concatenate([np.zeros(0), *self.costs])
 
     @cached_property
     def flat_tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Of all distinct tables, one after another; and of each edge, where its table starts, source and target."""
+        """All distinct tables, concatenated; and for each edge the offset of its table, source and target."""
         tables = Shared.of(self.tables)
         firsts = np.cumsum([0, *[table.size for table in tables.distinct]])[tables.numbers]
         sources, targets = np.array(self.ends, np.int64).reshape(-1, 2).T
@@ -70,7 +70,7 @@ class Compact:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Where each slot's events start."""
+        """Offsets of each slot's events."""
         return np.searchsorted(self.events.slots, np.arange(self.firsts[-1] + 1))
 
     @cached_property
@@ -162,7 +162,7 @@ def num_events(problem: Problem) -> int:
 
 
 def compact_of(problem: Problem) -> Compact:
-    """The same decisions. Raises MemoryLimitError when the least usages alone exceed the limit."""
+    """The problem in compact form. Raises MemoryLimitError if the least usages alone exceed the limit."""
     memory = memory_of(problem)
     arrays, count = tuple(problem.costs), len(problem.nodes)
     heavy = memory.spans[memory.num_nodes:, 0] < memory.spans[memory.num_nodes:, 1]

@@ -1,4 +1,5 @@
-"""Large-neighbourhood search: take a connected part of the plan, decide it anew given the rest, keep what is better.
+"""Large-neighbourhood search: a connected part of the plan is optimised anew with the rest fixed; improvements are
+kept.
 
 Small parts are solved as integer programs, memory exactly as it is. Large parts are solved by elimination at prices of
 memory, then made to fit by local search. Parts grow around nodes that cost more than the bound's share for them.
@@ -52,7 +53,7 @@ class _Kind:
 
 
 class Parts:
-    """The plan in hand and the ways to better it; choices are random but seeded."""
+    """The best plan so far and the moves that improve parts of it; random choices are seeded."""
 
     def __init__(self, compact: Compact, plan: Sequence[int], messenger: Messenger, prices: np.ndarray,
                  deadline: float, on_better: Callable[[list[int], float], None]) -> None:
@@ -95,7 +96,8 @@ class Parts:
         return self._kinds[int(self._random.choice(len(values), p=chances / chances.sum()))]
 
     def _dearness(self) -> np.ndarray:
-        """By how much each node (with its edges) costs more in the plan than the messages say it must."""
+        """Cumulative weights for drawing a node: its cost in the plan, with its edges, above its share of the messages'
+        bound."""
         costs = self.messenger.costs(self.prices)
         reduced_costs = self.messenger.reduced_costs(costs)
         found = np.array([reduced_cost[pick] for reduced_cost, pick in zip(reduced_costs, self.plan, strict=True)])

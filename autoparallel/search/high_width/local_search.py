@@ -29,7 +29,7 @@ def finite_limit(compact: Compact) -> float:
 
 
 def local_costs(compact: Compact, plan: Sequence[int], limit: float) -> np.ndarray:
-    """What each choice of each node costs with its edges, the neighbours as in the plan; forbidden is ``limit``."""
+    """By node, the cost of each choice with its edges, neighbours as in the plan; forbidden choices cost ``limit``."""
     picks, sizes = np.asarray(plan, np.int64), np.array(compact.sizes, np.int64)
     cells, firsts, sources, targets = compact.flat_tables
     nodes = np.stack([sources, targets], axis=1).ravel()  # in the order of edges

@@ -39,7 +39,7 @@ def least_memory(problem: Problem, deadline: float = FORBIDDEN) -> LowestPeak:
 
 
 def _without_costs(problem: Problem) -> Problem:
-    """Only what is forbidden stays; equal arrays stay the same objects."""
+    """The problem with all costs set to zero but those of forbidden choices; equal arrays stay the same objects."""
     known: dict[int, np.ndarray] = {}
 
     def bare(array: np.ndarray) -> np.ndarray:
@@ -55,7 +55,8 @@ def _with_room(compact: Compact, more: float) -> Compact:
 
 
 class _Search:
-    """``above``: bytes above the floor that every plan needs; the peak is what the best plan needs."""
+    """A search for the plan with the least peak memory. ``above``: bytes above ``floor`` that every plan needs;
+    ``peak``: bytes of the best plan so far."""
 
     def __init__(self, problem: Problem, floor: float, shrunk: Shrunk, deadline: float) -> None:
         self.problem, self.floor, self.shrunk, self.deadline = problem, floor, shrunk, deadline

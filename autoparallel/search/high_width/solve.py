@@ -1,4 +1,5 @@
-"""Search where elimination is too wide: merge, price memory with messages, prove by a program or improve part by part.
+"""Search for graphs too wide for elimination: merge, price memory with message passing, prove by an integer program or
+branch and bound, else improve by large-neighbourhood search.
 
     compact form, shrunk -> messages and prices of memory    bound, plans that are made to fit
                          -> where that is not too large: some large-neighbourhood search, then branch and bound
@@ -43,7 +44,7 @@ ROUND_SWEEPS, PARTS_SWEEPS, PLAN_SWEEPS = 16, 4, 5  # what a step of the prices 
 
 
 def quick_plan(compact: Compact, deadline: float) -> list[int] | None:
-    """Some plan that fits, from a few steps of messages and prices; None: not found."""
+    """A plan that fits, from a few steps of message passing and memory prices; None if none is found."""
     best: list[int] | None = None
     cost = FORBIDDEN
 
@@ -63,7 +64,7 @@ def quick_plan(compact: Compact, deadline: float) -> list[int] | None:
 
 
 class WideSearch:
-    """One search; ``outcome`` is what it knows at any time."""
+    """One search; ``outcome`` is its best plan and bound so far, at any time."""
 
     def __init__(self, problem: Problem, deadline: float, known: Sequence[int] | None,
                  on_better: Callable[[Outcome], None]) -> None:
@@ -89,7 +90,7 @@ class WideSearch:
         self._start = now
 
     def _left(self, share: float) -> float:
-        """The time at which this share of what is left has passed."""
+        """The time at which ``share`` of the remaining time has passed."""
         now = clock.now()
         return now + share * max(0.0, self.deadline - now) if self.deadline < FORBIDDEN else FORBIDDEN
 
@@ -226,7 +227,7 @@ class WideSearch:
             self._told = clock.now()
 
     def _publish(self) -> None:
-        """Show the best plan so far, judged; only what is told and when depends on the clock."""
+        """Report the best plan so far to the caller; only the moment of reports depends on the clock."""
         if self._best is None or self._best is self._shown:
             return
         start, self._shown = clock.now(), self._best

@@ -1,4 +1,5 @@
-"""Bounds and plans where elimination is too wide: sequential reweighted message passing (TRW-S) with memory prices.
+"""Bounds and plans for graphs too wide for elimination: sequential tree-reweighted message passing (TRW-S) with memory
+prices.
 
 Messages move costs between nodes and edges so that the sum of their minima grows: that sum is a lower bound, and taking
 nodes in order, each given those before it and the messages of those after it, gives a plan (Kolmogorov, "Convergent

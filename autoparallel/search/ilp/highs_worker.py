@@ -1,4 +1,5 @@
-"""The program that `highs.py` runs beside the search: reads pickled models from stdin, writes what HiGHS finds.
+"""The program that `highs.py` starts as a process: reads pickled models from stdin, writes the solutions of HiGHS to
+stdout.
 
 A process of its own, since HiGHS looks at its clock only now and then and prints to stdout whatever it is told: the
 search can end this process on time, and nobody sees what it prints. It imports nothing of autoparallel.

@@ -142,11 +142,9 @@ class TimeIsUpError(Exception):
 
 
 class Tables:
-    """Every array by name, and what each result was lowered by so that its least is 0.
-
-    Names are small numbers: equal inputs, equal name. So what one elimination has worked out is there for the next, of
-    changed costs. ``cells`` counts those of all arrays that are kept.
-    """
+    """All arrays by number, and the constant that was subtracted from each result so that its minimum is 0. Equal
+    inputs have equal numbers, so that an elimination with changed costs reuses the steps that did not change.
+    ``cells``: the total size of all arrays kept."""
 
     def __init__(self, deadline: float = FORBIDDEN) -> None:
         self.deadline = deadline
@@ -276,7 +274,7 @@ class Sweep:
         self._slots = self._laid_out() if self.order.nodes else []
 
     def _first(self, scope: Sequence[int]) -> int | None:
-        """Which of these nodes is eliminated first; None where all stay."""
+        """The node of these that is eliminated first; None if all stay."""
         v = min(scope, key=self._rank.__getitem__, default=None)
         return None if v is None or self._rank[v] == len(self.sizes) else v
 
@@ -298,7 +296,7 @@ class Sweep:
         return slots
 
     def steps(self, called: Sequence[int], tables: Tables) -> list[Step]:
-        """Every elimination with what it adds up, for the tables of these names."""
+        """All elimination steps, each with the tables that it adds, for the factors with these numbers."""
         called, steps = list(called), []
         for slot in self._slots:
             inputs = tuple([called[number] for number in slot.inputs])

@@ -1,4 +1,5 @@
-"""Double recursion: mesh axes from the slowest links to the fastest, and on each level the operator graph, exactly.
+"""Double recursion: one mesh axis after another, from the slowest links to the fastest; on each, the whole graph
+exactly.
 
 Outer recursion: one axis is decided at a time. What the axes below it will do is not known yet, so each level is solved
 under several lookaheads ("they repeat the work", "they do the same as this axis"), and the best few plans are kept (the
@@ -72,7 +73,7 @@ class Found:
 
 
 class Recursion:
-    """The search over one pricer; every state on the way is a plan for all axes."""
+    """The search over one pricer; every intermediate state is a complete plan for all axes."""
 
     def __init__(self, pricer: Pricer, deadline: float) -> None:
         self.pricer, self.deadline = pricer, deadline
@@ -158,7 +159,7 @@ class Recursion:
         return [state for state in beam if state is not None]
 
     def _late(self, start: float) -> bool:
-        """Whether what takes as long as what was begun at ``start`` would end late."""
+        """Whether another round, as long as the one that began at ``start``, would end after the deadline."""
         now = clock.now()
         return now + (now - start) > self.deadline
 

@@ -1,4 +1,4 @@
-"""Memory as prices: seconds per byte at each time that matters, so that a problem without limits remains.
+"""Lagrangian relaxation of memory: prices in seconds per byte at each time that matters replace the memory limit.
 
 For any prices >= 0, the least priced cost minus the prices of the room is a lower bound for every feasible choice. The
 best prices are found by cutting planes: each solved pricing says how bound and overload move with the prices; a small
@@ -32,10 +32,9 @@ NEAR_LEAST = 1e-5
 
 @dataclass
 class Dual:
-    """What is known: ``bound`` is attained at ``prices``; ``plans`` are (priced) minimisers, in order of discovery.
-
-    ``cuts`` are these plans' costs and the bytes by which they exceed the room; prices are sought at ``active`` times.
-    """
+    """The Lagrangian dual so far: ``bound`` is attained at ``prices``; ``plans`` are minimisers at prices tried, in
+    order. ``cuts``: costs of these plans and the bytes by which they exceed the limit; prices are optimised at
+    ``active`` times."""
 
     bound: float
     prices: np.ndarray
@@ -134,7 +133,7 @@ def mixed_plans(problem: Problem, memory: Memory, relax: Relaxation, deadline: f
     found: dict[bool, tuple[int, ...]] = {}
 
     def fits(number: int) -> bool:
-        """Whether the plan with so many dear nodes fits."""
+        """Whether the plan fits at whose prices ``number`` nodes pay ``contrast`` times the best price for memory."""
         expensive = places >= count - number if expensive_last else places < number
         _, plan = relax(problem.costs.priced(memory.extra, rates * np.where(expensive, contrast, 1 / contrast)[users]))
         fit = bool((memory.load(problem, plan) <= memory.room).all())

@@ -1,4 +1,5 @@
-"""Local search: make a choice fit into memory (repair), then lower its cost by moves of one node or of an edge's pair.
+"""Local search: repair makes a choice fit into memory; descent lowers its cost by changing one node, or both ends of an
+edge.
 
 Costs of a node's choices, given its neighbours, are kept by what is around it, so that equal blocks, and the plans that
 are improved one after another, share them; memory is kept as the load at the times that matter, so that a move is
@@ -83,8 +84,8 @@ class Neighbourhood:
         return self._around[v]
 
     def using(self, v: int) -> list[tuple[int, int, np.ndarray, int]]:
-        """What v's choice makes of the memory: ranges of times, tables with a row per choice of v, and the node whose
-        choices are the columns (-1: there is one column)."""
+        """The memory that node v's choice decides: ranges of times, tables with a row per choice of v, and the node
+        whose choices are the columns (-1: there is one column)."""
         if v not in self._using:
             extra, count = self.memory.extra, self.memory.num_nodes
             found = [(*self.spans[v], extra[v][:, None], -1)] if self.uses[v] else []
@@ -151,7 +152,8 @@ class Neighbourhood:
 
 def _joint_moves(table: np.ndarray, at: tuple[int, int], costs_u: np.ndarray, costs_v: np.ndarray
                  ) -> list[tuple[int, int]]:
-    """Of the `PAIR_TRIES` cheapest cells that cost less than ``at``, those in another row and another column."""
+    """Moves of both ends of an edge: of the `PAIR_TRIES` cheapest cells that cost less than ``at``, those in another
+    row and another column."""
     if not table[at] < FORBIDDEN:
         return []
     left, right = table[:, at[1]], table[at[0]]
@@ -166,10 +168,8 @@ def _joint_moves(table: np.ndarray, at: tuple[int, int], costs_u: np.ndarray, co
 
 
 class LocalState:
-    """A choice that changes by moves, with what each further move would cost.
-
-    Invariant: ``load`` is `Memory.load` of ``choice``.
-    """
+    """A choice that changes by moves, with the cost of each further move. Invariant: ``load`` is `Memory.load` of
+    ``choice``."""
 
     def __init__(self, neighbourhood: Neighbourhood, choice: Sequence[int]) -> None:
         self.near, self.choice = neighbourhood, list(choice)

@@ -92,7 +92,8 @@ def _inside(sizes: np.ndarray, pairs: np.ndarray) -> np.ndarray:
 
 
 def _kinds(sizes: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Equal numbers for nodes whose surroundings look alike as far as a few pairs away (or by rare chance)."""
+    """Equal numbers for nodes with equal neighbourhoods up to a few eliminated pairs away (hash collisions are
+    possible)."""
     kinds = sizes
     for _ in range(KIND_ROUNDS):
         marks = np.random.default_rng(0).integers(1 << KIND_BITS, size=int(kinds.max(initial=0)) + 1)

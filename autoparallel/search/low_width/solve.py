@@ -38,7 +38,8 @@ TimedPrices = tuple[np.ndarray, np.ndarray]  # ascending times, and seconds per 
 
 @dataclass
 class Outcome:
-    """What a solver found: the best feasible choice (None: none yet), a bound for all, and why it stopped."""
+    """The result of a solver: the best feasible choice (None: none found), a lower bound for all, and why it
+    stopped."""
 
     choice: tuple[int, ...] | None
     objective: float

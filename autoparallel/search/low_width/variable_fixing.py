@@ -1,4 +1,4 @@
-"""The choices that may still be part of a better plan, and prices of memory for them.
+"""Variable fixing: the choices that a better plan may still contain, by their reduced costs at given memory prices.
 
 A choice's regret at these prices is by how much the best priced plan with it exceeds the best. Where bound + regret is
 above the plan in hand, no better plan has that choice. What is left is eliminated in a fraction of the time.

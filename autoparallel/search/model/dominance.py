@@ -1,4 +1,4 @@
-"""Exact reductions, each with a way back: choices that cannot be needed, nodes that can be folded away.
+"""Exact reductions, each with its inverse map: dominated choices are dropped, nodes of one choice are folded away.
 
     Reduced.problem     the smaller problem
     Reduced.restore     its choice -> a choice of the original with the same objective

@@ -66,7 +66,7 @@ class Shared(Sequence[np.ndarray]):
 
 
 def firsts(numbers: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """Where each distinct number is first, and which of these every one is."""
+    """(index of the first occurrence of each distinct number, for every number its index among the distinct ones)."""
     _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
     return first.tolist(), which.reshape(-1)
 

@@ -132,7 +132,7 @@ def read(path: str | Path) -> Problem:
 
 
 def _unpacked(raw: bytes) -> bytes:
-    """What gzip has packed. Raises ValueError for more than `MOST_BYTES`, before there are so many."""
+    """The contents of a gzip file. Raises ValueError for more than `MOST_BYTES`, before as many are unpacked."""
     with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
         found = file.read(MOST_BYTES + 1)
     if len(found) > MOST_BYTES:

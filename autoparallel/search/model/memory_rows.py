@@ -1,4 +1,5 @@
-"""Memory at the few times that matter: where the limit could be exceeded, and that no other time implies.
+"""Memory limits at the few times that matter: those at which the limit could be exceeded and that no other time
+implies.
 
 A time is *dominated* when everything live at it is live at another time too; only times between a start and the next
 end are not. A time is *slack* when even the greediest choices fit. What is left is usually a few per cent of all times.
@@ -63,7 +64,7 @@ class Users:
 
     @cached_property
     def times(self) -> np.ndarray:
-        """Those that no other dominates."""
+        """The times that no other time dominates."""
         return undominated_times(self.intervals[self.live])
 
     @cached_property

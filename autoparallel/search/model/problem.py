@@ -77,7 +77,7 @@ def _check_interval(owner: str, interval: tuple[int, int]) -> None:
 
 
 def unchecked(made: Made, **changes: Any) -> Made:
-    """The same with other fields, which are not checked; what was derived from fields stays."""
+    """A copy with other fields, which are not validated; values derived from the fields are kept."""
     found = object.__new__(type(made))
     found.__dict__.update(made.__dict__, **changes)
     return found
@@ -154,7 +154,7 @@ class Repeats(Sequence[User]):
         return Repeats(self.models, self.which, **{**self.own, **own})
 
     def followed_by(self, more: Sequence[User]) -> Repeats[User]:
-        """These, and others that are alike to none."""
+        """These nodes or edges, and others after them that equal none."""
         if not more:
             return self
         which = np.concatenate([self.which, len(self.models) + np.arange(len(more))])
@@ -188,14 +188,14 @@ def repeats(users: Sequence[User]) -> Repeats[User]:
 
 
 def equivalent(users: Sequence[User], what: Callable[[User], object]) -> np.ndarray:
-    """What does not differ between nodes, or edges, that are alike: of each."""
+    """An integer of each node or edge, which equal ones share: computed once per model."""
     if isinstance(users, Repeats):
         return np.array([what(model) for model in users.models], int)[users.which]
     return np.array([what(user) for user in users], int)
 
 
 def own(users: Sequence[User], field: str) -> np.ndarray:
-    """A field in which nodes, or edges, that are alike may differ: of each."""
+    """A field in which equal nodes or edges may differ, by node or edge."""
     if isinstance(users, Repeats) and field in users.own:
         return np.asarray(users.own[field], np.int64)
     return np.array([getattr(user, field) for user in users], np.int64)
@@ -238,7 +238,7 @@ class Problem:
                               f"{edge.costs.shape} for nodes with {sizes} choices")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields only: what was derived from them knows arrays by identity, which a copy has not."""
+        """The fields only: derived values refer to arrays by identity, which a pickled copy does not keep."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def with_costs(self, costs: Shared, limit: float) -> Problem:
@@ -248,7 +248,7 @@ class Problem:
         return unchecked(self, nodes=nodes, edges=edges, costs=costs, limit=limit)
 
     def with_edges(self, edges: Sequence[Edge]) -> Problem:
-        """Others, which differ in what they cost only, and are not checked."""
+        """The problem with other edges, which differ in costs only; they are not validated again."""
         made = unchecked(self, edges=edges)
         made.__dict__.pop("costs", None)
         return made
@@ -270,12 +270,12 @@ class Problem:
 
     @cached_property
     def costs(self) -> Shared:
-        """Of the nodes, then of the edges."""
+        """Costs of the nodes, then of the edges."""
         return self._shared(lambda user: user.costs)
 
     @cached_property
     def usages(self) -> Shared:
-        """Of the nodes, then of the edges; `NOTHING` of an edge that uses no memory."""
+        """Usages of the nodes, then of the edges; `NOTHING` for an edge that uses no memory."""
         return self._shared(lambda user: NOTHING if user.usages is None else user.usages)
 
     def _shared(self, array: Callable[[Node | Edge], np.ndarray]) -> Shared:
@@ -308,7 +308,7 @@ class Problem:
                 for number in range(len(self.limits))]
 
     def cells(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Which entry of each node's costs and of each edge's table, row by row, a choice takes."""
+        """The entry of each node's costs and of each edge's flattened table that a choice takes."""
         picks = np.asarray(choice, np.int64)
         source, target = self.ends.T
         return np.concatenate([picks, picks[source] * self.sizes[target] + picks[target]])

@@ -28,7 +28,7 @@ WRITES = frozenset({"index_add_"})
 
 
 def refused(what: str) -> CaptureError:
-    """The user's line is what it was asked at."""
+    """A CaptureError about ``what``, with the user's line."""
     frame = sys._getframe(1)
     while "/torch/" in frame.f_code.co_filename or frame.f_code.co_filename.startswith(OWN):
         if frame.f_back is None:
@@ -119,7 +119,7 @@ class Regions:
             self.writing = before
 
     def conditions(self) -> list[Tensor]:
-        """Of the lines that the program is at."""
+        """The conditions of the branches around the current line."""
         found, frame = [], sys._getframe(1)
         while frame is not None:
             found += [r.condition for r in self.open if r.frame is frame and r.first <= frame.f_lineno <= r.last
@@ -165,7 +165,7 @@ class Regions:
 
 
 def _rest_of_loop(statement: ast.If, frame: FrameType) -> list[ast.stmt]:
-    """What `continue` leaves out."""
+    """The statements of a loop that `continue` skips."""
     for loop in ast.walk(function_source(frame.f_code)):
         if isinstance(loop, ast.For) and statement in loop.body:
             return loop.body[loop.body.index(statement) + 1:]

@@ -1,4 +1,5 @@
-"""Rows picked by their values, whose number only the data say: all rows, and a mask of those that are meant.
+"""Rows picked by their values, so that their number depends on the data: all rows are computed, with a mask of the
+valid ones.
 
     place, = torch.where(mask)              no op: place stands for the dim of ``mask``
     rows = layer(x[place])                  layer(x), of which the rows where ``mask`` is true are meant
@@ -37,7 +38,8 @@ def rows_by_value() -> Iterator[None]:
 
 
 def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call of a tensor comes to where it is of rows picked by their values; NotImplemented for any other."""
+    """The result of a call of torch on rows picked by their values; NotImplemented if none of its tensors are such
+    rows."""
     if not args or not isinstance(args[0], Tensor) or isinstance(args[0], Tensorlike):
         return NotImplemented
     if function in ASKED and unknown(args[0]):
@@ -59,7 +61,7 @@ def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Those in what a call is given, or gives."""
+    """The tensors in arguments or results, nested structures included."""
     if isinstance(value, Rows):
         yield value.value
     elif isinstance(value, Tensor) and not isinstance(value, Tensorlike):

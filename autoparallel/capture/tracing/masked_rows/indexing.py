@@ -1,4 +1,4 @@
-"""How rows are picked by a mask or by places, and written back: all of them, and which are meant."""
+"""Indexing by masks and by places of masks: all rows are read or written, with a mask of the valid ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def is_mask(index: Any) -> bool:
 
 
 def unknown(x: Any) -> bool:
-    """Whether it is a tensor whose values a trace does not have."""
+    """Whether a value is a tensor whose values a trace does not have."""
     return isinstance(x, FakeTensor) and x.constant is None
 
 
 def mask_of(cells: Tensor) -> Mask:
-    """The same for the same tensor."""
+    """The `Mask` of a tensor, the same object for the same tensor."""
     known = _MASKS.get(id(cells))
     if known is None or known.cells is not cells or known.version != cells._version:
         known = _MASKS[id(cells)] = Mask(cells, cells._version)
@@ -45,12 +45,12 @@ def mask_of(cells: Tensor) -> Mask:
 
 
 def is_nested(index: Any, mask: Mask) -> bool:
-    """Whether it picks rows of rows."""
+    """Whether an index picks rows of rows."""
     return isinstance(index, Rows) and index.mask is mask and index.dtype is torch.bool and index.dim() == 1
 
 
 def nested(index: Rows) -> Mask:
-    """The same for the same index."""
+    """The mask of rows of rows that an index of rows picks, the same object for the same index."""
     known = _NESTED.get(id(index))
     if known is None or known[0] is not index or known[1] != index.value._version:
         cells = index.mask.cells & index.value
@@ -95,7 +95,7 @@ def picked(x: Tensor, index: Any) -> Any:
 
 
 def harmless(value: Tensor, mask: Mask) -> Tensor:
-    """A copy in which rows that are not meant are finite, and places within any table."""
+    """A copy whose invalid rows are finite, with places inside any table."""
     if value.dtype is torch.bool:
         return value.clone()
     return filled(value, mask, 0.5 if value.is_floating_point() or value.is_complex() else 0)

@@ -1,4 +1,4 @@
-"""What torch's functions and a tensor's operators make of rows picked by their values."""
+"""Functions of torch and operators of tensors on rows picked by their values."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _filled_where_singular(function: Callable[..., Any], name: str, args: Sequen
 
 
 def _meets_rows(other: Tensor | Rows, rank: int) -> bool:
-    """Whether it has a dim that the rows' would be put beside."""
+    """Whether a tensor has a dim that broadcasting would align with the rows' dim."""
     if isinstance(other, Rows):
         return other.dim() != rank
     return other.dim() > rank or (other.dim() == rank and other.shape[0] != 1)

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class Tensorlike:
-    """What torch's functions and a tensor's operators take as a tensor, and hand to `_call`."""
+    """Base of types that pass for tensors: functions of torch and operators on them are handed to `_call`."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
@@ -57,7 +57,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which cells are meant."""
+    """A mask of valid cells."""
 
     cells: Tensor
     version: int
@@ -80,7 +80,7 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Place(Tensorlike):
-    """One of the tensors that `torch.where(mask)` gives: the places of the cells that are meant, along dim ``dim``."""
+    """One of the tensors that `torch.where(mask)` returns: the places of the valid cells along dim ``dim``."""
 
     mask: Mask
     dim: int
@@ -102,7 +102,7 @@ class Place(Tensorlike):
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """What `mask.nonzero()` gives."""
+    """The result of `mask.nonzero()`."""
 
     mask: Mask
 
@@ -165,7 +165,7 @@ class Rows(Tensorlike):
         return self.value if self.dtype is torch.bool else filled(self.value, self.mask, 0.5)
 
     def chosen(self, fill: Any = 0) -> Tensor:
-        """The rows that are meant, and ``fill`` for the others; all dims of the mask."""
+        """The valid rows, with ``fill`` in place of the others; all dims of the mask."""
         meant = self.mask.meant()
         meant = meant.reshape(*meant.shape, *(1,) * (self.value.dim() - meant.dim()))
         return torch.where(meant, self.value, torch.full_like(self.value, fill))
