@@ -58,6 +58,15 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
             cluster: Cluster | str | Path | None, options: Options, backend: str, max_forms: int,
             peer_timeout_s: float) -> ParallelModule:
     """The model on a mesh, as `autoparallel.compile`; traced now if there is an ``example`` call."""
+    from autoparallel.runtime.failing import naming_peers
+
+    with naming_peers():
+        return _compile(model, mesh, example, inputs, plan, cluster, options, backend, max_forms, peer_timeout_s)
+
+
+def _compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inputs: Inputs, plan: Plan | None,
+             cluster: Cluster | str | Path | None, options: Options, backend: str, max_forms: int,
+             peer_timeout_s: float) -> ParallelModule:
     import torch.distributed as dist
 
     from autoparallel import backends

@@ -95,9 +95,10 @@ def compile_graph(module: GraphModule, inputs: Sequence[torch.Tensor], passes: P
             passes.alone(graph)
         return compile_fx.compile_fx_inner(graph, examples, **kwargs) if generates else _as_it_is(graph)
 
-    # graph_partition serves CUDA graphs, and its time grows with the square of the number of collectives
+    # The order of nodes is ours, that of collectives the same on all ranks; graph_partition serves CUDA graphs, and its
+    # time grows with the square of the number of collectives.
     settings = {"custom_partitioner_fn": _Partitioner(passes), "reorder_for_peak_memory": False,
-                "graph_partition": False}
+                "reorder_for_locality": False, "graph_partition": False}
     wrong = list[str | None]()
     looks = mock.patch.object(GraphLowering, "save_output_code", lambda code: wrong.append(misuse_of_memory(code)))
     whole = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)

@@ -56,7 +56,7 @@ def misuse_of_memory(code: str) -> str | None:
 
 
 class _Reader:
-    """Statements one after another. ``memory``: of each name; ``written``: kernel -> whether it writes each argument."""
+    """Statements one by one. ``memory``: of each name; ``written``: kernel -> whether it writes each argument."""
 
     def __init__(self, written: dict[str, Sequence[bool]]) -> None:
         self.written = written

@@ -17,11 +17,6 @@ from torch.fx import Node as FxNode
 from autoparallel.backends.traced import EXCHANGE, GATHER, REDUCE, STARTS, WAIT, aten, call, is_move, waited
 
 
-_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
-_WHOLE_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
-                          aten.squeeze.dim, aten.squeeze.dims})
-
-
 def move_collectives(module: GraphModule, gathers: Sequence[FxNode]) -> None:
     """Put the nodes in an order in which collectives overlap with compute. ``gathers``: those of
     parameters. The graph's nodes may be out of order before."""
@@ -137,6 +132,11 @@ def name_what_is_sent(module: GraphModule) -> None:
         graph.erase_node(wait)
         if not start.users:
             graph.erase_node(start)
+
+
+_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_WHOLE_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default,
+                          aten.squeeze.dim, aten.squeeze.dims})
 
 
 def _is_only_reader(start: FxNode) -> bool:

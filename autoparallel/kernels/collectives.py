@@ -248,8 +248,8 @@ _library = torch.library.Library("autoparallel", "FRAGMENT")
 _library.define("kept_or_zeros(Tensor x, bool kept) -> Tensor")
 _library.impl("kept_or_zeros", _kept_or_zeros, "CompositeExplicitAutograd")
 torch.library.register_fake("autoparallel::kept_or_zeros", lambda x, kept: torch.empty_like(x), lib=_library)
-# Two forms for compilers that plan memory and ops in place, as Inductor does. They see that what is sent is in use until
-# it is awaited: `awaited` names it, as torch's `wait_tensor` does not.
+# Two forms for compilers that plan memory and ops in place, as Inductor does. They see that what is sent is in use
+# until it is awaited: `awaited` names it, as torch's `wait_tensor` does not.
 _library.define("all_gather(Tensor x, int ranks, str group_name) -> Tensor")
 _library.impl("all_gather", _all_gather, "CompositeExplicitAutograd")
 torch.library.register_fake("autoparallel::all_gather", lambda x, ranks, group_name: x.new_empty(

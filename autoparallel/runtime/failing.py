@@ -147,6 +147,17 @@ def reached() -> Iterator[None]:
                         f"groups, or a rank has ended. Look at the first error of all ranks, {_ANEW}") from error
 
 
+@contextmanager
+def naming_peers() -> Iterator[None]:
+    """Context of work that communicates in many places. Raises PeerError where another rank is at fault, else the error
+    as it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost(error)
+        raise
+
+
 def made_with_all(make: Callable[[], Any]) -> Any:
     """A process group that all ranks make: in a thread, since nothing ends the wait for a rank that goes meanwhile.
     Raises PeerError then."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 #: Seconds after which a rank that shows no pulse is named, unless `compile` says otherwise.
 LIMIT_S = 60.0
 _PERIOD_S = 0.5
+_PERIODS = 10
 _ENDED = "ended"
 _HOST = ("the store of the process group does not answer: the process that hosts it (rank 0, or the launcher) has "
          "ended or is stopped")
@@ -58,17 +59,21 @@ class Peers:
 
     def missing(self, waited: bool) -> tuple[int, str] | None:
         """(rank, reason) of a rank that is gone, or has ended its script, or, where this rank has ``waited`` in vain,
-        has begun fewer calls than this one. None if there is none. Takes a second or two."""
+        has begun fewer calls than this one. None if there is none. Takes one to ten pulses."""
         try:
             before = self._pulses()
-            time.sleep(3 * self._period_s)
-            after = self._pulses()
+            still = before.keys() - {self.rank}
+            for period in range(_PERIODS):  # a live rank of a busy machine may be late; more than one is seldom gone
+                time.sleep(self._period_s)
+                after = self._pulses()
+                still = {rank for rank in still if after[rank] == before[rank] != _ENDED}
+                if not still or (period >= 2 and len(still) == 1):
+                    break
         except RuntimeError:
             return 0, _HOST
+        if still:
+            return min(still), _GONE
         others = {rank: pulse for rank, pulse in after.items() if rank != self.rank}
-        for rank, pulse in others.items():
-            if pulse == before.get(rank) and pulse != _ENDED:
-                return rank, _GONE
         for rank, pulse in others.items():
             if pulse == _ENDED:
                 return rank, "its script has ended"
@@ -87,6 +92,7 @@ class Peers:
         watched, still = (self.rank + 1) % self.size, -1
         seen: str | None = None  # what is there at first may be an earlier process group's: it counts once it changes
         try:
+            self._store.set(_key(self.rank), f"-1 {self.calls}")
             while not self._stop.wait(self._period_s):
                 self._store.set(_key(self.rank), f"{self._pulse} {self.calls}")
                 self._pulse += 1
