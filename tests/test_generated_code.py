@@ -73,8 +73,9 @@ def _gathered(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _compiled(monkeypatch: pytest.MonkeyPatch) -> GraphModule:
     """The graph that Inductor made code of, without a C++ compiler."""
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import cpu_vec_isa
     from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import fresh_cache
 
     from autoparallel.backends import aot
 
@@ -94,16 +95,21 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> GraphModule:
     made = graph.call_function(_gathered, (graph.placeholder("x"), graph.placeholder("y")))
     graph.output(tuple(graph.call_function(collectives.item, (made, n)) for n in range(2)))
     program = GraphModule({}, graph)
-    with torch.no_grad(), config.patch(force_disable_caches=True):
+    with torch.no_grad(), fresh_cache():
         aot.compile_graph(program, inputs, aot.Passes(alone, lambda module, _: None, alone), generates=True)
     return found[-1]
 
 
 def test_what_a_gather_sends_stays_as_it_is_until_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
     graph = _compiled(monkeypatch).graph
     (start,) = graph.find_nodes(op="call_function", target=torch.ops.autoparallel.all_gather.default)
     (wait,) = graph.find_nodes(op="call_function", target=torch.ops.autoparallel.awaited.default)
     assert wait.args == (start, start.args[0])
+    kept = counters["inductor"]
+    assert (kept["fxgraph_cache_miss"], kept["fxgraph_cache_bypass"]) == (1, 0), "the code is kept for the next run"
 
 
 def test_code_that_would_take_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

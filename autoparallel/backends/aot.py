@@ -17,6 +17,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import register_lowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoparallel.backends.generated import misuse_of_memory
 from autoparallel.errors import LoweringError
@@ -59,6 +60,10 @@ class _Partitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         return get_hash_for_files((str(Path(__file__)), str(Path(collectives.__file__))))
 
+    def __reduce__(self) -> Any:
+        """In a key of Inductor's cache of code. (What the passes do is seen in the graph, which is in the key too.)"""
+        return str, (str(self.uuid()),)
+
 
 @register_lowering(torch.ops.autoparallel.all_gather.default, type_promotion_kind=None)  # type: ignore[untyped-decorator]
 def _all_gather(x: ir.TensorBox, ranks: int, group_name: str) -> ir.TensorBox:
@@ -77,8 +82,8 @@ def _awaited(received: ir.TensorBox, sent: ir.TensorBox) -> ir.TensorBox:
 
 def fake_inputs(inputs: Sequence[torch.Tensor], graded: bool) -> list[torch.Tensor]:
     """Stand-ins without values: equal inputs, or inputs that share memory, are apart, since a later call's may be.
-    Only if ``graded`` do they have gradients."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    Only if ``graded`` do they have gradients. (Inductor caches code only where shapes have a `ShapeEnv`.)"""
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True):
         return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device,
                                     requires_grad=graded and x.requires_grad) for x in inputs]
 
