@@ -65,15 +65,16 @@ class _Partitioner(CustomPartitionerFn):
         return str, (str(self.uuid()),)
 
 
-@register_lowering(torch.ops.autoparallel.all_gather.default, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+@register_lowering(torch.ops.autoparallel.all_gather.default, type_promotion_kind=None)
 def _all_gather(x: ir.TensorBox, ranks: int, group_name: str) -> ir.TensorBox:
     """As torch's own gather: the code keeps what is sent until it is awaited."""
-    sent = ir.ExternKernel.require_contiguous(x)
-    made = ir._CollectiveKernel.create_out_of_place(torch.ops.autoparallel.all_gather.default, sent, ranks, group_name)
+    sent: Any = ir.ExternKernel.require_contiguous(x)
+    made: Any = ir._CollectiveKernel.create_out_of_place(torch.ops.autoparallel.all_gather.default, sent, ranks,
+                                                         group_name)
     return ir.TensorBox.create(made)
 
 
-@register_lowering(torch.ops.autoparallel.awaited.default, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+@register_lowering(torch.ops.autoparallel.awaited.default, type_promotion_kind=None)
 def _awaited(received: ir.TensorBox, sent: ir.TensorBox) -> ir.TensorBox:
     """As `wait_tensor`. ``sent`` is named for the passes over the graph; here the collective's own input is known."""
     ir._WaitKernel.create_wait(torch.ops._c10d_functional.wait_tensor.default, received)

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -110,7 +111,7 @@ class _Reader:
         if kernel in self.written:
             return self.written[kernel]
         if name.startswith("torch.ops."):
-            op = torch.ops
+            op: Any = torch.ops
             for part in name.split(".")[2:]:
                 op = getattr(op, part)
             schema = op._schema if hasattr(op, "_schema") else getattr(op, op.overloads()[0])._schema
