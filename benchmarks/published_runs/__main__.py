@@ -114,8 +114,8 @@ def refit(rows: list[Row]) -> None:
 
 
 def left_out(rows: list[Row], parts: Parts) -> dict[str, dict[str, Any]]:
-    """Each source's summary, every row under constants fitted without those of its part (`fit.left_out`)."""
-    return by_source(pairs_left_out(rows, parts))
+    """Each source's summary, every row under constants fitted without those of its part (`fit.Fitted`)."""
+    return by_source(pairs_left_out(rows, parts)[0])
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ class LeftOut:
 
     @classmethod
     def of(cls, rows: list[Row]) -> LeftOut:
-        return cls(pairs_left_out(rows, lambda known: [sample.source for sample in known]),
-                   pairs_left_out(rows, lambda known: fit.folds(known, 5)))
+        return cls(*pairs_left_out(rows, lambda known: [sample.source for sample in known],
+                                   lambda known: fit.folds(known, 5)))
 
     def errors(self) -> list[Error]:
         """Of every run, without its source; of software that one source alone ran, without a fifth of its runs."""

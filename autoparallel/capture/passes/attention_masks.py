@@ -151,8 +151,8 @@ class _Values:
             if first is not None and second is not None and _one_of_each(first, second):
                 return attention_mask_runs.compared(node.target, first, second)
         if node.target in POINTWISE and inputs and min(node.meta["val"].shape[-2:]) > 1:
-            parts = [self.runs(n) for n in inputs]
-            if None in parts:
+            parts = [part for n in inputs if (part := self.runs(n)) is not None]
+            if len(parts) < len(inputs):
                 return None
             place = {n: i for i, n in enumerate(inputs)}
             return attention_mask_runs.combined(lambda found: self._run(node, lambda n: found[place[n]]), parts)
