@@ -315,7 +315,8 @@ def calibrate(
 
 @app.command("verify")
 def verify_plan(
-    model: Annotated[str, typer.Argument(help="a Hugging Face config file (JSON), or module:function")],
+    given: Annotated[list[str], typer.Argument(metavar="[PLAN.json --] MODEL", help="a plan's file, if there is one, "
+                                               "and a Hugging Face config file (JSON) or module:function")],
     plan: Annotated[Path | None, typer.Option(help="a plan's file; else one is searched")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="local processes, where torchrun, srun or mpirun did not start "
                                        "any")] = 4,
@@ -331,6 +332,11 @@ def verify_plan(
     """Run steps of a plan, and print predicted beside measured."""
     from autoparallel import verification
 
+    *plans, model = given
+    if len(plans) > 1 or (plans and plan is not None):
+        raise InputError(f"verify takes one plan and one model, not {' '.join(given)}: write autoparallel verify "
+                         "plan.json -- MODEL")
+    plan = Path(plans[0]) if plans else plan
     if output is not None:
         plan_cli.check_output(output)
     asked = verification.Request(model, global_batch, sequence_length, dtype, plan, cluster, backend, steps)

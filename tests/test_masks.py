@@ -113,6 +113,7 @@ def test_masks_of_any_length_are_recognised_by_runs() -> None:
     assert kind(lambda: rows() - columns() >= 0) == ""    # not known to be runs
     assert kind(lambda: torch.where(columns() > rows(), -torch.inf, 0.0)) == "causal"
     assert kind(lambda: columns() < rows()) == ""
+    assert kind(lambda: (columns()[0] <= rows()) & (columns()[0] < 1 << 19) & torch.ones(()).to(torch.bool)) == "causal"
     assert kind(lambda: (columns() <= rows()) | (columns() > rows())) == "all"
 
 

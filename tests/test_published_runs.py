@@ -19,12 +19,12 @@ from benchmarks.published_runs.fit import (
     PRIORS,
     SHARES,
     SPREAD,
+    Fitted,
     Sample,
     concerns,
     fit,
     folds,
     inward,
-    left_out,
     log_errors,
     lookup,
     outward,
@@ -587,7 +587,7 @@ def test_a_source_left_out_does_not_count() -> None:
     made = [Sample(run, 1.1 * Pricer(run, profile_of(run, load(PRIORS))).step().step_s, name) for run, name in runs]
     fitted = fit(made)
     mine, theirs = ("stacks", "megatron-2022", "passes"), ("stacks", "composer", "passes")
-    left = dict(left_out(made, ["first", "second"], fitted))
+    left = dict(Fitted(made, fitted).without(["first", "second"]))
     priors = load(PRIORS)
     beyond = [lookup(table, mine) / lookup(table, ("stacks", "megatron", "passes"))
               for table in (left["first"], fitted)]

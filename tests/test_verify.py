@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import autoparallel
+from autoparallel.cli import app
+from autoparallel.errors import InputError
 from autoparallel.plans import Prediction
 from autoparallel.plans.plan import CollectiveUse
 from autoparallel.runtime.measured import Calls
@@ -62,6 +65,50 @@ def test_a_correction_slows_compute_and_communication(tmp_path: Path) -> None:
     path = tmp_path / "slow.toml"
     Verification(prediction(), Measured(8.0, 6.0, 2.0, None, {}), slow).save(path)
     assert Cluster.load(path, num_devices=4).correction.compute == pytest.approx(4.0)
+
+
+def test_a_correction_ranks_plans_anew() -> None:
+    """FSDP's messages cost no more than its smaller optimizer saves, until communication is slower."""
+    plain = Cluster.load("h100-sxm", num_devices=4, software="none")
+    with torch.device("meta"):
+        x, layers = torch.zeros(1024, 4096), [torch.nn.Linear(4096, 4096) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
+    fastest = [min(("ddp", "fsdp"), key=lambda name, machine=machine: autoparallel.plan(    # type: ignore[misc]
+        model, machine, example_inputs=(x,), mesh_shape=(4,), baseline=name).prediction.step_s)
+        for machine in (plain, replace(plain, correction=Correction(1.0, 20.0, 0.0)))]
+    assert fastest == ["fsdp", "ddp"]
+
+
+def test_the_command_takes_a_plan_and_a_model() -> None:
+    refused = CliRunner().invoke(app, ["verify", "a.json", "b.json", "--", "model.json"])
+    assert isinstance(refused.exception, InputError) and "one plan and one model" in str(refused.exception)
+
+
+FACTORY = """
+import torch
+def small(batch, tokens):
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 1), Mean()), (torch.zeros(batch, 32),), {}
+class Mean(torch.nn.Module):
+    def forward(self, x):
+        return x.mean()
+"""
+
+
+@pytest.mark.ranks
+def test_the_command_prints_and_writes_the_correction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_factory.py").write_text(FACTORY)
+    said = ["--global-batch", "8", "--dtype", "float32"]
+    calls = (["plan", "a_factory:small", "--devices", "2", "--cluster", "local-cpu", "--output", "plan.json", *said],
+             ["verify", "plan.json", "--ranks", "2", "--steps", "2", "--output", "fixed.toml", *said, "--",
+              "a_factory:small"])
+    for call in calls:
+        found = CliRunner().invoke(app, call)
+        assert found.exit_code == 0, (found.output, found.exception)
+    told = found.output + capfd.readouterr().out
+    assert "forward and backward" in told and "bubbles, sends, waits, host" in told and "optimizer" in told
+    assert Cluster.load("fixed.toml", num_devices=2).correction != Correction()
 
 
 @pytest.mark.parametrize("change", [{"compute": 0.0}, {"communication": 1e4}, {"fixed_s": -1.0}])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -116,7 +116,7 @@ class Verification:
         yield "  compute", p.forward_s + p.backward_s, m.compute_s
         of_parameters = sum(use.seconds for use in p.collectives if use.purpose != "activations")
         hidden = min(1.0, p.hidden_s / of_parameters) if of_parameters else 0.0
-        predicted = Counter[str]()
+        predicted = defaultdict[str, float](float)
         for use in p.collectives:
             predicted[use.kind] += use.seconds * (1 - hidden * (use.purpose != "activations"))
         for kind in sorted({*predicted, *m.collectives}):

@@ -55,7 +55,9 @@ def main() -> None:
         figures["left_out"], figures["inside"] = by_source(found.apart), found.coverage()
         print("\nEach source under constants fitted without it:\n" + report.table(figures["left_out"])
               + f"\n{report.over_sources(figures['left_out'])}"
-              + "\ninside p50 and p90 of the other sources' errors: {:.0%}, {:.0%}".format(*figures["inside"]))
+              + "\ninside p50 and p90 of the other sources' errors, by what those ran:")
+        for kind, (count, p50, p90) in figures["inside"].items():
+            print(f"{kind}: {count} runs, {p50:.0%}, {p90:.0%}")
     if options.by_plan:
         figures["by_plan"] = routes.compare(rows, options.by_plan)
         print(f"\nBy plans of captured models, {options.by_plan} rows of each source:\n"
@@ -114,8 +116,8 @@ def refit(rows: list[Row]) -> None:
 
 
 def left_out(rows: list[Row], parts: Parts) -> dict[str, dict[str, Any]]:
-    """Each source's summary, every row under constants fitted without those of its part (`fit.left_out`)."""
-    return by_source(pairs_left_out(rows, parts))
+    """Each source's summary, every row under constants fitted without those of its part (`fit.Fitted`)."""
+    return by_source(pairs_left_out(rows, parts)[0])
 
 
 if __name__ == "__main__":

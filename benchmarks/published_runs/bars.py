@@ -42,8 +42,8 @@ class LeftOut:
 
     @classmethod
     def of(cls, rows: list[Row]) -> LeftOut:
-        return cls(pairs_left_out(rows, lambda known: [sample.source for sample in known]),
-                   pairs_left_out(rows, lambda known: fit.folds(known, 5)))
+        return cls(*pairs_left_out(rows, lambda known: [sample.source for sample in known],
+                                   lambda known: fit.folds(known, 5)))
 
     def errors(self) -> list[Error]:
         """Of every run, without its source; of software that one source alone ran, without a fifth of its runs."""
@@ -54,17 +54,19 @@ class LeftOut:
         return [error for errors, single in ((apart, False), (_errors(self.folded), True)) for error in errors
                 if (error.run.stack in alone) == single]
 
-    def coverage(self) -> tuple[float, float]:
-        """Shares of runs whose error, without their source, is inside p50 and p90 of bars that know nothing of their
-        source either."""
-        known, inside = self.errors(), []
+    def coverage(self) -> dict[str, tuple[int, float, float]]:
+        """Number of runs, and shares of them whose error, without their source, is inside p50 and p90 of bars that know
+        nothing of their source either: of software that other sources ran on this generation of devices ("like it"),
+        only on others ("elsewhere"), or that none ran ("none")."""
+        known, inside = self.errors(), defaultdict[str, list[tuple[bool, bool]]](list)
         for source in dict.fromkeys(pair.source for pair in self.apart):
             bars = table(error for error in known if error.source != source)
             for error in _errors(pair for pair in self.apart if pair.source == source):
                 bar = error_bar(Profile.of(error.run.machine, error.run.stack), bars)
-                inside.append((error.size <= bar.p50, error.size <= bar.p90))
-        p50, p90 = np.mean(inside, axis=0)
-        return float(p50), float(p90)
+                elsewhere = "elsewhere" if "extrapolated" in bar.basis else "like it"
+                kind = "none" if bar.basis.startswith("no ") else elsewhere
+                inside[kind].append((error.size <= bar.p50, error.size <= bar.p90))
+        return {kind: (len(found), *map(float, np.mean(found, axis=0))) for kind, found in inside.items()}
 
 
 

@@ -43,11 +43,16 @@ def samples(rows: list[Row]) -> dict[int, fit.Sample]:
     return found
 
 
-def pairs_left_out(rows: list[Row], parts: Parts) -> list[Pair]:
-    """Every row under constants fitted without those of its part (`fit.left_out`)."""
+def pairs_left_out(rows: list[Row], *partitions: Parts) -> list[list[Pair]]:
+    """By partition every row under constants fitted without those of its part (`fit.Fitted.without`)."""
     known = samples(rows)
-    every, pairs = parts(list(known.values())), list[Pair]()
-    for part, table in fit.left_out(list(known.values()), every, load()):
+    fitted = fit.Fitted(list(known.values()), load())
+    return [_without(rows, known, fitted, parts(list(known.values()))) for parts in partitions]
+
+
+def _without(rows: list[Row], known: dict[int, fit.Sample], fitted: fit.Fitted, every: Sequence[object]) -> list[Pair]:
+    pairs = list[Pair]()
+    for part, table in fitted.without(every):
         theirs = [rows[number] for number, other in zip(known, every, strict=True) if other == part]
         pairs += compare(theirs, table)[0]
     return pairs

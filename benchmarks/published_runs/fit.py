@@ -106,11 +106,11 @@ def fit(samples: Sequence[Sample], start: Table | None = None, rounds: int = 12,
     the larger part of the work, are taken once a round."""
     task = _Fit(samples)
     x = task.shifts(start or task.priors)
-    e = log_errors(task.table(x), samples)
+    e = task.exact(x)
     for number in range(rounds):
         before = task.cost(e, x)
         x = task.descend(x, task.slopes(e, x))
-        e = log_errors(task.table(x), samples)
+        e = task.exact(x)
         size = np.abs(np.expm1(e))
         cost = task.cost(e, x)
         say(f"round {number + 1}: cost {cost:.4f}, median error {np.median(size):.4f}, mean {size.mean():.4f}")
@@ -119,17 +119,23 @@ def fit(samples: Sequence[Sample], start: Table | None = None, rounds: int = 12,
     return task.table(x)
 
 
-def left_out(samples: Sequence[Sample], parts: Sequence[object], fitted: Table) -> Iterator[tuple[object, Table]]:
-    """For each part of the samples the constants that a fit without them gives, from ``fitted`` on.
+class Fitted:
+    """Fitted constants, and how the samples' errors change with them: `without` fits to some of the samples anew, with
+    errors taken as linear about these constants."""
 
-    The slopes are taken once, at ``fitted``; errors and cost are priced anew at each step.
-    """
-    task = _Fit(samples)
-    x = task.shifts(fitted)
-    slopes = task.slopes(log_errors(fitted, samples), x)
-    for part in dict.fromkeys(parts):
-        kept = np.array([other != part for other in parts], dtype=float)
-        yield part, task.table(task.descend(x, slopes, kept))
+    def __init__(self, samples: Sequence[Sample], table: Table) -> None:
+        self.task = _Fit(samples)
+        self.x, self.errors = self.task.shifts(table), log_errors(table, samples)
+        self.slopes = self.task.slopes(self.errors, self.x)
+
+    def without(self, parts: Sequence[object]) -> Iterator[tuple[object, Table]]:
+        """For each part of the samples the constants that a fit without them gives."""
+        for part in dict.fromkeys(parts):
+            kept = np.array([other != part for other in parts], dtype=float)
+            yield part, self.task.table(self.task.descend(self.x, self.slopes, kept, self._near))
+
+    def _near(self, x: np.ndarray) -> np.ndarray:
+        return np.asarray(self.errors + self.slopes @ (x - self.x))
 
 
 def folds(samples: Sequence[Sample], count: int, seed: int = 0) -> list[int]:
@@ -193,9 +199,14 @@ class _Fit:
             slopes[rows, column] = (log_errors(self.table(moved), [self.samples[r] for r in rows]) - e[rows]) / 0.05
         return slopes
 
-    def descend(self, x: np.ndarray, slopes: np.ndarray, kept: Any = 1.0) -> np.ndarray:
-        """At most 12 damped steps, until one gains less than a thousandth."""
-        e, damping = log_errors(self.table(x), self.samples), 1e-2
+    def exact(self, x: np.ndarray) -> np.ndarray:
+        return log_errors(self.table(x), self.samples)
+
+    def descend(self, x: np.ndarray, slopes: np.ndarray, kept: Any = 1.0,
+                errors: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
+        """At most 12 damped steps, until one gains less than a thousandth; ``errors``: at constants, else priced."""
+        errors = errors or self.exact
+        e, damping = errors(x), 1e-2
         cost = self.cost(e, x, kept)
         for _ in range(12):
             weight = kept * self.weight / (1 + (e / FAR) ** 2)
@@ -203,7 +214,7 @@ class _Fit:
             slope = slopes.T @ (weight * e) + NOISE**2 * x
             for _ in range(6):
                 step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), -slope).clip(-2.0, 2.0)
-                tried = log_errors(self.table(x + step), self.samples)
+                tried = errors(x + step)
                 lower = self.cost(tried, x + step, kept)
                 if lower < cost:
                     break

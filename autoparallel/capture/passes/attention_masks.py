@@ -112,6 +112,10 @@ def _from_nothing(node: Node) -> bool:
     return True
 
 
+def _is_matrix(shape: torch.Size) -> bool:
+    return len(shape) > 1 and min(shape[-2:]) > 1
+
+
 def _one_of_each(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether one of two matrices is of keys, the other of queries or one number."""
     return sorted((first.shape[1] > 1, second.shape[1] > 1)) == [False, True] and (
@@ -150,9 +154,9 @@ class _Values:
             first, second = (self._matrix(n) for n in node.args)
             if first is not None and second is not None and _one_of_each(first, second):
                 return attention_mask_runs.compared(node.target, first, second)
-        if node.target in POINTWISE and inputs and min(node.meta["val"].shape[-2:]) > 1:
-            parts = [self.runs(n) for n in inputs]
-            if None in parts:
+        if node.target in POINTWISE and inputs and _is_matrix(node.meta["val"].shape):
+            parts = [part for n in inputs if (part := self.runs(n)) is not None]
+            if len(parts) < len(inputs):
                 return None
             place = {n: i for i, n in enumerate(inputs)}
             return attention_mask_runs.combined(lambda found: self._run(node, lambda n: found[place[n]]), parts)
