@@ -276,7 +276,8 @@ def test_options_that_cannot_be_are_refused(ranks: Any) -> None:
         assert shuffle.startswith("InputError: shuffle is 'yes'") and "seed is 0.5" in seed
         assert "drop_last is None" in last and "collate_fn is 3" in collate and "per_sample is 1" in alone
         assert "generator is not for this loader" in generator and "give seed" in generator
-        assert "in_order is not for this loader" in order and "the sampler has 1 samples, fewer than one batch" in sampler
+        assert "in_order is not for this loader" in order
+        assert "the sampler has 1 samples, fewer than one batch" in sampler
         assert "batch_sampler is not for this loader" in batches and "wrong" in wrong and "prefetch_factor" in factor
         assert "InputError: ranks read different data: epoch 0, seed 1, from sample 0" in seeds
         assert "(on ranks [1])" in seeds and "epoch 1, seed 0, from sample 0" in epochs and "set_epoch" in epochs

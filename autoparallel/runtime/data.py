@@ -29,8 +29,8 @@ _DECIDED_HERE = {
 
 @dataclass
 class Order:
-    """Batches of a dataset's samples, equal on all ranks: in an order drawn from (seed, epoch), or the first rank's of a
-    ``sampler``.
+    """Batches of a dataset's samples, equal on all ranks: in an order drawn from (seed, epoch), or the first rank's of
+    a ``sampler``.
 
     ``rows``: number of samples of a batch -> rows that this rank reads. ``are_checked``: check the first batch of each
     iteration (see `Batch.checked`). ``start``: samples that the next iteration skips.

@@ -84,8 +84,8 @@ class StreamedLoader:
         check_state("the loader's state", state, _VERSION, ("epoch", "samples", "seed"))
         if ("dataset" in state) != self._has_state:
             saves = "saves" if "dataset" in state else "does not save"
-            raise InputError(f"the loader's state is of a dataset that {saves} its own position: go on with that dataset, "
-                             "and as many workers")
+            raise InputError(f"the loader's state is of a dataset that {saves} its own position: go on with that "
+                             "dataset, and as many workers")
         self.set_epoch(state["epoch"])
         self.seed, self._position, self._resumed = state["seed"], state["samples"], True
         if self._has_state:
@@ -169,7 +169,8 @@ def streamed_loader(dataset: Any, batch_size: int, form_of: Callable[[Any], Form
 
 def is_stream(dataset: Any) -> bool:
     """Whether a dataset can only be iterated."""
-    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"))
+    by_number = hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not by_number)
 
 
 __all__ = ["StreamedLoader", "is_stream", "streamed_loader"]
