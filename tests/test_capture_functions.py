@@ -200,7 +200,7 @@ def test_a_branch_that_clamps_is_a_choice(function: Any, large: float) -> None:
 
 def test_asserts_of_values_are_left_out_and_told() -> None:
     """prophetnet's and ibert's."""
-    with pytest.warns(UserWarning, match=r"does not check what .*test_capture.py:\d+ checks: ") as told:
+    with pytest.warns(UserWarning, match=r"does not check what .*test_capture_functions.py:\d+ checks: ") as told:
         graph = capture(Weighed(asserting), (torch.randn(4, 6),))
     assert [node.op_name for node in graph.of_kind("op")] == ["aten.mul.Tensor"] and len(told) == 5
 
@@ -236,8 +236,8 @@ def writing(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [rooted, counting, either, writing])
 def test_other_branches_on_values_are_refused_with_their_line(function: Any) -> None:
-    with pytest.raises(CaptureError, match=rf"(?s)decides by the values .*test_capture.py:\d+ in {function.__name__}: "
-                                           "if .*Write torch.where"):
+    place = rf"test_capture_functions.py:\d+ in {function.__name__}"
+    with pytest.raises(CaptureError, match=rf"(?s)decides by the values .*{place}: if .*Write torch.where"):
         capture(Weighed(function), (torch.randn(4, 6),))
 
 
