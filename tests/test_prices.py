@@ -229,8 +229,8 @@ def test_small_gradients_share_a_bucket() -> None:
     prices = Prices(StrategySpace(capture(case.build(), args, kwargs), (4,)), cluster)
     full = float(collectives.all_reduce_s(BUCKET_BYTES, prices.groups[0])
                  + collectives.copy_s(BUCKET_BYTES, cluster.device))
-    sixteenth = float(prices.bucket_s(prices.groups[0], np.array(BUCKET_BYTES / 16)))
+    sixteenth = float(prices.redistribution.bucket_s(prices.groups[0], np.array(BUCKET_BYTES / 16)))
     assert sixteenth == pytest.approx(full / 16)
     assert sixteenth < float(collectives.all_reduce_s(BUCKET_BYTES / 16, prices.groups[0]))
-    assert float(prices.bucket_s(prices.groups[0], np.array(2.0 * BUCKET_BYTES))) == float(
+    assert float(prices.redistribution.bucket_s(prices.groups[0], np.array(2.0 * BUCKET_BYTES))) == float(
         collectives.all_reduce_s(2 * BUCKET_BYTES, prices.groups[0]))

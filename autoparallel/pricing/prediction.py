@@ -409,7 +409,7 @@ def _add_host_bytes(pricer: SpacePricer, strategies: Sequence[Strategy], stages:
             _hold(counts, stages, counts.stages_of[decision.index], num_bytes * counts.held[decision.index])
     for use in space.uses:
         if counts.offloads_copy(use):
-            num_bytes = float(pricer.prices.use_copies(use)[numbers[use.source], numbers[use.target]])
+            num_bytes = float(pricer.prices.redistribution.use_copies(use)[numbers[use.source], numbers[use.target]])
             _hold(counts, stages, counts.stages_of[use.target], num_bytes * counts.held[use.target])
 
 

@@ -204,7 +204,7 @@ class _Builder:
                        interval=intervals)
         if self.penalties is None:
             return made
-        penalties = [FAULT_S * self.penalties.use_penalties(use, self.pricer.prices.table(use.meta))[
+        penalties = [FAULT_S * self.penalties.use_penalties(use, self.pricer.prices.redistribution.table(use.meta))[
             np.ix_(self.chosen[use.source], self.chosen[use.target])] for use in uses]
         return Repeats([unchecked(edge, costs=edge.costs + more) for edge, more in zip(made, penalties, strict=True)])
 

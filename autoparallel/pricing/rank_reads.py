@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from autoparallel.layout import COLLECTIVES
 from autoparallel.plans import Hybrid
 from autoparallel.pricing.problem import SpacePricer
+from autoparallel.pricing.redistribution_costs import PricedStep
 from autoparallel.pricing.step_cost import Move
-from autoparallel.pricing.unit_costs import PricedStep
 from autoparallel.schedule.async_windows import TOP, AsyncWindows, Read, kind_of, places
 from autoparallel.strategies.space import Strategy, TensorUse
 

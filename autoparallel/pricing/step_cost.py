@@ -13,7 +13,8 @@ from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.equivalence import Equivalence
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.op_costs import dtype_name, share_of_work
-from autoparallel.pricing.unit_costs import PricedStep, Prices
+from autoparallel.pricing.redistribution_costs import PricedStep
+from autoparallel.pricing.unit_costs import Prices
 from autoparallel.strategies.space import Strategy, StrategySet, TensorUse
 from cost_models import collectives, compute
 
@@ -93,7 +94,7 @@ class StepCosts:
         if len(ranks) < 2:
             return self._nothing(len(self.space.strategy_sets[index].strategies))[0]
         shape = (self.counts.hybrid.pipeline_ranks, *self.space.mesh_shape)
-        return self.prices.bucket_s(self.prices.cluster.group(shape, 0, ranks), self.shared_bytes(index))
+        return self.prices.redistribution.bucket_s(self.prices.cluster.group(shape, 0, ranks), self.shared_bytes(index))
 
     def shared_read_s(self, index: int) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""
@@ -111,7 +112,7 @@ class StepCosts:
     def offload_copy_s(self, use: TensorUse) -> tuple[np.ndarray, np.ndarray]:
         """As `offload_s`, for a use's redistributed copy; by (source strategy, target strategy)."""
         times = self.counts.offloads_copy(use)
-        return self._moved_s(times, self.prices.use_copies(use))
+        return self._moved_s(times, self.prices.redistribution.use_copies(use))
 
     def _moved_s(self, times: int, num_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         cluster = self.prices.cluster
@@ -161,7 +162,7 @@ class StepCosts:
         counted = (there * times[0], back * times[1]) if self.counts.of_parameter[use.source] else times
         sums, summing, moves = self.counts.sums(use), self.counts.summing(use), self.counts.offloads_copy(use)
         return self.memo.once(("use", self.use_key(use, rows, columns), counted, sums, summing, moves), lambda: (
-            self.prices.use_s(use, counted, summing) + (self.sums_s(use) if sums else 0.0)
+            self.prices.redistribution.use_s(use, counted, summing) + (self.sums_s(use) if sums else 0.0)
             + (sum(self.offload_copy_s(use)) if moves else 0.0))[np.ix_(rows, columns)])
 
     def sums_s(self, use: TensorUse) -> np.ndarray:
@@ -183,7 +184,7 @@ class StepCosts:
     def copy_bytes(self, use: TensorUse) -> np.ndarray:
         """Bytes of the redistributed copy of a use, and of its gradient's accumulator where that is separate (it
         replaces the accumulator of the stored shard). By (source strategy, target strategy)."""
-        copies = self.prices.use_copies(use)
+        copies = self.prices.redistribution.use_copies(use)
         if not self.counts.of_parameter[use.source] or self.counts.hybrid.zero_stage >= 2:
             return copies
         source, target = self.space.strategy_sets[use.source], self.space.strategy_sets[use.target]
@@ -194,7 +195,7 @@ class StepCosts:
     def gathered_bytes(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Bytes of intermediate results of a parameter's gathers; by (row choice, column choice)."""
         return self.memo.once(("shards", self.use_key(use, rows, columns)),
-                              lambda: self.prices.use_gathered(use)[np.ix_(rows, columns)])
+                              lambda: self.prices.redistribution.use_gathered(use)[np.ix_(rows, columns)])
 
     def moves(self, strategies: Sequence[Strategy]) -> Sequence[Move]:
         """The redistributions of a plan, ordered by target. Uses without a redistribution are left out, unless they
@@ -212,4 +213,6 @@ class StepCosts:
     def _steps(self, use: TensorUse, of_source: Strategy, of_target: Strategy) -> Sequence[PricedStep]:
         source = self.space.strategy_sets[use.source].output_layout(of_source, use.output)
         target = self.space.strategy_sets[use.target].input_layout(of_target, use.position)
-        return self.prices.steps(use.meta, source, target, self.counts.summing(use)) if source != target else ()
+        if source == target:
+            return ()
+        return self.prices.redistribution.steps(use.meta, source, target, self.counts.summing(use))

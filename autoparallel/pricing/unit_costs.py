@@ -1,5 +1,4 @@
-"""Unit costs: seconds and bytes of strategies and redistributions on one cluster (`cost_models` applied to strategy
-sets).
+"""Unit costs: seconds and bytes of strategies on one cluster (`cost_models` applied to strategy sets).
 
 Costs are arrays over the strategies or layouts of one strategy set. Decisions with the same set share them, so the time
 to price a model hardly grows with its depth.
@@ -7,31 +6,21 @@ to price a model hardly grows with its depth.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from autoparallel.capture import TensorMeta
-from autoparallel.capture.blocks import block_path
-from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
-from autoparallel.layout.redistribution import ACTIONS
+from autoparallel.layout import Layout, Step
 from autoparallel.pricing.chains import InChain, chains_of, with_losses
-from autoparallel.pricing.counts import ALONE, Summing
 from autoparallel.pricing.op_costs import CurveCosts, ProfileCosts, costs_of, dtype_name
 from autoparallel.pricing.recomputing import Recomputing
+from autoparallel.pricing.redistribution_costs import RedistributionPrices
 from autoparallel.rules.rule import Exchange
-from autoparallel.schedule.async_windows import BUCKET_BYTES
-from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
+from autoparallel.strategies.space import StrategySet, StrategySpace
 from cost_models import Cluster, Group, collectives, compute, memory
-
-#: Redistribution tables of recent strategy graphs, shared by call forms, by lowering and by candidates of a joint
-#: search. A table for three mesh axes takes a few MB.
-_TABLES: dict[tuple[Any, ...], RedistributionTable] = {}
-MOST_TABLES = 256
 
 
 @dataclass(frozen=True)
@@ -59,16 +48,8 @@ class OpPrice:
         return self.forward_s + self.backward_s
 
 
-class PricedStep(NamedTuple):
-    """One redistribution step: seconds (forward, backward), and elements of the larger of its two local shards."""
-
-    step: Step
-    seconds: tuple[float, float]
-    elements: int
-
-
 class Prices:
-    """Unit costs of one strategy graph on one cluster.
+    """Unit costs of one strategy graph on one cluster; those of its redistributions are in ``redistribution``.
 
     ``optimizer``: names the recipe for state bytes and update time. ``direct``: redistributions take the fewest steps
     instead of the cheapest, as baselines do. ``stages``: the cluster has this many such meshes, one per pipeline rank.
@@ -83,10 +64,9 @@ class Prices:
         self.costs = costs_of(space.spaces, cluster, training, spread)
         mesh_shape = (stages, *space.mesh_shape)
         self.groups = [cluster.group(mesh_shape, axis) for axis in range(1, len(mesh_shape))]
-        self._machine = (repr((self.groups, self.device)), mesh_shape, direct, training)
-        self._tables: dict[tuple[Any, ...], RedistributionTable] = {}
-        self._weighted: dict[tuple[Any, ...], np.ndarray] = {}
-        self._steps: dict[tuple[Any, ...], list[PricedStep]] = {}
+        machine = (repr((self.groups, self.device)), mesh_shape, direct, training)
+        self.redistribution = RedistributionPrices(space, cluster, self.groups, training, direct, machine)
+        #: By strategy set and chain, of which equal blocks share theirs.
         self._ops: dict[tuple[int, InChain | None], OpPrice] = {}
         self._apart: dict[tuple[object, ...], tuple[OpPrice, OpPrice]] = {}
 
@@ -96,205 +76,9 @@ class Prices:
         profile = self.cluster.profile
         return Recomputing(profile.early_stop > 0, profile.core_only > 0) if profile else Recomputing()
 
-    # --- redistribution -----------------------------------------------------------------------------------------
-
-    def table(self, meta: TensorMeta) -> RedistributionTable:
-        """The cheapest redistribution paths between all layouts of a tensor, forward and backward together."""
-        grad = meta.requires_grad and self.training
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad)
-        if key not in self._tables and (known := _TABLES.get((*self._machine, *key))) is not None:
-            self._tables[key] = known
-        if key not in self._tables:
-
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                forward, backward = ACTIONS[source.kind, target.kind]
-                seconds = self.action_s(forward, axis, source, target, before, after)
-                return seconds + self.action_s(backward, axis, target, source, after, before) if grad else seconds
-
-            self._tables[key] = RedistributionTable(self.space.spaces(meta), meta.dtype.itemsize, cost, self.direct)
-            while len(_TABLES) >= MOST_TABLES:
-                _TABLES.pop(next(iter(_TABLES)))
-            _TABLES[*self._machine, *key] = self._tables[key]
-        return self._tables[key]
-
     def path(self, meta: TensorMeta, source: Layout, target: Layout) -> Sequence[Step]:
         """The redistribution steps from layout to layout; lowering emits exactly these."""
-        return self.table(meta).path(source, target)
-
-    def action_s(
-        self, action: str, axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray
-    ) -> np.ndarray:
-        """Seconds of one action on a mesh axis; ``before`` and ``after``: local bytes (arrays)."""
-        group, device = self.groups[axis], self.device
-        match action:
-            case "none":
-                return np.zeros_like(before)
-            case "mask" | "slice" | "pad":
-                return collectives.copy_s(np.maximum(before, after), device)
-            case "all_reduce":
-                return collectives.all_reduce_s(before, group)
-            case "all_gather":
-                copy = collectives.copy_s(after, device) if source.dim > 0 else 0.0
-                return collectives.all_gather_s(after, group) + copy
-            case "reduce_scatter":
-                copy = collectives.copy_s(before, device) if target.dim > 0 else 0.0
-                return collectives.reduce_scatter_s(before, group) + copy
-            case "all_to_all":
-                return collectives.all_to_all_s(before, group) + collectives.copy_s(before, device)
-        raise ValueError(f"unknown action {action!r}")
-
-    def bucket_s(self, group: Group, num_bytes: np.ndarray) -> np.ndarray:
-        """Seconds of a gradient of ``num_bytes`` in a bucket: its share of the all-reduce and of the copy into the
-        bucket."""
-        whole = collectives.all_reduce_s(BUCKET_BYTES, group)
-        whole = whole + collectives.copy_s(BUCKET_BYTES, self.device)
-        alone = collectives.all_reduce_s(num_bytes, group)
-        return np.where(num_bytes < BUCKET_BYTES, np.minimum(alone, num_bytes / BUCKET_BYTES * whole), alone)
-
-    @cached_property
-    def block_bytes(self) -> float:
-        """Bytes of the parameters of a block, which FSDP gathers, and whose gradients it scatters, as one; 0: each
-        parameter by itself."""
-        profile, blocks = self.cluster.profile, defaultdict[str, float](float)
-        if profile is None or not profile.by_block:
-            return 0.0
-        for decision, s in zip(self.space.decisions, self.space.strategy_sets, strict=True):
-            if decision.kind == "parameter" and (path := block_path(decision.path.rpartition(".")[0])):
-                blocks[path] += s.output_metas[0].num_bytes
-        return sum(blocks.values()) / len(blocks) if blocks else BUCKET_BYTES
-
-    def _in_block_s(self, summing: Summing, axis: int, action: str, num_bytes: np.ndarray) -> np.ndarray:
-        """How much less a parameter's gather or reduce-scatter takes as a share of its block's."""
-        if not (summing.of_parameter and self.block_bytes and action in ("all_gather", "reduce_scatter")):
-            return np.zeros_like(num_bytes)
-        one_way = collectives.all_gather_s if action == "all_gather" else collectives.reduce_scatter_s
-        alone, whole = one_way(num_bytes, self.groups[axis]), one_way(self.block_bytes, self.groups[axis])
-        return np.asarray(np.minimum(num_bytes / self.block_bytes * whole - alone, 0.0))
-
-    def _forward_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
-                   after: np.ndarray) -> np.ndarray:
-        """Forward seconds of a step from ``source`` to ``target`` under ``summing``."""
-        action = ACTIONS[source.kind, target.kind][0]
-        return (self.action_s(action, axis, source, target, before, after)
-                + self._in_block_s(summing, axis, action, after))
-
-    def summed_s(self, summing: Summing, axis: int, source: Placement, target: Placement, before: np.ndarray,
-                 after: np.ndarray) -> np.ndarray:
-        """Backward seconds of a step from ``source`` to ``target`` under ``summing``: gradients of unsharded parameters
-        in buckets, and casts to and from another dtype."""
-        backward = ACTIONS[source.kind, target.kind][1]
-        scale = summing.scale if backward in SUMS else 1.0
-        if summing.in_buckets and (source.kind, target.kind) == ("I", "R"):
-            seconds = self.bucket_s(self.groups[axis], scale * after)
-        else:
-            seconds = self.action_s(backward, axis, target, source, scale * after, scale * before)
-            seconds = seconds + self._in_block_s(summing, axis, backward, scale * after)
-        if scale == 1.0:
-            return seconds
-        return seconds + collectives.copy_s((1 + scale) / 2 * (after + before), self.device)
-
-    def steps(self, meta: TensorMeta, source: Layout, target: Layout, summing: Summing = ALONE) -> list[PricedStep]:
-        """The priced steps from layout to layout, memoised."""
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, source, target, summing)
-        if key not in self._steps:
-            self._steps[key] = [PricedStep(step, self._step_s(meta, step, summing), self._elements(meta, step))
-                                for step in self.path(meta, source, target)]
-        return self._steps[key]
-
-    def _elements(self, meta: TensorMeta, step: Step) -> int:
-        space = self.space.spaces(meta)
-        return max(int(space.local_elements[space.index(layout)]) for layout in (step.before, step.after))
-
-    def _step_s(self, meta: TensorMeta, step: Step, summing: Summing) -> tuple[float, float]:
-        """Seconds (forward, backward) of one step."""
-        space = self.space.spaces(meta)
-        before, after = (
-            np.array([space.local_elements[space.index(x)] * meta.dtype.itemsize]) for x in (step.before, step.after)
-        )
-        forward = self._forward_s(summing, step.axis, step.source, step.target, before, after)
-        if not (meta.requires_grad and self.training):
-            return float(forward[0]), 0.0
-        backward = self.summed_s(summing, step.axis, step.source, step.target, before, after)
-        return float(forward[0]), float(backward[0])
-
-    def use_s(self, use: TensorUse, times: tuple[float, float] = (1, 1), summing: Summing = ALONE) -> np.ndarray:
-        """Seconds of a use's redistribution, run ``times`` (forward, backward); by (source strategy, target
-        strategy)."""
-        rows = self.space.strategy_sets[use.source].outputs[use.output]
-        columns = self.space.strategy_sets[use.target].inputs[use.position]
-        seconds = self._seconds(use.meta, times)
-        if summing != ALONE:
-            seconds = seconds + times[1] * self._more_by(use.meta, summing)
-            if self.block_bytes and summing.of_parameter:
-                seconds = seconds + times[0] * self._more_forward(use.meta, summing)
-        return seconds[np.ix_(rows, columns)]
-
-    def _more_by(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
-        """Extra seconds (or savings) of backward under ``summing``; by (layout, layout)."""
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, summing)
-        if key not in self._weighted:
-
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return (self.summed_s(summing, axis, source, target, before, after)
-                        - self.summed_s(ALONE, axis, source, target, before, after))
-
-            more = self.table(meta).sum_along(cost)
-            self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
-        return self._weighted[key]
-
-    def _more_forward(self, meta: TensorMeta, summing: Summing) -> np.ndarray:
-        """As `_more_by`, for forward."""
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward", summing)
-        if key not in self._weighted:
-
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return self._in_block_s(summing, axis, ACTIONS[source.kind, target.kind][0], after)
-
-            more = self.table(meta).sum_along(cost)
-            self._weighted[key] = np.where(np.isfinite(more), more, 0.0)
-        return self._weighted[key]
-
-    def _seconds(self, meta: TensorMeta, times: tuple[float, float]) -> np.ndarray:
-        """Seconds for ``times`` (forward, backward) along the cheapest path for one of each; by (layout, layout)."""
-        table, grad = self.table(meta), meta.requires_grad and self.training
-        if times[0] == times[1] or not grad:
-            return times[0] * table.seconds
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "forward")
-        if key not in self._weighted:
-
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return self.action_s(ACTIONS[source.kind, target.kind][0], axis, source, target, before, after)
-
-            self._weighted[key] = table.sum_along(cost)
-        more = times[0] - times[1]  # the rest runs in one direction only
-        forward = np.minimum(self._weighted[key], table.seconds)
-        one_way = forward if more > 0 else table.seconds - np.where(forward < np.inf, forward, 0.0)
-        return min(times) * table.seconds + abs(more) * one_way
-
-    def use_copies(self, use: TensorUse) -> np.ndarray:
-        """Bytes of the redistributed copy (0: no redistribution); by (source strategy, target strategy)."""
-        rows = self.space.strategy_sets[use.source].outputs[use.output]
-        columns = self.space.strategy_sets[use.target].inputs[use.position]
-        elements = self.space.spaces(use.meta).local_elements[columns] * use.meta.dtype.itemsize
-        moved = self.table(use.meta).moves[np.ix_(rows, columns)]
-        return np.where(moved, elements[None, :], 0.0)
-
-    def use_gathered(self, use: TensorUse) -> np.ndarray:
-        """Bytes of intermediate results of gathers on the path to the copy; as `use_copies`."""
-        meta, table = use.meta, self.table(use.meta)
-        key = (meta.shape, meta.dtype.itemsize, meta.requires_grad, "gathered")
-        if key not in self._weighted:
-
-            def cost(axis: int, source: Placement, target: Placement, before: np.ndarray, after: np.ndarray) -> Any:
-                return np.where(ACTIONS[source.kind, target.kind][0] == "all_gather", after, 0.0)
-
-            gathered = table.sum_along(cost)
-            self._weighted[key] = np.where(np.isfinite(gathered), gathered, 0.0)
-        rows = self.space.strategy_sets[use.source].outputs[use.output]
-        columns = self.space.strategy_sets[use.target].inputs[use.position]
-        return np.maximum(self._weighted[key][np.ix_(rows, columns)] - self.use_copies(use), 0.0)
-
-    # --- ops ----------------------------------------------------------------------------------------------------
+        return self.redistribution.path(meta, source, target)
 
     def op(self, strategy_set: StrategySet, chain: InChain | None = None) -> OpPrice:
         """The unit costs of an op, memoised; ``chain``: its part in a chain of fused ops."""
@@ -373,8 +157,6 @@ class Prices:
                 copies = self.local_bytes(s.input_metas[exchange.input], s.inputs[exchange.input])
                 total = total + np.where((s.array == number).any(axis=1), copies, 0.0)
         return total
-
-    # --- parameters ---------------------------------------------------------------------------------------------
 
     def parameter_bytes(self, strategy_set: StrategySet) -> np.ndarray:
         """Bytes of parameter, gradient and optimizer state on the fullest rank, by strategy."""

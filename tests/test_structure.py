@@ -1,0 +1,82 @@
+"""Structure of the code: classes and test files of bounded size, READMEs that list the files of their folders."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [p for room in ("autoparallel", "cost_models", "benchmarks") for p in sorted((ROOT / room).rglob("*.py"))]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+MANUALS = [ROOT / "cost_models/README.md", *sorted((ROOT / "autoparallel").rglob("README.md"))]
+MOST_METHODS, MOST_TEST_LINES = 20, 500
+#: Classes whose documented public methods alone are more; their methods delegate.
+FACADES = {"ParallelModule"}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_no_class_has_more_than_20_methods() -> None:
+    found = {node.name: sum(isinstance(member, ast.FunctionDef) for member in node.body)
+             for path in SOURCES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)}
+    large = {name for name, count in found.items() if count > MOST_METHODS}
+    assert large == FACADES
+
+
+def test_facades_delegate() -> None:
+    """A method of a facade has at most twelve statements, nested ones included, after its docstring."""
+    for path in SOURCES:
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and node.name in FACADES:
+                sizes = {f.name: sum(isinstance(part, ast.stmt) for part in ast.walk(f)) - 2 for f in node.body
+                         if isinstance(f, ast.FunctionDef)}
+                assert max(sizes.values()) <= 12, sizes
+
+
+@pytest.mark.parametrize("path", TESTS, ids=short)
+def test_test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MOST_TEST_LINES
+
+
+def private_sources(path: Path) -> set[str]:
+    """Modules of this project from which a file imports private names."""
+    return {node.module for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom) and node.module
+            and node.module.split(".")[0] in ("autoparallel", "cost_models", "benchmarks", "tests")
+            and any(alias.name.startswith("_") for alias in node.names)}
+
+
+def test_private_names_are_imported_by_the_tests_of_their_module_only() -> None:
+    """A test file imports private names from one module at most, which it tests; none from other tests."""
+    found = {short(path): names for path in TESTS if (names := private_sources(path))}
+    assert all(len(names) == 1 and not next(iter(names)).startswith("tests.") for names in found.values()), found
+
+
+def files_named(page: Path) -> set[str]:
+    """Names of Python files and of folders in the first column of the tables of a README."""
+    rows = "\n".join(line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("|"))
+    return set(re.findall(r"`([\w./]+(?:\.py|/))`", rows))
+
+
+@pytest.mark.parametrize("page", MANUALS, ids=short)
+def test_manuals_list_the_files_there_are(page: Path) -> None:
+    """Files named in tables exist, and all files of the folder are named: themselves, or a folder within that has
+    them. Folders with a README of their own are left to that."""
+    folder, named, text = page.parent, files_named(page), page.read_text()
+    own = [other.parent for other in MANUALS if other.parent != folder and folder in other.parents]
+    files = [p for p in folder.rglob("*.py") if p.name != "__init__.py" and not any(o in p.parents for o in own)]
+    missing = [short(p) for p in files if f"{p.name}`" not in text
+               and not any(f"{part.relative_to(folder)}/" in named for part in p.parents if folder in part.parents)]
+    bases = (folder, ROOT / "autoparallel", ROOT, *{p.parent for p in files})
+    absent = sorted(name for name in named if not any((base / name).exists() for base in bases))
+    assert not missing and not absent
