@@ -273,8 +273,8 @@ def test_calls_with_what_is_no_tensor(ranks: Callable[[int], Any]) -> None:
             assert said.startswith("InputError: state dict has tensors on the meta device") and name in said
         assert "InputError: an input is a sparse_coo tensor" in call and "x.to_dense()" in call
         assert "InputError: max_norm is None" in norm and "InputError: norm_type is 'two'" in kind
-        for said in (sampler, batches):
-            assert "sampler is not for this loader" in said and "shuffle, seed and the epoch" in said
+        assert "InputError: the sampler has 1 samples, fewer than one batch of 4" in sampler
+        assert "batch_sampler is not for this loader" in batches and "give their order as a sampler" in batches
         assert bare == "no error", "samples that are tensors"
         assert "InputError: an input is on the meta device" in meta and "give real ones" in meta
         assert "CaptureError" in numpy and "numpy.ndarray" in numpy and "This call: (of type ndarray)" in numpy
