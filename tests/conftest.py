@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.ranks import RankPool, pool_of, stop_pools
+from tests.support.ranks import RankPool, pool_of, stop_pools
 
 if TYPE_CHECKING:
     from autoparallel import Plan
@@ -23,7 +23,7 @@ settings.load_profile("no deadline")
 
 
 #: Files whose tests start processes of their own, without the fixture `ranks`.
-STARTS_PROCESSES = {"test_failing.py", "test_hash_seeds.py", "test_notebooks.py"}
+STARTS_PROCESSES = {"test_rank_failures.py", "test_hash_seeds.py", "test_notebooks.py"}
 
 
 #: Most processes in which the default tier runs at once.
@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def plans() -> dict[str, Plan]:
-    """Plans of a small transformer by name (`tests.reported.NAMES`), for reports."""
-    from tests.reported import plans_by_name
+    """Plans of a small transformer by name (`tests.support.reported.NAMES`), for reports."""
+    from tests.support.reported import plans_by_name
 
     return plans_by_name()
 

@@ -19,7 +19,8 @@ FEW = ["sets", "modernbert", "gemma3", "mixtral"]
 
 def made_under_seeds(names: list[str], timeout_s: float) -> list[dict[str, Any]]:
     """What processes with these hash seeds, all at once, make of the models."""
-    processes = [subprocess.Popen([sys.executable, "-m", "tests.hash_seeds", *names], stdout=subprocess.PIPE, text=True,
+    command = [sys.executable, "-m", "tests.support.hash_seeds", *names]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
                                   env={**os.environ, "PYTHONHASHSEED": str(seed)}) for seed in SEEDS]
     try:
         said = [process.communicate(timeout=timeout_s)[0] for process in processes]

@@ -27,8 +27,8 @@ from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.search import NotRepairedError, evaluate, solve
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.models import CASES
-from tests.steps import assert_one_process, graph_of
+from tests.support.models import CASES
+from tests.support.steps import assert_one_process, graph_of
 
 
 def test_a_sketch_counts_for_the_model() -> None:

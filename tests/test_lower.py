@@ -30,8 +30,8 @@ from autoparallel.lower import Program, check, count_collectives, emit, order_di
 from autoparallel.planning.baselines import NAMES as BASELINES
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import Strategy, StrategySpace
-from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
 
 AXES = ("dp", "tp", "pp")
 STEPS = set(STEP_FUNCTIONS.values())

@@ -19,9 +19,9 @@ from autoparallel.errors import InfeasibleError
 from autoparallel.kernels import recomputed
 from autoparallel.runtime.stage_module import StageModule
 from cost_models import Cluster
-from tests.models import CASES
-from tests.plans import half_recomputed
-from tests.ranks import mesh_of
+from tests.support.models import CASES
+from tests.support.plans import half_recomputed
+from tests.support.ranks import mesh_of
 
 Options = Mapping[str, Any]
 #: Parameter, gradient and two moments.

@@ -21,7 +21,7 @@ from autoparallel.pricing.overlap_simulation import COMPUTE, RankStep, StepTasks
 from autoparallel.schedule import async_windows
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
-from tests.models import CASES
+from tests.support.models import CASES
 
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [

@@ -30,9 +30,15 @@ from autoparallel.plans.reports.text import sensitivities, text_report
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.search import evaluate
 from autoparallel.strategies.space import StrategySpace
-from tests.models import CASES
-from tests.ranks import mesh_of
-from tests.reference import assert_same_gradients, assert_same_loss, assert_same_parameters, train, train_reference
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
+from tests.support.reference import (
+    assert_same_gradients,
+    assert_same_loss,
+    assert_same_parameters,
+    train,
+    train_reference,
+)
 
 LAYERS = 2
 AXES = ("dp", "tp")

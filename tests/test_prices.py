@@ -26,7 +26,7 @@ from autoparallel.search import evaluate, solve
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Device, Link, collectives, compute
 from cost_models.cluster import UNLIMITED
-from tests.models import CASES
+from tests.support.models import CASES
 
 
 @pytest.mark.parametrize(("search", "case_name"), [

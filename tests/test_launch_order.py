@@ -28,8 +28,8 @@ from autoparallel.schedule.async_windows import TOP, AsyncWindows, Read, ToAsk
 from autoparallel.strategies.space import Strategy, StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from cost_models import Cluster
-from tests.models import CASES
-from tests.programs import named
+from tests.support.models import CASES
+from tests.support.programs import named
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=8)
 

@@ -10,9 +10,9 @@ import torch
 
 import autoparallel
 from autoparallel.capture import OpGraph, capture
-from tests.models import CASES
-from tests.ranks import mesh_of
-from tests.reference import (
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
+from tests.support.reference import (
     SEED,
     Trained,
     assert_same_gradients,

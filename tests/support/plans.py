@@ -12,7 +12,7 @@ from autoparallel.planning.one_mesh import Options, plan_on
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.models import ModelCase
+from tests.support.models import ModelCase
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from autoparallel.schedule import async_windows
 from autoparallel.search import Edge, Node, Problem, evaluate
 from autoparallel.search.model.problem import Repeats
 from autoparallel.strategies.space import StrategySpace
-from tests.models import CASES
+from tests.support.models import CASES
 
 PIPELINE = {"micro_batches": 4, "stages": 2, "pipeline_ranks": 2}
 
