@@ -40,6 +40,7 @@ def assert_all_alike(names: list[str], timeout_s: float) -> None:
     assert sum(made["collectives"] > 0 for made in first.values()) > len(names) / 2
 
 
+@pytest.mark.ranks
 def test_few_models_under_three_hash_seeds() -> None:
     assert_all_alike(FEW, 280.0)
 
