@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.ranks import RankPool, pool_of, stop_pools
+from tests.support.processes import started
+from tests.support.ranks import RankPool, pool_of, stop_pools
 
 if TYPE_CHECKING:
     from autoparallel import Plan
@@ -20,10 +21,6 @@ torch.set_num_threads(1)
 # One example may take long on a busy machine; what takes too long altogether has a time limit of its own.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
-
-
-#: Files whose tests start processes of their own, without the fixture `ranks`.
-STARTS_PROCESSES = {"test_failing.py", "test_hash_seeds.py", "test_notebooks.py"}
 
 
 #: Most processes in which the default tier runs at once.
@@ -40,14 +37,26 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that run on several processes are of the tier `ranks`."""
     for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()) or item.path.name in STARTS_PROCESSES:
+        if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test of the default tier that starts a process fails."""
+    if any(item.get_closest_marker(tier) for tier in ("ranks", "slow")):
+        return (yield)
+    with started() as found:
+        result = yield
+    if found:
+        pytest.fail(f"started {found}: a test that starts processes is of the tier `ranks` or `slow`; mark it so")
+    return result
 
 
 @pytest.fixture(scope="session")
 def plans() -> dict[str, Plan]:
-    """Plans of a small transformer by name (`tests.reported.NAMES`), for reports."""
-    from tests.reported import plans_by_name
+    """Plans of a small transformer by name (`tests.support.reported.NAMES`), for reports."""
+    from tests.support.reported import plans_by_name
 
     return plans_by_name()
 

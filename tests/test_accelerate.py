@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoparallel.errors import AutoparallelError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 from tests.test_checkpoints import llama, whole
 from tests.test_trainer import Text, as_ranks, reset_accelerate
 

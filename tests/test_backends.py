@@ -14,10 +14,10 @@ from autoparallel.errors import PlanError
 from autoparallel.kernels import rng, seeded
 from autoparallel.plans import Hybrid
 from autoparallel.runtime import stage_module
-from tests.models import CASES
-from tests.plans import random_plan
-from tests.ranks import mesh_of, restores
-from tests.reference import gathered, gradients_of, scalar
+from tests.support.models import CASES
+from tests.support.plans import random_plan
+from tests.support.ranks import mesh_of, restores
+from tests.support.reference import gathered, gradients_of, scalar
 
 aten = torch.ops.aten
 Way = tuple[tuple[int, ...], Mapping[str, Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,25 +14,14 @@ import autoparallel
 from autoparallel.cli import app
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.planning.by_hand import ByHand
-from benchmarks.zoo import build
 from cost_models import Cluster
+from tests.support.captured import plan_of
 
 Lines = dict[str, tuple[str, str]]
 
 
-@functools.cache
-def _llama() -> torch.nn.Module:
-    return build("llama")
-
-
-def inputs(batch: int = 8) -> dict[str, torch.Tensor]:
-    ids = torch.zeros(batch, 16, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids}
-
-
 def priced(by_hand: Any, devices: int = 4, batch: int = 8, **options: Any) -> autoparallel.Plan:
-    return autoparallel.plan(_llama(), Cluster.load("h100-sxm", num_devices=devices), by_hand=by_hand,
-                             example_kwargs=inputs(batch), **options)
+    return plan_of("llama", Cluster.load("h100-sxm", num_devices=devices), batch, by_hand=by_hand, **options)
 
 
 def block_of(plan: autoparallel.Plan) -> Lines:
@@ -99,7 +87,7 @@ def test_a_plan_that_does_not_fit_is_priced() -> None:
     with pytest.raises(InfeasibleError):
         priced("dp=4", memory_limit_bytes=least / 2)
     small = replace(cluster, device=replace(cluster.device, memory_bytes=least / 2, reserved_bytes=0.0))
-    plan = autoparallel.plan(_llama(), small, by_hand="dp=4", example_kwargs=inputs())
+    plan = plan_of("llama", small, by_hand="dp=4")
     assert plan.prediction.peak_bytes == least
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from autoparallel.capture import Ref, capture, find_blocks
 from autoparallel.capture.passes.compositions import COMPOSITIONS
 from autoparallel.errors import CaptureError
-from tests.captured import Weighed, as_tuple, captured, outputs, traced
-from tests.models import CASES
+from tests.support.captured import Weighed, as_tuple, captured, outputs, traced
+from tests.support.models import CASES
 
 X = torch.ones(4, 6)
 

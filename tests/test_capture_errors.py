@@ -16,7 +16,7 @@ from autoparallel.api import plan
 from autoparallel.errors import (
     CaptureError,
 )
-from tests.messages import says
+from tests.support.messages import says
 
 
 class Branches(nn.Module):

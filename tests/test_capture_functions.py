@@ -11,7 +11,7 @@ from torch import nn
 from autoparallel.capture import Ref, capture
 from autoparallel.errors import CaptureError
 from autoparallel.runtime.interpret import values_of
-from tests.captured import Weighed
+from tests.support.captured import Weighed
 
 
 def hidden_by_no_grad(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from autoparallel.cli import app
 from autoparallel.errors import AutoparallelError
 from autoparallel.runtime.checkpoint.files import Entry, Reader, Writer
 from autoparallel.runtime.checkpoint.job import checkpoints
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 from tests.test_launch import clean_environment, guide
 
 transformers = pytest.importorskip("transformers")

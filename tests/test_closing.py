@@ -16,7 +16,7 @@ from torch import nn
 
 import autoparallel
 from autoparallel.errors import InputError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 
 class Tied(nn.Module):

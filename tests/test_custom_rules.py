@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autoparallel
 from autoparallel import Cluster
 from autoparallel.errors import RuleError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 
 @torch.library.custom_op("ap_test::scaled_linear", mutates_args=())

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import autoparallel
 from autoparallel.errors import AutoparallelError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 BATCH = 8
 

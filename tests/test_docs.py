@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,10 +42,8 @@ def test_every_package_has_a_readme() -> None:
     assert not missing
 
 
+@pytest.mark.ranks
 def test_leaves_import_no_torch() -> None:
     """cost_models and search are usable without torch."""
-    import subprocess
-    import sys
-
     code = "import sys, cost_models, autoparallel.search; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

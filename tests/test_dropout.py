@@ -10,8 +10,8 @@ from torch import nn
 
 import autoparallel
 from autoparallel.layout import INVARIANT
-from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
 
 
 class Drop(nn.Module):

@@ -15,10 +15,10 @@ import torch
 
 import autoparallel
 from autoparallel.planning.baselines import NAMES as BASELINES
-from tests.models import CASES
-from tests.plans import random_plan
-from tests.ranks import mesh_of
-from tests.reference import (
+from tests.support.models import CASES
+from tests.support.plans import random_plan
+from tests.support.ranks import mesh_of
+from tests.support.reference import (
     assert_same_buffers,
     assert_same_gradients,
     assert_same_loss,

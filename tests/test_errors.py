@@ -33,9 +33,9 @@ from autoparallel.errors import (
     SearchError,
 )
 from autoparallel.models import load_model
-from tests.messages import message_of, planned, says
-from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.support.messages import message_of, planned, says
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
 
 
 class MeanOfSquares(nn.Module):

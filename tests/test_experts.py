@@ -16,9 +16,9 @@ from autoparallel.ops.routed_experts import routed_experts
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.models import CASES
-from tests.ranks import mesh_of
-from tests.reference import assert_same_gradients, gradients_of, scalar, train_reference
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
+from tests.support.reference import assert_same_gradients, gradients_of, scalar, train_reference
 
 
 def planned(mesh_shape: tuple[int, ...], strategy: tuple[str, ...]) -> autoparallel.Plan:

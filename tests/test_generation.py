@@ -10,8 +10,8 @@ import torch
 
 import autoparallel
 from autoparallel.kernels import rng
-from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
 
 NEW = 6
 

@@ -17,7 +17,7 @@ from torch import nn
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.errors import CaptureError, InputError
-from tests.ranks import RankError, mesh_of
+from tests.support.ranks import RankError, mesh_of
 
 SCALE = 2.0
 SETTINGS: dict[str, Any] = {"shift": 1.0, "powers": [1, 2]}

@@ -15,8 +15,8 @@ from autoparallel.capture import capture
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.ranks import mesh_of
-from tests.reference import differences, gathered, gradients_of
+from tests.support.ranks import mesh_of
+from tests.support.reference import differences, gathered, gradients_of
 from tests.test_rule_truth import rows_that_hold
 
 aten = torch.ops.aten

@@ -19,7 +19,8 @@ FEW = ["sets", "modernbert", "gemma3", "mixtral"]
 
 def made_under_seeds(names: list[str], timeout_s: float) -> list[dict[str, Any]]:
     """What processes with these hash seeds, all at once, make of the models."""
-    processes = [subprocess.Popen([sys.executable, "-m", "tests.hash_seeds", *names], stdout=subprocess.PIPE, text=True,
+    command = [sys.executable, "-m", "tests.support.hash_seeds", *names]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
                                   env={**os.environ, "PYTHONHASHSEED": str(seed)}) for seed in SEEDS]
     try:
         said = [process.communicate(timeout=timeout_s)[0] for process in processes]
@@ -39,6 +40,7 @@ def assert_all_alike(names: list[str], timeout_s: float) -> None:
     assert sum(made["collectives"] > 0 for made in first.values()) > len(names) / 2
 
 
+@pytest.mark.ranks
 def test_few_models_under_three_hash_seeds() -> None:
     assert_all_alike(FEW, 280.0)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import autoparallel
-from tests.overlapped import Tied
-from tests.ranks import mesh_of
-from tests.reference import gathered
+from tests.support.overlapped import Tied
+from tests.support.ranks import mesh_of
+from tests.support.reference import gathered
 
 Seen = list[tuple[str, torch.Tensor]]
 

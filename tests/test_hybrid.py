@@ -25,13 +25,14 @@ from autoparallel.runtime.pipeline import with_messages
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.models import CASES
-from tests.ranks import RankError, mesh_of
-from tests.reference import (
+from tests.support.captured import graph_of
+from tests.support.models import CASES
+from tests.support.ranks import RankError, mesh_of
+from tests.support.reference import (
     SEED,
     gradients_of,
 )
-from tests.steps import Options, assert_one_process, graph_of, train_by_step
+from tests.support.steps import Options, assert_one_process, train_by_step
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
 

@@ -13,8 +13,8 @@ import torch
 import autoparallel
 from autoparallel.errors import InputError, PlanError
 from cost_models import Cluster
-from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
 
 CONTEXT, SEQUENCES = 12, 4
 

@@ -26,7 +26,7 @@ from cost_models import Cluster, ClusterError, Link, known_clusters
 from cost_models.calibrate import cluster_toml, write_cluster
 from cost_models.cluster import UNLIMITED, Protocol
 from cost_models.description import from_table
-from tests.mutations import mutate, spoil
+from tests.support.mutations import mutate, spoil
 
 FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import autoparallel
 from autoparallel.errors import AutoparallelError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 BATCH, SAMPLES, SAVED_AFTER, STEPS = 8, 40, 7, 12  # 5 batches an epoch
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -27,8 +27,9 @@ from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.search import NotRepairedError, evaluate, solve
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.models import CASES
-from tests.steps import assert_one_process, graph_of
+from tests.support.captured import graph_of, plan_of
+from tests.support.models import CASES
+from tests.support.steps import assert_one_process
 
 
 def test_a_sketch_counts_for_the_model() -> None:
@@ -74,13 +75,10 @@ def test_a_sketch_takes_the_bytes_of_a_rank(stages: int, ranks: int, schedule: s
 
 def test_a_pipeline_without_a_mesh_shape() -> None:
     """Of all meshes whose first axis can take the stages, the one with the fastest step."""
-    case = CASES["llama"]
-    args, kwargs = case.inputs(8)
     cluster = Cluster.load("h100-sxm", num_devices=8)
 
     def planned(shape: tuple[int, ...] | None) -> autoparallel.Plan:
-        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape,
-                                 pipeline_stages=4, schedule="gpipe", micro_batches=2)
+        return plan_of("llama", cluster, mesh_shape=shape, pipeline_stages=4, schedule="gpipe", micro_batches=2)
 
     best = planned(None)
     assert best.hybrid.pipeline_ranks == 4 and best.hybrid.stages == 4
@@ -89,17 +87,16 @@ def test_a_pipeline_without_a_mesh_shape() -> None:
 
 def test_a_plan_with_a_stage_on_three_ranks() -> None:
     """It says so, comes back from JSON, and counts the gradients that these ranks add up."""
-    case, cluster = CASES["llama"], Cluster.load("h100-sxm", num_devices=4)
-    args, kwargs = case.inputs(6)
+    cluster = Cluster.load("h100-sxm", num_devices=4)
 
     def planned(**options: Any) -> autoparallel.Plan:
-        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, **options)
+        return plan_of("llama", cluster, batch=6, **options)
 
     made = planned(stage_replicas=(1, 3), micro_batches=6)
     assert (made.hybrid.stages, made.hybrid.pipeline_ranks, made.hybrid.replicas) == (2, 4, (1, 3))
     assert "Pipeline parallel 4 (1F1B, stages on 1 + 3 ranks)" in made.summary()
     assert autoparallel.Plan.from_json(made.to_json()).hybrid == made.hybrid
-    space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 6).body, made.mesh_shape)
+    space = StrategySpace(split_batch(graph_of("llama", 6), 6).body, made.mesh_shape)
     last = stages_of(space, 0, made.hybrid).parts[-1]
     learnt = [s.output_metas[0] for decision, s in zip(space.decisions, space.strategy_sets, strict=True)
               if decision.kind == "parameter" and decision.index in last.decisions]
@@ -158,8 +155,7 @@ def test_estimates_count_what_runs_beside_compute() -> None:
 def test_trial_plans_are_ordered_by_the_ratios_of_their_kind() -> None:
     """Pipelines are expected to take longer than estimated, until one did not; one that does not fit holds back only
     what runs like it; without an estimate that fits, all are searched in full."""
-    case, machine = CASES["mlp"], Cluster.load("h100-sxm", num_devices=2)
-    some = autoparallel.plan(case.build(), machine, example_inputs=case.inputs(8)[0], mesh_shape=(2,))
+    some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
     took: dict[Candidate, float] = {}
     order: list[Candidate] = []
 
@@ -189,8 +185,7 @@ def test_trial_plans_are_ordered_by_the_ratios_of_their_kind() -> None:
 
 def test_what_takes_more_memory_than_its_sketch_is_estimated_with_less_room() -> None:
     """A trial plan that does not fit is estimated again with less memory, by the factor of its excess, if possible."""
-    case, machine = CASES["mlp"], Cluster.load("h100-sxm", num_devices=2)
-    some = autoparallel.plan(case.build(), machine, example_inputs=case.inputs(8)[0], mesh_shape=(2,))
+    some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
     rooms: list[float] = []
 
     def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
@@ -262,13 +257,10 @@ def test_turns_of_a_batch_that_is_no_power_of_two() -> None:
 @pytest.mark.parametrize("limit_share", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.6, 0.35))])
 def test_what_the_joint_search_picks_computes_the_same(ranks: Any, limit_share: float) -> None:
     """Under three memory limits: none, and shares of what the plan without a limit takes."""
-    case = CASES["llama"]
-    args, kwargs = case.inputs(8)
     cluster = Cluster.load("a100-sxm", num_devices=4)
 
     def best(limit: float) -> autoparallel.Plan:
-        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
-                                 memory_limit_bytes=limit, time_limit_s=15)
+        return plan_of("llama", cluster, joint=True, memory_limit_bytes=limit, time_limit_s=15)
 
     free = best(float("inf"))
     made = free if limit_share == 1.0 else best(limit_share * free.prediction.peak_bytes)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 lightning = pytest.importorskip("lightning")
 

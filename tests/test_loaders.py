@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 import autoparallel
 from autoparallel.errors import AutoparallelError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 BATCH = 8
 LENGTHS = [3, 7, 2, 5, 4, 8, 6, 3, 5, 2, 4, 5, 3, 3, 2, 4]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import autoparallel
 from autoparallel.errors import AutoparallelError, PlanError
 from autoparallel.runtime.inputs import digest
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 SAMPLES, ROWS = 24, 2
 

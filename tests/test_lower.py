@@ -21,7 +21,6 @@ from torch.fx import Node as FxNode
 import autoparallel
 from autoparallel import Cluster
 from autoparallel.api import plan
-from autoparallel.capture import capture
 from autoparallel.errors import InputError, LoweringError
 from autoparallel.kernels.collectives import STEP_FUNCTIONS, all_gather
 from autoparallel.layout import COLLECTIVES, local_shape, parse_layout
@@ -30,8 +29,9 @@ from autoparallel.lower import Program, check, count_collectives, emit, order_di
 from autoparallel.planning.baselines import NAMES as BASELINES
 from autoparallel.pricing import Prices
 from autoparallel.strategies.space import Strategy, StrategySpace
-from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.support.captured import graph_of, plan_of
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
 
 AXES = ("dp", "tp", "pp")
 STEPS = set(STEP_FUNCTIONS.values())
@@ -39,18 +39,13 @@ STEPS = set(STEP_FUNCTIONS.values())
 
 @functools.cache
 def space_of(case_name: str, mesh_shape: tuple[int, ...] = (2, 2)) -> tuple[StrategySpace, Prices]:
-    case = CASES[case_name]
-    graph = capture(case.build(), *case.inputs(8))
-    space = StrategySpace(graph, mesh_shape, AXES[: len(mesh_shape)])
+    space = StrategySpace(graph_of(case_name), mesh_shape, AXES[: len(mesh_shape)])
     return space, Prices(space, Cluster.load("h100-sxm", num_devices=torch.Size(mesh_shape).numel()))
 
 
 def baseline_strategies(case_name: str, baseline: str, mesh_shape: tuple[int, ...] = (2, 2)) -> list[Strategy]:
-    case = CASES[case_name]
-    args, kwargs = case.inputs(8)
     space, prices = space_of(case_name, mesh_shape)
-    made = plan(case.build(), prices.cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape,
-                axis_names=space.axis_names, baseline=baseline)
+    made = plan_of(case_name, prices.cluster, mesh_shape=mesh_shape, axis_names=space.axis_names, baseline=baseline)
     return made.strategies_on(space)
 
 

@@ -19,9 +19,10 @@ from autoparallel.errors import InfeasibleError
 from autoparallel.kernels import recomputed
 from autoparallel.runtime.stage_module import StageModule
 from cost_models import Cluster
-from tests.models import CASES
-from tests.plans import half_recomputed
-from tests.ranks import mesh_of
+from tests.support.captured import plan_of
+from tests.support.models import CASES
+from tests.support.plans import half_recomputed
+from tests.support.ranks import mesh_of
 
 Options = Mapping[str, Any]
 #: Parameter, gradient and two moments.
@@ -149,12 +150,8 @@ def test_bytes_with_some_blocks_recomputed(ranks: Any, micro_batches: int) -> No
 
 def test_as_few_blocks_are_recomputed_as_memory_allows() -> None:
     """One of two, on a single device, where nothing else would help."""
-    case = CASES["llama"]
-    args, kwargs = case.inputs(8)
-
     def planned(**options: Any) -> autoparallel.Plan:
-        return autoparallel.plan(case.build(), Cluster.load("local-cpu", num_devices=1), example_inputs=args,
-                                 example_kwargs=kwargs, mesh_shape=(1,), **options)
+        return plan_of("llama", Cluster.load("local-cpu", num_devices=1), mesh_shape=(1,), **options)
 
     free, least = planned(), planned(recompute="full")
     limit = (free.prediction.peak_bytes + least.prediction.peak_bytes) / 2
@@ -192,12 +189,10 @@ def test_bytes_are_as_predicted(ranks: Any, case_name: str, mesh_shape: tuple[in
 
 def test_offload_trades_memory_for_copies() -> None:
     """Priced by the rates of the host, which must have room for what waits there."""
-    case, machine = CASES["llama"], Cluster.load("h100-sxm", num_devices=4)
-    args, kwargs = case.inputs(8)
+    machine = Cluster.load("h100-sxm", num_devices=4)
 
     def planned(cluster: Cluster = machine, **options: Any) -> autoparallel.Plan:
-        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(4,),
-                                 **options)
+        return plan_of("llama", cluster, mesh_shape=(4,), **options)
 
     kept, away = planned().prediction, planned(recompute="offload")
     found = away.prediction

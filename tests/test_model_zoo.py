@@ -19,7 +19,7 @@ from benchmarks.architectures import ARCHITECTURES
 from benchmarks.in_process import on_every_rank
 from benchmarks.model_zoo import Candidate, Ranks, examine, random_candidate, toy_cluster, truth, worst_error
 from benchmarks.zoo import build, inputs_of
-from tests.reference import assert_same_tensors
+from tests.support.reference import assert_same_tensors
 
 #: One of each kind: experts, an encoder with masks, shifted labels written in place, convolutions, einsum.
 HANDFUL = ["mixtral", "convnext", "xlnet"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.models import BATCH_SIZE, CASES, ModelCase
-from tests.ranks import RankPool
-from tests.reference import (
+from tests.support.models import BATCH_SIZE, CASES, ModelCase
+from tests.support.ranks import RankPool
+from tests.support.reference import (
     Trained,
     assert_same_buffers,
     assert_same_gradients,

@@ -17,11 +17,11 @@ import autoparallel
 from autoparallel.errors import InputError
 from autoparallel.runtime.shared import SharedGradients
 from cost_models import Cluster
-from tests.batch_rows import Rows, example, rows_of, whole
-from tests.models import CASES
-from tests.overlapped import Tied
-from tests.ranks import mesh_of
-from tests.reference import gathered, gradients_of
+from tests.support.batch_rows import Rows, example, rows_of, whole
+from tests.support.models import CASES
+from tests.support.overlapped import Tied
+from tests.support.ranks import mesh_of
+from tests.support.reference import gathered, gradients_of
 
 
 def modes_and_state() -> list[str]:

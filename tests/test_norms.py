@@ -13,8 +13,8 @@ import autoparallel
 from autoparallel.kernels.norm import whole_batch_norm
 from autoparallel.pricing import Prices
 from cost_models import Cluster
-from tests.ranks import mesh_of
-from tests.reference import gathered
+from tests.support.ranks import mesh_of
+from tests.support.reference import gathered
 from tests.test_rule_truth import case_of, rows_that_hold
 
 aten = torch.ops.aten

@@ -43,6 +43,7 @@ def test_stored_without_outputs(path: Path) -> None:
         assert not cell.get("outputs") and cell.get("execution_count") is None
 
 
+@pytest.mark.ranks
 @pytest.mark.timeout(LIMIT_S + 30)
 def test_quickstart(tmp_path: Path) -> None:
     found = run_notebook(
@@ -89,6 +90,7 @@ def test_notebooks_compute_what_they_say(name: str, tmp_path: Path) -> None:
     assert run_notebook(Path(__file__).parent.parent / "notebooks" / f"{name}.ipynb", f"bool({HOLDS[name]})", tmp_path)
 
 
+@pytest.mark.ranks
 def test_a_failing_cell_is_named(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in ("a = 1", "a / 0")])
     nbformat.write(notebook, tmp_path / "broken.ipynb")

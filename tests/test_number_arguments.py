@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import autoparallel
 from autoparallel.capture import capture, capture_for_any
 from autoparallel.capture.any_numbers import is_same, with_values_in
-from tests.ranks import RankError, mesh_of
+from tests.support.ranks import RankError, mesh_of
 
 
 class Scaled(nn.Module):

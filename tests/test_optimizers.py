@@ -20,8 +20,8 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 import autoparallel
 from autoparallel.errors import InputError
 from autoparallel.optim import Adafactor, transformers_adafactor
-from tests.ranks import mesh_of
-from tests.reference import gathered
+from tests.support.ranks import mesh_of
+from tests.support.reference import gathered
 
 O = torch.optim
 Parameters = dict[str, Tensor]

@@ -25,10 +25,10 @@ from autoparallel.schedule import async_windows
 from autoparallel.schedule.async_windows import TOP
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.models import CASES
-from tests.overlapped import Beside, Calls, Tied, backward_twice, products_overlapped, steps_on_ranks, two_steps
-from tests.ranks import mesh_of, restores
-from tests.reference import gradients_of
+from tests.support.models import CASES
+from tests.support.overlapped import Beside, Calls, Tied, backward_twice, products_overlapped, steps_on_ranks, two_steps
+from tests.support.ranks import mesh_of, restores
+from tests.support.reference import gradients_of
 
 
 @pytest.mark.parametrize(("mesh_shape", "bucket_bytes", "expected"), [

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autoparallel
-from autoparallel.capture import capture
 from autoparallel.errors import SearchError
 from autoparallel.partition import split_batch
 from autoparallel.planning import one_mesh
@@ -21,7 +20,7 @@ from autoparallel.pricing.overlap_simulation import COMPUTE, RankStep, StepTasks
 from autoparallel.schedule import async_windows
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
-from tests.models import CASES
+from tests.support.captured import graph_of, plan_of
 
 
 @pytest.mark.parametrize(("mesh_shape", "options"), [
@@ -38,13 +37,9 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
     """The tasks that are simulated are the parts of the prediction; only communication is hidden, and no more than
     there is compute; what runs beside gains nothing where both take twice as long."""
     monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
-    case = CASES["llama"]
-    args, kwargs = case.inputs(8)
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
-    made = autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape,
-                             **options)
-    graph = capture(case.build(), args, kwargs)
-    space = StrategySpace(split_batch(graph, made.hybrid.micro_batches).body, mesh_shape)
+    made = plan_of("llama", cluster, mesh_shape=mesh_shape, **options)
+    space = StrategySpace(split_batch(graph_of("llama"), made.hybrid.micro_batches).body, mesh_shape)
     pricer = SpacePricer(Prices(space, cluster, direct=made.direct), counts=ExecutionCounts(space, made.hybrid))
     step, parts = RankStep(pricer, made.strategies_on(space)).step(), made.prediction
     assert sum(task.duration_s for task in step.tasks) == pytest.approx(parts.added_s)
@@ -69,11 +64,9 @@ def test_a_pipeline_hides_what_its_last_backward_reduces(options: dict[str, Any]
     """And no more: not without turns before it, nor where each turn reduces, nor where gradients of weights are put
     off; less than what is reduced once, and than a rank's compute of a turn."""
     monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
-    case, options = CASES["gpt2"], {"pipeline_stages": 2, "baseline": "ddp", **options}
-    args, kwargs = case.inputs(32)
+    options = {"pipeline_stages": 2, "baseline": "ddp", **options}
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
-    made = autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 4),
-                             **options)
+    made = plan_of("gpt2", cluster, batch=32, mesh_shape=(2, 4), **options)
     parts, reduces_early = made.prediction, options["micro_batches"] > 1 and "zero_stage" not in options
     assert (parts.hidden_s > 0) == (reduces_early and options.get("schedule") != "zero_bubble")
     assert parts.step_s == parts.added_s - parts.hidden_s
@@ -82,8 +75,7 @@ def test_a_pipeline_hides_what_its_last_backward_reduces(options: dict[str, Any]
 
 
 def test_links_of_parameters_alone_cost_otherwise_beside_compute() -> None:
-    case = CASES["llama"]
-    space = StrategySpace(capture(case.build(), *case.inputs(8)), (4, 2))
+    space = StrategySpace(graph_of("llama"), (4, 2))
     prices = Prices(space, Cluster.load("h100-sxm", num_devices=8, software="none"))
     whole, some = SpacePricer(prices), SpacePricer(prices, exposed=(0.3, 0.4))
     problem, made, anew = whole.full(), some.full_like(whole.full()), some.full()
@@ -118,13 +110,8 @@ def test_the_faster_step_is_taken_and_not_the_smaller_sum() -> None:
 
 def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first plan is taken then; and a search that has used all its time begins no second."""
-    case = CASES["mlp"]
-    args, kwargs = case.inputs(8)
-
     def planned(**options: Any) -> autoparallel.Plan:
-        cluster = Cluster.load("h100-sxm", num_devices=4, software="none")
-        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(4,),
-                                 **options)
+        return plan_of("mlp", Cluster.load("h100-sxm", num_devices=4, software="none"), mesh_shape=(4,), **options)
 
     told = "; not searched with overlap: "
     assert told not in planned().evidence.stop_reason
@@ -144,8 +131,6 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
 
 def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best so far comes back: the second search is not begun (it was), and one that has no plan yet loses none."""
-    case = CASES["mlp"]
-    args, kwargs = case.inputs(8)
     solve, begun = one_mesh.solve, list[tuple[float, float]]()
 
     def planned(interrupted: int) -> autoparallel.Plan:
@@ -158,8 +143,7 @@ def test_an_interrupt_ends_both_searches(monkeypatch: pytest.MonkeyPatch) -> Non
 
         begun.clear()
         monkeypatch.setattr(one_mesh, "solve", stopped)
-        cluster = Cluster.load("h100-sxm", num_devices=4, software="none")
-        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(4,))
+        return plan_of("mlp", Cluster.load("h100-sxm", num_devices=4, software="none"), mesh_shape=(4,))
 
     assert planned(1).evidence.stop_reason == "interrupted" and len(begun) == 1
     made = planned(2)

@@ -20,7 +20,6 @@ from torch.distributed.tensor import Replicate, Shard
 import autoparallel
 from autoparallel import Cluster, Plan
 from autoparallel.api import plan
-from autoparallel.capture import capture
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
 from autoparallel.layout import INVARIANT, REPLICATE, shard
 from autoparallel.lower import count_collectives, emit
@@ -30,9 +29,16 @@ from autoparallel.plans.reports.text import sensitivities, text_report
 from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.search import evaluate
 from autoparallel.strategies.space import StrategySpace
-from tests.models import CASES
-from tests.ranks import mesh_of
-from tests.reference import assert_same_gradients, assert_same_loss, assert_same_parameters, train, train_reference
+from tests.support.captured import graph_of, plan_of
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
+from tests.support.reference import (
+    assert_same_gradients,
+    assert_same_loss,
+    assert_same_parameters,
+    train,
+    train_reference,
+)
 
 LAYERS = 2
 AXES = ("dp", "tp")
@@ -40,17 +46,14 @@ AXES = ("dp", "tp")
 
 @functools.cache
 def planned(case_name: str, mesh_shape: tuple[int, ...] = (2, 2), cluster: str = "h100-sxm", **options: Any) -> Plan:
-    case = CASES[case_name]
-    args, kwargs = case.inputs(8)
     machine = Cluster.load(cluster, num_devices=torch.Size(mesh_shape).numel())
-    return plan(case.build(), machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=mesh_shape,
-                axis_names=AXES[-len(mesh_shape):] if len(mesh_shape) <= len(AXES) else None, **options)
+    return plan_of(case_name, machine, mesh_shape=mesh_shape,
+                   axis_names=AXES[-len(mesh_shape):] if len(mesh_shape) <= len(AXES) else None, **options)
 
 
 @functools.cache
 def space_of(case_name: str, mesh_shape: tuple[int, ...] = (2, 2)) -> StrategySpace:
-    case = CASES[case_name]
-    return StrategySpace(capture(case.build(), *case.inputs(8)), mesh_shape, AXES[-len(mesh_shape):])
+    return StrategySpace(graph_of(case_name), mesh_shape, AXES[-len(mesh_shape):])
 
 
 def prices_of(case_name: str, mesh_shape: tuple[int, ...], cluster: str = "h100-sxm", direct: bool = False) -> Prices:
@@ -215,10 +218,8 @@ def test_what_bandwidth_and_memory_would_change() -> None:
     assert all(s.best_s <= s.held_s for s in found.values())
     assert all((s.num_others > 0) == (s.best_s < s.held_s) for s in found.values())
     slow = dataclasses.replace(machine.links[0], bandwidth_bytes_per_s=machine.links[0].bandwidth_bytes_per_s / 4)
-    case, slower = CASES["llama"], dataclasses.replace(machine, links=(slow, *machine.links[1:]))
-    args, kwargs = case.inputs(8)
-    again = plan(case.build(), slower, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 2), axis_names=AXES,
-                 memory_limit_bytes=limit)
+    slower = dataclasses.replace(machine, links=(slow, *machine.links[1:]))
+    again = plan_of("llama", slower, mesh_shape=(2, 2), axis_names=AXES, memory_limit_bytes=limit)
     assert found[wires, 0.25].best_s == pytest.approx(again.prediction.step_s, rel=2e-3)
     assert found["memory limit", 4.0].held_s == step_s
     assert found["memory limit", 4.0].best_s == pytest.approx(free.prediction.step_s, rel=2e-3)
@@ -385,7 +386,7 @@ def test_a_pinned_replica_may_be_read_for_different_work() -> None:
     machine = Cluster.load("h100-sxm", num_devices=2)
     args, _ = case.inputs(8)
     made = plan(case.build(), machine, example_inputs=args, mesh_shape=(2,), pins={"up": Replicate()})
-    space = StrategySpace(capture(case.build(), args), (2,))
+    space = StrategySpace(graph_of("mlp"), (2,))
     index = space.decision_named["linear"]
     assert space.strategy_sets[index].output_layout(made.strategies_on(space)[index])[0] in (INVARIANT, REPLICATE)
 

@@ -22,7 +22,7 @@ from autoparallel.capture import capture
 from autoparallel.errors import PlanError
 from autoparallel.plans import files
 from autoparallel.strategies.space import StrategySpace
-from tests.mutations import mutate, spoil
+from tests.support.mutations import mutate, spoil
 
 
 def model() -> nn.Module:

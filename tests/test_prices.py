@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoparallel import Cluster, Plan
-from autoparallel.api import plan
 from autoparallel.capture import capture
 from autoparallel.layout import Layout, shard
 from autoparallel.partition import split_batch
@@ -26,7 +25,7 @@ from autoparallel.search import evaluate, solve
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Device, Link, collectives, compute
 from cost_models.cluster import UNLIMITED
-from tests.models import CASES
+from tests.support.captured import graph_of, plan_of
 
 
 @pytest.mark.parametrize(("search", "case_name"), [
@@ -34,29 +33,24 @@ from tests.models import CASES
     *(pytest.param(search, "llama", marks=pytest.mark.slow) for search in ("exact", "ilp"))])
 def test_the_price_is_the_sum_over_what_runs(case_name: str, search: str) -> None:
     """Objective = evaluate on the whole problem = parts of the report; the bound is below; searches agree."""
-    case = CASES[case_name]
-    args, kwargs = case.inputs(8)
     cluster = Cluster.load("h100-sxm", num_devices=4, software="none")
-    model = case.build()
-    made = plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 2), search=search)
-    space = StrategySpace(capture(model, args, kwargs), (2, 2))
+    made = plan_of(case_name, cluster, mesh_shape=(2, 2), search=search)
+    space = StrategySpace(graph_of(case_name), (2, 2))
     pricer = SpacePricer(Prices(space, cluster))
     judged = evaluate(pricer.full(), pricer.choice_of(made.strategies_on(space)))
     assert made.evidence.objective_s == judged.objective
     assert made.prediction.added_s == pytest.approx(judged.objective, rel=1e-9)
     assert made.evidence.lower_bound_s <= judged.objective
-    optimum = plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(2, 2), search="exact")
+    optimum = plan_of(case_name, cluster, mesh_shape=(2, 2), search="exact")
     assert made.evidence.objective_s <= optimum.evidence.objective_s * (1.05 if search == "recursive" else 1 + 1e-6)
     assert optimum.evidence.lower_bound_s <= made.evidence.objective_s * (1 + 1e-9)
 
 
 def test_a_memory_limit_is_kept_and_costs_time() -> None:
-    case = CASES["llama"]
-    _, kwargs = case.inputs(8)
     cluster = Cluster.load("h100-sxm", num_devices=4, software="none")
 
     def at(limit: float | None) -> Plan:
-        return plan(case.build(), cluster, example_kwargs=kwargs, mesh_shape=(4,), memory_limit_bytes=limit)
+        return plan_of("llama", cluster, mesh_shape=(4,), memory_limit_bytes=limit)
 
     free = at(None)
     limit = free.prediction.peak_bytes * 0.6
@@ -81,9 +75,8 @@ def test_a_bias_does_not_stand_in_for_the_gradient_of_an_input() -> None:
 
 def test_adding_up_gradients_of_turns_takes_time() -> None:
     """Each turn after the first reads two gradients and writes one: of whole parameters, or of the pieces stored."""
-    case, cluster = CASES["llama"], Cluster.load("h100-sxm", num_devices=2, software="none")
-    args, kwargs = case.inputs(8)
-    space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 4).body, (2,))
+    cluster = Cluster.load("h100-sxm", num_devices=2, software="none")
+    space = StrategySpace(split_batch(graph_of("llama"), 4).body, (2,))
     prices = Prices(space, cluster)
     use = next(k for k in space.uses if space.decisions[k.source].kind == "parameter" and k.meta.requires_grad)
     whole, local_shard = (
@@ -106,9 +99,7 @@ def test_adding_up_gradients_of_turns_takes_time() -> None:
 
 def test_a_block_runs_again_as_far_as_backward_needs() -> None:
     """Its last product is not made again: torch stops where that has its inputs. So it is with two layers here."""
-    case = CASES["llama"]
-    args, kwargs = case.inputs(8)
-    space = StrategySpace(capture(case.build(), args, kwargs), (2,))
+    space = StrategySpace(graph_of("llama"), (2,))
     counts = ExecutionCounts(space, Hybrid(recompute="full"))
     last, rest = set(), set()
     for decision in (s for s in space.decisions if s.kind == "op" and counts.blocks.of[s.index] is not None):
@@ -224,9 +215,8 @@ def test_a_slower_link_never_makes_the_best_plan_faster(mesh_shape: tuple[int, .
 
 def test_small_gradients_share_a_bucket() -> None:
     """A gradient pays its share of a full bucket, and not a whole collective's latency; a large one is alone."""
-    case, cluster = CASES["mlp"], Cluster.load("local-cpu", num_devices=4)
-    args, kwargs = case.inputs(8)
-    prices = Prices(StrategySpace(capture(case.build(), args, kwargs), (4,)), cluster)
+    cluster = Cluster.load("local-cpu", num_devices=4)
+    prices = Prices(StrategySpace(graph_of("mlp"), (4,)), cluster)
     full = float(collectives.all_reduce_s(BUCKET_BYTES, prices.groups[0])
                  + collectives.copy_s(BUCKET_BYTES, cluster.device))
     sixteenth = float(prices.redistribution.bucket_s(prices.groups[0], np.array(BUCKET_BYTES / 16)))

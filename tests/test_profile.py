@@ -20,8 +20,8 @@ from autoparallel.plans.reports.trace import FIRST_MEASURED, trace_json
 from autoparallel.runtime.measured import _lanes, rank_step
 from autoparallel.runtime.recorded import Recorded, Recording
 from autoparallel.runtime.sites import RUN, SITE, Site
-from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
 
 
 def event(name: str, start: float, end: float, kind: str = "cpu_op", **more: Any) -> Recorded:

@@ -16,7 +16,7 @@ import autoparallel
 from autoparallel.capture import Ref, capture
 from autoparallel.errors import CaptureError
 from autoparallel.runtime.interpret import values_of
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 TOKENS, WIDTH, EXPERTS, CHOSEN = 10, 6, 4, 2
 

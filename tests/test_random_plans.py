@@ -1,7 +1,7 @@
 """Random models under random plans compute what one process computes: loss, output, every gradient.
 
-Models are drawn from `tests.programs`, plans label by label from the whole strategy space; ranks are threads of this
-process (`benchmarks.in_process`) and run the emitted programs as they are, in float64. ``-m slow`` runs 5,000 cases.
+Models are drawn from `tests.support.programs`, plans label by label from the whole strategy space; ranks are threads of
+this process (`benchmarks.in_process`) and run the emitted programs as they are, in float64. ``-m slow``: 5,000 cases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoparallel.capture import capture
 from autoparallel.strategies.space import StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from cost_models import Cluster
-from tests.programs import Program, named, programs
+from tests.support.programs import Program, named, programs
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
 #: Class-parallel cross-entropy computes in float32, everything else in float64.

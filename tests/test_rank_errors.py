@@ -17,9 +17,9 @@ from autoparallel.errors import (
     MeshError,
 )
 from autoparallel.runtime.mesh import cluster_of
-from tests.messages import message_of, says
-from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.support.messages import message_of, says
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
 
 
 def test_no_process_group() -> None:

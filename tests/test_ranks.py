@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests import ranks as ranks_module
-from tests.ranks import MAX_GROUPS, RankError, RankPool, RankTimeoutError, mesh_of
+from tests.support import ranks as ranks_module
+from tests.support.ranks import MAX_GROUPS, RankError, RankPool, RankTimeoutError, mesh_of
 
 Ranks = Callable[[int], RankPool]
 

@@ -11,16 +11,16 @@ import autoparallel
 from autoparallel.errors import InfeasibleError
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.plans import Hybrid
-from tests.models import CASES
-from tests.plans import half_recomputed
-from tests.ranks import mesh_of
-from tests.reference import (
+from tests.support.models import CASES
+from tests.support.plans import half_recomputed
+from tests.support.ranks import mesh_of
+from tests.support.reference import (
     assert_same_gradients,
     gradients_of,
     scalar,
     train_reference,
 )
-from tests.steps import STEPS, Options, assert_one_process
+from tests.support.steps import STEPS, Options, assert_one_process
 
 
 @pytest.mark.parametrize(("case_name", "options"), [

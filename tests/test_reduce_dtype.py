@@ -13,9 +13,9 @@ import autoparallel
 from autoparallel.errors import PlanError
 from autoparallel.runtime.stage_module import StageModule
 from cost_models import Cluster
-from tests.models import CASES
-from tests.ranks import mesh_of
-from tests.reference import train_reference
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
+from tests.support.reference import train_reference
 
 Options = Mapping[str, Any]
 SUMS = ("all_reduce", "all_reduce_", "reduce_scatter_tensor")

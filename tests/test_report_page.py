@@ -18,7 +18,7 @@ from autoparallel.plans import Plan
 from autoparallel.plans.reports import page as reports_page
 from autoparallel.plans.reports.page import page
 from autoparallel.plans.reports.trace import trace_json
-from tests.reported import NAMES
+from tests.support.reported import NAMES
 
 VOID = {"meta", "rect", "circle", "path", "br", "input", "link", "img"}
 HOSTILE = ["<script>alert(1)</script>", "\"onclick='x'", "</style><b>", "[/red]", "\x1b[31m", "x" * 10_000, "\u202egnp",

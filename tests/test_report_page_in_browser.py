@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from autoparallel.plans.reports.page import page
-from tests.reported import made
+from tests.support.reported import made
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -33,7 +33,7 @@ from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.plans.reports.trace import trace_json
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 from cost_models import Cluster
-from tests.reported import (
+from tests.support.reported import (
     HIDDEN,
     LAYERS,
     NAMES,
@@ -303,7 +303,7 @@ def test_saved_answers_and_those_that_nobody_asked_for(plans: dict[str, Plan], a
 
 def test_version_and_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout.strip() == f"autoparallel {autoparallel.__version__}"
-    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "tests.reported:factory", "--mesh", "2",
+    monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "tests.support.reported:factory", "--mesh", "2",
                                      "--memory-limit", "1KiB", "--time-limit", "2"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -10,16 +10,15 @@ import torch
 
 import autoparallel
 from autoparallel.plans.roles import parameters_of, roles_of
-from benchmarks.zoo import build
 from cost_models import Cluster
+from tests.support.captured import plan_of
 
 IDS = torch.zeros(8, 16, dtype=torch.long)
 
 
 @functools.cache
 def by_hand(name: str, text: str) -> autoparallel.Plan:
-    return autoparallel.plan(build(name), Cluster.load("h100-sxm", num_devices=4), by_hand=text,
-                             example_kwargs={"input_ids": IDS, "labels": IDS})
+    return plan_of(name, Cluster.load("h100-sxm", num_devices=4), by_hand=text)
 
 
 @pytest.mark.parametrize(("name", "text", "found"), [

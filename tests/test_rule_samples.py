@@ -17,7 +17,7 @@ from torch import Tensor
 from autoparallel.kernels import variants
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, layout_fits, local_shape, shards
 from autoparallel.rules import AxisStrategy
-from tests.op_calls import OpCall, aten, call, f, ids, mask
+from tests.support.op_calls import OpCall, aten, call, f, ids, mask
 
 SAMPLES: dict[str, Callable[[], list[OpCall]]] = {
     "matmul": lambda: [

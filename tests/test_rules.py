@@ -17,8 +17,8 @@ from autoparallel.layout import PARTIAL, shards
 from autoparallel.rules import einsum_rule
 from autoparallel.rules.families.views import reshape_groups
 from autoparallel.strategies.space import StrategySpace
-from tests.op_calls import OpCall, aten, call, f, ids, table
-from tests.ranks import mesh_of
+from tests.support.op_calls import OpCall, aten, call, f, ids, table
+from tests.support.ranks import mesh_of
 
 
 def test_linear() -> None:

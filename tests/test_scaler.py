@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autoparallel
 from autoparallel.errors import InputError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 STEPS = 5
 

@@ -15,7 +15,7 @@ from autoparallel.errors import InputError
 from autoparallel.selftest import checks
 from autoparallel.selftest.checks import Check
 from autoparallel.selftest.job import Request, _worst, as_page
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 
 @pytest.mark.ranks

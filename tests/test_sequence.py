@@ -16,7 +16,7 @@ from autoparallel.capture import capture
 from autoparallel.kernels import flash
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 
 @pytest.mark.parametrize("causal", [True, False])

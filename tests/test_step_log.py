@@ -15,7 +15,7 @@ import autoparallel
 from autoparallel.errors import InputError
 from autoparallel.plans import Plan
 from autoparallel.runtime.step_log import StepLine
-from tests.ranks import RankPool
+from tests.support.ranks import RankPool
 
 
 @pytest.fixture(scope="module")

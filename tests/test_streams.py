@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import autoparallel
 from autoparallel.errors import AutoparallelError, InputError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 BATCH, SAMPLES, WIDTH = 4, 22, 3
 

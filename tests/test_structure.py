@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.sources import ROOT, all_imports_of, short, statements_of
+
 SOURCES = [p for room in ("autoparallel", "cost_models", "benchmarks") for p in sorted((ROOT / room).rglob("*.py"))]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MANUALS = [ROOT / "cost_models/README.md", *sorted((ROOT / "autoparallel").rglob("README.md"))]
 MOST_METHODS, MOST_TEST_LINES = 20, 500
 #: Classes whose documented public methods alone are more; their methods delegate.
 FACADES = {"ParallelModule"}
-#: Still to be divided: the closed form of a transformer's step, and the tests of its predictions.
-UNDIVIDED_CLASSES, UNDIVIDED_TESTS = {"Pricer"}, {"tests/test_published_runs.py"}
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def short(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+#: Still to be divided: the closed form of a transformer's step.
+UNDIVIDED_CLASSES = {"Pricer"}
 
 
 def test_no_class_has_more_than_20_methods() -> None:
     found = {node.name: sum(isinstance(member, ast.FunctionDef) for member in node.body)
-             for path in SOURCES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)}
+             for path in SOURCES for node in statements_of(path) if isinstance(node, ast.ClassDef)}
     large = {name for name, count in found.items() if count > MOST_METHODS}
     assert large == FACADES | UNDIVIDED_CLASSES
 
@@ -39,7 +30,8 @@ def test_no_class_has_more_than_20_methods() -> None:
 def test_facades_delegate() -> None:
     """A method of a facade has at most twelve statements, nested ones included, after its docstring."""
     for path in SOURCES:
-        for node in tree_of(path).body:
+        text = path.read_text()
+        for node in statements_of(path) if any(f"class {name}" in text for name in FACADES) else ():
             if isinstance(node, ast.ClassDef) and node.name in FACADES:
                 sizes = {f.name: sum(isinstance(part, ast.stmt) for part in ast.walk(f)) - 2 for f in node.body
                          if isinstance(f, ast.FunctionDef)}
@@ -48,14 +40,13 @@ def test_facades_delegate() -> None:
 
 @pytest.mark.parametrize("path", TESTS, ids=short)
 def test_test_files_are_short(path: Path) -> None:
-    assert (len(path.read_text().splitlines()) <= MOST_TEST_LINES) != (short(path) in UNDIVIDED_TESTS)
+    assert len(path.read_text().splitlines()) <= MOST_TEST_LINES
 
 
 def private_sources(path: Path) -> set[str]:
     """Modules of this project from which a file imports private names."""
-    return {node.module for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom) and node.module
-            and node.module.split(".")[0] in ("autoparallel", "cost_models", "benchmarks", "tests")
-            and any(alias.name.startswith("_") for alias in node.names)}
+    return {found.module for found in all_imports_of(path) if found.private
+            and found.module.split(".")[0] in ("autoparallel", "cost_models", "benchmarks", "tests")}
 
 
 def test_private_names_are_imported_by_the_tests_of_their_module_only() -> None:

@@ -12,7 +12,7 @@ from autoparallel.plans import Plan
 from autoparallel.plans.reports.timeline import _order, timeline_of
 from autoparallel.plans.reports.trace import trace_json
 from autoparallel.schedule.step_config import Hybrid
-from tests.reported import NAMES, PIPELINES
+from tests.support.reported import NAMES, PIPELINES
 
 
 @pytest.mark.parametrize("name", NAMES)

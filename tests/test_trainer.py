@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from autoparallel.errors import AutoparallelError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 from tests.test_checkpoints import adapted, llama, whole
 
 pytest.importorskip("accelerate")

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import autoparallel
-from tests.batch_rows import Rows, example, rows_of, stepped, whole
-from tests.ranks import RankError, mesh_of
-from tests.reference import gathered, gradients_of
+from tests.support.batch_rows import Rows, example, rows_of, stepped, whole
+from tests.support.ranks import RankError, mesh_of
+from tests.support.reference import gathered, gradients_of
 
 
 class Growing(nn.Module):

@@ -16,10 +16,10 @@ from autoparallel.ops.user_function import user_function
 from autoparallel.strategies.space import StrategySpace
 from benchmarks.rounding import largest_entry
 from cost_models import Cluster
-from tests.models import CASES as MODELS
-from tests.ranks import mesh_of
-from tests.reference import differences, gathered, gradients_of
-from tests.users_models import BATCH, CASES, WIDTH, Model, StraightThrough, bfloat16, mlp, x
+from tests.support.models import CASES as MODELS
+from tests.support.ranks import mesh_of
+from tests.support.reference import differences, gathered, gradients_of
+from tests.support.users_models import BATCH, CASES, WIDTH, Model, StraightThrough, bfloat16, mlp, x
 
 
 def wrong(name: str, options: dict[str, Any]) -> list[str]:

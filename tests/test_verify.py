@@ -18,8 +18,8 @@ from autoparallel.plans.plan import CollectiveUse
 from autoparallel.runtime.measured import Calls
 from autoparallel.runtime.verify import Measured, Verification
 from cost_models import Cluster, ClusterError, Correction
-from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
 
 
 def prediction(**changes: Any) -> Prediction:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import autoparallel
 from autoparallel.errors import InputError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 
 def wrapped() -> tuple[list[str], bool]:

@@ -13,7 +13,7 @@ import autoparallel
 from autoparallel import Plan
 from tests.known_answers.machines import NO_REDUCE_SCATTER, alternating, planned
 from tests.known_answers.models import Convolutions, WithLoss, bert, mlp
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

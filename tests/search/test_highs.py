@@ -42,6 +42,7 @@ def _is_there(pid: int) -> bool:
         return False
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not Path("/proc").exists(), reason="Linux's /proc tells which processes there are")
 def test_a_killed_planner_leaves_no_process() -> None:
     code = """

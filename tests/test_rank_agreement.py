@@ -10,7 +10,7 @@ from torch import nn
 
 import autoparallel
 from autoparallel.errors import AutoparallelError, CaptureError, InfeasibleError, InputError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 
 def too_little_memory() -> str:

@@ -6,19 +6,18 @@ import functools
 import random
 from collections.abc import Sequence
 
-from autoparallel.capture import capture
 from autoparallel.partition import split_batch
 from autoparallel.planning.one_mesh import Options, plan_on
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.models import ModelCase
+from tests.support.captured import graph_of
+from tests.support.models import ModelCase
 
 
 @functools.cache
 def _space(case: ModelCase, mesh_shape: tuple[int, ...], axis_names: tuple[str, ...], batch_size: int) -> StrategySpace:
-    args, kwargs = case.inputs(batch_size)
-    return StrategySpace(capture(case.build(), args, kwargs), mesh_shape, axis_names)
+    return StrategySpace(graph_of(case.name, batch_size), mesh_shape, axis_names)
 
 
 def random_plan(case: ModelCase, mesh_shape: Sequence[int], axis_names: Sequence[str], seed: int,
@@ -38,8 +37,7 @@ def random_plan(case: ModelCase, mesh_shape: Sequence[int], axis_names: Sequence
 def half_recomputed(case: ModelCase, mesh_shape: tuple[int, ...], micro_batches: int = 1, stages: int = 1) -> Plan:
     """The best plan that recomputes the first of the model's two blocks; of several stages the mesh's first axis is
     the pipeline's."""
-    args, kwargs = case.inputs(8)
-    micro = split_batch(capture(case.build(), args, kwargs), micro_batches)
+    micro = split_batch(graph_of(case.name), micro_batches)
     hybrid = Hybrid(micro_batches, stages, stages, recompute="full", recompute_blocks=("model.layers.0",),
                     zero_stage=2 if micro_batches == 1 else 1)
     inner, names = (mesh_shape, ("x", "y", "z")) if stages == 1 else (mesh_shape[1:], ("y", "z"))

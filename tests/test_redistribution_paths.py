@@ -1,8 +1,8 @@
 """Redistribution on two axes: steps and whole paths, forward and backward, on even and uneven meshes.
 
-`test_steps.py` takes each step on one axis. Here an outer axis is in every placement meanwhile, paths are those that
-the compiler would emit, gradients are also checked as adjoints (by inner products, without a table of duals), and
-spmd-types' own functions (not its `redistribute`) judge each step that they can express.
+`test_redistribution_steps.py` takes each step on one axis. Here an outer axis is in every placement meanwhile, paths
+are those that the compiler would emit, gradients are also checked as adjoints (by inner products, without a table of
+duals), and spmd-types' own functions (not its `redistribute`) judge each step that they can express.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoparallel.layout import (
 )
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.lower.emit import step_sizes
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 DUAL = {"I": "I", "R": "P", "P": "I"}
 

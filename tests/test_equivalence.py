@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from autoparallel import Cluster
-from autoparallel.capture import capture
 from autoparallel.errors import SearchError
 from autoparallel.partition import place_cuts, split_batch, stages_of
 from autoparallel.plans import Hybrid
@@ -19,7 +18,7 @@ from autoparallel.schedule import async_windows
 from autoparallel.search import Edge, Node, Problem, evaluate
 from autoparallel.search.model.problem import Repeats
 from autoparallel.strategies.space import StrategySpace
-from tests.models import CASES
+from tests.support.captured import graph_of
 
 PIPELINE = {"micro_batches": 4, "stages": 2, "pipeline_ranks": 2}
 
@@ -44,9 +43,8 @@ class OneByOne(SpacePricer):
 def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
                                                     ) -> None:
     monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
-    case, mesh_shape = CASES[case_name], (2, 2)
-    micro = split_batch(capture(case.build(), *case.inputs(8)), hybrid.micro_batches)
-    space = StrategySpace(micro.body, mesh_shape)
+    micro = split_batch(graph_of(case_name), hybrid.micro_batches)
+    space = StrategySpace(micro.body, (2, 2))
     cluster = Cluster.load("h100-sxm", num_devices=4 * hybrid.pipeline_ranks)
     prices = Prices(space, cluster, stages=hybrid.pipeline_ranks)
     if hybrid.stages > 1:
@@ -87,8 +85,7 @@ def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybr
 
 @pytest.mark.parametrize("held", [False, True])
 def test_sites_that_count_for_several_are_alike_where_they_count_for_as_many(held: bool) -> None:
-    case = CASES["llama"]
-    space = StrategySpace(capture(case.build(), *case.inputs(8)), (2, 2))
+    space = StrategySpace(graph_of("llama"), (2, 2))
     counts = ExecutionCounts(space, Hybrid(2), multiplicities=[1 + decision.index % 3 for decision in space.decisions],
                   held=[decision.index % 2 / 2 for decision in space.decisions] if held else None)
     prices = Prices(space, Cluster.load("h100-sxm", num_devices=4))

@@ -192,7 +192,7 @@ def _stacks_file(folder: Path, rank: int) -> Path:
 
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "transformers"])
+    context.set_forkserver_preload(["tests.support.preloaded"])
     return context
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import autoparallel
-from autoparallel.capture import OpGraph, capture
-from tests.models import CASES
-from tests.ranks import mesh_of
-from tests.reference import (
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
+from tests.support.reference import (
     SEED,
     Trained,
     assert_same_gradients,
@@ -62,9 +61,3 @@ def assert_one_process(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], 
         assert_same_parameters(everything.parameters, expected, 1e-4 if optimizer == "adamw" else 1e-5)
     assert {name for trained in found for name in trained.parameters} == set(expected.parameters)
     assert {name for trained in found for name in trained.gradients} == set(expected.gradients)
-
-
-def graph_of(case_name: str) -> OpGraph:
-    case = CASES[case_name]
-    args, kwargs = case.inputs(8)
-    return capture(case.build(), args, kwargs)

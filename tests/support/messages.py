@@ -13,7 +13,7 @@ from autoparallel.api import plan
 from autoparallel.errors import (
     AutoparallelError,
 )
-from tests.models import CASES
+from tests.support.models import CASES
 
 
 def planned(case_name: str = "mlp", mesh_shape: tuple[int, ...] | None = (2, 2), **options: Any) -> Plan:

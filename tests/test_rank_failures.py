@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
-from tests.ranks import RankError, RankPool, mesh_of, pool_of
+from tests.support.ranks import RankError, RankPool, mesh_of, pool_of
 
 SOON_S = 10.0  # process groups time out after 60 s
 

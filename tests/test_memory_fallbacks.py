@@ -11,7 +11,7 @@ from torch import nn
 import autoparallel
 from autoparallel.errors import InfeasibleError
 from cost_models import Cluster
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 
 class Deep(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import autoparallel
-from tests.ranks import RankPool, mesh_of, pool_of
+from tests.support.ranks import RankPool, mesh_of, pool_of
 
 LIMIT_S = 3.0
 
@@ -85,7 +85,7 @@ def test_different_calls_are_refused_on_all_ranks_and_nothing_is_closed(four_ran
 
 def loses_one(guilty: int, number: int, way: str, options: dict[str, Any]) -> Any:
     """Steps, until rank ``guilty`` receives a signal from itself, at op ``number``."""
-    from tests.test_failing import FailsAt
+    from tests.test_rank_failures import FailsAt
 
     rank, x = torch.distributed.get_rank(), torch.randn(8, 32)
     parallel = autoparallel.compile(Loss(), mesh_of(*options.pop("mesh")), example_inputs=(x,), peer_timeout_s=LIMIT_S,

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.schedule import async_windows
-from tests.models import CASES
-from tests.ranks import mesh_of, restores
-from tests.reference import gradients_of
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of, restores
+from tests.support.reference import gradients_of
 
 
 class Calls(TorchDispatchMode):

@@ -1,14 +1,35 @@
-"""Functions of tensors as captured graphs, and the values that graphs compute."""
+"""Captured graphs of functions of tensors and of the cases, plans of the cases, and the values that graphs compute."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
+import autoparallel
+from autoparallel import compiler
 from autoparallel.capture import OpGraph, Ref, capture
 from autoparallel.runtime.interpret import values_of
+from cost_models import Cluster
+from tests.support.models import CASES
+
+
+@functools.cache
+def graph_of(case_name: str, batch: int = 8) -> OpGraph:
+    """The captured step of a case, traced once per process: tracing is two thirds of the time of a small plan."""
+    case = CASES[case_name]
+    return capture(case.build(), *case.inputs(batch))
+
+
+def plan_of(case_name: str, cluster: Cluster, batch: int = 8, **options: Any) -> autoparallel.Plan:
+    """`autoparallel.plan` of a case with these options, on the graph of `graph_of`."""
+    case = CASES[case_name]
+    args, kwargs = case.inputs(batch)
+    with patch.object(compiler, "capture", lambda *_: graph_of(case_name, batch)):
+        return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, **options)
 
 
 def traced(function: Any, *inputs: torch.Tensor) -> list[str]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import autoparallel
 from autoparallel.errors import CaptureError, PlanError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 
 def many_lengths() -> tuple[int, int, list[bool]]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from autoparallel.capture import OpGraph, capture
 from autoparallel.capture.graph import Ref
-from tests.hash_seeds import LoopsOverSets
+from tests.support.hash_seeds import LoopsOverSets
 
 KINDS = sorted(LoopsOverSets.KINDS)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoparallel
 from autoparallel.errors import AutoparallelError
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 X = torch.linspace(-1, 1, 64).view(8, 8)
 

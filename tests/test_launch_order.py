@@ -28,28 +28,23 @@ from autoparallel.schedule.async_windows import TOP, AsyncWindows, Read, ToAsk
 from autoparallel.strategies.space import Strategy, StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from cost_models import Cluster
-from tests.models import CASES
-from tests.programs import named
+from tests.support.captured import graph_of, plan_of
+from tests.support.programs import named
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=8)
 
 
 @cache
 def space_of(case_name: str, mesh_shape: tuple[int, ...]) -> StrategySpace:
-    case = CASES[case_name]
-    args, kwargs = case.inputs(8)
-    return StrategySpace(capture(case.build(), args, kwargs), mesh_shape)
+    return StrategySpace(graph_of(case_name), mesh_shape)
 
 
 def strategies_of(case_name: str, space: StrategySpace, options: dict[str, Any]) -> tuple[Strategy, ...]:
     if "seed" in options:
         draw = random.Random(options["seed"])
         return tuple(draw.choice(strategy_set.strategies) for strategy_set in space.strategy_sets)
-    case = CASES[case_name]
-    args, kwargs = case.inputs(8)
     four = Cluster.load("h100-sxm", num_devices=4)
-    made = autoparallel.plan(case.build(), four, example_inputs=args, example_kwargs=kwargs,
-                             mesh_shape=space.mesh_shape, **options)
+    made = plan_of(case_name, four, mesh_shape=space.mesh_shape, **options)
     return tuple(made.strategies_on(space))
 
 
@@ -130,8 +125,8 @@ def test_what_is_priced_is_what_runs_in_each_turn_of_zero_3(case_name: str, reco
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what is read before the turns: of plans at random, steps before the first that communicates."""
     monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
-    case, hybrid = CASES[case_name], Hybrid(2, zero_stage=3, recompute=recompute)
-    space = StrategySpace(split_batch(capture(case.build(), *case.inputs(8)), 2).body, (2, 2))
+    hybrid = Hybrid(2, zero_stage=3, recompute=recompute)
+    space = StrategySpace(split_batch(graph_of(case_name), 2).body, (2, 2))
     strategies, ops = (
         strategies_of(case_name, space, {"seed": 0}),
         {decision.index for decision in space.decisions if decision.kind == "op"},
@@ -146,9 +141,8 @@ def test_what_is_priced_is_what_runs_in_each_turn_of_zero_3(case_name: str, reco
 
 @pytest.mark.parametrize(("baseline", "mesh_shape"), [("ddp", (2, 2)), ("fsdp", (4,))])
 def test_what_is_priced_is_what_runs_in_turns(baseline: str, mesh_shape: tuple[int, ...]) -> None:
-    case, hybrid = CASES["gpt2"], Hybrid(2, zero_stage=1)
-    args, kwargs = case.inputs(8)
-    space = StrategySpace(split_batch(capture(case.build(), args, kwargs), 2).body, mesh_shape)
+    hybrid = Hybrid(2, zero_stage=1)
+    space = StrategySpace(split_batch(graph_of("gpt2"), 2).body, mesh_shape)
     strategies = strategies_of("gpt2", space, {"baseline": baseline, "micro_batches": 2})
     prices = Prices(space, CLUSTER, direct=True)
     plan = RankStep(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies)

@@ -15,7 +15,7 @@ import autoparallel
 from autoparallel.capture import OpGraph, capture
 from autoparallel.ops.linear_sections import linear_sections
 from cost_models import Cluster
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 
 class Attention(nn.Module):

@@ -10,9 +10,8 @@ import pytest
 from typer.main import get_command
 
 from autoparallel.cli import app
-from tests.test_imports import LEVEL, imports_of, room_of
+from tests.support.sources import LEVEL, ROOT, imports_of, room_of
 
-ROOT = Path(__file__).parents[1]
 EVERYWHERE = {"errors", "garbage"}
 
 
@@ -23,8 +22,8 @@ def rooms() -> nx.DiGraph:
         found.add_node(room)
         home = ROOT / "autoparallel" / room
         for path in home.rglob("*.py") if home.is_dir() else [home.with_suffix(".py")]:
-            found.add_edges_from((room, to) for _, module in imports_of(path)
-                                 if (to := room_of(module)) not in ("", room, *EVERYWHERE))
+            found.add_edges_from((room, to) for one in imports_of(path)
+                                 if (to := room_of(one.module)) not in ("", room, *EVERYWHERE))
     return nx.transitive_reduction(found)
 
 

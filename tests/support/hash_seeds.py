@@ -1,7 +1,7 @@
-"""What a process makes of models, for processes with other hash seeds to compare: ``python -m tests.hash_seeds NAMES``.
+"""Programs, plans and orders of collectives of models, for processes with other hash seeds to compare.
 
-Prints a JSON object: model -> fingerprint of its program, the plan's strategies, its report, and the digests of the
-order of collectives of two ranks.
+``python -m tests.support.hash_seeds NAMES`` prints a JSON object: model -> fingerprint of its program, the plan's
+strategies, its report, and the digests of the order of collectives of two ranks.
 """
 
 from __future__ import annotations

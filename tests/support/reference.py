@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.rounding import ZERO_IN_FLOAT32, ZERO_IN_FLOAT64, largest_entry
-from tests.models import BATCH_SIZE, Inputs, ModelCase
+from tests.support.models import BATCH_SIZE, Inputs, ModelCase
 
 # As large as leaves the truth well-conditioned: with SGD at 0.1, ResNet's five steps turn a rounding of 1e-7 into 3e-2.
 LEARNING_RATE = {"sgd": 0.05, "adamw": 1e-3}

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoparallel
-from tests.models import CASES
-from tests.ranks import mesh_of
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
 
 
 def example(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

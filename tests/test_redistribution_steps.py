@@ -25,7 +25,7 @@ from autoparallel.kernels.collectives import (
 )
 from autoparallel.layout import Placement, shard, shards
 from autoparallel.layout.redistribution import ACTIONS
-from tests.ranks import mesh_of
+from tests.support.ranks import mesh_of
 
 DUAL = {"I": "I", "R": "P", "P": "I"}
 SHAPE = (6, 8, 5)
