@@ -50,6 +50,8 @@ def plan(
     zero_stage: Annotated[int | None, typer.Option(help="0, 1, 2 or 3")] = None,
     recompute: Annotated[str | None, typer.Option(help="none, selective, full, offload or auto")] = None,
     reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16")] = None,
+    bucket_bytes: Annotated[float | None, typer.Option(help="of gradients or parameters that are sent together, "
+                                                       "at most (25 MiB)")] = None,
     explain: Annotated[list[str] | None, typer.Option(help="an op, parameter or input: what its strategies "
                                                       "cost")] = None,
     alternatives: Annotated[int, typer.Option(min=0, help="so many other plans, by how much slower they are")] = 0,
@@ -90,7 +92,7 @@ def plan(
             schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
-            progress=progress,
+            bucket_bytes=bucket_bytes, progress=progress,
         )
         if output is not None:  # first: what follows may fail
             made.save(output)
@@ -104,12 +106,14 @@ def plan(
         theirs = None
         if compare_by_hand == "usual":
             progress.says("usual plans by hand")
-            limits = Options(memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, reduce_dtype=reduce_dtype)
+            limits = Options(memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, reduce_dtype=reduce_dtype,
+                             bucket_bytes=bucket_bytes)
             compare_by_hand, theirs = usual_plan(capture(network, args, kwargs), machine, limits)
         elif compare_by_hand is not None:
             progress.says("the plan by hand")
             theirs = autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs,
-                                       optimizer=optimizer, by_hand=compare_by_hand, reduce_dtype=reduce_dtype)
+                                       optimizer=optimizer, by_hand=compare_by_hand, reduce_dtype=reduce_dtype,
+                                       bucket_bytes=bucket_bytes)
     plan_cli.tell(made, details, as_json, quiet, html, trace,
                   None if theirs is None or compare_by_hand is None else (theirs, f"by hand {compare_by_hand}"))
     if output is not None and not (quiet or as_json):

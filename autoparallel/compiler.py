@@ -95,7 +95,7 @@ def _compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inp
         numbers: Sequence[int],
     ) -> Compiled:
         given = None if placed or plain else plan
-        how = Hybrid(reduce_dtype=hybrid.reduce_dtype) if plain else hybrid
+        how = Hybrid(reduce_dtype=hybrid.reduce_dtype, bucket_bytes=hybrid.bucket_bytes) if plain else hybrid
         micro = made_equally("a program",
                            lambda: split_batch(capture_for_any(model, args, kwargs, numbers), how.micro_batches),
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())

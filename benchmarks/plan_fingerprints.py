@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoparallel import Cluster, Plan, plan
+from autoparallel.plans import Hybrid
 
 CONFIGS = Path(__file__).parent / "configs"
 FILE = Path(__file__).with_suffix(".json")
@@ -143,8 +144,9 @@ def _of_case(name: str, before: Fingerprint, after: Fingerprint) -> Iterator[Dif
         if not math.isclose(before[key], after[key], rel_tol=TOLERANCE):
             change = after[key] / before[key] - 1 if before[key] else math.inf
             yield Difference(name, "cost", key, f"{before[key]:.9g}", f"{after[key]:.9g} ({change:+.2g})")
+    default = asdict(Hybrid())  # of fields that the file is older than
     for key in {**before["hybrid"], **after["hybrid"]}:
-        old, new = before["hybrid"].get(key, "-"), after["hybrid"].get(key, "-")
+        old, new = (one["hybrid"].get(key, default.get(key, "-")) for one in (before, after))
         if old != new:
             yield Difference(name, "plan", f"hybrid.{key}", str(old), str(new))
     if before["strategies"] != after["strategies"]:

@@ -14,7 +14,6 @@ from autoparallel.partition import place_cuts, split_batch, stages_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, predict
 from autoparallel.pricing.overlap_simulation import hidden_s
-from autoparallel.schedule import async_windows
 from autoparallel.search import Edge, Node, Problem, evaluate
 from autoparallel.search.model.problem import Repeats
 from autoparallel.strategies.space import StrategySpace
@@ -40,9 +39,8 @@ class OneByOne(SpacePricer):
     Hybrid(**PIPELINE, recompute="offload", zero_stage=1),
 ], ids=lambda h: "-".join(str(value) for value in asdict(h).values() if value))
 @pytest.mark.parametrize("case_name", ["llama", "gpt2"])
-def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
-                                                    ) -> None:
-    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
+def test_equivalent_ops_share_one_price(case_name: str, hybrid: Hybrid) -> None:
+    hybrid = replace(hybrid, bucket_bytes=20_000)
     micro = split_batch(graph_of(case_name), hybrid.micro_batches)
     space = StrategySpace(micro.body, (2, 2))
     cluster = Cluster.load("h100-sxm", num_devices=4 * hybrid.pipeline_ranks)

@@ -22,6 +22,7 @@ from autoparallel.kernels import groups
 from autoparallel.kernels.groups import Axis
 from autoparallel.lower import emit
 from autoparallel.pricing import Prices
+from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
@@ -61,14 +62,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
     monkeypatch.setattr(compiled._Passes, "each", noted)
 
-    def made(baseline: str, regathers: bool = False, recompute: str = "none") -> tuple[GraphModule, GraphModule]:
+    def made(baseline: str, regathers: bool = False, recompute: str = "none", bucket_bytes: float = BUCKET_BYTES
+             ) -> tuple[GraphModule, GraphModule]:
         model, x = Residual(), torch.zeros(32, 64)
         cluster = Cluster.load("local-cpu", num_devices=4)
         plan = autoparallel.plan(model, cluster, example_inputs=(x,), mesh_shape=(4,), baseline=baseline,
                                  axis_names=("x",))
         space = StrategySpace(capture(model, (x,)), (4,), ("x",))
         program = emit(space, plan.strategies_on(space), Prices(space, cluster).path, coordinate=(0,))
-        how = Lowering(False, regathers, recompute, lambda node: node.meta.get("block"))
+        how = Lowering(False, regathers, recompute, lambda node: node.meta.get("block"), bucket_bytes)
         (part,) = compiled.compiled(program.module, how).children()
         assert isinstance(part, CompiledPart)
         metas = {node.name: node.meta for node in program.module.graph.find_nodes(op="placeholder")}
@@ -98,17 +100,15 @@ def test_gradients_are_summed_in_one_bucket(graphs: Graphs) -> None:
 
 
 def test_the_first_bucket_is_summed_beside_compute(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "FIRST_BYTES", 2 * 16384 * 4)
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 4 * 16384 * 4)
-    _, backward = graphs("ddp")
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 2 * 16384 * 4)
+    _, backward = graphs("ddp", bucket_bytes=4 * 16384 * 4)
     assert lengths(backward, "all_reduce") == [2 * 16384, 4 * 16384]
     products = numbers(backward, aten.mm.default)
     assert numbers(backward, REDUCE)[0] < products[5] < products[-1] < numbers(backward, WAIT)[0]
 
 
-def test_parameters_are_gathered_a_bucket_ahead(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2 * 16384 * 4)
-    forward, _ = graphs("fsdp")
+def test_parameters_are_gathered_a_bucket_ahead(graphs: Graphs) -> None:
+    forward, _ = graphs("fsdp", bucket_bytes=2 * 16384 * 4)
     assert lengths(forward, "all_gather") == [2 * 4096] * LAYERS
     issued, products = numbers(forward, GATHER), numbers(forward, aten.mm.default)
     waits = [n for n in numbers(forward, WAIT) if list(forward.graph.nodes)[n].args[0].target is GATHER]

@@ -20,14 +20,12 @@ from autoparallel.capture import capture
 from autoparallel.kernels import regather
 from autoparallel.partition import split_batch
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.pricing.overlap_simulation import RankStep, StepTasks, _Again
-from autoparallel.schedule import async_windows
-from autoparallel.schedule.async_windows import TOP
+from autoparallel.pricing.overlap_simulation import Launch, RankStep, Wait
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.models import CASES
 from tests.support.overlapped import Beside, Calls, Tied, backward_twice, products_overlapped, steps_on_ranks, two_steps
-from tests.support.ranks import mesh_of, restores
+from tests.support.ranks import mesh_of
 from tests.support.reference import gradients_of
 
 
@@ -78,13 +76,12 @@ class GatheredBytes(TorchDispatchMode):
         return sum(size for _, size in self.alive.values())
 
 
-@restores(async_windows, "BUCKET_BYTES")
 def most_gathered(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[float, float]:
     """Bytes of gathered parameters at the fullest moment of a step: predicted, and as they are on this rank."""
-    case, async_windows.BUCKET_BYTES = CASES["llama"], 0
+    case = CASES["llama"]
     args, kwargs = case.inputs(8)
     parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
-                                    **options)
+                                    bucket_bytes=0, **options)
     space = StrategySpace(capture(case.build(), args, kwargs), mesh_shape)
     prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True)
     pricer = SpacePricer(prices, counts=ExecutionCounts(space, parallel.plan.hybrid))
@@ -132,38 +129,32 @@ class Gathers(TorchDispatchMode):
         return made
 
 
-@restores(async_windows, "BUCKET_BYTES")
 def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
                       ) -> tuple[list[Any], list[Any], int, dict[str, torch.Tensor]]:
-    """As they are simulated, and as they run, how many of them are waited for at once; gradients."""
-    case, async_windows.BUCKET_BYTES = CASES["llama"], bucket_bytes
+    """Gathers as simulated and as they run, the number of those awaited right after their launch; gradients."""
+    case = CASES["llama"]
     args, kwargs = case.inputs(8)
-    parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs, **options)
+    parallel = autoparallel.compile(case.build(), mesh_of(2, 2), example_inputs=args, example_kwargs=kwargs,
+                                    bucket_bytes=bucket_bytes, **options)
     micro_batches = options.get("micro_batches", 1)
     space = StrategySpace(split_batch(capture(case.build(), args, kwargs), micro_batches).body, (2, 2))
     prices = Prices(space, Cluster.load("local-cpu", num_devices=4), direct=True)
     plan = RankStep(
         SpacePricer(prices, counts=ExecutionCounts(space, parallel.plan.hybrid)), parallel.plan.strategies_on(space)
     )
-    plan.reads.parameter_steps = [step._replace(again_s=(step.again_s > 0) * read.num_bytes)
-                            for step, read in zip(plan.reads.parameter_steps, plan.reads.reads, strict=True)]
-    again = _Again(step := StepTasks(), plan)
-    told = [("issued" if begins else "waited", sum(plan.reads.reads[n].num_bytes for n in pair.steps))
-            for place in (TOP, *range(len(space))) for begins, pair in plan.windows.events.get(place, ())
-            if pair in plan.windows.gathered]
-    waits = list[float]()
-    step.issue = lambda seconds, stream, label: (
-        told.append(("issued", seconds)) or waits.append(seconds) or len(waits) - 1
-    )
-    step.wait = lambda tasks: told.extend(("waited", waits[task]) for task in tasks)
-    for index in reversed(range(len(space))):
-        again.read(index)
+    told, sizes = list[tuple[str, float]](), dict[int, float]()
+    for event in plan.communication():
+        if isinstance(event, Launch) and event.message.action == "all_gather":
+            sizes[event.task] = event.message.num_bytes
+            told.append(("issued", event.message.num_bytes))
+        elif isinstance(event, Wait) and event.task in sizes:
+            told.append(("waited", sizes.pop(event.task)))
     with Gathers() as gathers:
         if micro_batches > 1:
             parallel.step(*args, **kwargs)
         else:
             case.loss(parallel(*args, **kwargs)).backward()
-    return micro_batches * told, gathers.events, gathers.at_once, gradients_of(parallel)
+    return told, gathers.events, gathers.at_once, gradients_of(parallel)
 
 
 @pytest.mark.parametrize(("options", "bucket_bytes"), [
@@ -171,8 +162,8 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
     ({"micro_batches": 2}, 0), ({}, 80_000), ({"recompute": "full"}, 80_000),
 ])
 def test_what_zero_3_gathers_is_priced_as_it_runs(ranks: Any, options: dict[str, Any], bucket_bytes: float) -> None:
-    """On two axes: pieces and wholes, in the order in which they are posted and waited for, in each turn; most are
-    waited for after others were posted. The gradients are those of one process."""
+    """On two axes, in the order in which they are launched and awaited, in each micro-batch; most are awaited after
+    others were launched. The gradients are those of one process."""
     options = {"baseline": "fsdp", "zero_stage": 3, **options}
     expected, case = CASES["llama"].build(), CASES["llama"]
     args, kwargs = case.inputs(8)
@@ -198,12 +189,11 @@ class _Aside(torch.nn.Module):
         return self.head(x).square().mean(), aside
 
 
-@restores(async_windows, "BUCKET_BYTES")
 def gathered_for_nothing() -> tuple[int, int, dict[str, torch.Tensor]]:
     """Gathers of backward, those it leaves on their way, and its gradients."""
-    async_windows.BUCKET_BYTES = 0
     x = torch.arange(64.0).view(8, 8) / 64
-    parallel = autoparallel.compile(_Aside(), mesh_of(4), example_inputs=(x,), baseline="fsdp", zero_stage=3)
+    parallel = autoparallel.compile(_Aside(), mesh_of(4), example_inputs=(x,), baseline="fsdp", zero_stage=3,
+                                    bucket_bytes=0)
     loss, _ = parallel(x)
     with Beside() as beside, Calls() as calls:
         loss.backward()
@@ -373,7 +363,7 @@ def test_pipelines_reduce_beside_their_last_backward(ranks: Any, mesh_shape: tup
 
 def test_a_forward_whose_gathers_are_gathered_further_is_let_go_with_its_last_reference() -> None:
     """Not when the collector comes by, which may be after many steps."""
-    with regather.regathering():
+    with regather.regathering(25e6):
         run = regather._run.get()
         assert run is not None
         local_shard = torch.ones(2)

@@ -17,7 +17,7 @@ from autoparallel.partition import split_batch
 from autoparallel.planning import one_mesh
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import COMPUTE, RankStep, StepTasks
-from autoparallel.schedule import async_windows
+from autoparallel.pricing.rank_reads import Message, Timed
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from tests.support.captured import graph_of, plan_of
@@ -32,13 +32,11 @@ from tests.support.captured import graph_of, plan_of
     ((4, 2), {"baseline": "fsdp", "micro_batches": 4, "zero_stage": 3, "recompute": "full"}),
     ((4, 2), {"baseline": "tensor_parallel", "micro_batches": 2, "zero_stage": 3}),
 ])
-def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[str, Any],
-                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> None:
     """The tasks that are simulated are the parts of the prediction; only communication is hidden, and no more than
     there is compute; what runs beside gains nothing where both take twice as long."""
-    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
-    made = plan_of("llama", cluster, mesh_shape=mesh_shape, **options)
+    made = plan_of("llama", cluster, mesh_shape=mesh_shape, bucket_bytes=20_000, **options)
     space = StrategySpace(split_batch(graph_of("llama"), made.hybrid.micro_batches).body, mesh_shape)
     pricer = SpacePricer(Prices(space, cluster, direct=made.direct), counts=ExecutionCounts(space, made.hybrid))
     step, parts = RankStep(pricer, made.strategies_on(space)).step(), made.prediction
@@ -59,12 +57,10 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
     {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 2},
     {"micro_batches": 4, "schedule": "zero_bubble", "pipeline_stages": 4},
 ])
-def test_a_pipeline_hides_what_its_last_backward_reduces(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-                                                         ) -> None:
+def test_a_pipeline_hides_what_its_last_backward_reduces(options: dict[str, Any]) -> None:
     """And no more: not without turns before it, nor where each turn reduces, nor where gradients of weights are put
     off; less than what is reduced once, and than a rank's compute of a turn."""
-    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
-    options = {"pipeline_stages": 2, "baseline": "ddp", **options}
+    options = {"pipeline_stages": 2, "baseline": "ddp", "bucket_bytes": 20_000, **options}
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
     made = plan_of("gpt2", cluster, batch=32, mesh_shape=(2, 4), **options)
     parts, reduces_early = made.prediction, options["micro_batches"] > 1 and "zero_stage" not in options
@@ -164,10 +160,11 @@ def simulated(program: list[tuple[str, int, str]], slower: float = 1.0) -> StepT
     step, issued = StepTasks(), []
     for what, number, stream in program:
         duration_s = number / 4 * (slower if stream == "inner" else 1.0)
+        timed = Timed(duration_s, stream, Message("all_reduce", stream, 0.0) if stream != COMPUTE else None)
         if what == "work":
-            step.work(duration_s, stream)
+            step.run(timed)
         elif what == "issue":
-            issued.append(step.issue(duration_s, stream))
+            issued.append(step.issue([timed]))
         elif issued:
             step.wait([issued[number % len(issued)]])
     step.wait(issued)

@@ -20,7 +20,7 @@ from autoparallel.layout import Layout, shard
 from autoparallel.partition import split_batch
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, predict
-from autoparallel.schedule.async_windows import BUCKET_BYTES
+from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.search import evaluate, solve
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Device, Link, collectives, compute
@@ -219,8 +219,9 @@ def test_small_gradients_share_a_bucket() -> None:
     prices = Prices(StrategySpace(graph_of("mlp"), (4,)), cluster)
     full = float(collectives.all_reduce_s(BUCKET_BYTES, prices.groups[0])
                  + collectives.copy_s(BUCKET_BYTES, cluster.device))
-    sixteenth = float(prices.redistribution.bucket_s(prices.groups[0], np.array(BUCKET_BYTES / 16)))
+    sixteenth = float(prices.redistribution.bucket_s(prices.groups[0], np.array(BUCKET_BYTES / 16), BUCKET_BYTES))
     assert sixteenth == pytest.approx(full / 16)
     assert sixteenth < float(collectives.all_reduce_s(BUCKET_BYTES / 16, prices.groups[0]))
-    assert float(prices.redistribution.bucket_s(prices.groups[0], np.array(2.0 * BUCKET_BYTES))) == float(
+    assert float(prices.redistribution.bucket_s(prices.groups[0], np.array(2.0 * BUCKET_BYTES),
+                                               BUCKET_BYTES)) == float(
         collectives.all_reduce_s(2 * BUCKET_BYTES, prices.groups[0]))

@@ -13,40 +13,39 @@ from torch.fx import Graph
 from torch.fx import Node as FxNode
 
 from autoparallel.backends.traced import GATHER, REDUCE, SCATTER, WAIT, aten, call, gathers_of, reductions_of, waited
-from autoparallel.schedule.async_windows import BUCKET_BYTES
+from autoparallel.schedule.async_windows import FIRST_BUCKET_BYTES
 
-#: The first bucket of gradients is small, so that its reduction begins early (as in torch's DistributedDataParallel).
-FIRST_BYTES = 2**20
 Bucket = list[FxNode]
 
 
-def in_buckets(nodes: Sequence[FxNode], first: float) -> Iterator[Bucket]:
-    """The nodes in order, in buckets of at most ``first`` bytes (the first one) and `BUCKET_BYTES`, or one node."""
+def in_buckets(nodes: Sequence[FxNode], most: float, first: float) -> Iterator[Bucket]:
+    """The nodes in order, in buckets of at most ``first`` bytes (the first one) and ``most``, or one node."""
     bucket, size, limit = Bucket(), 0, first
     for node in nodes:
         value = waited(node).meta["val"] if node.target is GATHER else node.args[0].meta["val"]  # type: ignore[union-attr]
         if bucket and size + value.nbytes > limit:
             yield bucket
-            bucket, size, limit = Bucket(), 0, BUCKET_BYTES
+            bucket, size, limit = Bucket(), 0, most
         bucket.append(node)
         size += value.nbytes
     if bucket:
         yield bucket
 
 
-def grouped(nodes: Sequence[FxNode], kind: Callable[[FxNode], object], first: float) -> list[Bucket]:
+def grouped(nodes: Sequence[FxNode], kind: Callable[[FxNode], object], most: float, first: float) -> list[Bucket]:
     """Buckets of nodes of equal ``kind``, in the order of their first nodes."""
     by_kind: dict[object, Bucket] = {}
     for node in nodes:
         value = node.args[0].meta["val"]  # type: ignore[union-attr]
         by_kind.setdefault((kind(node), node.target, node.args[1:], value.dtype, value.device), []).append(node)
-    return [bucket for members in by_kind.values() for bucket in in_buckets(members, first)]
+    return [bucket for members in by_kind.values() for bucket in in_buckets(members, most, first)]
 
 
-def bucket_gathers(graph: Graph) -> list[FxNode]:
-    """Gather parameters in buckets; returns the new gathers, in the order in which they are read."""
+def bucket_gathers(graph: Graph, most: float) -> list[FxNode]:
+    """Gather parameters in buckets of at most ``most`` bytes; returns the new gathers, in the order in which
+    they are read."""
     made = []
-    for bucket in grouped(gathers_of(graph), _gathers_before, BUCKET_BYTES):
+    for bucket in grouped(gathers_of(graph), _gathers_before, most, most):
         made.append(_gather(graph, bucket) if len(bucket) > 1 else bucket[0])
     return made
 
@@ -72,10 +71,10 @@ def _gather(graph: Graph, bucket: Bucket) -> FxNode:
     return start
 
 
-def bucket_reductions(graph: Graph) -> None:
-    """Sum gradients in buckets: of what is ready first, a small one, then larger ones."""
+def bucket_reductions(graph: Graph, most: float) -> None:
+    """Sum gradients in buckets of at most ``most`` bytes; the first one is small."""
     depth = reductions_of(graph)
-    for bucket in grouped(list(depth), depth.__getitem__, FIRST_BYTES):
+    for bucket in grouped(list(depth), depth.__getitem__, most, min(FIRST_BUCKET_BYTES, most)):
         if len(bucket) > 1:
             (_all_reduce if bucket[0].target is REDUCE else _reduce_scatter)(graph, bucket)
 

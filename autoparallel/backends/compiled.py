@@ -32,13 +32,14 @@ class Lowering:
 
     ``generates``: by Inductor, else run as it is traced. ``regathers``: backward gathers parameters again (ZeRO-3).
     ``recompute``: "none", "selective" or "full", of the blocks that ``block_of`` names (None: not recomputed).
-    ``made``: what has been compiled, by what it is.
+    ``bucket_bytes``: of gathers and reductions of parameters, at most. ``made``: what has been compiled, by what it is.
     """
 
     generates: bool
     regathers: bool
     recompute: str
     block_of: Callable[[FxNode], str | None]
+    bucket_bytes: float
     made: dict[Any, Callable[..., Sequence[Tensor]]] = field(default_factory=dict)
 
 
@@ -121,9 +122,9 @@ class _Passes:
     def each(self, module: GraphModule, backward: bool) -> None:
         """Rewrite the forward or the backward graph."""
         with_one_wait(module.graph)
-        gathers = bucket_gathers(module.graph)
+        gathers = bucket_gathers(module.graph, self.how.bucket_bytes)
         if backward:
-            bucket_reductions(module.graph)
+            bucket_reductions(module.graph, self.how.bucket_bytes)
             own_results(module.graph)
         move_collectives(module, gathers)
         self.orders.extend(order_of(module))

@@ -65,7 +65,8 @@ class _Gathered:
         sources are awaited first."""
         if self.pending is None:
             numbers = tuple(n for n, uses in enumerate(self.uses) if uses or n in asked)
-            self.pending = numbers, self.begin(numbers, self._sources(numbers))
+            if numbers:
+                self.pending = numbers, self.begin(numbers, self._sources(numbers))
 
     def alone(self, number: int) -> torch.Tensor:
         """One of the tensors, gathered by itself: backward reads it again, or somebody reads it outside of backward."""
@@ -94,12 +95,13 @@ class _Gathered:
 
 @dataclass
 class _Run:
-    """The gathers of one forward. ``found``: by address of the result's memory, which is unique while that is alive;
-    ``ahead``: prefetched ones, in order; ``backward``: id of the running backward."""
+    """The gathers of one forward. ``to_ask``: those that backward is to prefetch. ``found``: by address of the
+    result's memory, which is unique while that is alive; ``ahead``: prefetched ones, in order; ``backward``: id of the
+    running backward."""
 
+    to_ask: ToAsk[_Gathered]
     found: dict[int, tuple[StorageWeakRef, _Gathered, int]] = field(default_factory=dict)
     ahead: list[_Gathered] = field(default_factory=list)
-    to_ask: ToAsk[_Gathered] = field(default_factory=lambda: ToAsk(_Gathered.is_left, _Gathered.num_bytes))
     most_gather_stages: int = 0
     backward: int = -1
 
@@ -182,9 +184,10 @@ _run: ContextVar[_Run | None] = ContextVar("run", default=None)
 
 
 @contextmanager
-def regathering() -> Iterator[None]:
-    """Run a forward whose `gather` and `begin_gather` results are gathered again in backward."""
-    token = _run.set(_Run())
+def regathering(bucket_bytes: float) -> Iterator[None]:
+    """Run a forward whose `gather` and `begin_gather` results are gathered again in backward, in the order that
+    `ToAsk` finds with ``bucket_bytes``."""
+    token = _run.set(_Run(ToAsk(_Gathered.is_left, _Gathered.num_bytes, bucket_bytes)))
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
             yield

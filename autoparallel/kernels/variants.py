@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autoparallel.kernels import groups
 from autoparallel.kernels.collectives import all_reduce_tensor, redistribute
@@ -85,8 +86,12 @@ def causal_queries(
 ) -> torch.Tensor:
     """Causal attention of a shard of queries, which begins at query ``start``, over all keys up to the shard's end."""
     seen = start + q.shape[2]
-    mask: torch.Tensor = causal_lower_right(q.shape[2], seen) if not is_traced() else torch.ones(
-        q.shape[2], seen, dtype=torch.bool, device=q.device).tril(start)
+    mask: torch.Tensor
+    if is_traced():
+        mask = torch.ones(q.shape[2], seen, dtype=torch.bool, device=q.device).tril(start)
+    else:
+        with _disable_current_modes():  # recompute="selective" is a mode, under which torch cannot make its mask
+            mask = causal_lower_right(q.shape[2], seen)
     return F.scaled_dot_product_attention(q, k[:, :, :seen], v[:, :, :seen], mask, scale=scale, enable_gqa=enable_gqa)
 
 

@@ -37,13 +37,16 @@ def ended_together(module: GraphModule) -> list[list[int]]:
             if all(set(made.users) == {output} for made in made_here)]
 
 
-def overlap(module: GraphModule, block_of: BlockOf | None = None) -> GraphModule:
+def overlap(module: GraphModule, bucket_bytes: float, block_of: BlockOf | None = None, regathers: bool = False
+            ) -> GraphModule:
     """The same program with parameter communication overlapped with compute.
 
-    ``block_of``: recomputed blocks. Each stays contiguous, so gathers that it reads end before it begins.
+    ``bucket_bytes``: of a bucket, at most. ``block_of``: recomputed blocks. Each stays contiguous, so gathers that
+    it reads end before it begins. ``regathers``: backward gathers parameters again, synchronous ones within their
+    blocks.
     """
     steps, reads = reads_of(module, block_of or (lambda node: None))
-    events, writer = AsyncWindows(reads).events, _Writer(module, steps, reads)
+    events, writer = AsyncWindows(reads, bucket_bytes).events, _Writer(module, steps, reads, regathers)
     writer.run(events.get(TOP, ()))
     seen = set[int]()
     for node in module.graph.nodes:
@@ -73,9 +76,9 @@ class _Writer:
     """Copies a program with `begin_...` and `end` in place of steps. ``made``: old node -> new node; ``steps`` and
     ``reads`` are indexed by the numbers in a `Pair`."""
 
-    def __init__(self, module: GraphModule, steps: Sequence[FxNode], reads: Sequence[Read]) -> None:
+    def __init__(self, module: GraphModule, steps: Sequence[FxNode], reads: Sequence[Read], regathers: bool) -> None:
         self.graph, self.made, self.begun = Graph(), dict[FxNode, FxNode](), dict[Pair, FxNode]()
-        self.steps, self.reads = steps, reads
+        self.steps, self.reads, self.regathers = steps, reads, regathers
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 self.copy(node)
@@ -94,7 +97,9 @@ class _Writer:
                 case "wait":
                     self._end(pair)
                 case "run":
-                    self.copy(self.steps[pair.steps[0]])
+                    made = self.copy(self.steps[pair.steps[0]])
+                    if not self.regathers:
+                        self._outside_blocks(made)
 
     def _begin(self, pair: Pair) -> None:
         steps = [self.steps[n] for n in pair.steps]
@@ -113,4 +118,9 @@ class _Writer:
         ended = self.graph.call_function(end, (self.begun[pair],))
         for number, step in enumerate(self.steps[n] for n in pair.steps):
             self.made[step] = self.graph.call_function(item, (ended, number))
-            self.made[step].meta = {k: v for k, v in step.meta.items() if k != "block"}
+            self.made[step].meta = dict(step.meta)
+            self._outside_blocks(self.made[step])
+
+    def _outside_blocks(self, made: FxNode) -> None:
+        """Parameters are read before a block, and not again where it is recomputed."""
+        made.meta.pop("block", None)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from autoparallel.errors import PlanError
 from autoparallel.plans import Hybrid
+from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 
@@ -27,8 +28,9 @@ class Fixed:
     recompute: str | None = None
     zero_stage: int | None = None
     mesh_shape: tuple[int, ...] | None = None
-    reduce_dtype: str | None = None
     replicas: tuple[int, ...] = ()
+    reduce_dtype: str | None = None
+    bucket_bytes: float = BUCKET_BYTES
 
 
 #: The step configuration and the stage mesh.
@@ -141,7 +143,8 @@ class CandidateSpace:
         """The step configuration, if it is valid; else nothing."""
         with suppress(PlanError):
             yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
-                         reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas)
+                         reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
+                         bucket_bytes=self.fixed.bucket_bytes)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """The first round's schedules and their numbers of stages."""

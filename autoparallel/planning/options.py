@@ -30,7 +30,7 @@ from autoparallel.errors import (
 from autoparallel.planning.baselines import NAMES
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Hybrid
-from autoparallel.schedule.step_config import RECOMPUTE, REDUCE_DTYPES, SCHEDULES
+from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES, SCHEDULES
 from autoparallel.search import SEARCHES, Progress
 from cost_models import Cluster
 from cost_models.accuracy import usable_bytes
@@ -54,13 +54,14 @@ OPTIONS = """
         memory instead) or "auto" (whole blocks, as few as memory requires).
     zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
+    bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
     progress: called during the search with its best cost and bound (`autoparallel.search.solve`).
 """
 
 
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
-                               "recompute", "zero_stage", "reduce_dtype"})
+                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes"})
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Options:
     recompute: str | None = None
     zero_stage: int | None = None
     reduce_dtype: str | None = None
+    bucket_bytes: float | None = None
     progress: Progress | None = None
     by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone
 
@@ -101,7 +103,13 @@ class Options:
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
-                      reduce_dtype=self.reduce_dtype, replicas=self.replicas)
+                      replicas=self.replicas, **self.reductions)
+
+    @property
+    def reductions(self) -> dict[str, Any]:
+        """The fields of `Hybrid` that say how gradients are reduced; the search does not choose them."""
+        return {"reduce_dtype": self.reduce_dtype,
+                "bucket_bytes": BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes}
 
     def without_decided(self) -> Options:
         """The options for calls of another form than a plan's: without those that the plan decides."""
@@ -135,7 +143,7 @@ def check_joint(joint: Any, options: Options, axis_names: Sequence[str] | None) 
 def with_plan_by_hand(options: Options, by_hand: Any, num_devices: int, **given: Any) -> Options:
     """The options with a plan by hand for so many devices. Raises PlanError if it is none, or if something that it
     decides is ``given`` or among the options."""
-    given |= {name: getattr(options, name) for name in DECIDED_BY_A_PLAN - {"reduce_dtype"}}
+    given |= {name: getattr(options, name) for name in DECIDED_BY_A_PLAN - {"reduce_dtype", "bucket_bytes"}}
     if taken := sorted(name for name, value in given.items() if value):
         raise PlanError(f"by_hand decides {', '.join(taken)}: leave them out, or leave out by_hand and search")
     return replace(options, by_hand=ByHand.of(by_hand).on(num_devices))
@@ -222,6 +230,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "recompute": (*RECOMPUTE, "auto"),
     "zero_stage": (0, 1, 2, 3),
     "reduce_dtype": REDUCE_DTYPES,
+    "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),
     "progress": _Wanted("a function", callable),
 }
 #: Keywords of only one of `plan` and `compile`, when given to the other: the owner, and what to write.

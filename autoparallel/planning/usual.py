@@ -53,7 +53,8 @@ def usual_plan(graph: OpGraph, cluster: Cluster, options: Options, seconds: floa
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
                 if clock.now() < ends and (hybrid, hand.mesh) not in hybrids and _allowed(hybrid, options):
                     hybrids.add((hybrid, hand.mesh))
-                    plain = Options(optimizer=options.optimizer, reduce_dtype=options.reduce_dtype, by_hand=hand,
+                    plain = Options(optimizer=options.optimizer, reduce_dtype=options.reduce_dtype,
+                                    bucket_bytes=options.bucket_bytes, by_hand=hand,
                                     time_limit_s=min(Options.time_limit_s, ends - clock.now()))
                     found[text] = plan_by_hand(graph, cluster, plain, hand)
     fitting = {text: made for text, made in found.items() if made.prediction.peak_bytes <= limit}

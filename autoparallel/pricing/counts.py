@@ -18,10 +18,11 @@ from autoparallel.strategies.space import StrategySpace, TensorUse
 
 
 class Summing(NamedTuple):
-    """How gradients of parameters are summed over ranks: in buckets or not, in a dtype of ``scale`` times the bytes.
+    """How gradients of parameters are summed over ranks: in buckets of ``bucket_bytes`` (0: each by itself), in a dtype
+    of ``scale`` times the bytes.
     ``of_parameter``: the value is a trainable parameter, which software may gather block by block."""
 
-    in_buckets: bool = False
+    bucket_bytes: float = 0.0
     scale: float = 1.0
     of_parameter: bool = False
 
@@ -125,7 +126,7 @@ class ExecutionCounts:
             return ALONE
         dtype = self.hybrid.sum_dtype or use.meta.dtype
         once = self.hybrid.is_plain or self.hybrid.zero_stage < 2
-        return Summing(once, dtype.itemsize / use.meta.dtype.itemsize, True)
+        return Summing(self.hybrid.bucket_bytes if once else 0.0, dtype.itemsize / use.meta.dtype.itemsize, True)
 
     def _trainable(self, meta: TensorMeta) -> bool:
         return meta.requires_grad and bool(self.saved.kept)

@@ -190,35 +190,43 @@ class RankStep:
         self.windows, self.numbers = self.reads.windows, pricer.costs.kinds.numbers(strategies)
         self.count = 1 if self.reads.equivalent else self.counts.micro_batches_on(stages[0])
 
-    def step(self) -> StepTasks:
-        """The tasks of a step: forward, backward in reverse order, optimizer."""
+    def communication(self) -> list[Launch | Wait]:
+        """The launches and waits of a whole step, in the order in which the rank makes them."""
+        events = self.step(each=True).events
+        return events * (self.counts.micro_batches_on(self.stages[0]) if self.reads.equivalent else 1)
+
+    def step(self, each: bool = False) -> StepTasks:
+        """The tasks of a step: forward, backward in reverse order, optimizer. ``each``: micro-batches without overlap
+        one by one, rather than as one task of their total length."""
         step, pending = StepTasks(), _Pending()
         if self.reads.equivalent:
             marked = {*self.windows.events, *self.reads.waited} - {TOP}
             self._read(step, TOP, pending)
             self._forward(step, marked, lambda index: self._read(step, index, pending))
 
-            def reduce(index: int) -> None:
-                self._reduce(step, index, pending)
-                step.compute(self._sums_s.get(index, 0.0), ("backward", index, index))
-
-            self._backward(step, {*marked, *self.reads.requested, *self._sums_s}, _Again(step, self).read, reduce)
+            asked = {*self.reads.requested, *self.reads.again}
+            self._backward(step, {*marked, *asked, *self._sums_s}, _Again(step, self).read,
+                           lambda index: self._reduce(step, index, pending), lambda index: self._sum(step, index))
             self._reduce(step, TOP, pending)
         else:
-            self._in_micro_batches(step, pending)
+            self._in_micro_batches(step, pending, each)
         step.compute(self._updates_s(), ("optimizer", TOP, TOP))
         step.flush()
         return step
 
-    def _in_micro_batches(self, step: StepTasks, pending: _Pending) -> None:
+    def _in_micro_batches(self, step: StepTasks, pending: _Pending, each: bool) -> None:
         """Parameters are gathered, then the micro-batches run without overlap. The last of several launches the
         reduction of a bucket once its last gradient arrives, if micro-batches read its result directly. All other
         gradients are reduced at the end."""
         places = sorted({TOP, *self.windows.events, *self.reads.waited})
         for place in places:
             self._read(step, place, pending)
-        step.compute((self.count - 1) * self._micro_batch_s() + (self.count - 2) * sum(self._sums_s.values()),
-                     ("micro-batches before the last", TOP, TOP))
+        for _ in range(self.count - 1 if each else 0):
+            self._forward(step)
+            self._backward(step, ())
+        if not each:
+            step.compute((self.count - 1) * self._micro_batch_s() + (self.count - 2) * sum(self._sums_s.values()),
+                         ("micro-batches before the last", TOP, TOP))
         early = defaultdict[int, list[Pair]](list)
         for pair in (*self.windows.reduced, *self.windows.gathered):
             if self.count > 1 and all(self.windows.is_last(n) for n in pair.steps):
@@ -226,14 +234,18 @@ class RankStep:
                 early[min(readers)].append(pair)
 
         def reduce(index: int) -> None:
-            step.compute(self._sums_s.get(index, 0.0), ("backward", index, index))
+            self._sum(step, index)
             for pair in early.get(index, ()):
                 self._issue(step, pair, pending)
 
         self._forward(step)
-        self._backward(step, {*early, *self._sums_s}, after=reduce)
+        self._backward(step, {*early, *self._sums_s}, arrived=reduce)
         for place in reversed(places):
             self._reduce(step, place, pending)
+
+    def _sum(self, step: StepTasks, index: int) -> None:
+        """Accumulate the gradients of the parameters that a decision reads."""
+        step.compute(self._sums_s.get(index, 0.0), ("backward", index, index))
 
     @cached_property
     def _sums_s(self) -> Mapping[int, float]:
@@ -261,20 +273,30 @@ class RankStep:
 
     def _reduce(self, step: StepTasks, place: int, pending: _Pending) -> None:
         for timed in reversed(self.reads.waited.get(place, ())):
-            self._run_back(step, timed)
+            step.run(timed.backward, _targets("reduce", [timed]))
         for action, pair in reversed(self.windows.events.get(place, ())):
             if action == "launch":
                 step.wait(pending[pair])
             elif action == "run":
-                self._run_back(step, self._of(pair)[0])
+                step.run(self._of(pair)[0].backward, _targets("reduce", self._of(pair)))
             elif pair not in pending:
                 self._issue(step, pair, pending)
 
-    def _run_back(self, step: StepTasks, timed: TimedStep) -> None:
-        """A synchronous step in backward."""
-        words = ("gather again", "reduce") if timed.of_parameter else ("activations again", "gradients of activations")
-        step.run(timed.again.per(self.count), _targets(words[0], [timed]))
-        step.run(timed.backward.per(self.count), _targets(words[1], [timed]))
+    def _recompute(self, step: StepTasks, members: Sequence[int]) -> None:
+        """Run a block again."""
+        for index in members:
+            for timed in self.reads.sent.get(index, ()):
+                step.run(timed.again.per(self.count), _targets("activations again", [timed]))
+            step.compute(self._again_s[index] / self.count, ("recompute", index, index))
+
+    @cached_property
+    def _recomputed(self) -> Mapping[int, Sequence[int]]:
+        """The decisions of each block that is run again, by the one whose backward starts it."""
+        blocks, found = self.counts.blocks, defaultdict[int, list[int]](list)
+        for index, block in enumerate(blocks.of):
+            if block is not None and self.reads.stage_of[index] is not None and block in blocks.starts:
+                found[blocks.starts[block]].append(index)
+        return found
 
     def _issue(self, step: StepTasks, pair: Pair, pending: _Pending) -> None:
         steps = self._of(pair)  # one all_reduce for the bucket
@@ -289,22 +311,25 @@ class RankStep:
             if index in marked:
                 before(index)
             for timed in self.reads.sent.get(index, ()):
-                step.run(timed.forward.per(self.count),
-                         _targets("gather" if timed.of_parameter else "activations", [timed]))
+                step.run(timed.forward.per(self.count), _targets("activations", [timed]))
         step.compute((until[-1] - until[done]) / self.count, ("forward", done, len(until) - 2))
 
     def _backward(self, step: StepTasks, marked: Collection[int], before: Callable[[int], None] = _nothing,
-                  after: Callable[[int], None] = _nothing) -> None:
-        """One backward pass; calls ``before`` and ``after`` at the marked decisions."""
+                  after: Callable[[int], None] = _nothing, arrived: Callable[[int], None] = _nothing) -> None:
+        """One backward pass; calls ``before``, ``arrived`` (where an op has made its parameters' gradients) and
+        ``after`` at the marked decisions."""
         until, done = self._backward_s, len(self.space)
-        for index in sorted({*marked, *self.reads.sent}, reverse=True):
+        for index in sorted({*marked, *self.reads.sent, *self._recomputed}, reverse=True):
             step.compute((until[done] - until[index + 1]) / self.count, ("backward", done - 1, index + 1))
             done = index
             if index in marked:
                 before(index)
+            self._recompute(step, self._recomputed.get(index, ()))
             step.compute((until[index + 1] - until[index]) / self.count, ("backward", index, index))
+            if index in marked:
+                arrived(index)
             for timed in reversed(self.reads.sent.get(index, ())):
-                self._run_back(step, timed)
+                step.run(timed.backward.per(self.count), _targets("gradients of activations", [timed]))
             if index in marked:
                 after(index)
         step.compute(until[done] / self.count, ("backward", done - 1, 0))
@@ -313,7 +338,7 @@ class RankStep:
         """Seconds of one micro-batch without overlap and without gradient accumulation."""
         sent = sum(timed.forward.seconds + timed.again.seconds + timed.backward.seconds
                    for steps in self.reads.sent.values() for timed in steps)
-        return (self._forward_s[-1] + self._backward_s[-1] + sent) / self.count
+        return (self._forward_s[-1] + sum(self._again_s) + self._backward_s[-1] + sent) / self.count
 
     def _of(self, pair: Pair) -> list[TimedStep]:
         return [self.reads.parameter_steps[number] for number in pair.steps]
@@ -325,8 +350,14 @@ class RankStep:
 
     @cached_property
     def _backward_s(self) -> list[float]:
-        """Cumulative backward seconds, with recompute."""
-        return self._until(1)
+        """Cumulative backward seconds, without recompute."""
+        return self._until(2)
+
+    @cached_property
+    def _again_s(self) -> list[float]:
+        """Seconds of recompute, by decision."""
+        found, which = self._seconds
+        return [found[number][1] for number in which.tolist()]
 
     def _until(self, part: int) -> list[float]:
         found, which = self._seconds
@@ -335,21 +366,21 @@ class RankStep:
     def _updates_s(self) -> float:
         """Seconds of the optimizer's updates."""
         found, which = self._seconds
-        return float(np.array([seconds[2] for seconds in found])[which].sum())
+        return float(np.array([seconds[3] for seconds in found])[which].sum())
 
     @cached_property
-    def _seconds(self) -> tuple[list[tuple[float, float, float]], np.ndarray]:
-        """Seconds (forward, backward, optimizer) of each equivalence class, and the class of each decision."""
+    def _seconds(self) -> tuple[list[tuple[float, float, float, float]], np.ndarray]:
+        """Seconds (forward, recompute, backward, optimizer) of each equivalence class; the class of each decision."""
         costs = self.pricer.costs
         return costs.memo.each(("seconds", self.stages), costs.kinds.decision_codes(self.strategies), self._priced)
 
-    def _priced(self, index: int) -> tuple[float, float, float]:
+    def _priced(self, index: int) -> tuple[float, float, float, float]:
         stage = self.reads.stage_of[index]
         if stage is None:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0
         cost = self.pricer.costs.of(index, stage)
         forward, again, backward, _, update = (float(s[self.numbers[index]]) for s in cost)
-        return forward, again + backward, update
+        return forward, again, backward, update
 
 
 class _Again:
@@ -365,7 +396,7 @@ class _Again:
         self.pending = dict[Pair, int]()
         self.left = {pair for pair in self.still if any(n in rank.reads.read_by_ops for n in self.numbers[pair])}
         self.paths = {pair: self._stages(pair) for pair in rank.windows.gathered if pair in self.left}
-        self.to_ask = ToAsk[Pair](self.left.__contains__, self._num_bytes)
+        self.to_ask = ToAsk[Pair](self.left.__contains__, self._num_bytes, rank.counts.hybrid.bucket_bytes)
         for pair in self.paths:
             self.to_ask.add(pair, max(rank.reads.reads[n].place for n in pair.steps))
         self.most_gather_stages = max(map(len, self.paths.values()), default=0)
@@ -394,6 +425,8 @@ class _Again:
                         self._issue(path[gather_stage:])
             self.left.discard(pair)
             self._wait(pair)
+        for timed in self.rank.reads.again.get(index, ()):
+            self.step.run(timed.again, _targets("gather again", [timed]))
 
     def _issue(self, path: Sequence[Sequence[Pair]]) -> None:
         """Launch the gathers ``path[0]``; those before them on their paths (last first) are launched and awaited."""

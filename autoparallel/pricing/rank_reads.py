@@ -50,11 +50,9 @@ class Timed(NamedTuple):
 
 
 class TimedStep(NamedTuple):
-    """One redistribution step before decision ``target``, of a parameter or an activation: forward, forward again for
-    backward, and backward."""
+    """One redistribution step before decision ``target``: forward, forward again for backward, and backward."""
 
     target: int
-    of_parameter: bool
     forward: Timed
     again: Timed
     backward: Timed
@@ -63,10 +61,9 @@ class TimedStep(NamedTuple):
 class RankReads:
     """The redistributions of a plan on a rank of some stages.
 
-    ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: the synchronous steps of a
-    micro-batch, by decision, in the order of its operands; of activations alone if parameters are read once for all
-    micro-batches. ``parameter_steps``: the steps of parameters, classified by ``windows``. ``waited``: the synchronous
-    ones that run once for all micro-batches, by decision. ``read_by_ops``: gathers whose results ops read.
+    ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: redistribution steps of activations,
+    by decision. ``parameter_steps``: the steps of parameters, in the order of ``windows.events``. ``waited``: those
+    that ZeRO-3 runs once for all micro-batches, by decision. ``read_by_ops``: gathers whose results ops read.
     """
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> None:
@@ -80,23 +77,18 @@ class RankReads:
         self.moves = [move for move in pricer.costs.moves(strategies) if self.stage_of[move.use.target] is not None]
         first = self._once()
         self.reads, by_ops = self._reads(first)
-        self.windows = AsyncWindows(self.reads)
+        self.windows = AsyncWindows(self.reads, self.counts.hybrid.bucket_bytes)
         self.read_by_ops = frozenset(n for step in by_ops for n in self.windows.gather_stages(step)[:1])
-        self.sent, self.waited = self._synchronous(first)
-
-    def _synchronous(self, first: Sequence[int]) -> tuple[Mapping[int, list[TimedStep]], Mapping[int, list[TimedStep]]]:
-        """``sent`` and ``waited``; adds to ``parameter_steps``."""
         sent, waited = defaultdict[int, list[TimedStep]](list), defaultdict[int, list[TimedStep]](list)
         for move, before in zip(self.moves, first, strict=True):
-            steps, of_parameter = self._timed_steps(move), self.counts.of_parameter[move.use.source]
-            for number, timed in enumerate(steps):
-                here = True
-                if of_parameter and number >= before:
-                    here = len(self.parameter_steps) in self.windows.at_readers
-                    self.parameter_steps.append(timed)
-                if here:
-                    (waited if of_parameter and not self.equivalent else sent)[timed.target].append(timed)
-        return sent, waited
+            steps = self._timed_steps(move)
+            if self.counts.of_parameter[move.use.source]:
+                waited[move.use.target] += steps[:before]
+                self.parameter_steps += steps[before:]
+            else:
+                sent[move.use.target] += steps
+        self.sent = {target: steps for target, steps in sent.items() if steps}
+        self.waited = {target: steps for target, steps in waited.items() if steps}
 
     def _once(self) -> list[int]:
         """The number of steps of each move that ZeRO-3 runs once, before its micro-batches: those before the first that
@@ -156,8 +148,7 @@ class RankReads:
         """The steps of a move; moves of one equivalence class share their times."""
         if move.kind not in self._times:
             self._times[move.kind] = [self._times_of(move.use, step) for step in move.path]
-        of_parameter = self.counts.of_parameter[move.use.source]
-        return [TimedStep(move.use.target, of_parameter, *times) for times in self._times[move.kind]]
+        return [TimedStep(move.use.target, *times) for times in self._times[move.kind]]
 
     def _times_of(self, use: TensorUse, priced: PricedStep) -> tuple[Any, ...]:
         step, seconds, _ = priced
@@ -205,12 +196,25 @@ class RankReads:
 
     @cached_property
     def requested(self) -> Mapping[int, Sequence[int]]:
-        """Gathers whose results ops read, by the decision whose backward requests them: their last reader, or the last
-        decision of the reader's block."""
+        """Gathers whose results ops read, by the decision whose backward requests them."""
         found = defaultdict[int, list[int]](list)
         for number in (n for pair in self.windows.gathered for n in pair.steps):
             if number in self.read_by_ops:
-                target = self.parameter_steps[number].target
-                block = self.counts.blocks.of[target]
-                found[self.last_reader(target) if block is None else self.counts.blocks.last[block]].append(number)
+                found[self._asked_at(self.parameter_steps[number].target)].append(number)
         return found
+
+    @cached_property
+    def again(self) -> Mapping[int, Sequence[TimedStep]]:
+        """Synchronous steps of parameters that ZeRO-3 runs again, by the decision whose backward requests them."""
+        found = defaultdict[int, list[TimedStep]](list)
+        for event in itertools.chain(*self.windows.events.values()):
+            timed = self.parameter_steps[event.pair.steps[0]]
+            if event.action == "run" and timed.again.seconds:
+                found[self._asked_at(timed.target)].append(timed)
+        return found
+
+    def _asked_at(self, target: int) -> int:
+        """The decision whose backward requests a parameter again that ``target`` reads: its last reader, or the one
+        that starts the recompute of its block."""
+        blocks, block = self.counts.blocks, self.counts.blocks.of[target]
+        return self.last_reader(target) if block is None else blocks.starts.get(block, blocks.last[block])

@@ -74,8 +74,17 @@ class RecomputedBlocks:
         if not self.how.early_stop or (self.hybrid.schedule == "zero_bubble" and self.hybrid.stages > 1):
             return {block: last + 1 for block, last in self.last.items()}
         found = dict.fromkeys(self.last, 0)
+        for block, index in self.starts.items():
+            rule = self.space.strategy_sets[index].rule
+            found[block] = index + (rule is not None and rule.saves_output)
+        return found
+
+    @cached_property
+    def starts(self) -> dict[Block, int]:
+        """By block, the decision whose backward starts its recompute: the last op that saves anything."""
+        found = dict[Block, int]()
         for index, (block, s) in enumerate(zip(self.of, self.space.strategy_sets, strict=True)):
             saves = s.rule is not None and (s.rule.saves or s.rule.saves_output)
-            if block is not None and s.rule is not None and saves and any(m.requires_grad for m in s.output_metas):
-                found[block] = index + s.rule.saves_output
+            if block is not None and saves and any(m.requires_grad for m in s.output_metas):
+                found[block] = index
         return found

@@ -14,7 +14,7 @@ from autoparallel.capture.blocks import block_path
 from autoparallel.layout import SUMS, Layout, Placement, RedistributionTable, Step
 from autoparallel.layout.redistribution import ACTIONS
 from autoparallel.pricing.counts import ALONE, Summing
-from autoparallel.schedule.async_windows import BUCKET_BYTES
+from autoparallel.schedule.step_config import BUCKET_BYTES
 from autoparallel.strategies.space import StrategySpace, TensorUse
 from cost_models import Cluster, Group, collectives
 
@@ -93,13 +93,14 @@ class RedistributionPrices:
                 return collectives.all_to_all_s(before, group) + collectives.copy_s(before, device)
         raise ValueError(f"unknown action {action!r}")
 
-    def bucket_s(self, group: Group, num_bytes: np.ndarray) -> np.ndarray:
-        """Seconds of a gradient of ``num_bytes`` in a bucket: its share of the all-reduce and of the copy into the
-        bucket."""
-        whole = collectives.all_reduce_s(BUCKET_BYTES, group)
-        whole = whole + collectives.copy_s(BUCKET_BYTES, self.device)
+    def bucket_s(self, group: Group, num_bytes: np.ndarray, bucket_bytes: float) -> np.ndarray:
+        """Seconds of a gradient of ``num_bytes`` in a bucket of ``bucket_bytes``: its share of the all-reduce and of
+        the copy into the bucket."""
         alone = collectives.all_reduce_s(num_bytes, group)
-        return np.where(num_bytes < BUCKET_BYTES, np.minimum(alone, num_bytes / BUCKET_BYTES * whole), alone)
+        if not bucket_bytes:
+            return alone
+        whole = collectives.all_reduce_s(bucket_bytes, group) + collectives.copy_s(bucket_bytes, self.device)
+        return np.where(num_bytes < bucket_bytes, np.minimum(alone, num_bytes / bucket_bytes * whole), alone)
 
     @cached_property
     def block_bytes(self) -> float:
@@ -134,8 +135,8 @@ class RedistributionPrices:
         in buckets, and casts to and from another dtype."""
         backward = ACTIONS[source.kind, target.kind][1]
         scale = summing.scale if backward in SUMS else 1.0
-        if summing.in_buckets and (source.kind, target.kind) == ("I", "R"):
-            seconds = self.bucket_s(self.groups[axis], scale * after)
+        if summing.bucket_bytes and (source.kind, target.kind) == ("I", "R"):
+            seconds = self.bucket_s(self.groups[axis], scale * after, summing.bucket_bytes)
         else:
             seconds = self.action_s(backward, axis, target, source, scale * after, scale * before)
             seconds = seconds + self._in_block_s(summing, axis, backward, scale * after)
@@ -219,7 +220,8 @@ class RedistributionPrices:
         more = times[0] - times[1]  # the rest runs in one direction only
         forward = np.minimum(self._weighted[key], table.seconds)
         one_way = forward if more > 0 else table.seconds - np.where(forward < np.inf, forward, 0.0)
-        return min(times) * table.seconds + abs(more) * one_way
+        both = min(times) * table.seconds if min(times) else 0.0  # not 0 * inf where there is no path
+        return both + abs(more) * one_way
 
     def use_copies(self, use: TensorUse) -> np.ndarray:
         """Bytes of the redistributed copy (0: no redistribution); by (source strategy, target strategy)."""

@@ -94,7 +94,8 @@ class StepCosts:
         if len(ranks) < 2:
             return self._nothing(len(self.space.strategy_sets[index].strategies))[0]
         shape = (self.counts.hybrid.pipeline_ranks, *self.space.mesh_shape)
-        return self.prices.redistribution.bucket_s(self.prices.cluster.group(shape, 0, ranks), self.shared_bytes(index))
+        return self.prices.redistribution.bucket_s(self.prices.cluster.group(shape, 0, ranks), self.shared_bytes(index),
+                                                   self.counts.hybrid.bucket_bytes)
 
     def shared_read_s(self, index: int) -> np.ndarray:
         """Seconds of summing the gradients from a value's readers once, by strategy."""

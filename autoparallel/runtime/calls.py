@@ -103,8 +103,9 @@ class Calls:
                 state.device, compiled.backend,
             )
             own = {name: ranks for name, ranks in compiled.shared.items() if name in compiled.parameter_layouts}
+            hybrid = compiled.plan.hybrid
             self._shared_gradients[key] = SharedGradients(self.module.get_parameter, own, state.shared_groups,
-                                                          compiled.plan.hybrid.sum_dtype)
+                                                          hybrid.sum_dtype, hybrid.bucket_bytes)
         feeds = self._feeds(compiled, leaves)
         with self._shared_gradients[key].added_up() as shared, autocast.without_autocast():
             loss = self._runners[key].run(

@@ -57,7 +57,7 @@ class Compiled:
         compiled at its first call if the backend compiles."""
         hybrid = self.plan.hybrid
         if self.backend == EAGER and hybrid.recompute == "none" and hybrid.zero_stage < 3:
-            return whole_norms(overlap(self.program.module))
+            return whole_norms(overlap(self.program.module, hybrid.bucket_bytes))
         return Forward(self.program, hybrid, self.backend)
 
     @property

@@ -21,12 +21,14 @@ class SharedGradients:
     """Sums gradients of shared parameters over their pipeline ranks, once per step, in buckets.
 
     ``ranks_of``: shared parameters of this rank, name -> pipeline ranks; ``groups``: process group per set of several
-    ranks; ``sum_dtype``: dtype of the sums (None: the gradient's).
+    ranks; ``sum_dtype``: dtype of the sums (None: the gradient's); ``bucket_bytes``: of a bucket, at most.
     """
 
     def __init__(self, parameter: Callable[[str], nn.Parameter], ranks_of: Mapping[str, Ranks],
-                 groups: Mapping[Ranks, dist.ProcessGroup], sum_dtype: torch.dtype | None) -> None:
+                 groups: Mapping[Ranks, dist.ProcessGroup], sum_dtype: torch.dtype | None,
+                 bucket_bytes: float) -> None:
         self.parameter, self.ranks_of, self.groups, self.sum_dtype = parameter, ranks_of, groups, sum_dtype
+        self.bucket_bytes = bucket_bytes
 
     @contextmanager
     def added_up(self) -> Iterator[Mapping[str, nn.Parameter]]:
@@ -49,7 +51,7 @@ class SharedGradients:
             if len(ranks) > 1 and (parameter := self.parameter(name)).requires_grad:
                 by_kind.setdefault((ranks, str(parameter.dtype)), []).append(name)
         for _, names in sorted(by_kind.items()):
-            for bucket in in_buckets([_local(self.parameter(name)).nbytes for name in names]):
+            for bucket in in_buckets([_local(self.parameter(name)).nbytes for name in names], self.bucket_bytes):
                 yield [names[n] for n in bucket]
 
 

@@ -36,7 +36,9 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
     split = split_reads(program, gathers_parameter if hybrid.zero_stage == 3 else lambda node: False)
     if backend != EAGER:
         return replace(split, micro_batch=compiled_by(backend, split.micro_batch, hybrid, hybrid.prefetches))
-    micro_batch = overlap(split.micro_batch, _recomputed(hybrid)) if hybrid.prefetches else split.micro_batch
+    micro_batch = split.micro_batch
+    if hybrid.prefetches:
+        micro_batch = overlap(micro_batch, hybrid.bucket_bytes, _recomputed(hybrid), hybrid.zero_stage == 3)
     return replace(split, micro_batch=_kept_less(whole_norms(micro_batch), hybrid))
 
 
@@ -54,10 +56,11 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
     """The program, compiled by a backend, with ZeRO-3 gathers and recompute as ``hybrid`` says; ``overlaps``: parameter
     communication is overlapped with compute."""
     regathers = hybrid.zero_stage == 3
-    how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid))
+    how = Lowering(backend == INDUCTOR, regathers, hybrid.recompute, _recomputed(hybrid), hybrid.bucket_bytes)
     if not in_blocks(program):
         return compiled(program, how)
-    program = overlap(program, lambda node: node.meta.get("block")) if overlaps else program
+    if overlaps:
+        program = overlap(program, hybrid.bucket_bytes, lambda node: node.meta.get("block"), regathers)
     program = gather_again(program, gathers_parameter) if regathers else program
     return compiled(program, replace(how, regathers=False), part_of)
 
@@ -96,7 +99,8 @@ class StageModule(nn.Module):
         self.each_micro_batch = hybrid.zero_stage >= 2
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
         split = split_step(program, hybrid, backend)
-        self.reads = split.reads if self.each_micro_batch else overlap(split.reads)
+        self.bucket_bytes = hybrid.bucket_bytes
+        self.reads = split.reads if self.each_micro_batch else overlap(split.reads, hybrid.bucket_bytes)
         self.reduced_together = ended_together(self.reads)
         self.micro_batch = split.micro_batch
         self.received = program.received
@@ -134,7 +138,7 @@ class StageModule(nn.Module):
 
     def forward(self, *received: torch.Tensor, micro_batch: int) -> tuple[torch.Tensor, ...]:
         with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, micro_batch)), use_numbers(self.numbers), \
-                regathering() if self.regathers else nullcontext():
+                regathering(self.bucket_bytes) if self.regathers else nullcontext():
             outputs, self.updates, sent = self.micro_batch(*self.leaves, *self.inputs[micro_batch],
                                                     *(_Received.apply(x) for x in received))
         if self.loss is not None:

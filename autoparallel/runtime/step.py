@@ -31,11 +31,15 @@ class Forward(nn.Module):
     def __init__(self, program: Program, hybrid: Hybrid, backend: str) -> None:
         super().__init__()
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
-        self.module = (_kept_less(whole_norms(overlap(program.module, _recomputed(hybrid))), hybrid) if backend == EAGER
-                       else compiled_by(backend, program.module, hybrid, overlaps=True))
+        self.bucket_bytes = hybrid.bucket_bytes
+        if backend == EAGER:
+            overlapped = overlap(program.module, hybrid.bucket_bytes, _recomputed(hybrid), hybrid.zero_stage == 3)
+            self.module = _kept_less(whole_norms(overlapped), hybrid)
+        else:
+            self.module = compiled_by(backend, program.module, hybrid, overlaps=True)
 
     def forward(self, *local: torch.Tensor) -> Any:
-        with regathering() if self.regathers else nullcontext():
+        with regathering(self.bucket_bytes) if self.regathers else nullcontext():
             return self.module(*local)
 
 

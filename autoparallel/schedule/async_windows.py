@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-#: Largest size of a bucket, as in torch's DistributedDataParallel (a single larger parameter is allowed).
-BUCKET_BYTES = 25 * 2**20
+from autoparallel.schedule.step_config import BUCKET_BYTES
+
 #: Size of the bucket whose gradients backward makes first, as in DistributedDataParallel, so that reductions start
-#: early; and size from which on a bucket of gathers ends with its block.
+#: early; and size from which on a bucket of gathers ends with its block. At most `Hybrid.bucket_bytes`.
 FIRST_BUCKET_BYTES = 2**20
-#: Gathers that are launched further ahead than the next bucket: at most this size, since they take memory.
+#: Gathers that are launched further ahead than the next bucket: at most this size (and `Hybrid.bucket_bytes`), since
+#: they take memory.
 PREFETCH_BYTES = 4 * 2**20
 Gather = TypeVar("Gather")
 #: The program point before all decisions.
@@ -55,8 +56,7 @@ class Pair(NamedTuple):
 
 
 class Event(NamedTuple):
-    """The launch or the wait of an async window; or "run": a synchronous step on the path to a launch, alone in
-    ``pair``."""
+    """The launch or the wait of an async window; or "run": a synchronous step, alone in ``pair``."""
 
     action: Literal["launch", "wait", "run"]
     pair: Pair
@@ -80,15 +80,16 @@ def places(decisions: Iterable[tuple[int, object]]) -> dict[int, int]:
 
 
 class AsyncWindows:
-    """The async windows of a program's parameter reads, given in program order.
+    """The async windows of a program's parameter reads, given in program order, in buckets of at most
+    ``bucket_bytes``.
 
     ``gathered``: one window per bucket of gathers for one block with the same axis, dtype and backward; a path may have
     several gathers in sequence. ``reduced``: one window per bucket of gradient reductions with the same axis, dtype and
     position on their paths; only reductions with which a path begins. All other steps are synchronous.
     """
 
-    def __init__(self, reads: Sequence[Read]) -> None:
-        self.reads = reads
+    def __init__(self, reads: Sequence[Read], bucket_bytes: float = BUCKET_BYTES) -> None:
+        self.reads, self.bucket_bytes = reads, bucket_bytes
         self._users = defaultdict[int, list[int]](list)
         for number, read in enumerate(reads):
             if read.after is not None:
@@ -115,7 +116,7 @@ class AsyncWindows:
             ends = {bucket: min(needed[n] for n in bucket) for bucket in buckets}
             groups = [list(g) for _, g in itertools.groupby(sorted(ends, key=ends.__getitem__), ends.__getitem__)]
             sizes = [sum(self.reads[n].num_bytes for bucket in group for n in bucket) for group in groups]
-            for after, group in zip(starts(sizes), groups, strict=True):
+            for after, group in zip(starts(sizes, self.bucket_bytes), groups, strict=True):
                 begin = TOP if after < 0 else ends[groups[after][0]]
                 for bucket in group:
                     found.append(Pair(bucket, begin, ends[bucket]))
@@ -131,7 +132,7 @@ class AsyncWindows:
         runs, size, block = list[list[int]](), 0.0, None
         for number in gathers:
             read = self.reads[number]
-            if not runs or (read.block != block and size >= min(FIRST_BUCKET_BYTES, BUCKET_BYTES)):
+            if not runs or (read.block != block and size >= min(FIRST_BUCKET_BYTES, self.bucket_bytes)):
                 runs.append([])
                 size = 0.0
             runs[-1].append(number)
@@ -180,7 +181,7 @@ class AsyncWindows:
         """Steps of one kind (consecutive in ``steps``) in buckets; ``last``: see `in_buckets`."""
         for _, equivalent in itertools.groupby(steps, kind):
             numbers = list(equivalent)
-            for bucket in in_buckets([self.reads[n].num_bytes for n in numbers], last):
+            for bucket in in_buckets([self.reads[n].num_bytes for n in numbers], self.bucket_bytes, last):
                 yield tuple(numbers[i] for i in bucket)
 
     def _needed(self, number: int, begins: Mapping[int, int]) -> int:
@@ -191,12 +192,14 @@ class AsyncWindows:
 
     @cached_property
     def events(self) -> dict[int, list[Event]]:
-        """Launches, waits and early synchronous steps before each program point, in order; backward runs them in
-        reverse."""
-        found = self._launches_and_waits
+        """Launches, waits and synchronous steps before each program point, in order; backward runs them in reverse."""
         done = {step for pair in (*self.gathered, *self.reduced) for step in pair.steps}
-        return {place: [event for one in found[place] for event in (*self._runs_before(one, place, done), one)]
-                for place in sorted(found)}
+        found = {place: [event for one in events for event in (*self._runs_before(one, place, done), one)]
+                 for place, events in sorted(self._launches_and_waits.items())}
+        for number in range(len(self.reads)):
+            if number not in done:
+                found.setdefault(self._place(number), []).append(_run(number, self._place(number)))
+        return found
 
     def _runs_before(self, event: Event, place: int, done: set[int]) -> Iterator[Event]:
         """The synchronous steps on the paths to a launch at ``place`` that are not ``done``: the program comes to the
@@ -207,7 +210,7 @@ class AsyncWindows:
                 path.append(at)
                 at = self.reads[at].after
             done.update(path)
-            yield from (Event("run", Pair((step,), place, place)) for step in reversed(path))
+            yield from (_run(step, place) for step in reversed(path))
 
     @cached_property
     def _launches_and_waits(self) -> dict[int, list[Event]]:
@@ -249,22 +252,18 @@ class AsyncWindows:
         """Whether the step is the last of its path."""
         return not self._users[number]
 
-    @cached_property
-    def at_readers(self) -> frozenset[int]:
-        """The synchronous steps that run where their reader does."""
-        elsewhere = {step for pair in (*self.gathered, *self.reduced) for step in pair.steps}
-        elsewhere |= {event.pair.steps[0] for events in self.events.values() for event in events
-                      if event.action == "run"}
-        return frozenset(range(len(self.reads))) - elsewhere
+
+def _run(number: int, place: int) -> Event:
+    return Event("run", Pair((number,), place, place))
 
 
-def in_buckets(sizes: Sequence[float], last: float = math.inf) -> list[list[int]]:
-    """Group values of these sizes, in order, into buckets of at most `BUCKET_BYTES` or one value, filled from the end;
-    returns their numbers. ``last``: the limit of the last bucket, if that is less."""
+def in_buckets(sizes: Sequence[float], most: float, last: float = math.inf) -> list[list[int]]:
+    """Group values of these sizes, in order, into buckets of ``most`` bytes or one value, filled from the end; returns
+    their numbers. ``last``: the limit of the last bucket, if that is less."""
     buckets: list[list[int]] = []
     size = 0.0
     for number in reversed(range(len(sizes))):
-        limit = BUCKET_BYTES if len(buckets) > 1 else min(last, BUCKET_BYTES)
+        limit = most if len(buckets) > 1 else min(last, most)
         if not buckets or size + sizes[number] > limit:
             buckets.append([])
             size = 0.0
@@ -275,10 +274,10 @@ def in_buckets(sizes: Sequence[float], last: float = math.inf) -> list[list[int]
 
 class ToAsk(Generic[Gather]):
     """The prefetch order of backward's gathers: by program point, last first. ``left`` tells whether a gather is still
-    to be requested, ``size`` its bytes."""
+    to be requested, ``size`` its bytes; ``bucket_bytes``: as in `AsyncWindows`."""
 
-    def __init__(self, left: Callable[[Gather], bool], size: Callable[[Gather], float]) -> None:
-        self._left, self._size = left, size
+    def __init__(self, left: Callable[[Gather], bool], size: Callable[[Gather], float], bucket_bytes: float) -> None:
+        self._left, self._size, self._most = left, size, min(PREFETCH_BYTES, bucket_bytes)
         self._places, self._groups = list[int](), list[list[Gather]]()  # ascending negated program points
 
     def add(self, gather: Gather, place: int) -> None:
@@ -296,7 +295,7 @@ class ToAsk(Generic[Gather]):
         found, num_bytes = list(next(itertools.islice(groups, gather_stage, None), ())), 0.0
         for number, group in enumerate(groups):
             num_bytes += sum(map(self._size, group))
-            if number and num_bytes > min(PREFETCH_BYTES, BUCKET_BYTES):
+            if number and num_bytes > self._most:
                 break
             found += group
         return found
@@ -312,13 +311,13 @@ class ToAsk(Generic[Gather]):
                 yield group
 
 
-def starts(sizes: Sequence[float]) -> list[int]:
+def starts(sizes: Sequence[float], bucket_bytes: float) -> list[int]:
     """For each group of gathers, the group at whose end it is launched (-1: at the top): the preceding group, or an
     earlier one while at most `PREFETCH_BYTES` are pending. ``sizes``: bytes of each group."""
     found, oldest, size = [], 0, 0.0
     for number, num_bytes in enumerate(sizes):
         size += num_bytes
-        while oldest < number and size > min(PREFETCH_BYTES, BUCKET_BYTES):
+        while oldest < number and size > min(PREFETCH_BYTES, bucket_bytes):
             size -= sizes[oldest]
             oldest += 1
         found.append(oldest - 1)

@@ -17,6 +17,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 RECOMPUTE = ("none", "selective", "full", "offload")
 #: Micro-batches, stages and ranks of a pipeline, each.
 MOST = 2**20
+#: The largest bucket of torch's DistributedDataParallel.
+BUCKET_BYTES = 25 * 2**20
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -39,7 +41,8 @@ class Hybrid:
     block but products, attention and collectives; "full", whole blocks; "offload", no recompute, but a block's saved
     tensors wait for backward in the host's memory. ``recompute_blocks``: the paths of the blocks that this applies to
     (None: all). ``reduce_dtype``: the dtype in which gradients are summed over ranks, and over micro-batches if it is
-    more precise than the parameter's (None: the parameter's).
+    more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers
+    and gradient reductions (a single larger parameter is allowed).
     """
 
     micro_batches: int = 1
@@ -52,11 +55,14 @@ class Hybrid:
     recompute_blocks: tuple[str, ...] | None = None
     reduce_dtype: str | None = None
     replicas: tuple[int, ...] = ()
+    bucket_bytes: float = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "stages", "pipeline_ranks"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise PlanError(f"{name} is {shown(getattr(self, name))}: give a number from 1 to {MOST:,}")
+        if not 0 <= self.bucket_bytes < math.inf:
+            raise PlanError(f"bucket_bytes is {shown(self.bucket_bytes)}: give a number, 0 or more")
         if self.schedule not in SCHEDULES:
             raise PlanError(f"unknown schedule {self.schedule!r}; there are {list(SCHEDULES)}")
         if self.recompute not in RECOMPUTE:

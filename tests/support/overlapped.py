@@ -10,9 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
-from autoparallel.schedule import async_windows
 from tests.support.models import CASES
-from tests.support.ranks import mesh_of, restores
+from tests.support.ranks import mesh_of
 from tests.support.reference import gradients_of
 
 
@@ -28,17 +27,15 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@restores(async_windows, "BUCKET_BYTES")
 def backward_twice(mesh_shape: tuple[int, ...], bucket_bytes: int, micro_batches: int) -> tuple[int, int]:
     """On each rank: all-reduces of one backward, one by one and in buckets; the gradients are the same."""
     case = CASES["bert"]
     args, kwargs = case.inputs(8)
     model, found, counts = case.build(), [], []
     for size in (0, bucket_bytes):
-        async_windows.BUCKET_BYTES = size
         options: dict[str, Any] = {"micro_batches": micro_batches} if micro_batches else {}
         parallel = autoparallel.compile(copy.deepcopy(model), mesh_of(*mesh_shape), example_inputs=args,
-                                        example_kwargs=kwargs, baseline="ddp", **options)
+                                        example_kwargs=kwargs, baseline="ddp", bucket_bytes=size, **options)
         if micro_batches:
             with Calls() as calls:
                 parallel.step(*args, **kwargs)
@@ -72,15 +69,13 @@ class Beside(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@restores(async_windows, "BUCKET_BYTES")
 def products_overlapped(mesh_shape: tuple[int, ...], bucket_bytes: int, options: dict[str, Any]
                     ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of forward and backward: products beside a collective, and alone."""
     case = CASES["llama"]
     args, kwargs = case.inputs(8)
-    async_windows.BUCKET_BYTES = bucket_bytes
     parallel = autoparallel.compile(case.build(), mesh_of(*mesh_shape), example_inputs=args, example_kwargs=kwargs,
-                                    **options)
+                                    bucket_bytes=bucket_bytes, **options)
     with Beside() as forward:
         loss = case.loss(parallel(*args, **kwargs))
     with Beside() as backward:
@@ -132,12 +127,11 @@ def two_steps(model: Any, calls: Beside | None) -> dict[str, torch.Tensor]:
     return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).detach() for name, x in found.items()}
 
 
-@restores(async_windows, "BUCKET_BYTES")
 def steps_on_ranks(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int, int]:
     """What they make; products beside a collective, and alone."""
-    async_windows.BUCKET_BYTES = 1000
     ids = torch.arange(8 * 6).view(8, 6) % 19
-    parallel = autoparallel.compile(Tied(), mesh_of(*mesh_shape), example_inputs=(ids, ids + 1), **options)
+    parallel = autoparallel.compile(Tied(), mesh_of(*mesh_shape), example_inputs=(ids, ids + 1), bucket_bytes=1000,
+                                    **options)
     made = two_steps(parallel, calls := Beside())
     assert calls.pending == 0
     return made, calls.beside, calls.alone

@@ -27,7 +27,7 @@ def layer_norm(op: OpView) -> Rule:
     sizes = {f"d{i}": op.out.shape[i] for i in range(kept) if op.out.shape[i] != 1}
     rest = tuple((None,) * len(shape) for shape in op.shapes[1:])
     return Rule((names, *rest), (names,) * len(op.outputs), sizes, linear=_scales(op),
-                flops=8.0 * op.out.num_elements, op_class="reduction", saves=frozenset({0}),
+                flops=8.0 * op.out.num_elements, op_class="reduction", saves=frozenset(range(len(op.inputs))),
                 extra_bytes={0: _OF_A_ROW / prod(op.arg("normalized_shape"))},
                 variants=_along(op, range(kept, rank), kept) if op.target in _CENTRED else ())
 
@@ -42,7 +42,7 @@ def instance_norm(op: OpView) -> Rule | None:
     b, c = (f if f in sizes else None for f in ("b", "c"))
     whole = (b, c, *(None,) * (len(op.out.shape) - 2))
     return Rule((whole, *((c,) for _ in op.shapes[1:])), (whole,), sizes, linear=_scales(op),
-                flops=8.0 * op.out.num_elements, op_class="reduction", saves=frozenset({0}),
+                flops=8.0 * op.out.num_elements, op_class="reduction", saves=frozenset(range(len(op.inputs[:2]))),
                 variants=_along(op, range(2, len(op.out.shape))))
 
 
@@ -55,7 +55,8 @@ def group_norm(op: OpView) -> Rule:
     names = (b, g, *(None,) * (len(op.out.shape) - 2))
     return Rule((names, *((g,) for _ in op.shapes[1:])), (names,), sizes, linear=_scales(op),
                 even={"g": (sizes["g"], channels)} if g else {}, flops=8.0 * op.out.num_elements,
-                op_class="reduction", saves=frozenset({0}), variants=_along(op, range(2, len(op.out.shape))))
+                op_class="reduction", saves=frozenset(range(len(op.inputs[:2]))),
+                variants=_along(op, range(2, len(op.out.shape))))
 
 
 @rule_for(aten._native_batch_norm_legit.no_stats)
@@ -66,7 +67,7 @@ def batch_norm(op: OpView) -> Rule | None:
     space = ", ".join(["."] * (len(op.out.shape) - 2))
     return einsum_rule(f"x[., c, {space}], weight[c], bias[c] -> y[., c, {space}], mean[c], deviation[c]", op.shapes,
                        [meta.shape for meta in op.outputs], flops_per_point=8.0, op_class="reduction",
-                       saves=frozenset({0}))
+                       saves=frozenset(range(len(op.inputs[:2]))))
 
 
 def _scales(op: OpView) -> tuple[frozenset[int], ...]:
