@@ -32,14 +32,19 @@ class OneByOne(SpacePricer):
         self.costs.kinds.uses = np.arange(len(self.space.uses))
 
 
-@pytest.mark.parametrize("hybrid", [
+HYBRIDS = [
     Hybrid(), Hybrid(recompute="full"), Hybrid(4, recompute="offload"), Hybrid(zero_stage=3, recompute="selective"),
     Hybrid(2, zero_stage=1), Hybrid(4, zero_stage=2, reduce_dtype="float32"), Hybrid(2, zero_stage=3, recompute="full"),
     Hybrid(**PIPELINE), Hybrid(**PIPELINE, schedule="zero_bubble", recompute="full"),
     Hybrid(4, 4, 2, schedule="interleaved"), Hybrid(**{**PIPELINE, "pipeline_ranks": 3}, replicas=(2, 1)),
     Hybrid(**PIPELINE, recompute="offload", zero_stage=1),
-], ids=lambda h: "-".join(str(value) for value in asdict(h).values() if value))
-@pytest.mark.parametrize("case_name", ["llama", "gpt2"])
+]
+
+
+@pytest.mark.parametrize(("case_name", "hybrid"), [
+    *(("llama", hybrid) for hybrid in HYBRIDS), *(("gpt2", hybrid) for hybrid in HYBRIDS[:3]),
+    *(pytest.param("gpt2", hybrid, marks=pytest.mark.slow) for hybrid in HYBRIDS[3:]),
+], ids=lambda given: given if isinstance(given, str) else "-".join(str(v) for v in asdict(given).values() if v))
 def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
                                                     ) -> None:
     monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)

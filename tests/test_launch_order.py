@@ -77,7 +77,7 @@ def lines_priced(plan: RankStep) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize(("case_name", "mesh_shape", "options", "hybrid"), [
+PLANS: list[tuple[str, tuple[int, ...], dict[str, Any], Hybrid]] = [
     ("gpt2", (4,), {"baseline": "ddp"}, Hybrid()),
     ("gpt2", (4,), {"baseline": "fsdp"}, Hybrid()),
     ("llama", (4,), {"baseline": "fsdp"}, Hybrid(recompute="full")),
@@ -88,8 +88,13 @@ def lines_priced(plan: RankStep) -> list[object]:
     ("llama", (4,), {"baseline": "fsdp"}, Hybrid(zero_stage=3, recompute="full")),
     ("t5", (2, 2), {"seed": 1}, Hybrid(recompute="selective")),
     ("t5", (4,), {"seed": 2}, Hybrid()),
+]
+
+
+@pytest.mark.parametrize(("bucket_bytes", "case_name", "mesh_shape", "options", "hybrid"), [
+    *((20_000, *plan) for plan in PLANS), *((1e9, *plan) for plan in PLANS[1:4]),
+    *(pytest.param(1e9, *plan, marks=pytest.mark.slow) for plan in (*PLANS[:1], *PLANS[4:])),
 ])
-@pytest.mark.parametrize("bucket_bytes", [20_000, 1e9])
 def test_what_is_priced_is_what_runs(case_name: str, mesh_shape: tuple[int, ...], options: dict[str, Any],
                                      hybrid: Hybrid, bucket_bytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Begins and ends, their kinds and bytes, between the same ops; and no other task of the simulation is posted.

@@ -36,6 +36,7 @@ def small_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
+@pytest.mark.slow
 @every_case
 def test_export(case: ModelCase) -> None:
     args, kwargs = case.inputs(BATCH_SIZE)

@@ -115,10 +115,11 @@ NAMED = {
 }
 
 
+@pytest.mark.parametrize("plans", [range(2), pytest.param(range(2, 8), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", list(NAMED))
-def test_named_models_under_random_plans(name: str) -> None:
-    tried = itertools.product(MESHES, range(4))
-    for (mesh, plan), (error, worst) in zip(tried, errors_of(NAMED[name], MESHES, range(4)), strict=True):
+def test_named_models_under_random_plans(name: str, plans: range) -> None:
+    tried = itertools.product(MESHES, plans)
+    for (mesh, plan), (error, worst) in zip(tried, errors_of(NAMED[name], MESHES, plans), strict=True):
         assert error <= TOLERANCE, f"{worst} on {mesh}, plan {plan}"
 
 

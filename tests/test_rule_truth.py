@@ -35,6 +35,7 @@ def study() -> Iterator[Study]:
 
 @pytest.fixture
 def database() -> Database:
+    """torch's; ten seconds of import."""
     pytest.importorskip("expecttest", reason="torch's op database needs it")
     from benchmarks.rule_truth.main import database
 
@@ -107,6 +108,7 @@ def test_dtensor_is_held_to_what_it_runs(study: Study) -> None:
     assert norm.dtensor_right == norm.right == 1 and not norm.dtensor_wrong
 
 
+@pytest.mark.slow
 def test_a_handful_of_ops(study: Study, database: Database) -> None:
     """Nothing wrong, nothing missed that DTensor claims, on ops of most families."""
     names = ["add", "mm", "softmax", "sum", "gather", "cat", "nn.functional.linear", "linalg.inv", "topk", "permute"]
@@ -120,6 +122,7 @@ def test_a_handful_of_ops(study: Study, database: Database) -> None:
     assert {"matmul", "linalg", "reduce", "views"} <= report.grouped(judged, "family").keys()
 
 
+@pytest.mark.slow
 def test_the_vocabulary_variant_is_tried(study: Study, database: Database) -> None:
     """It is not the op on pieces; it counts as possible because it is right."""
     (embedding,) = database(["nn.functional.embedding"])
@@ -127,6 +130,7 @@ def test_the_vocabulary_variant_is_tried(study: Study, database: Database) -> No
     assert judged and not any(j.wrong for j in judged) and all(j.counts.right for j in judged)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_ended(study: Study, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                       ) -> None:
     """Slices share a folder; what is there under the same settings is not studied again."""
@@ -155,6 +159,7 @@ def test_a_run_goes_on_where_it_ended(study: Study, database: Database, tmp_path
         main.sliced(infos, "3/2")
 
 
+@pytest.mark.slow
 def test_unknown_names_are_refused(database: Database) -> None:
     with pytest.raises(AutoparallelError, match=r"has no linalg\.solv: write names as it does"):
         database(["linalg.solv"])

@@ -269,7 +269,7 @@ def test_a_search_that_ended_on_time_starts_no_other(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Run, "eliminate", lambda run: pytest.fail("too wide"))
     monkeypatch.setattr(Run, "program", lambda run, cells=0: pytest.fail("a program was started"))
     monkeypatch.setattr("autoparallel.search.solver.WORK_CELLS", 0)
-    problem = block_chain(6, limit=0.7 * solve(block_chain(6), "recursive").peak_bytes)
+    problem = block_chain(3, limit=0.7 * solve(block_chain(3), "recursive").peak_bytes)
     found = solve(problem, "auto", 60.0)
     assert found.stop_reason == "time limit" and found.gap > 0.001
 
@@ -294,8 +294,8 @@ def test_messages_start_from_those_of_a_larger_problem() -> None:
 
 
 def test_wide_search_on_blocks() -> None:
-    free = solve(block_chain(8), "exact")
-    problem = block_chain(8, limit=0.7 * free.peak_bytes)
+    free = solve(block_chain(4), "exact")
+    problem = block_chain(4, limit=0.7 * free.peak_bytes)
     known = solve(problem, "exact")
     search = WideSearch(problem, clock.now() + 60, known.choice, lambda outcome: None)
     search.run()
