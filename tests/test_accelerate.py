@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autoparallel.errors import AutoparallelError
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 from tests.test_checkpoints import llama, whole
 from tests.test_trainer import Text, as_ranks, reset_accelerate
 
@@ -87,7 +88,7 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize(("parallel", "shape", "options"), [
-    ({"baseline": "fsdp"}, (4,), {}),
+    slow({"baseline": "fsdp"}, (4,), {}),
     ({"baseline": "tensor_parallel"}, (2, 2), {"gradient_accumulation_steps": 2}),
 ])
 def test_a_loop_of_accelerate(ranks: Any, tmp_path: Path, parallel: dict[str, Any], shape: tuple[int, ...],

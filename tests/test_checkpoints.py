@@ -25,6 +25,7 @@ from autoparallel.errors import AutoparallelError
 from autoparallel.runtime.checkpoint.files import Entry, Reader, Writer
 from autoparallel.runtime.checkpoint.job import checkpoints
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 from tests.test_launch import clean_environment, guide
 
 transformers = pytest.importorskip("transformers")
@@ -92,7 +93,7 @@ def save_and_load(build: Any, shape: tuple[int, ...], options: dict[str, Any], f
 
 
 @pytest.mark.parametrize(("shape", "options"), PLANS)
-@pytest.mark.parametrize(("build", "size"), [(llama, "5GB"), (tied, "20KB"), (mixtral, "30KB")])
+@pytest.mark.parametrize(("build", "size"), [(llama, "5GB"), (tied, "20KB"), slow(mixtral, "30KB")])
 def test_weights_are_read_by_from_pretrained(ranks: Any, tmp_path: Path, build: Any, size: str,
                                              shape: tuple[int, ...], options: dict[str, Any]) -> None:
     folder = tmp_path / "saved"
@@ -440,7 +441,7 @@ def test_no_rank_needs_more_than_its_shards_and_a_tensor(ranks: Any, tmp_path: P
     assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_the_guide_runs_is_killed_and_goes_on(tmp_path: Path) -> None:
     """On 4 ranks; killed after its fourth step, it goes on from the checkpoint, on 2 ranks."""
     script = tmp_path / "train.py"

@@ -19,6 +19,7 @@ from cost_models import Cluster
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 from tests.support.reference import assert_same_gradients, gradients_of, scalar, train_reference
+from tests.support.tiers import slow
 
 
 def planned(mesh_shape: tuple[int, ...], strategy: tuple[str, ...]) -> autoparallel.Plan:
@@ -44,7 +45,7 @@ def run_plan(mesh_shape: tuple[int, ...], plan: autoparallel.Plan) -> tuple[floa
 
 
 @pytest.mark.parametrize(("mesh_shape", "strategy"), [
-    ((4,), ("e",)), ((2, 2), ("t", "e")), ((4,), ("dispatch",)), ((2, 2), ("dispatch", "t")),
+    slow((4,), ("e",)), ((2, 2), ("t", "e")), slow((4,), ("dispatch",)), ((2, 2), ("dispatch", "t")),
     *(pytest.param(mesh, strategy, marks=pytest.mark.slow) for mesh, strategy in [
         ((4,), ("t",)), ((2, 2), ("e", "t")), ((2, 2), ("e", "e")), ((2, 2), ("t", "dispatch")),
         ((2, 2), ("repeat", "dispatch"))]),

@@ -33,6 +33,7 @@ from tests.support.reference import (
     gradients_of,
 )
 from tests.support.steps import Options, assert_one_process, train_by_step
+from tests.support.tiers import slow
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
 
@@ -48,14 +49,14 @@ def test_zero_stages_with_micro_batches(ranks: Any, zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "options"), [
-    ("llama", (2, 2), {"schedule": "gpipe", "micro_batches": 2}),
-    ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
-    ("bert", (4,), {"schedule": "1f1b", "micro_batches": 8, "pipeline_stages": 4}),
+    slow("llama", (2, 2), {"schedule": "gpipe", "micro_batches": 2}),
+    slow("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
+    slow("bert", (4,), {"schedule": "1f1b", "micro_batches": 8, "pipeline_stages": 4}),
     ("llama", (2, 2), {"schedule": "interleaved", "micro_batches": 4, "pipeline_stages": 4}),
     ("gpt2", (2, 2), {"schedule": "zero_bubble", "micro_batches": 4, "pipeline_stages": 4}),
     ("resnet", (2, 2), {"schedule": "gpipe"}),
     ("t5", (2, 2), {"micro_batches": 2}),
-    ("mixtral", (2, 2), {"schedule": "gpipe"}),
+    slow("mixtral", (2, 2), {"schedule": "gpipe"}),
     ("deepseek_v3", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
     ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 2, "zero_stage": 3}),
 ])
@@ -334,11 +335,11 @@ def clipped(case_name: str, mesh_shape: tuple[int, ...], options: Options, norm_
 
 @pytest.mark.parametrize(("mesh_shape", "options", "norm_type"), [
     ((2, 2), {"pipeline_stages": 2, "micro_batches": 2, "zero_stage": 1}, 2.0),
-    ((2, 2), {"baseline": "tensor_parallel"}, 2.0),
+    slow((2, 2), {"baseline": "tensor_parallel"}, 2.0),
     ((2, 2), {"pipeline_stages": 2, "micro_batches": 2}, float("inf")),
     ((2, 2), {"baseline": "fsdp"}, 3.0),
-    ((4,), {"baseline": "fsdp"}, float("inf")),
-    pytest.param((4,), {"stage_replicas": (1, 2, 1), "micro_batches": 4}, 2.0, marks=pytest.mark.slow),
+    slow((4,), {"baseline": "fsdp"}, float("inf")),
+    slow((4,), {"stage_replicas": (1, 2, 1), "micro_batches": 4}, 2.0),
 ])
 def test_clipping_by_the_norm_of_all_gradients(ranks: Any, mesh_shape: tuple[int, ...], options: Options,
                                                norm_type: float) -> None:

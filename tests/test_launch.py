@@ -18,6 +18,7 @@ import autoparallel
 from autoparallel.errors import AutoparallelError, LaunchError
 from autoparallel.launch.environment import FAMILIES, Identity, identity_of
 from autoparallel.launch.local import free_port
+from tests.support.tiers import slow
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
@@ -170,7 +171,7 @@ def test_the_script_runs_alone_and_under_torchrun(script: str, expected: str) ->
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["slurm", "mvapich", "msrun"])
+@pytest.mark.parametrize("kind", ["slurm", slow("mvapich"), slow("msrun")])
 def test_the_script_runs_under_launchers_that_are_emulated(kind: str, script: str, expected: str) -> None:
     """Processes with the variables that srun, MVAPICH's mpirun and msrun set."""
     port, processes = str(free_port()), []

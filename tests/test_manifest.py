@@ -18,6 +18,7 @@ import autoparallel
 from autoparallel.errors import LaunchError
 from autoparallel.launch.local import free_port
 from autoparallel.launch.manifest import FORMATS, Job, manifest
+from tests.support.tiers import slow
 from tests.test_launch import clean_environment, expected, guide, guides_model, mpirun_of
 
 assert expected  # a fixture
@@ -90,7 +91,7 @@ def written(folder: Path, name: str, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_slurm_starts_it(job: Job, tmp_path: Path, expected: str) -> None:
     script = written(tmp_path, "job.sh", manifest("slurm", job))
     written(tmp_path, "srun", FAKE_SRUN)
@@ -108,7 +109,7 @@ def test_mpirun_starts_it(job: Job, tmp_path: Path, expected: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("to", ["kubeflow", "pytorchjob", "jobset", "skypilot"])
+@pytest.mark.parametrize("to", [slow("kubeflow"), slow("pytorchjob"), "jobset", slow("skypilot")])
 def test_the_command_of_a_container_runs(to: str, job: Job, tmp_path: Path, expected: str) -> None:
     """In the environment that the platform makes, with the plan where it mounts it."""
     documents = list(yaml.safe_load_all(manifest(to, job)))

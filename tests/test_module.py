@@ -22,6 +22,7 @@ from tests.support.models import CASES
 from tests.support.overlapped import Tied
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered, gradients_of
+from tests.support.tiers import slow
 
 
 def modes_and_state() -> list[str]:
@@ -293,7 +294,7 @@ def generated(baseline: str | None, use_cache: bool) -> list[Any]:
             parallel.generate(ids, do_sample=True, **call).tolist()]
 
 
-@pytest.mark.parametrize(("baseline", "use_cache"), [(None, True), ("tensor_parallel", False)])
+@pytest.mark.parametrize(("baseline", "use_cache"), [slow(None, True), ("tensor_parallel", False)])
 def test_hugging_face_models_generate(ranks: Any, baseline: str | None, use_cache: bool) -> None:
     results = ranks(4).run(generated, baseline, use_cache, timeout_s=200)
     for *same, drawn in results:

@@ -29,6 +29,7 @@ from tests.support.models import CASES
 from tests.support.overlapped import Beside, Calls, Tied, backward_twice, products_overlapped, steps_on_ranks, two_steps
 from tests.support.ranks import mesh_of, restores
 from tests.support.reference import gradients_of
+from tests.support.tiers import slow
 
 
 @pytest.mark.parametrize(("mesh_shape", "bucket_bytes", "expected"), [
@@ -98,8 +99,8 @@ def most_gathered(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple
     return float(there.max()), float(gathered.most)
 
 
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("recompute", "mesh_shape"), [
+    ("none", (4,)), ("full", (2, 2)), slow("none", (2, 2)), slow("full", (4,))])
 def test_bytes_of_what_is_gathered_ahead_are_counted(ranks: Any, recompute: str, mesh_shape: tuple[int, ...]) -> None:
     """With ZeRO-3 those that are read and the next, far fewer than all; and pieces of which the next are gathered."""
     options = {"baseline": "fsdp", "zero_stage": 3, "recompute": recompute}
@@ -167,8 +168,8 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
 
 
 @pytest.mark.parametrize(("options", "bucket_bytes"), [
-    ({}, 0), ({}, 20_000), ({"recompute": "full"}, 0), ({"recompute": "full", "micro_batches": 2}, 20_000),
-    ({"micro_batches": 2}, 0), ({}, 80_000), ({"recompute": "full"}, 80_000),
+    ({}, 20_000), ({"recompute": "full", "micro_batches": 2}, 20_000), ({}, 80_000), slow({}, 0),
+    slow({"recompute": "full"}, 0), slow({"micro_batches": 2}, 0), slow({"recompute": "full"}, 80_000),
 ])
 def test_what_zero_3_gathers_is_priced_as_it_runs(ranks: Any, options: dict[str, Any], bucket_bytes: float) -> None:
     """On two axes: pieces and wholes, in the order in which they are posted and waited for, in each turn; most are

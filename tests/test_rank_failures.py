@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoparallel
 from tests.support.ranks import RankError, RankPool, mesh_of, pool_of
 
+pytestmark = pytest.mark.ranks
 SOON_S = 10.0  # process groups time out after 60 s
 
 

@@ -16,6 +16,7 @@ from cost_models import Cluster
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 from tests.support.reference import train_reference
+from tests.support.tiers import slow
 
 Options = Mapping[str, Any]
 SUMS = ("all_reduce", "all_reduce_", "reduce_scatter_tensor")
@@ -124,7 +125,7 @@ def summed_bytes(mesh_shape: tuple[int, ...], options: Options) -> tuple[int, fl
     return most, predicted.peak_bytes
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [slow(1), slow(2), 3])
 def test_their_bytes_are_counted(ranks: Any, zero_stage: int) -> None:
     """With one type for all, the gradient of a whole parameter is one of two copies, of two bytes for an element."""
     options = {"baseline": "fsdp", "zero_stage": zero_stage, "micro_batches": 2}

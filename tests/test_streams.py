@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import autoparallel
 from autoparallel.errors import AutoparallelError, InputError
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 BATCH, SAMPLES, WIDTH = 4, 22, 3
 
@@ -88,7 +89,7 @@ def streamed(shape: tuple[int, ...], options: dict[str, Any], dataset: Any, drop
 
 
 @pytest.mark.parametrize(("shape", "options", "drop_last", "workers"), [
-    ((2, 2), {}, True, 0), ((4,), {"baseline": "ddp"}, False, 1), ((2,), {"micro_batches": 2}, True, 0)])
+    slow((2, 2), {}, True, 0), ((4,), {"baseline": "ddp"}, False, 1), ((2,), {"micro_batches": 2}, True, 0)])
 def test_every_rank_has_its_shards_of_the_stream(ranks: Any, shape: tuple[int, ...], options: dict[str, Any],
                                                  drop_last: bool, workers: int) -> None:
     both = expected(0, drop_last) + expected(1, drop_last)

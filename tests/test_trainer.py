@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from autoparallel.errors import AutoparallelError
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 from tests.test_checkpoints import adapted, llama, whole
 
 pytest.importorskip("accelerate")
@@ -139,16 +140,17 @@ FSDP, TENSOR = {"baseline": "fsdp"}, {"baseline": "tensor_parallel"}
 
 
 @pytest.mark.parametrize(("shape", "parallel", "options", "forms"), [
-    ((4,), FSDP, {}, 1),
-    ((2, 2), TENSOR, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, 2),
+    slow((4,), FSDP, {}, 1),
+    slow((2, 2), TENSOR, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, 2),
     ((4,), FSDP, {"gradient_accumulation_steps": 3, "dataloader_drop_last": False, "max_grad_norm": 0.0}, None),
     ((2, 2), {"pipeline_stages": 2}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "max_steps": 4}, 2),
     ((2, 2), TENSOR, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, None),
-    ((4,), FSDP, {"compute_loss_func": squared}, 1),
-    ((4,), FSDP, {"padded": False, "data_collator": collated, "gradient_accumulation_steps": 2, "max_steps": 3}, None),
+    slow((4,), FSDP, {"compute_loss_func": squared}, 1),
+    slow((4,), FSDP,
+         {"padded": False, "data_collator": collated, "gradient_accumulation_steps": 2, "max_steps": 3}, None),
     ((4,), {"baseline": "ddp"}, {"build": adapted, "gradient_accumulation_steps": 2}, None),
-    ((4,), {"zero_stage": 1, "baseline": "ddp"},
-     {"activation_checkpointing": True, "include_num_input_tokens_seen": "all"}, 1),
+    slow((4,), {"zero_stage": 1, "baseline": "ddp"},
+         {"activation_checkpointing": True, "include_num_input_tokens_seen": "all"}, 1),
 ])
 def test_training_is_that_of_one_process(ranks: Any, tmp_path: Path, shape: tuple[int, ...], parallel: dict[str, Any],
                                          options: dict[str, Any], forms: int | None) -> None:
@@ -204,7 +206,7 @@ def broken_off(folder: Path, shape: tuple[int, ...], parallel: dict[str, Any], o
 
 
 @pytest.mark.parametrize(("number", "shape", "parallel"), [
-    (4, (2, 2), TENSOR), (2, (2,), FSDP), (8, (2, 4), {"pipeline_stages": 2})])
+    (2, (2,), FSDP), slow(4, (2, 2), TENSOR), slow(8, (2, 4), {"pipeline_stages": 2})])
 def test_a_run_broken_off_goes_on_elsewhere(ranks: Any, tmp_path: Path, number: int, shape: tuple[int, ...],
                                             parallel: dict[str, Any]) -> None:
     """Saved after steps 2 and 4 on four ranks, broken off before the sixth."""
@@ -238,7 +240,8 @@ def scores(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
     return [before[key] for key in kept], predicted.metrics["test_loss"], torch.from_numpy(predicted.predictions)
 
 
-@pytest.mark.parametrize(("options", "tolerance"), [({"max_steps": 3}, 1e-4), ({"max_steps": 3, "bf16": True}, 2e-2)])
+@pytest.mark.parametrize(("options", "tolerance"), [
+    ({"max_steps": 3, "bf16": True}, 2e-2), slow({"max_steps": 3}, 1e-4)])
 def test_evaluation_and_prediction_without_training_first(ranks: Any, tmp_path: Path, options: dict[str, Any],
                                                           tolerance: float) -> None:
     before, loss, logits = scores(tmp_path / "one", options)
