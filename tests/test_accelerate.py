@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoparallel.errors import AutoparallelError
+from tests.support.language import Text, as_ranks, llama, reset_accelerate, whole
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
-from tests.test_checkpoints import llama, whole
-from tests.test_trainer import Text, as_ranks, reset_accelerate
 
 accelerate = pytest.importorskip("accelerate")
 

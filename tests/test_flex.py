@@ -18,7 +18,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from autoparallel.capture import capture
 from autoparallel.strategies.space import StrategySpace
 from benchmarks.model_zoo import truth
-from tests.test_random_plans import TOLERANCE, error_under
+from tests.support.random_plans import TOLERANCE, error_under
 
 LENGTH, HEADS, SHARED, DIM = 12, 4, 2, 4
 DOCUMENTS = torch.tensor([0] * 5 + [1] * 7)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launching import guide, output_of
 from tests.support.tiers import slow
-from tests.test_launch import guide, output_of
 
 pytestmark = pytest.mark.ranks
 

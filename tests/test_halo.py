@@ -17,7 +17,7 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.reference import differences, gathered, gradients_of
-from tests.test_rule_truth import rows_that_hold
+from tests.support.rule_cases import rows_that_hold
 
 aten = torch.ops.aten
 

@@ -18,10 +18,8 @@ import autoparallel
 from autoparallel.errors import LaunchError
 from autoparallel.launch.local import free_port
 from autoparallel.launch.manifest import FORMATS, Job, manifest
+from tests.support.launching import clean_environment, guide, guides_model, loss_of_one_process, mpirun_of
 from tests.support.tiers import slow
-from tests.test_launch import clean_environment, expected, guide, guides_model, mpirun_of
-
-assert expected  # a fixture
 
 FAKE_SRUN = """#!/bin/bash
 # srun on one host: a process for each task of the batch script, with the variables that Slurm sets
@@ -31,6 +29,12 @@ for task in $(seq 0 $((tasks - 1))); do
 done
 wait
 """
+
+
+@pytest.fixture
+def expected() -> str:
+    """The loss of one process without autoparallel."""
+    return loss_of_one_process()
 
 
 @pytest.fixture

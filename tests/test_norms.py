@@ -15,7 +15,7 @@ from autoparallel.pricing import Prices
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered
-from tests.test_rule_truth import case_of, rows_that_hold
+from tests.support.rule_cases import case_of, rows_that_hold
 
 aten = torch.ops.aten
 OF_INSTANCES = (None, None, True, 0.1, 1e-5, False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,9 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
+from tests.support.failures import FailsAt
 from tests.support.ranks import RankError, RankPool, mesh_of, pool_of
 
 pytestmark = pytest.mark.ranks
@@ -28,23 +27,6 @@ def four_ranks() -> Iterator[RankPool]:
     """Ranks whose process groups are of no use afterwards."""
     yield pool_of(4)
     pool_of(4).stop()
-
-
-class FailsAt(TorchDispatchMode):
-    """No memory left for the product of this number; at 0 for none."""
-
-    def __init__(self, number: int, dies: bool = False) -> None:
-        super().__init__()
-        self.number, self.dies = number, dies
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in ("mm.default", "addmm.default", "bmm.default"):
-            self.number -= 1
-            if self.number == 0 and self.dies:
-                os._exit(3)
-            if self.number == 0:
-                raise torch.OutOfMemoryError("no memory for this product")
-        return func(*args, **(kwargs or {}))
 
 
 class Deep(nn.Module):

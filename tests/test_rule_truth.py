@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from autoparallel.capture.graph import Node, Ref, TensorMeta
 from autoparallel.errors import AutoparallelError
 from autoparallel.layout import PARTIAL
 from autoparallel.rules import Rule, registry
 from autoparallel.rules.families.views import whole_dims
 from autoparallel.rules.registry import family_of
 from benchmarks.rule_truth import dtensor, report
-from benchmarks.rule_truth.cases import Case, alone
 from benchmarks.rule_truth.claims import claims
 from benchmarks.rule_truth.kept import Kept
 from benchmarks.rule_truth.study import OpStudy, Study, show
 from benchmarks.rule_truth.truth import held, lies, possible
+from tests.support.rule_cases import case_of
 
 aten = torch.ops.aten
 Database = Callable[[Sequence[str]], list[Any]]
@@ -40,30 +39,6 @@ def database() -> Database:
     from benchmarks.rule_truth.main import database
 
     return database
-
-
-def case_of(op: Any, *args: Any) -> Case:
-    """A case with two draws of random inputs of the given shapes (tuples), and other arguments as they are."""
-    shapes = [a for a in args if isinstance(a, tuple)]
-    metas = [TensorMeta(shape, torch.float64, True) for shape in shapes]
-    numbers = iter(range(len(shapes)))
-    refs = tuple(Ref(next(numbers)) if isinstance(a, tuple) else a for a in args)
-    generator = torch.Generator().manual_seed(1)
-    draws = tuple(tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes) for _ in range(2))
-    made = op(*(draws[0][a.node] if isinstance(a, Ref) else a for a in refs))
-    outputs = tuple(TensorMeta(tuple(t.shape), t.dtype, t.is_floating_point())
-                    for t in (made if isinstance(made, tuple) else (made,)))
-    return Case(*alone(Node(0, "op", "op", op, refs, {}, outputs), metas), draws)
-
-
-def rows_that_hold(*arguments: Any) -> set[str]:
-    """Names of the rows claimed of `case_of` these on 2, 3 and 4 ranks, forward and gradients; none may be wrong."""
-    case, rows = case_of(*arguments), set[str]()
-    for num_ranks in (2, 3, 4):
-        found, known = claims(case, num_ranks)
-        assert known and not [claim for claim in found if claim.wrong]
-        rows |= {claim.axis_strategy for claim in found}
-    return rows
 
 
 def test_what_is_possible() -> None:

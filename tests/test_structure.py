@@ -55,6 +55,13 @@ def test_private_names_are_imported_by_the_tests_of_their_module_only() -> None:
     assert all(len(names) == 1 and not next(iter(names)).startswith("tests.") for names in found.values()), found
 
 
+def test_tests_share_nothing_but_helpers() -> None:
+    """No file imports a test file; helpers are in `tests/support/`, or in a folder beside its tests."""
+    found = {short(path): names for path in TESTS if (names := [
+        one.module for one in all_imports_of(path) if re.match(r"tests\.(\w+\.)?test_", one.module)])}
+    assert not found
+
+
 def files_named(page: Path) -> set[str]:
     """Names of Python files and of folders in the first column of the tables of a README."""
     rows = "\n".join(line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("|"))

@@ -13,35 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from autoparallel.errors import AutoparallelError
+from tests.support.language import LENGTH, SAMPLES, Text, adapted, as_ranks, llama, reset_accelerate, whole
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
-from tests.test_checkpoints import adapted, llama, whole
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
-
-SAMPLES, LENGTH = 44, 16
-
-
-class Text(Dataset[dict[str, Tensor]]):
-    """Sentences in a small language, some of them short, padded to one length (or to their own)."""
-
-    def __init__(self, padded: bool = True) -> None:
-        self.padded = padded
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        ids = (torch.arange(LENGTH) * 3 + index) % 61 + torch.randint(0, 3, (LENGTH,), generator=generator)
-        length = LENGTH - index % 5 if index < SAMPLES - 4 else LENGTH
-        mask = (torch.arange(LENGTH) < length).long()
-        sample = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
-        return sample if self.padded else {name: value[:length] for name, value in sample.items()}
 
 
 def collated(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -85,22 +64,6 @@ def results(trainer: Any, resume: Any = None) -> tuple[list[dict[str, float]], d
             "num_input_tokens_seen", "train_loss")
     logs = [{key: float(line[key]) for key in keys if key in line} for line in trainer.state.log_history]
     return logs, {name: value.float() for name, value in whole(trainer.model).items()}
-
-
-def reset_accelerate() -> None:
-    """accelerate keeps its state in the process; so do these tests' ranks."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for kind in (AcceleratorState, GradientState, PartialState):
-        kind._reset_state()
-
-
-def as_ranks() -> None:
-    """What a launcher says to accelerate; the process group is there."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT="29511", ACCELERATE_USE_CPU="1")
-    reset_accelerate()
 
 
 def on_ranks(folder: Path, shape: tuple[int, ...], parallel: dict[str, Any], options: dict[str, Any],

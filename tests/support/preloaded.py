@@ -19,7 +19,8 @@ LATER = ("accelerate", "networkx", "torch._functorch.compile_utils", "torch._ind
          "torch.export.passes", "torch.utils.flop_counter", "transformers.generation", "transformers.integrations.moe",
          "transformers.trainer")
 #: Left out: what needs a package that few tests use, and a process of its own.
-LEFT_OUT = ("autoparallel.integrations.lightning", "autoparallel.selftest.__main__", "autoparallel.search.ilp.highs_worker")
+LEFT_OUT = ("autoparallel.integrations.lightning", "autoparallel.selftest.__main__",
+            "autoparallel.search.ilp.highs_worker")
 
 for package in (autoparallel, cost_models):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
