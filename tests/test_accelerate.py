@@ -148,7 +148,7 @@ def refusals(folder: Path) -> list[str]:
     return told
 
 
-def test_what_cannot_be_is_refused(ranks: Any, tmp_path: Path) -> None:
+def test_impossible_options_are_refused(ranks: Any, tmp_path: Path) -> None:
     for two, folder, batches in ranks(2).run(refusals, tmp_path / "x"):
         assert "several models" in two and "needs the folder" in folder
         assert "batch_size=None" in batches

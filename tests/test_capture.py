@@ -244,7 +244,7 @@ def test_masks_that_read_by_place_inside_vmap() -> None:
     assert torch.equal(outputs(captured(function, groups), groups)[0], groups[:, None] == groups)
 
 
-def test_pieces_without_elements_are_dropped() -> None:
+def test_empty_tensors_are_dropped() -> None:
     """Phi-3's rotary embedding turns the whole head, and then joins it with the rest: nothing."""
     assert traced(lambda x: torch.cat([x[:, :6] * 2, x[:, 6:]], 1), X) == ["aten.mul.Tensor"]
 

@@ -45,8 +45,8 @@ HYBRIDS = [
     *(("llama", hybrid) for hybrid in HYBRIDS), *(("gpt2", hybrid) for hybrid in HYBRIDS[:3]),
     *(pytest.param("gpt2", hybrid, marks=pytest.mark.slow) for hybrid in HYBRIDS[3:]),
 ], ids=lambda given: given if isinstance(given, str) else "-".join(str(v) for v in asdict(given).values() if v))
-def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
-                                                    ) -> None:
+def test_equivalent_ops_share_one_price(case_name: str, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
+                                       ) -> None:
     monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
     micro = split_batch(graph_of(case_name), hybrid.micro_batches)
     space = StrategySpace(micro.body, (2, 2))
@@ -89,7 +89,7 @@ def test_what_is_alike_has_the_prices_that_each_has(case_name: str, hybrid: Hybr
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_sites_that_count_for_several_are_alike_where_they_count_for_as_many(held: bool) -> None:
+def test_decisions_of_equal_multiplicity_are_equivalent(held: bool) -> None:
     space = StrategySpace(graph_of("llama"), (2, 2))
     counts = ExecutionCounts(space, Hybrid(2), multiplicities=[1 + decision.index % 3 for decision in space.decisions],
                   held=[decision.index % 2 / 2 for decision in space.decisions] if held else None)

@@ -161,14 +161,14 @@ def test_plans_pass_megatron_s_checks_or_are_refused_with_the_rule(by_hand: str,
 
 
 @pytest.mark.slow
-def test_experts_are_told_to_megatron() -> None:
+def test_experts_are_exported_to_megatron() -> None:
     text = autoparallel.export_plan(of_experts("dp=4,ep=2"), "megatron").files["megatron_args.sh"]
     assert "--expert-model-parallel-size 2" in text and "--num-experts 4" in text
     lost = autoparallel.export_plan(of_experts("dp=2,tp=2"), "megatron").lost
     assert "whole experts" in lost[0].what  # without sequence parallelism Megatron has no experts over tensor ranks
 
 
-def test_types_are_told() -> None:
+def test_types_are_reported() -> None:
     plan = planned("dp=4", torch.bfloat16)
     text = autoparallel.export_plan(plan, "megatron").files["megatron_args.sh"]
     assert "--bf16\n" in text and "--grad-reduce-in-bf16" in text
@@ -247,7 +247,7 @@ def test_a_recipe_for_torchtitan(by_hand: str, tmp_path: Path) -> None:
     ("dp=2,tp=2", "accelerate", "in shards"),
     ("dp=4,recompute=offload", "torchtitan", "does not offload"),
 ])
-def test_what_a_framework_refuses_is_refused(by_hand: str, to: str, said: str) -> None:
+def test_plans_that_a_framework_refuses_are_refused(by_hand: str, to: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         autoparallel.export_plan(planned(by_hand), to)
 

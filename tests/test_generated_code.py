@@ -101,7 +101,7 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> GraphModule:
 
 
 @pytest.mark.ranks  # asks for the version of g++
-def test_what_a_gather_sends_stays_as_it_is_until_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_of_a_gather_stay_unchanged_until_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
     counters.clear()

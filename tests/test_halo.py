@@ -79,7 +79,7 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_windows_on_pieces(name: str) -> None:
+def test_windows_on_shards(name: str) -> None:
     """Even and uneven pieces on 2, 3 and 4 ranks; each row of space applies on some of them."""
     arguments, rows = CASES[name]
     held = rows_that_hold(*arguments)

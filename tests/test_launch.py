@@ -169,7 +169,7 @@ def test_a_plan_is_launched(script: str, expected: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_launch_tells_of_failures_and_starts_again(tmp_path: Path) -> None:
+def test_launch_reports_failures_and_restarts(tmp_path: Path) -> None:
     script, cli = tmp_path / "train.py", [sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "2"]
     script.write_text("import os, sys, autoparallel\nworld = autoparallel.init()\n"
                       "os.write(1, f\"started {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n\".encode())\n"

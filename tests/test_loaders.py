@@ -142,7 +142,7 @@ def short_ones(shape: tuple[int, ...], options: dict[str, Any], collate: Any) ->
 @pytest.mark.parametrize(("shape", "options", "collate"), [
     ((4,), {"baseline": "ddp"}, cut), ((2, 2), {"baseline": "ddp"}, padded), ((2, 2), {"pins": PINS}, cut)])
 def test_the_short_last_batch_is_a_batch(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], collate: Any
-                                         ) -> None:
+                                        ) -> None:
     """Three samples, of which a rank of four has none (it was left out, whatever drop_last said)."""
     expected = [Total()(**batch).item() for batch in DataLoader(Lines(19), BATCH, collate_fn=collate)]
     found = ranks(4).run(short_ones, shape, options, collate, timeout_s=100)

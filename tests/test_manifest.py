@@ -159,6 +159,6 @@ def test_rank_tables_number_devices_host_by_host(plan_file: Path) -> None:
     ("mpi", {"nodes": 2}, "2 hosts are needed and ['localhost'] given"),
     ("skypilot", {"gpus": True}, "has devices that SkyPilot has no name for"),
 ])
-def test_what_cannot_be_is_refused(to: str, options: dict[str, Any], said: str, plan_file: Path) -> None:
+def test_impossible_options_are_refused(to: str, options: dict[str, Any], said: str, plan_file: Path) -> None:
     with pytest.raises(LaunchError, match=re.escape(said)):
         manifest(to, job_of(plan_file, **options))

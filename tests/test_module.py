@@ -141,7 +141,7 @@ def test_meta_models_load_a_state_dict(ranks: Any) -> None:
         assert difference < 1e-5 and not too_large
 
 
-def test_meta_models_initialise_their_local_pieces(ranks: Any) -> None:
+def test_meta_models_initialise_their_local_shards(ranks: Any) -> None:
     for difference, too_large in ranks(4).run(meta_model, False):
         assert difference < 1e-5 and not too_large
 

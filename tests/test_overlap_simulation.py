@@ -62,8 +62,8 @@ def test_no_part_of_a_step_is_lost(mesh_shape: tuple[int, ...], options: dict[st
     {"micro_batches": 4, "baseline": "fsdp", "zero_stage": 2},
     {"micro_batches": 4, "schedule": "zero_bubble", "pipeline_stages": 4},
 ])
-def test_a_pipeline_hides_what_its_last_backward_reduces(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-                                                         ) -> None:
+def test_pipelines_hide_reductions_of_the_last_backward(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+                                                       ) -> None:
     """And no more: not without turns before it, nor where each turn reduces, nor where gradients of weights are put
     off; less than what is reduced once, and than a rank's compute of a turn."""
     monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
@@ -77,7 +77,7 @@ def test_a_pipeline_hides_what_its_last_backward_reduces(options: dict[str, Any]
     assert parts.hidden_s <= min(reduced, (parts.forward_s + parts.backward_s) / options["micro_batches"])
 
 
-def test_links_of_parameters_alone_cost_otherwise_beside_compute() -> None:
+def test_only_uses_of_parameters_cost_otherwise_with_overlap() -> None:
     space = StrategySpace(graph_of("llama"), (4, 2))
     prices = Prices(space, Cluster.load("h100-sxm", num_devices=8, software="none"))
     whole, some = SpacePricer(prices), SpacePricer(prices, exposed=(0.3, 0.4))

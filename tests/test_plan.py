@@ -204,7 +204,7 @@ def test_explaining_a_choice() -> None:
 
 
 @pytest.mark.slow
-def test_what_bandwidth_and_memory_would_change() -> None:
+def test_effects_of_bandwidth_and_memory() -> None:
     """As planning anew for such machines says; a slower link, or less memory, never makes a step shorter."""
     free = planned("llama", memory_limit_bytes=math.inf)
     limit = 0.8 * free.prediction.peak_bytes

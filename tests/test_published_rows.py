@@ -30,7 +30,7 @@ from tests.support.published_rows import BRIDGE, EXPERTS, FSDP, row, seconds
     ({"model__heads": 0}, "impossible sizes"),
     ({"model__layers": 9.5}, "not a whole number"),
 ])
-def test_what_is_missing_is_named(changes: dict[str, Any], says: str) -> None:
+def test_missing_fields_are_named(changes: dict[str, Any], says: str) -> None:
     assert predict(row(**changes)) is None
     with pytest.raises(AbstainError, match=says):
         explain(row(**changes))
@@ -133,7 +133,7 @@ def test_stages_of_zero_in_numbers_and_words(stated: Any, stage: int) -> None:
     assert read(row(plan__zero=stated)).plan.zero_stage == stage
 
 
-def test_what_is_named_is_run_again() -> None:
+def test_named_modules_are_recomputed() -> None:
     """Megatron-Core's selective recomputation: more modules take longer, and none is free."""
     bridge = {"source__title": "NVIDIA Megatron-Bridge performance summary", "plan__sequence_parallel": None,
               "model__moe": EXPERTS}

@@ -97,7 +97,7 @@ def types_of_a_call(options: Options) -> set[torch.dtype]:
     return summed.found
 
 
-def test_a_call_beside_steps_in_turns_sums_in_it_too(ranks: Any) -> None:
+def test_calls_and_steps_of_micro_batches_sum_in_reduce_dtype(ranks: Any) -> None:
     options = {"baseline": "fsdp", "zero_stage": 2, "micro_batches": 4, "reduce_dtype": "float32"}
     assert ranks(4).run(types_of_a_call, options, timeout_s=100) == [{torch.float32}] * 4
 

@@ -41,7 +41,7 @@ def database() -> Database:
     return database
 
 
-def test_what_is_possible() -> None:
+def test_possible_axis_strategies() -> None:
     """A product of matrices, and one that nobody can cut along the dim it orders."""
     assert {show(c) for c in possible(case_of(aten.mm.default, (4, 6), (6, 8)), 2)} == {
         "S(0) R -> S(0)", "R S(1) -> S(1)", "S(1) S(0) -> P", "P R -> P", "R P -> P",
@@ -107,7 +107,7 @@ def test_the_vocabulary_variant_is_tried(study: Study, database: Database) -> No
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_it_ended(study: Study, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                      ) -> None:
+                                     ) -> None:
     """Slices share a folder; what is there under the same settings is not studied again."""
     from benchmarks.rule_truth import main
 
@@ -171,14 +171,14 @@ ONLY_DTENSORS: dict[Any, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("op", list(ONLY_DTENSORS), ids=str)
-def test_what_dtensor_describes_is_found_by_running(op: Any, study: Study) -> None:
+def test_dtensors_rules_are_found_by_running(op: Any, study: Study) -> None:
     """DTensor is no second provider of rules: of what it claims rightly and we do not describe, discovery finds all."""
     assert family_of(op) is None
     judged = study.judge(case_of(op, *ONLY_DTENSORS[op]))
     assert judged.counts.right and not judged.wrong and not judged.dtensor_only
 
 
-def test_a_difference_of_equal_values_is_told_by_what_is_added_up() -> None:
+def test_cancellation_is_measured_against_the_summands() -> None:
     """Summands of both leave zero but for their own rounding; what is off by more is not."""
     x = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     shards = [one - other for one, other in zip(held(x, PARTIAL, 3, seed=0), held(x, PARTIAL, 3, seed=1), strict=True)]

@@ -149,7 +149,7 @@ def refused(kind: str) -> str:
 
 @pytest.mark.parametrize(("kind", "said"), [
     ("other", "at batch 0"), ("shorter", "at batch 3: "), ("failing", "OSError: no such file")])
-def test_ranks_that_read_different_streams_are_told_so(ranks: Any, kind: str, said: str) -> None:
+def test_ranks_that_read_different_streams_are_refused(ranks: Any, kind: str, said: str) -> None:
     for found in ranks(2).run(refused, kind):
         assert found.startswith("InputError: ranks read different streams") and said in found
 
@@ -224,7 +224,7 @@ def padded_forms() -> tuple[list[tuple[int, ...]], int]:
     return shapes, len(parallel._state.forms)
 
 
-def test_few_forms_of_many_lengths(ranks: Any) -> None:
+def test_few_call_forms_of_many_lengths(ranks: Any) -> None:
     for shapes, forms in ranks(2).run(padded_forms):
         assert shapes == [(4, 4), (4, 8), (4, 4)] and forms == 2
 
@@ -233,7 +233,7 @@ def test_few_forms_of_many_lengths(ranks: Any) -> None:
     ((), {"x": 0}, [], "lengths are"), ((4,), {}, [], "number to pad with"), ((4, 0), {"x": 0}, [], "lengths are"),
     ((4,), {"x": 0}, [{"x": [1] * 5}], "has 5 tokens"), ((4,), {"y": 0}, [{"x": [1]}], "values for \\['y'\\]"),
     ((4,), {"x": 0}, [{"x": [1]}, {"y": [1]}], "different keys")])
-def test_what_cannot_be_padded_is_said(lengths: Any, values: Any, samples: Any, said: str) -> None:
+def test_data_that_cannot_be_padded_is_refused(lengths: Any, values: Any, samples: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         autoparallel.padded_to(lengths, **values)(samples)
 

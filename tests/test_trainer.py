@@ -234,7 +234,7 @@ def refusals(folder: Path) -> list[str]:
     return told
 
 
-def test_what_cannot_be_is_refused(ranks: Any, tmp_path: Path) -> None:
+def test_impossible_options_are_refused(ranks: Any, tmp_path: Path) -> None:
     for find, compiled, evaluated in ranks(2).run(refusals, tmp_path, timeout_s=100):
         assert "TrainingArguments(auto_find_batch_size=True): leave it out" in find
         assert "TrainingArguments(torch_compile=True): leave it out" in compiled

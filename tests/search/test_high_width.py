@@ -94,7 +94,7 @@ def test_a_node_that_nothing_ties_to_others_is_settled_at_once() -> None:
 
 @settings(max_examples=40)
 @given(seeds)
-def test_a_part_counts_what_is_around_it(seed: int) -> None:
+def test_a_subproblem_counts_its_surroundings(seed: int) -> None:
     compact = compact_or_none(random_problem(seed, limited=True))
     if compact is None:
         return
@@ -381,7 +381,7 @@ def test_a_choice_to_begin_with_where_there_are_device_classes() -> None:
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-def test_what_is_left_of_a_class_is_not_rounded_up(search: str) -> None:
+def test_the_room_of_a_class_is_not_rounded_up(search: str) -> None:
     """6 less 2.0000000000000004 is 3.9999999999999996, and 4 and 2.0000000000000004 are 6: too much fitted."""
     problem = pair_of_classes(4.0, (6.0, math.nextafter(4.0, 0.0)), 1.0)
     found = solve(problem, search)
