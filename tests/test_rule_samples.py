@@ -2,7 +2,8 @@
 
 `test_axis_strategies_on_shards_give_the_whole` takes an op and, for each axis strategy of its rule, does what the
 ranks of one axis would do: shards (S), copies (R, I) or splits into summands (P) the inputs, runs the op on each
-rank's, joins the outputs and compares them with the op on the whole. Gradients likewise, by the duals S-S, R-P, I-I, P-I.
+rank's, joins the outputs and compares them with the op on the whole. Gradients likewise, by the duals S-S, R-P, I-I,
+P-I.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -79,4 +80,15 @@ def test_manuals_list_the_files_there_are(page: Path) -> None:
                and not any(f"{part.relative_to(folder)}/" in named for part in p.parents if folder in part.parents)]
     bases = (folder, ROOT / "autoparallel", ROOT, *{p.parent for p in files})
     absent = sorted(name for name in named if not any((base / name).exists() for base in bases))
+    assert not missing and not absent
+
+
+def test_the_manual_of_the_tests_names_each_file() -> None:
+    """By its name or by a pattern; all that is named is there."""
+    named = re.findall(r"`([\w*./]+\.py)`", (ROOT / "tests/README.md").read_text())
+    files = [path.name for folder in ("tests", "tests/support") for path in (ROOT / folder).glob("*.py")]
+    missing = [name for name in files if name != "__init__.py"
+               and not any(fnmatch(name, pattern.split("/")[-1]) for pattern in named)]
+    absent = [pattern for pattern in named if not list((ROOT / "tests").glob(pattern))
+              and not list((ROOT / "tests/support").glob(pattern))]
     assert not missing and not absent
