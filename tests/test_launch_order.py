@@ -209,7 +209,7 @@ def test_a_second_reduction_does_not_wait_for_the_end(monkeypatch: pytest.Monkey
              for n, way in enumerate(ways) for after, kind, axis in way]
     told = {pair.steps: (pair.begin, pair.end) for pair in AsyncWindows(reads).reduced}
     assert told == {(0,): (TOP, TOP), (1,): (TOP, 1), (2,): (TOP, 1), (3,): (1, 11), (4,): (TOP, 11), (5,): (11, 21)}
-    backward = [(event.begins, event.pair.steps) for event in reversed(AsyncWindows(reads).events[11])]
+    backward = [(event.action == "launch", event.pair.steps) for event in reversed(AsyncWindows(reads).events[11])]
     assert backward == [(False, (3,)), (True, (5,)), (False, (4,))]
     reads = [Read(2 * n if number else None, ("reduction", "gather")[number], "yx"[number], "f", 4, 10 * n + 1)
              for n in range(3) for number in range(2)]
@@ -229,7 +229,7 @@ def test_gathers_of_one_path_are_all_launched_ahead(monkeypatch: pytest.MonkeyPa
         (1,): (TOP, 0), (3,): (0, 10), (5,): (10, 20), (7,): (20, 30),
         (0,): (TOP, TOP), (2,): (TOP, 0), (4,): (0, 10), (6,): (10, 20)}
     assert not told.reduced and dict(told.waited()) == {8: None} and told.gather_stages(7) == [7, 6]
-    events = {place: [(event.begins, *event.pair.steps) for event in found] for place, found in told.events.items()}
+    events = {place: [(event.action == "launch", *event.pair.steps) for event in found] for place, found in told.events.items()}
     assert events[TOP] == [(True, 0), (False, 0), (True, 1), (True, 2)]
     assert events[0] == [(False, 2), (False, 1), (True, 3), (True, 4)]
     assert events[20] == [(False, 6), (False, 5), (True, 7)]

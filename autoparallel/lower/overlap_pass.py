@@ -81,14 +81,20 @@ class _Writer:
                 self.copy(node)
 
     def copy(self, node: FxNode) -> FxNode:
-        """The node's copy; inputs that have none yet (steps before a gather) are copied first."""
+        """The node's copy; inputs that have none yet are copied first."""
         if node not in self.made:
             self.made[node] = self.graph.node_copy(node, self.copy)
         return self.made[node]
 
     def run(self, events: Sequence[Event]) -> None:
-        for event in events:
-            (self._begin if event.begins else self._end)(event.pair)
+        for action, pair in events:
+            match action:
+                case "launch":
+                    self._begin(pair)
+                case "wait":
+                    self._end(pair)
+                case "run":
+                    self.copy(self.steps[pair.steps[0]])
 
     def _begin(self, pair: Pair) -> None:
         steps = [self.steps[n] for n in pair.steps]

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch.utils._pytree as pytree
 
 from autoparallel.capture import OpGraph, Ref, TensorMeta
 from autoparallel.capture.graph import Node
+from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError
 from autoparallel.layout import Layout, Placement, RedistributionTable, local_shape
 from autoparallel.ops.arguments import SIZE_ARGUMENT
@@ -57,34 +57,6 @@ class MicroBatches:
     feeds: tuple[Feed, ...]
     results: tuple[Placement | None, ...]
     loss: int | None
-
-
-def loss_output(graph: OpGraph) -> int | None:
-    """The number of the loss output: the only output, or the one named ``loss``, or the first; None if it is not a
-    scalar."""
-    numbers = _numbered(graph.out_spec)
-    found = numbers if isinstance(numbers, int) else getattr(numbers, "loss", None)
-    if found is None and isinstance(numbers, Mapping):
-        found = numbers.get("loss")
-    if found is None and isinstance(numbers, (tuple, list)) and numbers:
-        found = numbers[0]
-    if not isinstance(found, int) or not isinstance(value := graph.outputs[found], Ref):
-        return None
-    return found if graph.meta(value).shape == () else None
-
-
-def _numbered(spec: pytree.TreeSpec) -> Any:
-    """The output structure with output numbers for tensors, and None for nested structures (caches cannot hold
-    numbers)."""
-    if spec.is_leaf():
-        return 0
-    values: list[int | None] = []
-    start = 0
-    for child in spec.children():
-        values.append(start if child.is_leaf() else None)
-        start += child.num_leaves
-    assert spec.type is not None
-    return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(values, spec.context)
 
 
 def batch_size(graph: OpGraph) -> int:

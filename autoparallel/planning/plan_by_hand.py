@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoparallel.capture import OpGraph
+from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.partition import split_batch
-from autoparallel.partition.microbatch import batch_size, loss_output
+from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.departures import check_sequences
 from autoparallel.planning.one_mesh import plan_on

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from autoparallel.capture import OpGraph
+from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchError
 from autoparallel.garbage import collected_later
-from autoparallel.partition.microbatch import loss_output
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.options import Options

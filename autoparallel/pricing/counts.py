@@ -26,6 +26,14 @@ class Summing(NamedTuple):
     of_parameter: bool = False
 
 
+class UseTimes(NamedTuple):
+    """Executions of a use's redistribution in a step: forward, forward again for backward, and backward."""
+
+    forward: int
+    again: int
+    backward: int
+
+
 #: One collective per gradient, in its own dtype.
 ALONE = Summing()
 
@@ -64,14 +72,15 @@ class ExecutionCounts:
         count = self.count(index, stage) * self.multiplicities[index]
         return count * (2 if index in self.blocks.runs_again else 1), count
 
-    def use_times(self, use: TensorUse, stage: int | None = None) -> tuple[int, int]:
-        """Executions (forward, backward) of a use's redistribution per step, on a rank of the stage."""
+    def use_times(self, use: TensorUse, stage: int | None = None) -> UseTimes:
+        """Executions of a use's redistribution per step, on a rank of the stage."""
         some = self.multiplicities[use.target]
         count, again = self.count(use.target, stage) * some, self.reads_again(use)
+        forward = backward = count
         if self.of_parameter[use.source]:
-            return {0: (some, some), 1: (some, some), 2: (some, count), 3: (count + again * count, count)}[
-                self.hybrid.zero_stage]
-        return count * (2 if again else 1), count
+            forward = count if self.hybrid.zero_stage == 3 else some
+            backward = count if self.hybrid.zero_stage >= 2 else some
+        return UseTimes(forward, again * count, backward if use.target in self.space.differentiated else 0)
 
     def count(self, index: int, stage: int | None = None) -> int:
         """Micro-batches per rank of a stage that has the decision (default: the first such stage)."""

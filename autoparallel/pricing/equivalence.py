@@ -28,6 +28,7 @@ class Equivalence:
         facts: list[Sequence[Any] | np.ndarray] = [_numbered(map(id, self.space.strategy_sets)), self.readers,
                                                    counts.of_parameter]
         facts += [fact for fact in (counts.multiplicities, counts.held) if len(set(fact)) > 1]  # of a reduced model
+        facts.append([index in self.space.differentiated for index in range(count)])
         if any(self.prices.chains):
             facts.append(_numbered(self.prices.chains))
         if self.prices.cluster.profile is not None:  # hosts launch ahead in blocks only

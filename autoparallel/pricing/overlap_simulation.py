@@ -13,12 +13,20 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from autoparallel.plans.record import Span
 from autoparallel.pricing.problem import SpacePricer
-from autoparallel.pricing.rank_reads import COMPUTE, RankReads, TimedStep, micro_batches_are_equivalent
+from autoparallel.pricing.rank_reads import (
+    COMPUTE,
+    Message,
+    RankReads,
+    Timed,
+    TimedStep,
+    micro_batches_are_equivalent,
+)
 from autoparallel.schedule.async_windows import TOP, Pair, ToAsk
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models.timeline import Task, equal_slowdown, simulate
@@ -84,20 +92,38 @@ Label = tuple[str, int, int]
 UNNAMED: Label = ("", TOP, TOP)
 
 
+class Launch(NamedTuple):
+    """The launch of a collective by task ``task``."""
+
+    task: int
+    message: Message
+
+
+class Wait(NamedTuple):
+    """The wait for a collective that task ``task`` launched."""
+
+    task: int
+
+
 class StepTasks:
-    """The tasks of one rank in issue order; the program awaits some of them. ``labels``: of each task."""
+    """The tasks of one rank in issue order; the program awaits some of them. ``labels``: of each task; ``events``: the
+    launches and waits of collectives, in the order in which the rank's program makes them."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
         self.labels: list[Label] = []
+        self.events: list[Launch | Wait] = []
         self._compute_s = 0.0
         self._label: Label | None = None
         self._after: tuple[int, ...] = ()
 
-    def issue(self, seconds: float, stream: str, label: Label = UNNAMED) -> int:
-        """Launch asynchronous work on a stream; returns its task number."""
+    def issue(self, steps: Sequence[Timed], label: Label = UNNAMED) -> int:
+        """Launch the communication of these steps as one asynchronous task on their stream; returns its number."""
         self.flush()
-        self._add(Task(seconds, stream, self._after), label)
+        self._add(Task(sum(timed.seconds for timed in steps), steps[0].stream, self._after), label)
+        if messages := [timed.message for timed in steps if timed.message is not None]:
+            whole = messages[0]._replace(num_bytes=sum(message.num_bytes for message in messages))
+            self.events.append(Launch(len(self.tasks) - 1, whole))
         return len(self.tasks) - 1
 
     def _add(self, task: Task, label: Label) -> None:
@@ -107,18 +133,23 @@ class StepTasks:
     def wait(self, tasks: Sequence[int]) -> None:
         """Later work waits for these tasks."""
         self.flush()
+        self.events += (Wait(task) for task in tasks if self.tasks[task].stream != COMPUTE)
         self._after = (*self._after, *tasks)
 
-    def work(self, seconds: float, stream: str = COMPUTE, label: Label = UNNAMED) -> None:
-        """Compute, or synchronous work on another stream."""
-        if stream == COMPUTE:
-            if seconds:
-                if self._label is not None and self._label[0] != label[0]:
-                    self.flush()
-                self._compute_s += seconds
-                self._label = label if self._label is None else (self._label[0], self._label[1], label[2])
-        elif seconds:
-            self.wait([self.issue(seconds, stream, label)])
+    def compute(self, seconds: float, label: Label = UNNAMED) -> None:
+        """Compute on the rank's own stream."""
+        if seconds:
+            if self._label is not None and self._label[0] != label[0]:
+                self.flush()
+            self._compute_s += seconds
+            self._label = label if self._label is None else (self._label[0], self._label[1], label[2])
+
+    def run(self, timed: Timed, label: Label = UNNAMED) -> None:
+        """One direction of a redistribution step, awaited at once."""
+        if timed.message is None:
+            self.compute(timed.seconds, label)
+        elif timed.seconds:
+            self.wait([self.issue([timed], label)])
 
     def flush(self) -> None:
         """Turn the compute accumulated so far into a task."""
@@ -169,13 +200,13 @@ class RankStep:
 
             def reduce(index: int) -> None:
                 self._reduce(step, index, pending)
-                step.work(self._sums_s.get(index, 0.0), COMPUTE, ("backward", index, index))
+                step.compute(self._sums_s.get(index, 0.0), ("backward", index, index))
 
             self._backward(step, {*marked, *self.reads.requested, *self._sums_s}, _Again(step, self).read, reduce)
             self._reduce(step, TOP, pending)
         else:
             self._in_micro_batches(step, pending)
-        step.work(self._updates_s(), COMPUTE, ("optimizer", TOP, TOP))
+        step.compute(self._updates_s(), ("optimizer", TOP, TOP))
         step.flush()
         return step
 
@@ -186,8 +217,8 @@ class RankStep:
         places = sorted({TOP, *self.windows.events, *self.reads.waited})
         for place in places:
             self._read(step, place, pending)
-        step.work((self.count - 1) * self._micro_batch_s() + (self.count - 2) * sum(self._sums_s.values()),
-                  COMPUTE, ("micro-batches before the last", TOP, TOP))
+        step.compute((self.count - 1) * self._micro_batch_s() + (self.count - 2) * sum(self._sums_s.values()),
+                     ("micro-batches before the last", TOP, TOP))
         early = defaultdict[int, list[Pair]](list)
         for pair in (*self.windows.reduced, *self.windows.gathered):
             if self.count > 1 and all(self.windows.is_last(n) for n in pair.steps):
@@ -195,7 +226,7 @@ class RankStep:
                 early[min(readers)].append(pair)
 
         def reduce(index: int) -> None:
-            step.work(self._sums_s.get(index, 0.0), COMPUTE, ("backward", index, index))
+            step.compute(self._sums_s.get(index, 0.0), ("backward", index, index))
             for pair in early.get(index, ()):
                 self._issue(step, pair, pending)
 
@@ -215,65 +246,72 @@ class RankStep:
         return found
 
     def _read(self, step: StepTasks, place: int, pending: _Pending) -> None:
-        for begins, pair in self.windows.events.get(place, ()):
-            if begins:
-                steps = self._of(pair)  # one all_gather for the bucket
-                seconds, label = sum(timed.forward[0] for timed in steps), _targets("gather", steps)
-                pending[pair] = [step.issue(seconds, steps[0].forward[1], label)] if seconds else []
-            else:
+        for action, pair in self.windows.events.get(place, ()):
+            steps = self._of(pair)
+            forward, label = [timed.forward for timed in steps], _targets("gather", steps)
+            if action == "launch":  # one all_gather for the bucket
+                sends = any(timed.seconds for timed in forward)
+                pending[pair] = [step.issue(forward, label)] if sends else []
+            elif action == "wait":
                 step.wait(pending.pop(pair))
+            else:
+                step.run(forward[0], label)
         for timed in self.reads.waited.get(place, ()):
-            seconds, stream = timed.forward
-            step.work(seconds, stream, _targets("gather", [timed]))
+            step.run(timed.forward, _targets("gather", [timed]))
 
     def _reduce(self, step: StepTasks, place: int, pending: _Pending) -> None:
         for timed in reversed(self.reads.waited.get(place, ())):
-            step.work(timed.again_s, timed.forward[1], _targets("gather again", [timed]))
-            step.work(*timed.backward, _targets("reduce", [timed]))
-        for begins, pair in reversed(self.windows.events.get(place, ())):
-            if begins:
+            self._run_back(step, timed)
+        for action, pair in reversed(self.windows.events.get(place, ())):
+            if action == "launch":
                 step.wait(pending[pair])
+            elif action == "run":
+                self._run_back(step, self._of(pair)[0])
             elif pair not in pending:
                 self._issue(step, pair, pending)
 
+    def _run_back(self, step: StepTasks, timed: TimedStep) -> None:
+        """A synchronous step in backward."""
+        words = ("gather again", "reduce") if timed.of_parameter else ("activations again", "gradients of activations")
+        step.run(timed.again.per(self.count), _targets(words[0], [timed]))
+        step.run(timed.backward.per(self.count), _targets(words[1], [timed]))
+
     def _issue(self, step: StepTasks, pair: Pair, pending: _Pending) -> None:
         steps = self._of(pair)  # one all_reduce for the bucket
-        seconds, label = sum(timed.backward[0] for timed in steps), _targets("reduce", steps)
-        pending[pair] = [step.issue(seconds, steps[0].backward[1], label)]
+        pending[pair] = [step.issue([timed.backward for timed in steps], _targets("reduce", steps))]
 
     def _forward(self, step: StepTasks, marked: Collection[int] = (), before: Callable[[int], None] = _nothing) -> None:
         """One forward pass; calls ``before`` at the marked decisions."""
         until, done = self._forward_s, 0
         for index in sorted({*marked, *self.reads.sent}):
-            step.work((until[index] - until[done]) / self.count, COMPUTE, ("forward", done, index))
+            step.compute((until[index] - until[done]) / self.count, ("forward", done, index))
             done = index
             if index in marked:
                 before(index)
             for timed in self.reads.sent.get(index, ()):
-                step.work(timed.forward[0] / self.count, timed.forward[1], _targets("activations", [timed]))
-        step.work((until[-1] - until[done]) / self.count, COMPUTE, ("forward", done, len(until) - 2))
+                step.run(timed.forward.per(self.count),
+                         _targets("gather" if timed.of_parameter else "activations", [timed]))
+        step.compute((until[-1] - until[done]) / self.count, ("forward", done, len(until) - 2))
 
     def _backward(self, step: StepTasks, marked: Collection[int], before: Callable[[int], None] = _nothing,
                   after: Callable[[int], None] = _nothing) -> None:
         """One backward pass; calls ``before`` and ``after`` at the marked decisions."""
         until, done = self._backward_s, len(self.space)
         for index in sorted({*marked, *self.reads.sent}, reverse=True):
-            step.work((until[done] - until[index + 1]) / self.count, COMPUTE, ("backward", done - 1, index + 1))
+            step.compute((until[done] - until[index + 1]) / self.count, ("backward", done - 1, index + 1))
             done = index
             if index in marked:
                 before(index)
-            step.work((until[index + 1] - until[index]) / self.count, COMPUTE, ("backward", index, index))
+            step.compute((until[index + 1] - until[index]) / self.count, ("backward", index, index))
             for timed in reversed(self.reads.sent.get(index, ())):
-                step.work(timed.again_s / self.count, timed.forward[1], _targets("activations again", [timed]))
-                step.work(timed.backward[0] / self.count, timed.backward[1],
-                          _targets("gradients of activations", [timed]))
+                self._run_back(step, timed)
             if index in marked:
                 after(index)
-        step.work(until[done] / self.count, COMPUTE, ("backward", done - 1, 0))
+        step.compute(until[done] / self.count, ("backward", done - 1, 0))
 
     def _micro_batch_s(self) -> float:
         """Seconds of one micro-batch without overlap and without gradient accumulation."""
-        sent = sum(timed.forward[0] + timed.again_s + timed.backward[0]
+        sent = sum(timed.forward.seconds + timed.again.seconds + timed.backward.seconds
                    for steps in self.reads.sent.values() for timed in steps)
         return (self._forward_s[-1] + self._backward_s[-1] + sent) / self.count
 
@@ -321,7 +359,7 @@ class _Again:
     def __init__(self, step: StepTasks, rank: RankStep) -> None:
         self.step, self.rank = step, rank
         self.bucket_of = {n: pair for pair in rank.windows.gathered for n in pair.steps}
-        self.numbers = {pair: [n for n in pair.steps if rank.reads.parameter_steps[n].again_s]
+        self.numbers = {pair: [n for n in pair.steps if rank.reads.parameter_steps[n].again.seconds]
                         for pair in rank.windows.gathered}
         self.still = {pair for pair, numbers in self.numbers.items() if numbers}
         self.pending = dict[Pair, int]()
@@ -343,7 +381,8 @@ class _Again:
 
     def read(self, index: int) -> None:
         """Launch the gathers that backward of a decision requests or prefetches, and await those that it requests."""
-        asked = (n for n in self.rank.reads.requested.get(index, ()) if self.rank.reads.parameter_steps[n].again_s)
+        steps = self.rank.reads.parameter_steps
+        asked = (n for n in self.rank.reads.requested.get(index, ()) if steps[n].again.seconds)
         for pair in dict.fromkeys(self.bucket_of[n] for n in asked):
             if pair not in self.left:
                 continue
@@ -367,8 +406,7 @@ class _Again:
                 for earlier in path[1]:
                     self._wait(earlier)
             again = [self.rank.reads.parameter_steps[n] for n in self.numbers[pair]]
-            seconds, label = sum(one.again_s for one in again), _targets("gather again", again)
-            self.pending[pair] = self.step.issue(seconds, again[0].forward[1], label)
+            self.pending[pair] = self.step.issue([one.again for one in again], _targets("gather again", again))
 
     def _wait(self, pair: Pair) -> None:
         if (task := self.pending.pop(pair, None)) is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from autoparallel.layout import COLLECTIVES
+from autoparallel.capture import TensorMeta
+from autoparallel.layout import COLLECTIVES, SUMS, Layout, Step
+from autoparallel.layout.shapes import largest_local_shape
 from autoparallel.plans import Hybrid
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.redistribution_costs import PricedStep
@@ -25,22 +28,45 @@ def micro_batches_are_equivalent(hybrid: Hybrid) -> bool:
     return hybrid.is_plain or hybrid.prefetches
 
 
+class Message(NamedTuple):
+    """A collective over a mesh axis; ``num_bytes``: on the fullest rank, of what it sends in an all-to-all, else of the
+    larger of its input and its result, with the padding of uneven shards."""
+
+    action: str
+    axis: str
+    num_bytes: float
+
+
+class Timed(NamedTuple):
+    """Seconds of one direction of a redistribution step, its stream, and its collective (None: no communication)."""
+
+    seconds: float
+    stream: str
+    message: Message | None
+
+    def per(self, count: int) -> Timed:
+        """The share of one of ``count`` equal micro-batches."""
+        return self._replace(seconds=self.seconds / count)
+
+
 class TimedStep(NamedTuple):
-    """One redistribution step before decision ``target``: (seconds, stream) forward and backward, and seconds of
-    running forward again for backward."""
+    """One redistribution step before decision ``target``, of a parameter or an activation: forward, forward again for
+    backward, and backward."""
 
     target: int
-    forward: tuple[float, str]
-    again_s: float
-    backward: tuple[float, str]
+    of_parameter: bool
+    forward: Timed
+    again: Timed
+    backward: Timed
 
 
 class RankReads:
     """The redistributions of a plan on a rank of some stages.
 
-    ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: redistribution steps of activations,
-    by decision. ``parameter_steps``: the steps of parameters, classified by ``windows``. ``waited``: the synchronous
-    ones of them, by program point. ``read_by_ops``: gathers whose results ops read.
+    ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: the synchronous steps of a
+    micro-batch, by decision, in the order of its operands; of activations alone if parameters are read once for all
+    micro-batches. ``parameter_steps``: the steps of parameters, classified by ``windows``. ``waited``: the synchronous
+    ones that run once for all micro-batches, by decision. ``read_by_ops``: gathers whose results ops read.
     """
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> None:
@@ -49,25 +75,28 @@ class RankReads:
         held = {holders: next((stage for stage in holders if stage in stages), None)
                 for holders in set(self.counts.stages_of)}
         self.stage_of = [held[holders] for holders in self.counts.stages_of]
-        sent, waited = defaultdict[int, list[TimedStep]](list), defaultdict[int, list[TimedStep]](list)
         self.parameter_steps: list[TimedStep] = []
         self._times: dict[int, list[tuple[Any, ...]]] = {}
         self.moves = [move for move in pricer.costs.moves(strategies) if self.stage_of[move.use.target] is not None]
         first = self._once()
-        for move, before in zip(self.moves, first, strict=True):
-            steps = self._timed_steps(move)
-            waited[move.use.target] += steps[:before]
-            (self.parameter_steps if self.counts.of_parameter[move.use.source] else sent[move.use.target]).extend(
-                steps[before:]
-            )
         self.reads, by_ops = self._reads(first)
         self.windows = AsyncWindows(self.reads)
         self.read_by_ops = frozenset(n for step in by_ops for n in self.windows.gather_stages(step)[:1])
-        for number, place in self.windows.waited():
-            timed = self.parameter_steps[number]
-            waited[timed.target if place is None else place].append(timed)
-        self.sent = {target: steps for target, steps in sent.items() if steps}
-        self.waited = {place: steps for place, steps in waited.items() if steps}
+        self.sent, self.waited = self._synchronous(first)
+
+    def _synchronous(self, first: Sequence[int]) -> tuple[Mapping[int, list[TimedStep]], Mapping[int, list[TimedStep]]]:
+        """``sent`` and ``waited``; adds to ``parameter_steps``."""
+        sent, waited = defaultdict[int, list[TimedStep]](list), defaultdict[int, list[TimedStep]](list)
+        for move, before in zip(self.moves, first, strict=True):
+            steps, of_parameter = self._timed_steps(move), self.counts.of_parameter[move.use.source]
+            for number, timed in enumerate(steps):
+                here = True
+                if of_parameter and number >= before:
+                    here = len(self.parameter_steps) in self.windows.at_readers
+                    self.parameter_steps.append(timed)
+                if here:
+                    (waited if of_parameter and not self.equivalent else sent)[timed.target].append(timed)
+        return sent, waited
 
     def _once(self) -> list[int]:
         """The number of steps of each move that ZeRO-3 runs once, before its micro-batches: those before the first that
@@ -127,17 +156,36 @@ class RankReads:
         """The steps of a move; moves of one equivalence class share their times."""
         if move.kind not in self._times:
             self._times[move.kind] = [self._times_of(move.use, step) for step in move.path]
-        return [TimedStep(move.use.target, *times) for times in self._times[move.kind]]
+        of_parameter = self.counts.of_parameter[move.use.source]
+        return [TimedStep(move.use.target, of_parameter, *times) for times in self._times[move.kind]]
 
     def _times_of(self, use: TensorUse, priced: PricedStep) -> tuple[Any, ...]:
         step, seconds, _ = priced
-        streams = [self._stream(step.axis) if kind in COLLECTIVES else COMPUTE
-                   for kind in (step.forward, step.backward)]
-        there, back = self.counts.use_times(use, self.stage_of[use.target])
-        again = max(0, there - back) * seconds[0]
-        return (min(there, back) * seconds[0], streams[0]), again, (back * seconds[1], streams[1])
+        times = self.counts.use_times(use, self.stage_of[use.target])
+        message = self._message(use.meta, step, step.forward, step.before, step.after, 1.0)
+        forward = Timed(times.forward * seconds[0], self._stream(step.axis, message), message)
+        message = None
+        if use.meta.requires_grad and self.pricer.prices.training and times.backward:
+            message = self._message(use.meta, step, step.backward, step.after, step.before,
+                                    self.counts.summing(use).scale if step.backward in SUMS else 1.0)
+        backward = Timed(times.backward * seconds[1], self._stream(step.axis, message), message)
+        return forward, forward._replace(seconds=times.again * seconds[0]), backward
 
-    def _stream(self, axis: int) -> str:
+    def _message(self, meta: TensorMeta, step: Step, action: str, source: Layout, target: Layout, scale: float
+                 ) -> Message | None:
+        """The collective of an action from layout to layout; ``scale``: bytes sent per byte of the tensor."""
+        if action not in COLLECTIVES:
+            return None
+        mesh_shape = self.space.mesh_shape
+        shard = source if action in ("all_gather", "all_to_all") else target
+        elements = math.prod(largest_local_shape(meta.shape, shard, mesh_shape))
+        if action in ("all_gather", "reduce_scatter"):
+            elements *= mesh_shape[step.axis]
+        return Message(action, self.space.axis_names[step.axis], scale * elements * meta.dtype.itemsize)
+
+    def _stream(self, axis: int, message: Message | None) -> str:
+        if message is None:
+            return COMPUTE
         crossed = self.pricer.prices.groups[axis].crossed
         return crossed[-1][1].name if crossed else COMPUTE
 

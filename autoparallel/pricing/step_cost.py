@@ -158,8 +158,10 @@ class StepCosts:
 
     def use_s(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Seconds of a use per step, by (row choice, column choice)."""
-        times, (there, back) = self.counts.use_times(use), self.exposed
-        counted = (there * times[0], back * times[1]) if self.counts.of_parameter[use.source] else times
+        (forward, again, backward), (there, back) = self.counts.use_times(use), self.exposed
+        if not self.counts.of_parameter[use.source]:
+            there = back = 1.0
+        counted = there * (forward + again), back * backward
         sums, summing, moves = self.counts.sums(use), self.counts.summing(use), self.counts.offloads_copy(use)
         return self.memo.once(("use", self.use_key(use, rows, columns), counted, sums, summing, moves), lambda: (
             self.prices.redistribution.use_s(use, counted, summing) + (self.sums_s(use) if sums else 0.0)

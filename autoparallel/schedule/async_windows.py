@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 #: Largest size of a bucket, as in torch's DistributedDataParallel (a single larger parameter is allowed).
 BUCKET_BYTES = 25 * 2**20
@@ -55,9 +55,10 @@ class Pair(NamedTuple):
 
 
 class Event(NamedTuple):
-    """The launch (``begins``) or the wait of an async window."""
+    """The launch or the wait of an async window; or "run": a synchronous step on the path to a launch, alone in
+    ``pair``."""
 
-    begins: bool
+    action: Literal["launch", "wait", "run"]
     pair: Pair
 
 
@@ -83,7 +84,7 @@ class AsyncWindows:
 
     ``gathered``: one window per bucket of gathers for one block with the same axis, dtype and backward; a path may have
     several gathers in sequence. ``reduced``: one window per bucket of gradient reductions with the same axis, dtype and
-    position on their paths; only reductions with which a path begins. All other steps are synchronous (`waited`).
+    position on their paths; only reductions with which a path begins. All other steps are synchronous.
     """
 
     def __init__(self, reads: Sequence[Read]) -> None:
@@ -190,29 +191,48 @@ class AsyncWindows:
 
     @cached_property
     def events(self) -> dict[int, list[Event]]:
-        """Launches and waits before each program point, in order; backward runs them in reverse."""
+        """Launches, waits and early synchronous steps before each program point, in order; backward runs them in
+        reverse."""
+        found = self._launches_and_waits
+        done = {step for pair in (*self.gathered, *self.reduced) for step in pair.steps}
+        return {place: [event for one in found[place] for event in (*self._runs_before(one, place, done), one)]
+                for place in sorted(found)}
+
+    def _runs_before(self, event: Event, place: int, done: set[int]) -> Iterator[Event]:
+        """The synchronous steps on the paths to a launch at ``place`` that are not ``done``: the program comes to the
+        reader later."""
+        for number in event.pair.steps if event.action == "launch" else ():
+            path, at = list[int](), self.reads[number].after
+            while at is not None and at not in done and self._place(at) >= place:
+                path.append(at)
+                at = self.reads[at].after
+            done.update(path)
+            yield from (Event("run", Pair((step,), place, place)) for step in reversed(path))
+
+    @cached_property
+    def _launches_and_waits(self) -> dict[int, list[Event]]:
         found = defaultdict[int, list[Event]](list)
         for depth in sorted(set(self._depth.values())):
             level = [pair for pair in self.reduced if self._depth[pair.steps[0]] == depth]
             for pair in level:
-                found[pair.begin].append(Event(True, pair))
+                found[pair.begin].append(Event("launch", pair))
             for pair in level:
                 if self._follow[pair.steps[0]]:
-                    found[pair.end].append(Event(False, pair))
+                    found[pair.end].append(Event("wait", pair))
         for pair in self.reduced:
             if not self._follow[pair.steps[0]]:
-                found[pair.end].append(Event(False, pair))
+                found[pair.end].append(Event("wait", pair))
         ordered = sorted(self.gathered, key=lambda pair: -self._follow[pair.steps[0]])  # in the order of their paths
         for _, gather_stages in itertools.groupby(ordered, lambda pair: self._follow[pair.steps[0]]):
             level = list(gather_stages)
             for pair in level:
                 if pair.begin == pair.end:
-                    found[pair.begin].append(Event(True, pair))
+                    found[pair.begin].append(Event("launch", pair))
             for pair in level:
-                found[pair.end].append(Event(False, pair))
+                found[pair.end].append(Event("wait", pair))
         for pair in self.gathered:
             if pair.begin < pair.end:
-                found[pair.begin].append(Event(True, pair))
+                found[pair.begin].append(Event("launch", pair))
         return found
 
     def gather_stages(self, number: int) -> list[int]:
@@ -229,14 +249,13 @@ class AsyncWindows:
         """Whether the step is the last of its path."""
         return not self._users[number]
 
-    def waited(self) -> Iterator[tuple[int, int | None]]:
-        """The synchronous steps: number, and the program point at which a later window needs the result before the
-        reader does (None: none does)."""
-        begins = {step: pair.begin for pair in (*self.gathered, *self.reduced) for step in pair.steps}
-        for number in range(len(self.reads)):
-            if number not in begins:
-                needed = self._needed(number, begins)
-                yield number, needed if needed < self._place(number) else None
+    @cached_property
+    def at_readers(self) -> frozenset[int]:
+        """The synchronous steps that run where their reader does."""
+        elsewhere = {step for pair in (*self.gathered, *self.reduced) for step in pair.steps}
+        elsewhere |= {event.pair.steps[0] for events in self.events.values() for event in events
+                      if event.action == "run"}
+        return frozenset(range(len(self.reads))) - elsewhere
 
 
 def in_buckets(sizes: Sequence[float], last: float = math.inf) -> list[list[int]]:

@@ -17,10 +17,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from autoparallel.capture import OpGraph, Ref, TensorMeta
 from autoparallel.capture.blocks import block_path
 from autoparallel.capture.graph import Node
+from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import MeshError
 from autoparallel.layout import INVARIANT, PARTIAL, REPLICATE, Layout, LayoutSpace, shard, without_gradient
 from autoparallel.rules.registry import find_rule
@@ -243,6 +245,28 @@ class StrategySpace:
         for use in self.uses:
             found.setdefault(use.source, []).append(use.target)
         return {source: tuple(targets) for source, targets in found.items()}
+
+    @cached_property
+    def differentiated(self) -> frozenset[int]:
+        """The decisions through which backward runs: from the loss, or from all outputs if there is none, to what they
+        are computed from, but not through ops without a gradient."""
+        loss, reached, found = loss_output(self.graph), set[int](), set[int]()
+        for decision in reversed(self.decisions):
+            if decision.kind == "output":
+                runs = loss is None or int(decision.path) == loss
+            else:
+                runs = decision.index in reached and self._differentiable(decision)
+            if runs:
+                found.add(decision.index)
+                reached.update(u.source for u in self.uses_by.get(decision.index, ()) if u.meta.requires_grad)
+        return frozenset(found)
+
+    def _differentiable(self, decision: Decision) -> bool:
+        if decision.kind == "op":
+            node = self.graph.nodes[decision.node]
+            stops = node.no_grad or node.target is torch.ops.aten.detach.default
+            return not stops and any(meta.requires_grad for meta in node.outputs)
+        return decision.kind != "update"
 
     @cached_property
     def blocks(self) -> list[str | None]:
