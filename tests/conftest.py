@@ -23,15 +23,14 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
-#: Most processes in which the default tier runs at once.
-MOST_WORKERS = 4
+#: Most processes in which a tier runs at once, by its expression of marks; those of `ranks` have a pool of ranks each.
+MOST_WORKERS = {"not slow and not ranks": 4, "ranks and not slow": 2}
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole default tier runs on all processors; chosen tests, and those that start processes, one by one."""
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    alone = config.getoption("usepdb") or "not ranks" not in config.getoption("markexpr")
-    return 0 if alone or not whole else min(MOST_WORKERS, os.cpu_count() or 1)
+    """A whole tier runs on all processors; chosen tests, and the slow ones, run one by one."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.getoption("usepdb")
+    return min(MOST_WORKERS.get(config.getoption("markexpr"), 0), os.cpu_count() or 1) if whole else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoparallel.errors import AutoparallelError
+from tests.support.language import Text, as_ranks, llama, reset_accelerate, whole
 from tests.support.ranks import mesh_of
-from tests.test_checkpoints import llama, whole
-from tests.test_trainer import Text, as_ranks, reset_accelerate
+from tests.support.tiers import slow
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -87,7 +87,7 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize(("parallel", "shape", "options"), [
-    ({"baseline": "fsdp"}, (4,), {}),
+    slow({"baseline": "fsdp"}, (4,), {}),
     ({"baseline": "tensor_parallel"}, (2, 2), {"gradient_accumulation_steps": 2}),
 ])
 def test_a_loop_of_accelerate(ranks: Any, tmp_path: Path, parallel: dict[str, Any], shape: tuple[int, ...],
@@ -148,7 +148,7 @@ def refusals(folder: Path) -> list[str]:
     return told
 
 
-def test_what_cannot_be_is_refused(ranks: Any, tmp_path: Path) -> None:
+def test_impossible_options_are_refused(ranks: Any, tmp_path: Path) -> None:
     for two, folder, batches in ranks(2).run(refusals, tmp_path / "x"):
         assert "several models" in two and "needs the folder" in folder
         assert "batch_size=None" in batches

@@ -14,7 +14,7 @@ import autoparallel
 from autoparallel.cli import app
 from autoparallel.errors import PlanError
 from cost_models import Cluster
-from tests.test_export import IDS, Decoder
+from tests.support.decoder import IDS, Decoder
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=4)
 

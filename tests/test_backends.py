@@ -101,6 +101,7 @@ def test_block_by_block_with_dropout(ranks: Any) -> None:
     check(ranks, "gpt2_dropout", ((4,), {"baseline": "fsdp", "zero_stage": 3, "by_block": True}))
 
 
+@pytest.mark.slow
 def test_experts_run_between_compiled_graphs(ranks: Any) -> None:
     check(ranks, "mixtral", ((2, 2), {"random": 0}))
 

@@ -93,7 +93,7 @@ def test_any_stage(data: st.DataObject) -> None:
     assert_two_parts_are_one(stage, inputs, weights)
 
 
-def test_a_block_is_computed_again_once_for_all_parts_of_backward() -> None:
+def test_a_block_is_recomputed_once_for_both_parts_of_backward() -> None:
     """And not for each group of weights, which torch's checkpoint would do."""
     torch.manual_seed(0)
     body = torch.fx.symbolic_trace(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)), torch.nn.SiLU()))
@@ -116,7 +116,7 @@ def test_a_block_is_computed_again_once_for_all_parts_of_backward() -> None:
     torch.testing.assert_close([of_input, *(w.grad for w in weights)], list(expected))
 
 
-def test_what_is_sent_is_let_go_once_its_receiver_has_asked_for_it() -> None:
+def test_sent_tensors_are_freed_once_received() -> None:
     """Which the sender knows from what was sent after that: to wait for anything else might be for ever."""
     orders = {
         0: ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0F2", "0SEND_F2", "0RECV_B1", "0B1", "0B2"],

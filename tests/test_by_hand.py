@@ -109,12 +109,12 @@ def test_a_plan_that_does_not_fit_is_priced() -> None:
     ("dp=4,schedule=gpipe", "schedule=gpipe is of a pipeline"),
     ("dp=4,ep=2", "no parameter of the model is known to have a dim of experts"),
 ])
-def test_what_cannot_be_is_refused_with_the_rule(by_hand: Any, said: str) -> None:
+def test_impossible_plans_are_refused_with_the_rule(by_hand: Any, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         priced(by_hand)
 
 
-def test_what_it_decides_is_not_given_twice() -> None:
+def test_options_decided_by_hand_are_not_given_twice() -> None:
     with pytest.raises(PlanError, match="by_hand decides mesh_shape, micro_batches"):
         priced("dp=4", mesh_shape=(4,), micro_batches=2)
 

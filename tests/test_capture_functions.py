@@ -140,7 +140,7 @@ def reading_data(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [vmapped, twice_differentiated, differentiated_norms, a_step_of_descent,
                                       gradients_of_convolutions, derivatives_of_functions, counts, gaussian_likelihood,
                                       distributions, temporal_classification, reading_data], ids=lambda f: f.__name__)
-def test_what_a_trace_does_not_see_is_traced(function: Any) -> None:
+def test_functions_that_a_trace_does_not_see_are_traced(function: Any) -> None:
     """Value and gradient are the model's own, in float64."""
     model, x = Weighed(function).double(), torch.randn(4, 6, dtype=torch.float64)
     torch.set_default_dtype(torch.float64)
@@ -198,7 +198,7 @@ def test_a_branch_that_clamps_is_a_choice(function: Any, large: float) -> None:
     torch.testing.assert_close(*(torch.autograd.grad(made.sum(), model.std) for made in (actual, expected)))
 
 
-def test_asserts_of_values_are_left_out_and_told() -> None:
+def test_asserts_of_values_are_dropped_with_a_warning() -> None:
     """prophetnet's and ibert's."""
     with pytest.warns(UserWarning, match=r"does not check what .*test_capture_functions.py:\d+ checks: ") as told:
         graph = capture(Weighed(asserting), (torch.randn(4, 6),))

@@ -17,30 +17,22 @@ import torch.distributed as dist
 import typer.testing
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import autoparallel
 from autoparallel.cli import app
 from autoparallel.errors import AutoparallelError
 from autoparallel.runtime.checkpoint.files import Entry, Reader, Writer
 from autoparallel.runtime.checkpoint.job import checkpoints
+from tests.support.language import VOCABULARY, adapted, llama, whole
+from tests.support.launching import clean_environment, guide
 from tests.support.ranks import mesh_of
-from tests.test_launch import clean_environment, guide
+from tests.support.tiers import slow
 
 transformers = pytest.importorskip("transformers")
 
-VOCABULARY = 64
 PLANS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((2, 2), {"baseline": "tensor_parallel"}), ((4,), {"baseline": "fsdp"}),
     ((2, 2), {"pipeline_stages": 2, "micro_batches": 2})]
-
-
-def llama(**options: Any) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, use_cache=False, **options)
-    return transformers.LlamaForCausalLM(config)
 
 
 def mixtral() -> Any:
@@ -56,13 +48,6 @@ def tied() -> Any:
     return llama(tie_word_embeddings=True)
 
 
-def adapted() -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    return get_peft_model(llama(), config)
-
-
 def batch() -> dict[str, Tensor]:
     ids = torch.randint(0, VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}
@@ -72,12 +57,6 @@ def on_mesh(build: Any, shape: tuple[int, ...], options: dict[str, Any], meta: b
     with torch.device("meta" if meta else "cpu"):
         model = build()
     return autoparallel.compile(model, mesh_of(*shape), example_kwargs=batch(), **options)
-
-
-def whole(parallel: Any) -> dict[str, Tensor]:
-    """All that this rank holds, whole."""
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in parallel.state_dict().items()}
 
 
 def save_and_load(build: Any, shape: tuple[int, ...], options: dict[str, Any], folder: Path, size: str) -> None:
@@ -92,7 +71,7 @@ def save_and_load(build: Any, shape: tuple[int, ...], options: dict[str, Any], f
 
 
 @pytest.mark.parametrize(("shape", "options"), PLANS)
-@pytest.mark.parametrize(("build", "size"), [(llama, "5GB"), (tied, "20KB"), (mixtral, "30KB")])
+@pytest.mark.parametrize(("build", "size"), [(llama, "5GB"), (tied, "20KB"), slow(mixtral, "30KB")])
 def test_weights_are_read_by_from_pretrained(ranks: Any, tmp_path: Path, build: Any, size: str,
                                              shape: tuple[int, ...], options: dict[str, Any]) -> None:
     folder = tmp_path / "saved"
@@ -440,7 +419,7 @@ def test_no_rank_needs_more_than_its_shards_and_a_tensor(ranks: Any, tmp_path: P
     assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_the_guide_runs_is_killed_and_goes_on(tmp_path: Path) -> None:
     """On 4 ranks; killed after its fourth step, it goes on from the checkpoint, on 2 ranks."""
     script = tmp_path / "train.py"

@@ -217,7 +217,7 @@ def running(x: Tensor, dim: int = 0, once: bool = False) -> Tensor:
 running.register_fake(lambda x, dim=0, once=False: torch.empty_like(x))
 
 
-def test_a_call_unlike_what_was_proven_is_proven_again() -> None:
+def test_a_new_call_of_a_rule_is_proven_anew() -> None:
     """Other arguments, types, numbers of dims and lengths: for them the rule does not count, which is said."""
     autoparallel.register_rule("ap_test::running", "x[*b, k] -> y[*b, k]", arguments={"once": True},
                                example=[torch.randn(4, 4)])

@@ -94,7 +94,7 @@ def complaints() -> list[str]:
     return found
 
 
-def test_what_cannot_be_sharded_is_refused(ranks: Any) -> None:
+def test_loaders_that_cannot_be_sharded_are_refused(ranks: Any) -> None:
     few, stream, collated = ranks(4).run(complaints)[0]
     assert few == "InputError: the dataset has 5 samples, fewer than one batch of 8"
     assert "a stream has one order, and is read whole: leave out per_sample" in stream

@@ -73,7 +73,7 @@ ROUND = function(lambda x: x.round(), lambda x, g: g)
     (function(lambda x: x.view(x.shape[0], 2, 3).sum(1)), [(8, 6)], {"S(0)": "S(0)", "P": "P"}),
     (function(lambda x: x.view(-1, 64).softmax(1).view(x.shape)), [(256,)], {"S(0)": "S(0)"}),  # whole rows of 64
 ])
-def test_what_may_be_cut_is_found(op: Any, shapes: list[tuple[int, ...]], rows: dict[str, str]) -> None:
+def test_rules_are_found_by_running(op: Any, shapes: list[tuple[int, ...]], rows: dict[str, str]) -> None:
     assert rows_of(op, *shapes) == rows
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import autoparallel
+from tests.support.failures import Loss, said
 from tests.support.ranks import RankPool, mesh_of, pool_of
 
 LIMIT_S = 3.0
@@ -28,27 +28,6 @@ def four_ranks() -> Iterator[RankPool]:
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.Linear(32, 32))
-
-
-class Loss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x.square().mean()
-
-
-def said(call: Callable[[], Any]) -> tuple[str, str, int, float]:
-    """The error of a call: its name, text, the rank that it names (-1: none), seconds until then."""
-    began = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error), getattr(error, "rank", -1), time.monotonic() - began
-    return "", "", -1, time.monotonic() - began
 
 
 def different_calls() -> list[tuple[str, str, int, float]]:
@@ -85,7 +64,7 @@ def test_different_calls_are_refused_on_all_ranks_and_nothing_is_closed(four_ran
 
 def loses_one(guilty: int, number: int, way: str, options: dict[str, Any]) -> Any:
     """Steps, until rank ``guilty`` receives a signal from itself, at op ``number``."""
-    from tests.test_rank_failures import FailsAt
+    from tests.support.failures import FailsAt
 
     rank, x = torch.distributed.get_rank(), torch.randn(8, 32)
     parallel = autoparallel.compile(Loss(), mesh_of(*options.pop("mesh")), example_inputs=(x,), peer_timeout_s=LIMIT_S,

@@ -49,6 +49,6 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert not [link for link in outside if not link.startswith(("https://squidfunk", "https://www.mkdocs"))], page
 
 
-def test_every_command_is_told() -> None:
+def test_every_command_is_documented() -> None:
     page = (ROOT / "docs/concepts/cli.md").read_text()
     assert set(re.findall(r"^\| `(.*?)` \|", page, re.M)) == set(get_command(app).commands)  # type: ignore[attr-defined]

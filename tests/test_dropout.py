@@ -46,7 +46,7 @@ def test_replicated_ranks_draw_the_same_bits(ranks: Any) -> None:
     assert not torch.equal(whole[0][0], whole[0][1]), "two calls draw different numbers"
 
 
-def test_pieces_draw_different_numbers_at_the_right_rate(ranks: Any) -> None:
+def test_shards_draw_different_numbers_at_the_right_rate(ranks: Any) -> None:
     results = ranks(4).run(masks, "sharded")
     firsts = [r[0] for r in results]
     assert all(f.shape == (16, 256) for f in firsts)

@@ -34,7 +34,7 @@ SLOW_DEVICE = Device("slow", {"float32": 1e7}, 1e9, 1.0, 1e9, 0.0)
 
 
 def test_without_root_it_says_so_and_ends_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-                                               ) -> None:
+                                              ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     main()
     assert capsys.readouterr().out == "no cluster can be emulated here: it takes root to make network namespaces\n"
@@ -83,7 +83,7 @@ def test_ops_are_padded_to_the_emulated_device() -> None:
     assert time.monotonic() - started >= 0.2
 
 
-def test_what_comes_too_late_is_told() -> None:
+def test_late_emulation_is_reported() -> None:
     clock = DeviceClock(SLOW_DEVICE)
     with ticking(clock, time.monotonic()):
         torch.ones(10, 10) @ torch.ones(10, 10)
@@ -91,7 +91,7 @@ def test_what_comes_too_late_is_told() -> None:
     assert clock.overrun_s >= 0.01
 
 
-def test_what_computes_gives_way_to_what_communicates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compute_yields_to_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks have real-time priority; others keep what they have."""
     at = [COMMUNICATING]
     monkeypatch.setattr(os, "sched_getparam", lambda thread: os.sched_param(at[-1]))
@@ -143,7 +143,7 @@ def test_there_are_enough_plans_of_each_kind() -> None:
     assert [spec.kind for spec in specs(8, most=2)] == ["search", "joint", "plain", "hybrid"]
 
 
-def test_equal_plans_are_measured_once_and_impossible_ones_told() -> None:
+def test_equal_plans_are_measured_once_and_impossible_ones_reported() -> None:
     subject = Subject(lambda: MLP(width=16, depth=2), lambda: {"x": torch.zeros(8, 16), "y": torch.zeros(8, 16)})
     wanted = [Spec("a", "plain", {"mesh_shape": (2,)}), Spec("b", "plain", {"mesh_shape": (2,)}),
               Spec("c", "hybrid", {"mesh_shape": (2,), "micro_batches": 3})]

@@ -226,7 +226,7 @@ def test_unknown_names_list_the_known(call: Callable[[], Any], error: type[Autop
     ({"model": torch.relu}, CaptureError, ("relu", "an instance of torch.nn.Module", "whose forward calls it")),
 ])
 def test_options_and_arguments_of_other_kinds(options: dict[str, Any], error: type[AutoparallelError], parts: Any
-                                              ) -> None:
+                                             ) -> None:
     """Each named, with what it is and what to write; before anything is traced."""
     case = CASES["mlp"]
     given = {"model": case.build(), "cluster": Cluster.load("local-cpu", num_devices=4),

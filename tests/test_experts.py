@@ -19,6 +19,7 @@ from cost_models import Cluster
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 from tests.support.reference import assert_same_gradients, gradients_of, scalar, train_reference
+from tests.support.tiers import slow
 
 
 def planned(mesh_shape: tuple[int, ...], strategy: tuple[str, ...]) -> autoparallel.Plan:
@@ -44,13 +45,13 @@ def run_plan(mesh_shape: tuple[int, ...], plan: autoparallel.Plan) -> tuple[floa
 
 
 @pytest.mark.parametrize(("mesh_shape", "strategy"), [
-    ((4,), ("e",)), ((2, 2), ("t", "e")), ((4,), ("dispatch",)), ((2, 2), ("dispatch", "t")),
+    slow((4,), ("e",)), ((2, 2), ("t", "e")), slow((4,), ("dispatch",)), ((2, 2), ("dispatch", "t")),
     *(pytest.param(mesh, strategy, marks=pytest.mark.slow) for mesh, strategy in [
         ((4,), ("t",)), ((2, 2), ("e", "t")), ((2, 2), ("e", "e")), ((2, 2), ("t", "dispatch")),
         ((2, 2), ("repeat", "dispatch"))]),
 ])
 def test_a_mixture_is_cut_by_tokens_and_experts(ranks: Any, mesh_shape: tuple[int, ...], strategy: tuple[str, ...]
-                                                ) -> None:
+                                               ) -> None:
     reference = train_reference(CASES["mixtral"], "sgd", num_steps=1)
     for loss, gradients in ranks(4).run(run_plan, mesh_shape, planned(mesh_shape, strategy), timeout_s=100):
         assert loss == pytest.approx(reference.losses[0], rel=1e-5)
@@ -76,7 +77,7 @@ def test_experts_without_a_row() -> None:
         torch.testing.assert_close(one, two)
 
 
-def test_what_is_not_a_mixture_stays_a_sort() -> None:
+def test_sorts_outside_of_mixtures_stay() -> None:
     """Rows that look at one another in sorted order: nothing of it is moved."""
 
     class Model(nn.Module):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import autoparallel
@@ -22,40 +21,9 @@ from autoparallel.export.megatron_rules import RULES, broken, flags_of
 from autoparallel.planning.by_hand import ByHand
 from benchmarks.zoo import build
 from cost_models import Cluster
+from tests.support.decoder import IDS, Decoder
 
-IDS = torch.zeros(8, 16, dtype=torch.long)
 DIGITS = "tensor-model-parallel-size 2"
-
-
-class Block(nn.Module):
-    """Four heads of queries, two of keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mlp_norm = nn.LayerNorm(64), nn.LayerNorm(64)
-        self.q_proj, self.o_proj = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.k_proj, self.v_proj = nn.Linear(64, 32), nn.Linear(64, 32)
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        q, k, v = (p(y).unflatten(2, (-1, 16)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o_proj(y.transpose(1, 2).flatten(2))
-        return x + self.down(self.up(self.mlp_norm(x)).relu())
-
-
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(128, 64), nn.Linear(64, 128)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), input_ids.flatten())
 
 
 @functools.cache
@@ -193,14 +161,14 @@ def test_plans_pass_megatron_s_checks_or_are_refused_with_the_rule(by_hand: str,
 
 
 @pytest.mark.slow
-def test_experts_are_told_to_megatron() -> None:
+def test_experts_are_exported_to_megatron() -> None:
     text = autoparallel.export_plan(of_experts("dp=4,ep=2"), "megatron").files["megatron_args.sh"]
     assert "--expert-model-parallel-size 2" in text and "--num-experts 4" in text
     lost = autoparallel.export_plan(of_experts("dp=2,tp=2"), "megatron").lost
     assert "whole experts" in lost[0].what  # without sequence parallelism Megatron has no experts over tensor ranks
 
 
-def test_types_are_told() -> None:
+def test_types_are_reported() -> None:
     plan = planned("dp=4", torch.bfloat16)
     text = autoparallel.export_plan(plan, "megatron").files["megatron_args.sh"]
     assert "--bf16\n" in text and "--grad-reduce-in-bf16" in text
@@ -279,7 +247,7 @@ def test_a_recipe_for_torchtitan(by_hand: str, tmp_path: Path) -> None:
     ("dp=2,tp=2", "accelerate", "in shards"),
     ("dp=4,recompute=offload", "torchtitan", "does not offload"),
 ])
-def test_what_a_framework_refuses_is_refused(by_hand: str, to: str, said: str) -> None:
+def test_plans_that_a_framework_refuses_are_refused(by_hand: str, to: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         autoparallel.export_plan(planned(by_hand), to)
 

@@ -113,7 +113,7 @@ def test_all_exported_files_equal_one_process(ranks: Any, name: str, by_hand: st
     check(ranks, name, by_hand)
 
 
-def test_what_torch_has_no_style_for_is_listed_and_whole() -> None:
+def test_layers_without_a_style_are_listed_and_replicated() -> None:
     lost = exported("mixtral", "dp=2,tp=2,zero=3").lost
     assert len(lost) == 1 and "mlp.experts" in lost[0].what and "mlp.gate" in lost[0].what
 
@@ -124,6 +124,6 @@ def test_what_torch_has_no_style_for_is_listed_and_whole() -> None:
     ("llama", "dp=2,cp=2", "context_parallel is experimental"),
     ("mixtral", "dp=4,ep=2", "torch has no expert-parallel style"),
 ])
-def test_what_torch_alone_cannot_say_is_refused(name: str, by_hand: str, said: str) -> None:
+def test_plans_beyond_torch_are_refused(name: str, by_hand: str, said: str) -> None:
     with pytest.raises(PlanError, match=said):
         exported(name, by_hand)

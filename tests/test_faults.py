@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
 from autoparallel.runtime.checkpoint.job import checkpoints
+from tests.support.failures import Loss, said
 from tests.support.ranks import mesh_of, pool_of
-from tests.test_diverging_ranks import Loss, said
 
 SOON_S = 30.0
 FATAL = ("SIGKILL", "SIGSTOP")

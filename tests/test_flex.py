@@ -18,7 +18,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from autoparallel.capture import capture
 from autoparallel.strategies.space import StrategySpace
 from benchmarks.model_zoo import truth
-from tests.test_random_plans import TOLERANCE, error_under
+from tests.support.random_plans import TOLERANCE, error_under
 
 LENGTH, HEADS, SHARED, DIM = 12, 4, 2, 4
 DOCUMENTS = torch.tensor([0] * 5 + [1] * 7)
@@ -113,7 +113,8 @@ def test_flexible_attention_is_what_its_functions_say(options: Options, call: Ca
             assert error <= TOLERANCE, f"{name} on {mesh}, plan {plan}"
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.__name__)
+@pytest.mark.parametrize("options", [OPTIONS[0], *(pytest.param(o, marks=pytest.mark.slow) for o in OPTIONS[1:])],
+                         ids=lambda options: options.__name__)
 def test_torch_computes_the_same_forward(options: Options) -> None:
     mine, model = (Model(options, attention) for attention in (by_hand, flexible(flex_attention)))
     with torch.no_grad():

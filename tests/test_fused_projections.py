@@ -61,7 +61,7 @@ def test_slices_of_a_linear_layer_become_sections(case: Any) -> None:
     assert torch.ops.aten.select.int not in ops(graph)
 
 
-def test_what_is_not_taken_apart_along_its_features_stays() -> None:
+def test_projections_not_split_along_features_stay() -> None:
     """Another reader; overlapping slices; slices of a head's dims; too small sections; a slice without gradient."""
 
     class Model(nn.Module):
@@ -125,7 +125,7 @@ def test_sections_are_cut(ranks: Any, case: Any, mesh_shape: tuple[int, ...], st
         assert max(found.values()) < 1e-5, found
 
 
-def test_sections_are_computed_again(ranks: Any) -> None:
+def test_sections_are_recomputed(ranks: Any) -> None:
     for found in ranks(4).run(run_case, EVEN, (2, 2), ("b0", "n"), "full", timeout_s=100):
         assert max(found.values()) < 1e-5, found
 

@@ -100,7 +100,8 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> GraphModule:
     return found[-1]
 
 
-def test_what_a_gather_sends_stays_as_it_is_until_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.ranks  # asks for the version of g++
+def test_inputs_of_a_gather_stay_unchanged_until_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -112,6 +113,7 @@ def test_what_a_gather_sends_stays_as_it_is_until_it_is_awaited(monkeypatch: pyt
     assert (kept["fxgraph_cache_miss"], kept["fxgraph_cache_bypass"]) == (1, 0), "the code is kept for the next run"
 
 
+@pytest.mark.ranks
 def test_code_that_would_take_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """If Inductor did not know what is in flight."""
     from torch._inductor import ir

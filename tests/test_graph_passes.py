@@ -99,7 +99,7 @@ def test_gradients_are_summed_in_one_bucket(graphs: Graphs) -> None:
     assert lengths(backward, "all_reduce") == [2 * LAYERS * 16384]
 
 
-def test_the_first_bucket_is_summed_beside_compute(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_bucket_is_reduced_beside_compute(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 2 * 16384 * 4)
     _, backward = graphs("ddp", bucket_bytes=4 * 16384 * 4)
     assert lengths(backward, "all_reduce") == [2 * 16384, 4 * 16384]

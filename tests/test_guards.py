@@ -187,7 +187,7 @@ def known_again() -> tuple[int, int, list[str]]:
     return changed, len(parallel._state.forms), said
 
 
-def test_what_nothing_reads_costs_nothing_and_a_change_that_is_undone_is_known(ranks: Any) -> None:
+def test_unread_attributes_cost_nothing_and_undone_changes_are_recognised(ranks: Any) -> None:
     found = ranks(2).run(known_again, timeout_s=60)
     assert [counts[:2] for counts in found] == [(2, 2)] * 2
     assert ["since scale was 1.5 and is 3.0" in line for line in found[0][2]] == [True]
@@ -258,7 +258,7 @@ class Carrying(nn.Module):
     ("tensor", "reads state and assigns another value to it"), ("count", "reads count and assigns another value"),
     ("hook", "forward calls register_hook on a value"),
 ])
-def test_what_forward_would_leave_for_its_next_call_is_refused(what: str, said: str) -> None:
+def test_state_kept_between_calls_is_refused(what: str, said: str) -> None:
     with pytest.raises(CaptureError, match=said):
         capture(Carrying(what), (torch.zeros(2, 4),))
 

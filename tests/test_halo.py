@@ -17,7 +17,7 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.ranks import mesh_of
 from tests.support.reference import differences, gathered, gradients_of
-from tests.test_rule_truth import rows_that_hold
+from tests.support.rule_cases import rows_that_hold
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_windows_on_pieces(name: str) -> None:
+def test_windows_on_shards(name: str) -> None:
     """Even and uneven pieces on 2, 3 and 4 ranks; each row of space applies on some of them."""
     arguments, rows = CASES[name]
     held = rows_that_hold(*arguments)

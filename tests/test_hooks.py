@@ -62,7 +62,7 @@ def seen_by_hooks(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> Seen:
     ]),
 ])
 def test_hooks_of_parameters_are_called_once_a_step(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
-                                                    ) -> None:
+                                                   ) -> None:
     expected = dict(seen_by_hooks((), {}))
     assert any("sum of embedding" in name for name in expected)
     names = set[str]()

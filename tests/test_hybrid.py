@@ -33,6 +33,7 @@ from tests.support.reference import (
     gradients_of,
 )
 from tests.support.steps import Options, assert_one_process, train_by_step
+from tests.support.tiers import slow
 
 CONFIGS = Path(__file__).parents[1] / "benchmarks" / "configs"
 
@@ -48,14 +49,14 @@ def test_zero_stages_with_micro_batches(ranks: Any, zero_stage: int) -> None:
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "options"), [
-    ("llama", (2, 2), {"schedule": "gpipe", "micro_batches": 2}),
-    ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
-    ("bert", (4,), {"schedule": "1f1b", "micro_batches": 8, "pipeline_stages": 4}),
+    slow("llama", (2, 2), {"schedule": "gpipe", "micro_batches": 2}),
+    slow("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
+    slow("bert", (4,), {"schedule": "1f1b", "micro_batches": 8, "pipeline_stages": 4}),
     ("llama", (2, 2), {"schedule": "interleaved", "micro_batches": 4, "pipeline_stages": 4}),
     ("gpt2", (2, 2), {"schedule": "zero_bubble", "micro_batches": 4, "pipeline_stages": 4}),
     ("resnet", (2, 2), {"schedule": "gpipe"}),
     ("t5", (2, 2), {"micro_batches": 2}),
-    ("mixtral", (2, 2), {"schedule": "gpipe"}),
+    slow("mixtral", (2, 2), {"schedule": "gpipe"}),
     ("deepseek_v3", (2, 2), {"schedule": "1f1b", "micro_batches": 4}),
     ("gpt2", (2, 2), {"schedule": "1f1b", "micro_batches": 2, "zero_stage": 3}),
 ])
@@ -80,7 +81,7 @@ def test_pipelines(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], opti
     ]),
 ])
 def test_stages_on_several_ranks(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options, batch: int
-                                 ) -> None:
+                                ) -> None:
     """Which take turns; what all of them learn is added up."""
     assert_one_process(ranks, case_name, mesh_shape, options, "adamw", batch)
 
@@ -180,7 +181,7 @@ def test_buffers_that_become_one_another(ranks: Any, options: Options) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_take_turns_drop_the_same(ranks: Any) -> None:
+def test_replicas_drop_the_same_in_micro_batches(ranks: Any) -> None:
     """A turn draws its own numbers, wherever it runs."""
     def losses(mesh_shape: tuple[int, ...], options: Options) -> list[float]:
         everywhere = ranks(mesh_shape[0]).run(train_by_step, "gpt2_dropout", mesh_shape, dict(options), "sgd", 8,
@@ -239,7 +240,7 @@ def test_messages_between_stages_on_several_ranks(replicas: tuple[int, ...], sch
     ({"stages": 2, "pipeline_ranks": 3, "micro_batches": 6, "replicas": (1, 2), "schedule": "zero_bubble"},
      ("'zero_bubble' runs each stage on one rank", "take '1f1b'")),
 ])
-def test_what_does_not_go_together_is_refused(options: Options, parts: tuple[str, ...]) -> None:
+def test_incompatible_options_are_refused(options: Options, parts: tuple[str, ...]) -> None:
     if not parts:
         Hybrid(**options)
         return
@@ -276,7 +277,7 @@ def test_cuts_send_little_where_that_is_faster(bytes_per_s: float, width: int) -
     assert space.uses_by[cut][0].meta.shape == (4, width)
 
 
-def test_both_stages_beside_a_cut_wait_for_what_it_sends() -> None:
+def test_both_stages_at_a_cut_wait_for_its_sends() -> None:
     """Cuts as even as the ops, however dear messages are: these are the same wherever it is cut."""
     layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(12)]
     flow = flow_of(space := StrategySpace(capture(torch.nn.Sequential(*layers), (torch.zeros(4, 8),)), (1,)), 0)
@@ -301,7 +302,7 @@ def test_stages_on_several_ranks_get_more(groups: list[int], begins: list[int]) 
     assert [ops.index(cut) for cut in cuts] == begins
 
 
-def test_a_mixture_of_experts_in_turns() -> None:
+def test_a_mixture_of_experts_in_micro_batches() -> None:
     """Its products are priced in the dtype of its tokens, though its results are in that of their weights; what is one
     number everywhere is made by each turn for itself."""
     config = json.loads((CONFIGS / "deepseek-v3.json").read_text())
@@ -334,11 +335,11 @@ def clipped(case_name: str, mesh_shape: tuple[int, ...], options: Options, norm_
 
 @pytest.mark.parametrize(("mesh_shape", "options", "norm_type"), [
     ((2, 2), {"pipeline_stages": 2, "micro_batches": 2, "zero_stage": 1}, 2.0),
-    ((2, 2), {"baseline": "tensor_parallel"}, 2.0),
+    slow((2, 2), {"baseline": "tensor_parallel"}, 2.0),
     ((2, 2), {"pipeline_stages": 2, "micro_batches": 2}, float("inf")),
     ((2, 2), {"baseline": "fsdp"}, 3.0),
-    ((4,), {"baseline": "fsdp"}, float("inf")),
-    pytest.param((4,), {"stage_replicas": (1, 2, 1), "micro_batches": 4}, 2.0, marks=pytest.mark.slow),
+    slow((4,), {"baseline": "fsdp"}, float("inf")),
+    slow((4,), {"stage_replicas": (1, 2, 1), "micro_batches": 4}, 2.0),
 ])
 def test_clipping_by_the_norm_of_all_gradients(ranks: Any, mesh_shape: tuple[int, ...], options: Options,
                                                norm_type: float) -> None:

@@ -82,7 +82,7 @@ def test_throughput_takes_as_many_sequences_as_fit() -> None:
     ({"phase": "both"}, "phase is 'both'; there are"), ({"objective": "speed"}, "objective is 'speed'"),
     ({"context": 0}, "context is 0: give tokens"), ({"concurrent": 1.5}, "concurrent is 1.5: give sequences"),
     ({"micro_batches": 2}, "micro_batches belong to a training step")])
-def test_what_cannot_be_is_refused(how: dict[str, Any], said: str) -> None:
+def test_impossible_options_are_refused(how: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         planned(**how)
 

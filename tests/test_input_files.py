@@ -57,7 +57,7 @@ def test_odd_names_and_numbers_are_written_and_read(tmp_path: Path) -> None:
     assert Cluster.load(tmp_path / "cluster.toml") == cluster
 
 
-def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+def test_unreadable_clusters_are_not_written(tmp_path: Path) -> None:
     known = Cluster.load("h100-sxm", 8, software="none")
     for wrong in (replace(known, name=""), replace(known, name="\ud800"),
                   replace(known, links=(known.links[0], replace(known.links[1], name=known.links[0].name))),

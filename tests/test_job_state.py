@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 import autoparallel
 from autoparallel.errors import AutoparallelError
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 BATCH, SAMPLES, SAVED_AFTER, STEPS = 8, 40, 7, 12  # 5 batches an epoch
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -93,7 +94,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("shape", "options", "by_step"), [
     ((2, 2), {"baseline": "fsdp"}, False),
-    ((2,), {"micro_batches": 2}, True),
+    slow((2,), {"micro_batches": 2}, True),
     ((2, 2), {"micro_batches": 2, "pipeline_stages": 2}, True),
 ])
 def test_a_resumed_run_is_equal_to_the_bit(ranks: Any, tmp_path: Path, shape: tuple[int, ...], options: dict[str, Any],

@@ -32,7 +32,7 @@ from tests.support.models import CASES
 from tests.support.steps import assert_one_process
 
 
-def test_a_sketch_counts_for_the_model() -> None:
+def test_a_reduced_model_has_the_price_of_the_model() -> None:
     """Six layers as three: the sketch's price is the model's, on every mesh, where the search treats layers alike."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,7 +53,7 @@ def test_a_sketch_counts_for_the_model() -> None:
 @pytest.mark.parametrize(("stages", "ranks", "schedule", "recompute"), [
     (4, 4, "1f1b", "none"), (4, 2, "interleaved", "none"), (4, 2, "zero_bubble", "none"), (4, 2, "zero_bubble", "full"),
 ])
-def test_a_sketch_takes_the_bytes_of_a_rank(stages: int, ranks: int, schedule: str, recompute: str) -> None:
+def test_a_reduced_model_has_the_bytes_of_a_rank(stages: int, ranks: int, schedule: str, recompute: str) -> None:
     """Of the fullest rank of the pipeline, with all its stages, whose cuts between ops are not quite even."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -135,7 +135,7 @@ def test_bounds_lie_below_estimates() -> None:
         assert 0 < search.bounds.least_bytes(candidate) <= peak
 
 
-def test_estimates_count_what_runs_beside_compute() -> None:
+def test_estimates_count_overlap() -> None:
     """An estimate on a slow network is the step that the plan in full is predicted to take."""
     machine = Cluster.load("a100-sxm", num_devices=4)
     slow = dataclasses.replace(machine.links[0], bandwidth_bytes_per_s=2e9)
@@ -183,7 +183,7 @@ def test_trial_plans_are_ordered_by_the_ratios_of_their_kind() -> None:
     assert len(list(lost.in_order())) == 1 and lost.best is None
 
 
-def test_what_takes_more_memory_than_its_sketch_is_estimated_with_less_room() -> None:
+def test_candidates_above_their_estimated_memory_are_estimated_with_less() -> None:
     """A trial plan that does not fit is estimated again with less memory, by the factor of its excess, if possible."""
     some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
     rooms: list[float] = []
@@ -209,7 +209,7 @@ def test_what_takes_more_memory_than_its_sketch_is_estimated_with_less_room() ->
     assert isinstance(lost.failure, NotRepairedError)
 
 
-def test_what_cannot_come_near_the_best_costs_a_bound_only() -> None:
+def test_hopeless_candidates_cost_a_bound_only() -> None:
     """Which lies below the estimate; a survey counts it as bounded away."""
 
     cluster = Cluster.load("h100-sxm", num_devices=8, software="none")
@@ -223,7 +223,7 @@ def test_what_cannot_come_near_the_best_costs_a_bound_only() -> None:
     assert bound not in search.run(deadline=0.0).candidates
 
 
-def test_the_second_round_looks_beside_the_best() -> None:
+def test_the_second_round_tries_neighbours_of_the_best() -> None:
 
     search = JointSearch(graph_of("llama"), Cluster.load("h100-sxm", num_devices=16), Fixed(), "adamw", float("inf"))
     best = Candidate(Hybrid(4, 2, 2, zero_stage=1), (2, 4))
@@ -236,7 +236,7 @@ def test_the_second_round_looks_beside_the_best() -> None:
     assert {c.hybrid for c in fixed.space.around(best)} == {best.hybrid}
 
 
-def test_what_promises_most_is_estimated_first() -> None:
+def test_promising_candidates_are_estimated_first() -> None:
     """What lies near a dear estimate comes last, unless nothing else is left and there is patience."""
 
     near, far = (Candidate(Hybrid(m), (8,)) for m in (2, 64))
@@ -247,7 +247,7 @@ def test_what_promises_most_is_estimated_first() -> None:
     assert order.next(2.0, float("inf")) is near and order.next(2.0, float("inf")) is None
 
 
-def test_turns_of_a_batch_that_is_no_power_of_two() -> None:
+def test_micro_batches_of_a_batch_that_is_no_power_of_two() -> None:
     """Whole rounds over the pipeline's ranks where there are any."""
     space = CandidateSpace(Cluster.load("h100-sxm", num_devices=8), Fixed(), num_blocks=2, batch=280)
     assert space.micro_batches(35) == [35, 70, 140, 280] and space.micro_batches(1) == [1, 2, 4, 8]
@@ -255,7 +255,7 @@ def test_turns_of_a_batch_that_is_no_power_of_two() -> None:
 
 
 @pytest.mark.parametrize("limit_share", [1.0, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.6, 0.35))])
-def test_what_the_joint_search_picks_computes_the_same(ranks: Any, limit_share: float) -> None:
+def test_joint_plans_compute_one_process_s_step(ranks: Any, limit_share: float) -> None:
     """Under three memory limits: none, and shares of what the plan without a limit takes."""
     cluster = Cluster.load("a100-sxm", num_devices=4)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import autoparallel
 from autoparallel.errors import AutoparallelError, LaunchError
-from autoparallel.launch.environment import FAMILIES, Identity, identity_of
+from autoparallel.launch.environment import Identity, identity_of
 from autoparallel.launch.local import free_port
+from tests.support.launching import clean_environment, guide, guides_model, loss_of_one_process, mpirun_of, output_of
+from tests.support.tiers import slow
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
@@ -97,25 +95,6 @@ def test_one_of_several_launchers_can_be_picked() -> None:
 
 # ------------------------------------------------------------------------------------------------- real processes
 
-def clean_environment() -> dict[str, str]:
-    """This process's environment without any launcher's variables, and with the project on the path."""
-    names = {name for family in FAMILIES for name in (*family.rank, *family.size, *family.local_rank)}
-    kept = {name: value for name, value in os.environ.items()
-            if name not in names and not name.startswith(("MASTER_", "TORCHELASTIC", "SLURM", "AUTOPARALLEL"))}
-    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-
-
-def output_of(command: list[str], **more: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env={**clean_environment(), **more})
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def guide(page: str, number: int = 0) -> str:
-    """A Python script of a guide."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides" / page).read_text(), re.S)[number]
-
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
@@ -124,36 +103,10 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def guides_model() -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    """The guide's model and batch, made by its own lines."""
-    names: dict[str, Any] = {}
-    lines = guide("launch.md").replace("world = autoparallel.init()", "").split("parallel = ")[0]
-    exec(compile(lines, "launch.md", "exec"), names)
-    return names["model"], names["batch"]
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def expected() -> str:
     """The loss of one process without autoparallel."""
-    model, batch = guides_model()
-    for _ in range(3):
-        model.zero_grad()
-        loss = model(*batch)
-        loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
-    return f"{float(loss.detach()):.6f}"
-
-
-def mpirun_of(kind: str) -> list[str]:
-    """The command of one MPI, by what ``--version`` of the ones there says; skips where it is not installed."""
-    for name in ("mpirun", f"mpirun.{'openmpi' if kind == 'Open MPI' else 'mpich'}"):
-        if path := shutil.which(name):
-            said = subprocess.run([path, "--version"], capture_output=True, text=True, env=clean_environment()).stdout
-            if ("Open MPI" if kind == "Open MPI" else "HYDRA") in said:
-                return [path, *(["--oversubscribe"] if kind == "Open MPI" else [])]
-    pytest.skip(f"{kind} is not installed (Debian: apt-get install openmpi-bin mpich)")
+    return loss_of_one_process()
 
 
 @pytest.mark.ranks
@@ -170,7 +123,7 @@ def test_the_script_runs_alone_and_under_torchrun(script: str, expected: str) ->
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["slurm", "mvapich", "msrun"])
+@pytest.mark.parametrize("kind", ["slurm", slow("mvapich"), slow("msrun")])
 def test_the_script_runs_under_launchers_that_are_emulated(kind: str, script: str, expected: str) -> None:
     """Processes with the variables that srun, MVAPICH's mpirun and msrun set."""
     port, processes = str(free_port()), []
@@ -216,7 +169,7 @@ def test_a_plan_is_launched(script: str, expected: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_launch_tells_of_failures_and_starts_again(tmp_path: Path) -> None:
+def test_launch_reports_failures_and_restarts(tmp_path: Path) -> None:
     script, cli = tmp_path / "train.py", [sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "2"]
     script.write_text("import os, sys, autoparallel\nworld = autoparallel.init()\n"
                       "os.write(1, f\"started {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n\".encode())\n"

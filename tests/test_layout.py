@@ -60,7 +60,7 @@ def laid_out(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, tuple[int, ...]]
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
-def test_pieces_are_those_of_torch_chunk(size: int, num_ranks: int) -> None:
+def test_shards_are_those_of_torch_chunk(size: int, num_ranks: int) -> None:
     """Of equal lengths but for the last ones; where torch.chunk gives fewer pieces, the rest are empty."""
     chunks = [len(c) for c in torch.arange(size).chunk(num_ranks)] if size else []
     assert shards(size, num_ranks) == (*chunks, *[0] * (num_ranks - len(chunks)))
@@ -124,7 +124,7 @@ def test_layouts_print_and_parse(case: tuple[tuple[int, ...], Layout, tuple[int,
 
 
 @pytest.mark.parametrize("text", ["", "S", "S()", "S(-1)", "S(a)", "X", "r", "S(0)x", "Shard(0)"])
-def test_what_is_no_placement_is_refused(text: str) -> None:
+def test_unknown_placements_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"not a placement: .* \(one of S\(dim\), R, I, P\)"):
         Placement.parse(text)
 
@@ -228,7 +228,7 @@ def test_an_outer_cut_of_a_dim_is_joined_after_the_inner_one() -> None:
     assert path[0].axis == 1
 
 
-def test_there_is_no_way_to_a_layout_that_does_not_fit() -> None:
+def test_no_path_leads_to_a_layout_that_does_not_fit() -> None:
     space = LayoutSpace((3, 8), (4,), True)
     with pytest.raises(ValueError, match=r"no redistribution from .* for a tensor of shape \(3, 8\)"):
         RedistributionTable(space, 4, some_cost).path((INVARIANT,), (shard(0),))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 lightning = pytest.importorskip("lightning")
 
@@ -77,7 +78,7 @@ def loop(folder: Path, parallel: dict[str, Any], shape: tuple[int, ...], precisi
             os.environ.pop(name, None)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 3e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), slow("bf16-mixed", 3e-2)])
 def test_a_loop_of_fabric(ranks: Any, tmp_path: Path, precision: str, tolerance: float) -> None:
     for folder in ("one", "four"):
         (tmp_path / folder).mkdir()
@@ -173,7 +174,7 @@ def fit(kind: str, folder: Path, parallel: dict[str, Any], shape: tuple[int, ...
             os.environ.pop(name, None)
 
 
-@pytest.mark.parametrize("kind", ["gan", "classifier"])
+@pytest.mark.parametrize("kind", [slow("gan"), "classifier"])
 def test_lightnings_trainer(ranks: Any, tmp_path: Path, kind: str) -> None:
     """One epoch, saved; the next by other ranks from that file, and by one process from it."""
     for folder in ("one", "four"):

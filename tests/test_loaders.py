@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 import autoparallel
 from autoparallel.errors import AutoparallelError
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 BATCH = 8
 LENGTHS = [3, 7, 2, 5, 4, 8, 6, 3, 5, 2, 4, 5, 3, 3, 2, 4]
@@ -141,7 +142,7 @@ def short_ones(shape: tuple[int, ...], options: dict[str, Any], collate: Any) ->
 @pytest.mark.parametrize(("shape", "options", "collate"), [
     ((4,), {"baseline": "ddp"}, cut), ((2, 2), {"baseline": "ddp"}, padded), ((2, 2), {"pins": PINS}, cut)])
 def test_the_short_last_batch_is_a_batch(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], collate: Any
-                                         ) -> None:
+                                        ) -> None:
     """Three samples, of which a rank of four has none (it was left out, whatever drop_last said)."""
     expected = [Total()(**batch).item() for batch in DataLoader(Lines(19), BATCH, collate_fn=collate)]
     found = ranks(4).run(short_ones, shape, options, collate, timeout_s=100)
@@ -205,7 +206,7 @@ def noisy_batches(shape: tuple[int, ...], kind: type[Noisy], options: dict[str, 
     return found, float(torch.rand(()))
 
 
-@pytest.mark.parametrize("collate", [None, masked])
+@pytest.mark.parametrize("collate", [slow(None), masked])
 def test_random_samples_are_the_same_on_every_mesh(ranks: Any, collate: Any) -> None:
     """Ranks that hold the same rows drew other numbers for them; now a sample's depend on seed, epoch and sample."""
     options = {"collate_fn": collate}

@@ -89,7 +89,7 @@ def trained_alone(ranks: int) -> tuple[list[float], dict[str, Tensor]]:
     ((2,), {"schedule": "gpipe", "pipeline_stages": 2}, True),
 ])
 def test_a_ddp_script_runs_under_any_plan(ranks: Any, shape: tuple[int, ...], options: dict[str, Any], by_step: bool
-                                          ) -> None:
+                                         ) -> None:
     expected, parameters = trained_alone(math.prod(shape))
     names = set[str]()
     for losses, found in ranks(math.prod(shape)).run(trained, shape, options, by_step):

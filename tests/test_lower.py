@@ -107,7 +107,7 @@ def test_every_rank_issues_the_same_collectives(case_name: str) -> None:
     assert len(digests) == 3
 
 
-def test_the_digest_sees_what_would_hang() -> None:
+def test_the_digest_detects_orders_that_would_hang() -> None:
     """A collective less, another axis, another size; but not the rank that it is for."""
     program, _ = emit_mlp()
     digest = order_digest(program)
@@ -349,7 +349,7 @@ def filled_sharded(rows: tuple[str, ...]) -> float:
     return float(parallel.step(FILLED_INPUT))
 
 
-def test_tensors_of_one_number_are_made_in_pieces(ranks: Any) -> None:
+def test_constant_tensors_are_made_in_shards(ranks: Any) -> None:
     expected = Filled()(FILLED_INPUT).item()
     for rows in (("d0", "d0"), ("d0", "repeat"), ("repeat", "d0")):
         assert ranks(4).run(filled_sharded, rows) == pytest.approx([expected] * 4, rel=1e-5)

@@ -18,9 +18,8 @@ import autoparallel
 from autoparallel.errors import LaunchError
 from autoparallel.launch.local import free_port
 from autoparallel.launch.manifest import FORMATS, Job, manifest
-from tests.test_launch import clean_environment, expected, guide, guides_model, mpirun_of
-
-assert expected  # a fixture
+from tests.support.launching import clean_environment, guide, guides_model, loss_of_one_process, mpirun_of
+from tests.support.tiers import slow
 
 FAKE_SRUN = """#!/bin/bash
 # srun on one host: a process for each task of the batch script, with the variables that Slurm sets
@@ -30,6 +29,12 @@ for task in $(seq 0 $((tasks - 1))); do
 done
 wait
 """
+
+
+@pytest.fixture
+def expected() -> str:
+    """The loss of one process without autoparallel."""
+    return loss_of_one_process()
 
 
 @pytest.fixture
@@ -90,7 +95,7 @@ def written(folder: Path, name: str, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_slurm_starts_it(job: Job, tmp_path: Path, expected: str) -> None:
     script = written(tmp_path, "job.sh", manifest("slurm", job))
     written(tmp_path, "srun", FAKE_SRUN)
@@ -108,7 +113,7 @@ def test_mpirun_starts_it(job: Job, tmp_path: Path, expected: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("to", ["kubeflow", "pytorchjob", "jobset", "skypilot"])
+@pytest.mark.parametrize("to", [slow("kubeflow"), slow("pytorchjob"), "jobset", slow("skypilot")])
 def test_the_command_of_a_container_runs(to: str, job: Job, tmp_path: Path, expected: str) -> None:
     """In the environment that the platform makes, with the plan where it mounts it."""
     documents = list(yaml.safe_load_all(manifest(to, job)))
@@ -154,6 +159,6 @@ def test_rank_tables_number_devices_host_by_host(plan_file: Path) -> None:
     ("mpi", {"nodes": 2}, "2 hosts are needed and ['localhost'] given"),
     ("skypilot", {"gpus": True}, "has devices that SkyPilot has no name for"),
 ])
-def test_what_cannot_be_is_refused(to: str, options: dict[str, Any], said: str, plan_file: Path) -> None:
+def test_impossible_options_are_refused(to: str, options: dict[str, Any], said: str, plan_file: Path) -> None:
     with pytest.raises(LaunchError, match=re.escape(said)):
         manifest(to, job_of(plan_file, **options))

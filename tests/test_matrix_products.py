@@ -18,7 +18,7 @@ from autoparallel.pricing import Prices, SpacePricer
 from autoparallel.search import evaluate
 from autoparallel.strategies.space import Strategy, StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
-from tests.test_random_plans import TOLERANCE, cluster
+from tests.support.random_plans import TOLERANCE, cluster
 
 #: Mesh, storage of x [m, k] and of w [k, n], and what the product cuts, by axis.
 PRODUCTS = {

@@ -23,6 +23,7 @@ from tests.support.captured import plan_of
 from tests.support.models import CASES
 from tests.support.plans import half_recomputed
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 Options = Mapping[str, Any]
 #: Parameter, gradient and two moments.
@@ -104,41 +105,39 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
+PLANS: list[Any] = [
     ("llama", (2, 2), {}, 0.05),
-    ("llama", (4,), {"baseline": "ddp"}, 0.05),
+    slow("llama", (4,), {"baseline": "ddp"}, 0.05),
     ("bert", (4,), {"baseline": "fsdp"}, 0.05),
-    ("bert", (4,), {"baseline": "tensor_parallel"}, 0.05),
+    slow("bert", (4,), {"baseline": "tensor_parallel"}, 0.05),
     ("gpt2", (4,), {"baseline": "tensor_parallel"}, 0.05),  # whose fused projections exchange rows of the weight
-    ("llama", (4,), {"micro_batches": 2, "recompute": "full"}, 0.05),
+    slow("llama", (4,), {"micro_batches": 2, "recompute": "full"}, 0.05),
     ("llama", (2, 2), {"recompute": "full"}, 0.05),  # by a call, not by `step`
     ("llama", (2, 2), {"recompute": "offload"}, 0.05),
-    ("bert", (4,), {"micro_batches": 2, "recompute": "offload"}, 0.05),
+    slow("bert", (4,), {"micro_batches": 2, "recompute": "offload"}, 0.05),
     ("bert", (4,), {"zero_stage": 3, "baseline": "fsdp"}, 0.05),
-    ("bert", (4,), {"micro_batches": 2, "zero_stage": 1}, 0.05),
+    slow("bert", (4,), {"micro_batches": 2, "zero_stage": 1}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "zero_stage": 3, "baseline": "fsdp"}, 0.05),
-    ("bert", (4,), {"micro_batches": 2, "recompute": "selective"}, 0.05),
-    ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe"}, 0.05),
+    slow("bert", (4,), {"micro_batches": 2, "recompute": "selective"}, 0.05),
+    slow("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe"}, 0.05),
     ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe", "recompute": "full"}, 0.05),
-    ("bert", (4,), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "1f1b"}, 0.05),
-    ("bert", (4,), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "zero_bubble"}, 0.05),
+    slow("bert", (4,), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "1f1b"}, 0.05),
+    slow("bert", (4,), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "zero_bubble"}, 0.05),
     # What backward computes again is there until the gradients of weights are made, and is computed once.
     ("bert", (4,), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "full"}, 0.05),
-    ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "offload"},
-     0.05),
+    slow("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "offload"},
+         0.05),
     # What an addition reads on the next stage is sent twice, and its two gradients are one tensor.
     ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble"}, 0.05),
-    ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 8, "schedule": "1f1b"}, 0.05),
+    slow("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 8, "schedule": "1f1b"}, 0.05),
     # Ops that no backward reaches are let go with what they keep, though ZeRO-3 looks at what that is.
     ("llama", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "zero_bubble", "zero_stage": 3,
                        "baseline": "fsdp"}, 0.05),
-    ("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "interleaved"}, 0.05),
+    slow("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 4, "schedule": "interleaved"}, 0.05),
     # What is sent is not kept until the step ends: with torch's own stages this one held half as much again.
     ("llama", (2, 2), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "interleaved"}, 0.05),
-]
-SLOW_PLANS: list[tuple[str, tuple[int, ...], Options, float]] = [
-    ("llama", (4,), {"stage_replicas": (1, 2, 1), "micro_batches": 8}, 0.05),
-    ("gpt2", (4,), {"stage_replicas": (1, 2, 1), "micro_batches": 4, "schedule": "gpipe"}, 0.05),
+    slow("llama", (4,), {"stage_replicas": (1, 2, 1), "micro_batches": 8}, 0.05),
+    slow("gpt2", (4,), {"stage_replicas": (1, 2, 1), "micro_batches": 4, "schedule": "gpipe"}, 0.05),
 ]
 
 
@@ -174,9 +173,7 @@ def test_as_few_blocks_are_recomputed_as_memory_allows() -> None:
     assert jointly.prediction.step_s < made.prediction.step_s
 
 
-@pytest.mark.parametrize(("case_name", "mesh_shape", "options", "tolerance"), [
-    *PLANS, *(pytest.param(*plan, marks=pytest.mark.slow) for plan in SLOW_PLANS),
-])
+@pytest.mark.parametrize(("case_name", "mesh_shape", "options", "tolerance"), PLANS)
 def test_bytes_are_as_predicted(ranks: Any, case_name: str, mesh_shape: tuple[int, ...], options: Options,
                                 tolerance: float) -> None:
     """Of the fullest rank."""

@@ -22,7 +22,7 @@ from benchmarks.zoo import build, inputs_of
 from tests.support.reference import assert_same_tensors
 
 #: One of each kind: experts, an encoder with masks, shifted labels written in place, convolutions, einsum.
-HANDFUL = ["mixtral", "convnext", "xlnet"]
+HANDFUL = ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convnext", "xlnet"))]
 
 
 @pytest.fixture(autouse=True)

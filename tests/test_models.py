@@ -36,6 +36,7 @@ def small_parts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
+@pytest.mark.slow
 @every_case
 def test_export(case: ModelCase) -> None:
     args, kwargs = case.inputs(BATCH_SIZE)
@@ -107,7 +108,7 @@ def test_a_factor_of_the_number_of_ranks_is_named() -> None:
     assert "every one of them is 4 x expected" in str(caught.value)
 
 
-def test_what_a_comparison_must_notice() -> None:
+def test_comparisons_find_differences() -> None:
     expected = train_reference(CASES["mlp"])
     good = expected.gradients
     weight, bias = good["up.weight"], good["up.bias"]
@@ -138,7 +139,7 @@ def train_data_parallel(case: ModelCase) -> Trained:
     return Trained(0.0, [], gathered((n, p.grad) for n, p in model.named_parameters()), {}, {})
 
 
-def test_the_way_a_parallel_run_is_held_to_the_reference(ranks: Ranks) -> None:
+def test_parallel_runs_are_compared_with_the_reference(ranks: Ranks) -> None:
     for actual in ranks(2).run(train_data_parallel, CASES["mlp"]):
         assert_same_gradients(actual.gradients, train_reference(CASES["mlp"]))
     actual, _ = ranks(2).run(train_data_parallel, CASES["llama"])

@@ -22,6 +22,7 @@ from tests.support.models import CASES
 from tests.support.overlapped import Tied
 from tests.support.ranks import mesh_of
 from tests.support.reference import gathered, gradients_of
+from tests.support.tiers import slow
 
 
 def modes_and_state() -> list[str]:
@@ -140,7 +141,7 @@ def test_meta_models_load_a_state_dict(ranks: Any) -> None:
         assert difference < 1e-5 and not too_large
 
 
-def test_meta_models_initialise_their_local_pieces(ranks: Any) -> None:
+def test_meta_models_initialise_their_local_shards(ranks: Any) -> None:
     for difference, too_large in ranks(4).run(meta_model, False):
         assert difference < 1e-5 and not too_large
 
@@ -293,7 +294,7 @@ def generated(baseline: str | None, use_cache: bool) -> list[Any]:
             parallel.generate(ids, do_sample=True, **call).tolist()]
 
 
-@pytest.mark.parametrize(("baseline", "use_cache"), [(None, True), ("tensor_parallel", False)])
+@pytest.mark.parametrize(("baseline", "use_cache"), [slow(None, True), ("tensor_parallel", False)])
 def test_hugging_face_models_generate(ranks: Any, baseline: str | None, use_cache: bool) -> None:
     results = ranks(4).run(generated, baseline, use_cache, timeout_s=200)
     for *same, drawn in results:

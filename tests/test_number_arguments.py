@@ -81,7 +81,7 @@ def many_scales(options: dict[str, Any], by_step: bool, dtype: torch.dtype) -> t
     ({"pipeline_stages": 2, "micro_batches": 2, "recompute": "full"}, True, torch.float32),
 ], ids=["tensor_parallel", "bfloat16", "traced", "pipeline"])
 def test_item_16_ten_scales_compile_one_program_more(ranks: Any, options: dict[str, Any], by_step: bool,
-                                                      dtype: torch.dtype) -> None:
+                                                     dtype: torch.dtype) -> None:
     for compiled, errors in ranks(2).run(many_scales, options, by_step, dtype, timeout_s=100):
         assert compiled == 2
         assert max(errors) < (1e-5 if dtype is torch.float32 else 0.05)
@@ -120,7 +120,7 @@ def decided() -> tuple[int, list[bool], list[str]]:
 
 
 @pytest.mark.ranks
-def test_item_16_a_number_that_decides_keeps_a_form_for_each_value(ranks: Any) -> None:
+def test_item_16_a_branch_on_a_number_keeps_a_call_form_for_each_value(ranks: Any) -> None:
     (forms, right, told), other = ranks(2).run(decided, timeout_s=100)
     assert all(right) and all(other[1])
     # (0.5, 4, 1.0), then with limit 2.0, with 6 rows, 0.5 again with any scale; 2, which is no float; 0.0, -0.0, inf,

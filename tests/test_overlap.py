@@ -27,6 +27,7 @@ from tests.support.models import CASES
 from tests.support.overlapped import Beside, Calls, Tied, backward_twice, products_overlapped, steps_on_ranks, two_steps
 from tests.support.ranks import mesh_of
 from tests.support.reference import gradients_of
+from tests.support.tiers import slow
 
 
 @pytest.mark.parametrize(("mesh_shape", "bucket_bytes", "expected"), [
@@ -46,7 +47,7 @@ def test_gradients_of_data_parallelism_are_reduced_together(ranks: Any, mesh_sha
     ((2, 2), {"baseline": "fsdp", "zero_stage": 3, "recompute": "full"}),
 ])
 def test_parameters_are_gathered_before_they_are_read(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
-                                                      ) -> None:
+                                                     ) -> None:
     """All products but the first group's of forward and the last's of backward run beside a gather or a reduction."""
     for (beside, alone), (back, back_alone) in ranks(4).run(products_overlapped, mesh_shape, 0, options, timeout_s=100):
         assert beside > 4 * alone and back > 3 * back_alone
@@ -95,9 +96,9 @@ def most_gathered(mesh_shape: tuple[int, ...], options: dict[str, Any]) -> tuple
     return float(there.max()), float(gathered.most)
 
 
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_bytes_of_what_is_gathered_ahead_are_counted(ranks: Any, recompute: str, mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("recompute", "mesh_shape"), [
+    ("none", (4,)), ("full", (2, 2)), slow("none", (2, 2)), slow("full", (4,))])
+def test_prefetched_gathers_take_memory(ranks: Any, recompute: str, mesh_shape: tuple[int, ...]) -> None:
     """With ZeRO-3 those that are read and the next, far fewer than all; and pieces of which the next are gathered."""
     options = {"baseline": "fsdp", "zero_stage": 3, "recompute": recompute}
     whole = sum(p.numel() * p.element_size() for p in CASES["llama"].build().parameters())
@@ -158,10 +159,10 @@ def gathers_of_a_step(options: dict[str, Any], bucket_bytes: float
 
 
 @pytest.mark.parametrize(("options", "bucket_bytes"), [
-    ({}, 0), ({}, 20_000), ({"recompute": "full"}, 0), ({"recompute": "full", "micro_batches": 2}, 20_000),
-    ({"micro_batches": 2}, 0), ({}, 80_000), ({"recompute": "full"}, 80_000),
+    ({}, 20_000), ({"recompute": "full", "micro_batches": 2}, 20_000), ({}, 80_000), slow({}, 0),
+    slow({"recompute": "full"}, 0), slow({"micro_batches": 2}, 0), slow({"recompute": "full"}, 80_000),
 ])
-def test_what_zero_3_gathers_is_priced_as_it_runs(ranks: Any, options: dict[str, Any], bucket_bytes: float) -> None:
+def test_gathers_of_zero_3_are_priced_as_they_run(ranks: Any, options: dict[str, Any], bucket_bytes: float) -> None:
     """On two axes, in the order in which they are launched and awaited, in each micro-batch; most are awaited after
     others were launched. The gradients are those of one process."""
     options = {"baseline": "fsdp", "zero_stage": 3, **options}
@@ -200,7 +201,7 @@ def gathered_for_nothing() -> tuple[int, int, dict[str, torch.Tensor]]:
     return calls.counts["all_gather_into_tensor_out.default"], beside.pending, gradients_of(parallel)
 
 
-def test_what_backward_gathered_for_nothing_is_waited_for(ranks: Any) -> None:
+def test_unused_gathers_of_backward_are_awaited(ranks: Any) -> None:
     model = _Aside()
     model(torch.arange(64.0).view(8, 8) / 64)[0].backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -234,14 +235,14 @@ def gradients_of_gradients(baseline: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("baseline", ["ddp", "fsdp"])
-def test_what_is_reduced_beside_can_be_differentiated_again(ranks: Any, baseline: str) -> None:
+def test_overlapped_reductions_can_be_differentiated_twice(ranks: Any, baseline: str) -> None:
     expected = gradients_of_gradients("")
     for found in ranks(4).run(gradients_of_gradients, baseline, timeout_s=100):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_a_step_in_turns_reduces_together(ranks: Any) -> None:
+def test_micro_batches_reduce_gradients_once(ranks: Any) -> None:
     for one_by_one, in_buckets in ranks(4).run(backward_twice, (4,), 25 * 2**20, 2, timeout_s=100):
         assert in_buckets < one_by_one / 4
 
@@ -252,8 +253,8 @@ def test_a_step_in_turns_reduces_together(ranks: Any) -> None:
     ((2, 2), {"baseline": "fsdp", "micro_batches": 2, "reduce_dtype": "float32"}),
     ((4,), {"baseline": "fsdp", "micro_batches": 2, "zero_stage": 3}),
 ])
-def test_the_last_turn_reduces_beside_its_backward(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
-                                                   ) -> None:
+def test_the_last_micro_batch_overlaps_its_reductions(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
+                                                     ) -> None:
     """With tied, frozen and unused parameters, over two steps that add up, clipped: the numbers of one process."""
     expected = two_steps(Tied(), None)
     for found, beside, alone in ranks(4).run(steps_on_ranks, mesh_shape, options, timeout_s=200):
@@ -300,7 +301,7 @@ def learnt_late(split_step: bool) -> dict[str, torch.Tensor]:
     return gradients_of(parallel)
 
 
-def test_what_only_the_last_turn_has_a_gradient_of_is_reduced_too(ranks: Any) -> None:
+def test_gradients_of_the_last_micro_batch_alone_are_reduced(ranks: Any) -> None:
     """Backward comes to it after those that are reduced with it have been posted."""
     expected = learnt_late(split_step=False)
     for found in ranks(2).run(learnt_late, True):
@@ -326,7 +327,7 @@ def learnt_by_one_rank(shared: bool) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def test_what_no_rank_that_shares_it_learns_has_no_gradient(ranks: Any) -> None:
+def test_unused_shared_parameters_have_no_gradient(ranks: Any) -> None:
     """Nor is one lost that a single one of them has, in a later step."""
     expected = learnt_by_one_rank(shared=False)
     assert ["scale" in gradients for gradients in expected] == [False, True]
@@ -348,7 +349,7 @@ def test_what_no_rank_that_shares_it_learns_has_no_gradient(ranks: Any) -> None:
     ((2, 2), {"baseline": "ddp", "micro_batches": 4, "pipeline_stages": 4, "schedule": "zero_bubble"}),
 ])
 def test_pipelines_reduce_beside_their_last_backward(ranks: Any, mesh_shape: tuple[int, ...], options: dict[str, Any]
-                                                     ) -> None:
+                                                    ) -> None:
     """On ranks with several products to run backward; but for zero bubble, which puts gradients of weights off."""
     expected, names, counts = two_steps(Tied(), None), set[str](), Counter[str]()
     for found, beside, alone in ranks(math.prod(mesh_shape)).run(steps_on_ranks, mesh_shape, options,

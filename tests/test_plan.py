@@ -150,7 +150,7 @@ def test_the_objective_is_the_price_of_the_plan(case_name: str, options: dict[st
     assert made.evidence.lower_bound_s <= judged.objective * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("search", ["ilp", "exact", "recursive"])
+@pytest.mark.parametrize("search", ["recursive", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ilp", "exact"))])
 def test_every_search_plans_what_is_too_wide_for_elimination(search: str) -> None:
     made, auto = planned("bert", (2, 2, 2), "local-cpu", search=search), wide_plan()
     assert made.evidence.lower_bound_s <= made.evidence.objective_s <= 1.05 * auto.evidence.objective_s
@@ -204,7 +204,7 @@ def test_explaining_a_choice() -> None:
 
 
 @pytest.mark.slow
-def test_what_bandwidth_and_memory_would_change() -> None:
+def test_effects_of_bandwidth_and_memory() -> None:
     """As planning anew for such machines says; a slower link, or less memory, never makes a step shorter."""
     free = planned("llama", memory_limit_bytes=math.inf)
     limit = 0.8 * free.prediction.peak_bytes

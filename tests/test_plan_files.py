@@ -65,7 +65,7 @@ def edited(path: str, value: Any, pipeline: bool = False) -> str:
 
 
 @pytest.mark.parametrize("pipeline", [False, True])
-def test_what_is_saved_is_read(tmp_path: Path, pipeline: bool) -> None:
+def test_saved_plans_are_read(tmp_path: Path, pipeline: bool) -> None:
     planned(pipeline).save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == planned(pipeline)
 
@@ -127,7 +127,7 @@ def test_bounds_that_were_not_proven_may_be_infinite() -> None:
         assert "lower bound" in found.report()
 
 
-def test_a_strategy_of_what_the_program_has_not() -> None:
+def test_strategies_of_unknown_ops_are_refused() -> None:
     """Told with the nearest name, when the plan is to be run."""
     right = planned()
     names = {("relu_" if name == "relu" else name): strategy for name, strategy in right.strategies.items()}

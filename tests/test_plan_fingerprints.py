@@ -33,7 +33,7 @@ def test_few_plans_are_as_they_were(kept: dict[str, Fingerprint], names: list[st
     assert not found, f"{verdict(found)}: {found}"
 
 
-def test_what_differs_is_told_by_kind(kept: dict[str, Fingerprint]) -> None:
+def test_differences_are_reported_by_kind(kept: dict[str, Fingerprint]) -> None:
     """Other strategies at the same cost, another cost, another pipeline: each by its own kind."""
     now = copy.deepcopy({name: kept[name] for name in FEW})
     now["mixtral 8"]["strategies"] = "0" * 16

@@ -31,7 +31,7 @@ from tests.support.captured import graph_of, plan_of
 @pytest.mark.parametrize(("search", "case_name"), [
     ("exact", "resnet"), ("ilp", "bert"), ("ilp", "resnet"), ("recursive", "llama"),
     *(pytest.param(search, "llama", marks=pytest.mark.slow) for search in ("exact", "ilp"))])
-def test_the_price_is_the_sum_over_what_runs(case_name: str, search: str) -> None:
+def test_the_price_is_the_sum_over_operations(case_name: str, search: str) -> None:
     """Objective = evaluate on the whole problem = parts of the report; the bound is below; searches agree."""
     cluster = Cluster.load("h100-sxm", num_devices=4, software="none")
     made = plan_of(case_name, cluster, mesh_shape=(2, 2), search=search)
@@ -73,7 +73,7 @@ def test_a_bias_does_not_stand_in_for_the_gradient_of_an_input() -> None:
     assert backward_flops_s(bias=True) == pytest.approx(backward_flops_s(bias=False), rel=0.01)
 
 
-def test_adding_up_gradients_of_turns_takes_time() -> None:
+def test_accumulating_gradients_of_micro_batches_takes_time() -> None:
     """Each turn after the first reads two gradients and writes one: of whole parameters, or of the pieces stored."""
     cluster = Cluster.load("h100-sxm", num_devices=2, software="none")
     space = StrategySpace(split_batch(graph_of("llama"), 4).body, (2,))
@@ -97,7 +97,7 @@ def test_adding_up_gradients_of_turns_takes_time() -> None:
     assert parts.step_s == pytest.approx(costs[1]) and costs[1] > costs[0]
 
 
-def test_a_block_runs_again_as_far_as_backward_needs() -> None:
+def test_recompute_stops_where_backward_has_its_inputs() -> None:
     """Its last product is not made again: torch stops where that has its inputs. So it is with two layers here."""
     space = StrategySpace(graph_of("llama"), (2,))
     counts = ExecutionCounts(space, Hybrid(recompute="full"))
@@ -118,7 +118,7 @@ class Twice(torch.nn.Module):
         return (x + y) * x
 
 
-def test_backward_launches_what_it_runs() -> None:
+def test_backward_launches_are_counted() -> None:
     """A sum hands its gradient on, a product makes one for each factor, and a value read twice adds up two."""
     device = replace(Cluster.load("h100-sxm").device, launch_s=1.0)
     cluster = replace(Cluster.load("h100-sxm", num_devices=1, software="none"), device=device)

@@ -65,7 +65,7 @@ def test_a_step_is_divided_into_its_parts() -> None:
     assert ("backward of micro-batch 0, stage 0", "compute") in names
 
 
-def test_kernels_take_the_site_of_the_op_that_launched_them() -> None:
+def test_kernels_take_the_decision_of_the_op_that_launched_them() -> None:
     events = [annotation(f"{SITE}0", 0.0, 0.2), event("aten::mm", 0.0, 0.1, link=7),
               annotation(f"{SITE}1", 0.2, 0.3), event("c10d::allreduce_", 0.2, 0.3, link=8),
               event("sm90_gemm", 0.5, 2.0, "kernel", link=7, stream=7),
@@ -155,7 +155,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_measured_step_lies_beside_the_predicted_one(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_measured_and_predicted_steps_share_rows(ranks: Any, tmp_path: Path, name: str) -> None:
     for text, same in ranks(2).run(_profiled, str(tmp_path), name, *JOBS[name], timeout_s=200.0):
         assert same and "without the profiler" in text
         assert ("no names of layers" in text) == (name == "inductor")

@@ -33,7 +33,7 @@ def test_any_order_of_a_loop_gives_one_program() -> None:
         torch.testing.assert_close(other.constant_tensors, first.constant_tensors, rtol=0, atol=0)
 
 
-def test_every_op_comes_after_what_it_reads_and_none_is_lost() -> None:
+def test_ops_are_in_topological_order_and_none_is_lost() -> None:
     graph = traced(KINDS[::-1])
     assert all(ref.node < node.index for node in graph for ref in node.inputs)
     assert len(graph.of_kind("op")) == len(traced(KINDS).of_kind("op"))

@@ -52,7 +52,7 @@ def test_committed_constants_are_within_physics() -> None:
         assert abs(off) < 4, f"{entry}'s {name} is {off:.1f} standard deviations off its prior"
 
 
-def test_the_fit_finds_what_made_the_data(tmp_path: Path) -> None:
+def test_the_fit_recovers_known_constants(tmp_path: Path) -> None:
     """Times priced with other constants, then fitted from the priors: little is left of the errors."""
     truth = load(PRIORS)
     truth["devices"]["a100"]["share"] = 0.78
@@ -107,7 +107,7 @@ def test_parts_by_chance_hold_as_much_of_every_source() -> None:
     assert sorted(map(parts.count, range(5))) == [4, 4, 4, 5, 5]
 
 
-def test_what_all_show_moves_those_that_nobody_measured() -> None:
+def test_a_common_error_moves_unmeasured_constants() -> None:
     """Products slower than the prior on one machine make every machine's slower, its own most."""
     truth = load(PRIORS)
     for entry, values in truth["devices"].items():
@@ -142,7 +142,7 @@ def test_the_report_counts_what_it_says() -> None:
     assert report.table({"korth": found}).count("\n") == 2
 
 
-def test_rows_that_contradict_one_another_are_told() -> None:
+def test_contradicting_rows_are_reported() -> None:
     """Four sequences in less time than two, and wider layers in less than narrow ones; not what differs otherwise."""
     cases = [({"plan__micro_batch": 2, "plan__global_batch": 16}, 3.0),
              ({"plan__micro_batch": 4, "plan__global_batch": 32}, 2.0),     # contradicts the first

@@ -406,13 +406,13 @@ def columns(m: Any, x: Tensor, scores: Tensor) -> Tensor:
 @pytest.mark.parametrize("refused", [counted, added_up, numbered, collected, written_whole, left_over, across, met,
                                      contracted, mask_written, largest, kept_in_a_list,
                                      of_another_rank, columns])
-def test_what_is_more_than_rows_is_refused(refused: Any) -> None:
+def test_more_than_dynamic_rows_is_refused(refused: Any) -> None:
     with pytest.raises(CaptureError, match=rf"(?s)(the data|by the values|written to since).*test_ragged.py:\d+ in "
                                            rf"{refused.__name__}.*Write torch.where"):
         capture(Model(refused), draws()[0])
 
 
-def test_what_a_branch_leaves_behind_is_not_returned() -> None:
+def test_tensors_of_a_branch_are_not_returned() -> None:
     with pytest.raises(CaptureError, match="Model returns what is made in lines that the data say whether to run"):
         capture(Model(returned), draws()[0])
 

@@ -7,11 +7,6 @@ this process (`benchmarks.in_process`) and run the emitted programs as they are,
 from __future__ import annotations
 
 import itertools
-import math
-import random
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -21,42 +16,11 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from autoparallel.capture import capture
 from autoparallel.strategies.space import StrategySpace
-from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
-from cost_models import Cluster
+from benchmarks.model_zoo import truth
 from tests.support.programs import Program, named, programs
+from tests.support.random_plans import TOLERANCE, error_of, error_under, errors_of
 
 MESHES = [(2,), (3,), (4,), (2, 2)]
-#: Class-parallel cross-entropy computes in float32, everything else in float64.
-TOLERANCE = 1e-5
-
-
-@cache
-def cluster(num_ranks: int) -> Cluster:
-    return Cluster.load("h100-sxm", num_devices=num_ranks)
-
-
-def error_of(program: Program, mesh: tuple[int, ...], plan: int) -> tuple[float, str]:
-    """The largest error of any tensor on any rank under the plan of this seed, and where."""
-    return next(errors_of(program, [mesh], [plan]))
-
-
-def errors_of(program: Program, meshes: Sequence[tuple[int, ...]], plans: Sequence[int]) -> Iterator[tuple[float, str]]:
-    """As `error_of`, for each mesh and plan."""
-    model, inputs = program.model(), program.values()
-    inputs["x"].requires_grad_(False)
-    expected, graph = truth(model, inputs), capture(model, (), inputs)
-    for mesh in meshes:
-        space = StrategySpace(graph, mesh)
-        for plan in plans:
-            yield error_under(model, inputs, expected, space, plan)
-
-
-def error_under(model: torch.nn.Module, inputs: dict[str, torch.Tensor], expected: Any, space: StrategySpace, plan: int
-                ) -> tuple[float, str]:
-    draw, mesh = random.Random(plan), space.mesh_shape
-    strategies = tuple(draw.choice(strategy_set.strategies) for strategy_set in space.strategy_sets)
-    model.zero_grad()
-    return worst_error(expected, Ranks(Candidate(space, strategies), cluster(math.prod(mesh))).step(model, inputs))
 
 
 def run_cases(number: int, count: int) -> None:
@@ -115,10 +79,11 @@ NAMED = {
 }
 
 
+@pytest.mark.parametrize("plans", [range(2), pytest.param(range(2, 8), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", list(NAMED))
-def test_named_models_under_random_plans(name: str) -> None:
-    tried = itertools.product(MESHES, range(4))
-    for (mesh, plan), (error, worst) in zip(tried, errors_of(NAMED[name], MESHES, range(4)), strict=True):
+def test_named_models_under_random_plans(name: str, plans: range) -> None:
+    tried = itertools.product(MESHES, plans)
+    for (mesh, plan), (error, worst) in zip(tried, errors_of(NAMED[name], MESHES, plans), strict=True):
         assert error <= TOLERANCE, f"{worst} on {mesh}, plan {plan}"
 
 

@@ -40,7 +40,7 @@ def different_models() -> str:
     return ""
 
 
-def test_ranks_with_different_programs_are_told_not_hung(ranks: Any) -> None:
+def test_ranks_with_different_programs_are_refused(ranks: Any) -> None:
     for said in ranks(2).run(different_models, timeout_s=60):
         assert said.startswith("ranks [1] have a program other than the first rank's of their group")
         assert "rank 1: 0.weight (parameter)" in said and "sorted(names)" not in said
@@ -141,6 +141,6 @@ def untraceable_on_one_rank() -> str:
     return ""
 
 
-def test_what_one_rank_cannot_trace_is_an_error_on_every_rank(ranks: Any) -> None:
+def test_a_failed_trace_on_one_rank_is_an_error_on_all(ranks: Any) -> None:
     first, other = ranks(2).run(untraceable_on_one_rank, timeout_s=60)
     assert first == f"on rank 1: {other}" and "Choosy" in other

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,11 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoparallel
+from tests.support.failures import FailsAt
 from tests.support.ranks import RankError, RankPool, mesh_of, pool_of
 
+pytestmark = pytest.mark.ranks
 SOON_S = 10.0  # process groups time out after 60 s
 
 
@@ -27,23 +27,6 @@ def four_ranks() -> Iterator[RankPool]:
     """Ranks whose process groups are of no use afterwards."""
     yield pool_of(4)
     pool_of(4).stop()
-
-
-class FailsAt(TorchDispatchMode):
-    """No memory left for the product of this number; at 0 for none."""
-
-    def __init__(self, number: int, dies: bool = False) -> None:
-        super().__init__()
-        self.number, self.dies = number, dies
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in ("mm.default", "addmm.default", "bmm.default"):
-            self.number -= 1
-            if self.number == 0 and self.dies:
-                os._exit(3)
-            if self.number == 0:
-                raise torch.OutOfMemoryError("no memory for this product")
-        return func(*args, **(kwargs or {}))
 
 
 class Deep(nn.Module):
@@ -98,8 +81,8 @@ CASES_OF_FAILING = [
 
 
 @pytest.mark.parametrize(("mesh_shape", "options", "way", "failing"), CASES_OF_FAILING)
-def test_all_ranks_are_told_that_one_failed(four_ranks: RankPool, mesh_shape: tuple[int, ...],
-                                            options: dict[str, Any], way: str, failing: int) -> None:
+def test_a_failed_rank_is_an_error_on_all(four_ranks: RankPool, mesh_shape: tuple[int, ...],
+                                          options: dict[str, Any], way: str, failing: int) -> None:
     found = four_ranks.run(one_fails, mesh_shape, options, way, failing, timeout_s=50)
     for rank, (first, *later) in enumerate(found):
         name, text, named, seconds = first
@@ -114,7 +97,7 @@ def test_all_ranks_are_told_that_one_failed(four_ranks: RankPool, mesh_shape: tu
 
 
 @pytest.mark.slow
-def test_all_ranks_are_told_that_one_has_died(four_ranks: RankPool) -> None:
+def test_a_dead_rank_is_an_error_on_all(four_ranks: RankPool) -> None:
     options = {"pipeline_stages": 4, "micro_batches": 4, "schedule": "1f1b"}
     with pytest.raises(RankError) as error:
         four_ranks.run(told_and_raises, options, timeout_s=50)
@@ -139,7 +122,7 @@ def rows_of(ids: torch.Tensor, bad: int) -> tuple[str, str, int, float]:
     return told(lambda: [parallel(mine) for _ in range(2)])  # it may have sent all that the others need of the first
 
 
-def test_a_batch_of_one_rank_that_does_not_fit_is_told_to_all(four_ranks: RankPool) -> None:
+def test_a_bad_batch_on_one_rank_is_an_error_on_all(four_ranks: RankPool) -> None:
     found = four_ranks.run(rows_of, torch.randint(16, (8, 4)), 2)
     assert [name for name, *_ in found] == ["PeerError", "PeerError", "IndexError", "PeerError"], found
     assert all("rank 2 failed" in text and "index out of range" in text for _, text, *_ in found), found

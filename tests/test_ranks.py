@@ -107,7 +107,7 @@ def test_failing_rank_is_reported_while_the_others_wait(ranks: Ranks) -> None:
     assert ranks(4).run(sum_of_ranks)[0][0] == 6
 
 
-def test_all_ranks_failing_alike(ranks: Ranks) -> None:
+def test_all_ranks_failing_equally(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="TypeError") as caught:
         ranks(2).run(sum_of_ranks, "two")
     assert caught.value.stuck == []

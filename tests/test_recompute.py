@@ -21,13 +21,14 @@ from tests.support.reference import (
     train_reference,
 )
 from tests.support.steps import STEPS, Options, assert_one_process
+from tests.support.tiers import slow
 
 
 @pytest.mark.parametrize(("case_name", "options"), [
-    ("gpt2", {"recompute": "selective", "micro_batches": 2}),
+    slow("gpt2", {"recompute": "selective", "micro_batches": 2}),
     ("bert", {"recompute": "full", "micro_batches": 4, "zero_stage": 3}),
     ("llama", {"recompute": "full", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
-    ("gpt2", {"recompute": "offload", "micro_batches": 2}),
+    slow("gpt2", {"recompute": "offload", "micro_batches": 2}),
     ("llama", {"recompute": "offload", "micro_batches": 2, "pipeline_stages": 2, "schedule": "zero_bubble"}),
 ])
 def test_recompute(ranks: Any, case_name: str, options: Options) -> None:
@@ -44,8 +45,9 @@ def called(case_name: str, options: Options) -> tuple[float, Any]:
     return scalar(loss), gradients_of(parallel)
 
 
-@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "selective"}, {"recompute": "offload"},
-                                     {"zero_stage": 3, "baseline": "fsdp"}, {"zero_stage": 3, "recompute": "full"}])
+@pytest.mark.parametrize("options", [
+    {"recompute": "offload"}, {"zero_stage": 3, "baseline": "fsdp"}, {"zero_stage": 3, "recompute": "full"},
+    slow({"recompute": "full"}), slow({"recompute": "selective"})])
 def test_a_call_recomputes_and_gathers_again_too(ranks: Any, options: Options) -> None:
     reference = train_reference(CASES["gpt2"], "sgd", num_steps=STEPS)
     for loss, gradients in ranks(4).run(called, "gpt2", dict(options), timeout_s=100):

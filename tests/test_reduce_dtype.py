@@ -16,6 +16,7 @@ from cost_models import Cluster
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 from tests.support.reference import train_reference
+from tests.support.tiers import slow
 
 Options = Mapping[str, Any]
 SUMS = ("all_reduce", "all_reduce_", "reduce_scatter_tensor")
@@ -96,7 +97,7 @@ def types_of_a_call(options: Options) -> set[torch.dtype]:
     return summed.found
 
 
-def test_a_call_beside_steps_in_turns_sums_in_it_too(ranks: Any) -> None:
+def test_calls_and_steps_of_micro_batches_sum_in_reduce_dtype(ranks: Any) -> None:
     options = {"baseline": "fsdp", "zero_stage": 2, "micro_batches": 4, "reduce_dtype": "float32"}
     assert ranks(4).run(types_of_a_call, options, timeout_s=100) == [{torch.float32}] * 4
 
@@ -124,7 +125,7 @@ def summed_bytes(mesh_shape: tuple[int, ...], options: Options) -> tuple[int, fl
     return most, predicted.peak_bytes
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [slow(1), slow(2), 3])
 def test_their_bytes_are_counted(ranks: Any, zero_stage: int) -> None:
     """With one type for all, the gradient of a whole parameter is one of two copies, of two bytes for an element."""
     options = {"baseline": "fsdp", "zero_stage": zero_stage, "micro_batches": 2}

@@ -48,7 +48,7 @@ def test_item_19_packed_sequences_are_named_as_that() -> None:
     assert "Give the recurrent layer the padded batch" in said and __file__ in said
 
 
-def test_what_is_said_of_packed_sequences_is_so() -> None:
+def test_remedies_for_packed_sequences_hold() -> None:
     torch.manual_seed(0)
     layer, x, lengths = nn.LSTM(4, 6, batch_first=True), torch.randn(3, 5, 4), torch.tensor([5, 3, 2])
     packed, (last, _) = layer(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))

@@ -132,7 +132,7 @@ def test_plans_within_the_error_of_predictions_are_called_so(plans: dict[str, Pl
     assert cells == ["2.0 %, within the error", "10 %", "30 %"], cells
 
 
-def test_what_does_not_fit_is_said(plans: dict[str, Plan]) -> None:
+def test_jobs_that_do_not_fit_are_reported(plans: dict[str, Plan]) -> None:
     plan = plans["fsdp"]
     tight = replace(plan, prediction=replace(plan.prediction, limit_bytes=plan.prediction.peak_bytes / 2))
     assert "does not fit" in tight.summary()
@@ -187,7 +187,7 @@ def test_plans_without_a_record_are_reported(plans: dict[str, Plan], tmp_path: P
     (("memory", "passed", 0), float("inf"), "memory row"),
 ])
 def test_records_that_cannot_be_are_refused(plans: dict[str, Plan], path: tuple[object, ...], value: object, says: str
-                                            ) -> None:
+                                           ) -> None:
     data = json.loads(plans["fsdp"].to_json())
     place = data["record"]
     for key in path[:-1]:

@@ -43,7 +43,7 @@ def test_degrees() -> None:
     assert (roles.data, roles.shards, roles.expert) == (4, 1, 2)
 
 
-def test_what_departs_is_named() -> None:
+def test_departures_are_named() -> None:
     plan = by_hand("llama", "dp=2,tp=2")
     lines = tuple((name, "b0·b1" if name.startswith("mlp.up") else strategy, layout)
                   for name, strategy, layout in plan.blocks[1].lines)

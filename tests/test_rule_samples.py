@@ -1,8 +1,9 @@
 """Rules are true: every axis strategy run on shards in one process.
 
-`test_rows_on_pieces_give_the_whole` takes an op and, for each axis strategy of its rule, does what the ranks of one
-axis would do: shards (S), copies (R, I) or splits into summands (P) the inputs, runs the op on each rank's, joins the
-outputs and compares them with the op on the whole. Gradients likewise, by the duals S-S, R-P, I-I, P-I.
+`test_axis_strategies_on_shards_give_the_whole` takes an op and, for each axis strategy of its rule, does what the
+ranks of one axis would do: shards (S), copies (R, I) or splits into summands (P) the inputs, runs the op on each
+rank's, joins the outputs and compares them with the op on the whole. Gradients likewise, by the duals S-S, R-P, I-I,
+P-I.
 """
 
 from __future__ import annotations
@@ -376,7 +377,7 @@ def check_row(made: OpCall, row: AxisStrategy, num_ranks: int) -> bool:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("family", list(SAMPLES))
-def test_rows_on_pieces_give_the_whole(family: str, num_ranks: int) -> None:
+def test_axis_strategies_on_shards_give_the_whole(family: str, num_ranks: int) -> None:
     """Forward and gradient, even and uneven pieces. (Rows that communicate run on ranks: below, test_sequence.)"""
     for made in SAMPLES[family]():
         rule, known = made.rule()

@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from autoparallel.capture.graph import Node, Ref, TensorMeta
 from autoparallel.errors import AutoparallelError
 from autoparallel.layout import PARTIAL
 from autoparallel.rules import Rule, registry
 from autoparallel.rules.families.views import whole_dims
 from autoparallel.rules.registry import family_of
 from benchmarks.rule_truth import dtensor, report
-from benchmarks.rule_truth.cases import Case, alone
 from benchmarks.rule_truth.claims import claims
 from benchmarks.rule_truth.kept import Kept
 from benchmarks.rule_truth.study import OpStudy, Study, show
 from benchmarks.rule_truth.truth import held, lies, possible
+from tests.support.rule_cases import case_of
 
 aten = torch.ops.aten
 Database = Callable[[Sequence[str]], list[Any]]
@@ -35,37 +34,14 @@ def study() -> Iterator[Study]:
 
 @pytest.fixture
 def database() -> Database:
+    """torch's; ten seconds of import."""
     pytest.importorskip("expecttest", reason="torch's op database needs it")
     from benchmarks.rule_truth.main import database
 
     return database
 
 
-def case_of(op: Any, *args: Any) -> Case:
-    """A case with two draws of random inputs of the given shapes (tuples), and other arguments as they are."""
-    shapes = [a for a in args if isinstance(a, tuple)]
-    metas = [TensorMeta(shape, torch.float64, True) for shape in shapes]
-    numbers = iter(range(len(shapes)))
-    refs = tuple(Ref(next(numbers)) if isinstance(a, tuple) else a for a in args)
-    generator = torch.Generator().manual_seed(1)
-    draws = tuple(tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes) for _ in range(2))
-    made = op(*(draws[0][a.node] if isinstance(a, Ref) else a for a in refs))
-    outputs = tuple(TensorMeta(tuple(t.shape), t.dtype, t.is_floating_point())
-                    for t in (made if isinstance(made, tuple) else (made,)))
-    return Case(*alone(Node(0, "op", "op", op, refs, {}, outputs), metas), draws)
-
-
-def rows_that_hold(*arguments: Any) -> set[str]:
-    """Names of the rows claimed of `case_of` these on 2, 3 and 4 ranks, forward and gradients; none may be wrong."""
-    case, rows = case_of(*arguments), set[str]()
-    for num_ranks in (2, 3, 4):
-        found, known = claims(case, num_ranks)
-        assert known and not [claim for claim in found if claim.wrong]
-        rows |= {claim.axis_strategy for claim in found}
-    return rows
-
-
-def test_what_is_possible() -> None:
+def test_possible_axis_strategies() -> None:
     """A product of matrices, and one that nobody can cut along the dim it orders."""
     assert {show(c) for c in possible(case_of(aten.mm.default, (4, 6), (6, 8)), 2)} == {
         "S(0) R -> S(0)", "R S(1) -> S(1)", "S(1) S(0) -> P", "P R -> P", "R P -> P",
@@ -107,6 +83,7 @@ def test_dtensor_is_held_to_what_it_runs(study: Study) -> None:
     assert norm.dtensor_right == norm.right == 1 and not norm.dtensor_wrong
 
 
+@pytest.mark.slow
 def test_a_handful_of_ops(study: Study, database: Database) -> None:
     """Nothing wrong, nothing missed that DTensor claims, on ops of most families."""
     names = ["add", "mm", "softmax", "sum", "gather", "cat", "nn.functional.linear", "linalg.inv", "topk", "permute"]
@@ -120,6 +97,7 @@ def test_a_handful_of_ops(study: Study, database: Database) -> None:
     assert {"matmul", "linalg", "reduce", "views"} <= report.grouped(judged, "family").keys()
 
 
+@pytest.mark.slow
 def test_the_vocabulary_variant_is_tried(study: Study, database: Database) -> None:
     """It is not the op on pieces; it counts as possible because it is right."""
     (embedding,) = database(["nn.functional.embedding"])
@@ -127,8 +105,9 @@ def test_the_vocabulary_variant_is_tried(study: Study, database: Database) -> No
     assert judged and not any(j.wrong for j in judged) and all(j.counts.right for j in judged)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_ended(study: Study, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                      ) -> None:
+                                     ) -> None:
     """Slices share a folder; what is there under the same settings is not studied again."""
     from benchmarks.rule_truth import main
 
@@ -155,6 +134,7 @@ def test_a_run_goes_on_where_it_ended(study: Study, database: Database, tmp_path
         main.sliced(infos, "3/2")
 
 
+@pytest.mark.slow
 def test_unknown_names_are_refused(database: Database) -> None:
     with pytest.raises(AutoparallelError, match=r"has no linalg\.solv: write names as it does"):
         database(["linalg.solv"])
@@ -191,14 +171,14 @@ ONLY_DTENSORS: dict[Any, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("op", list(ONLY_DTENSORS), ids=str)
-def test_what_dtensor_describes_is_found_by_running(op: Any, study: Study) -> None:
+def test_dtensors_rules_are_found_by_running(op: Any, study: Study) -> None:
     """DTensor is no second provider of rules: of what it claims rightly and we do not describe, discovery finds all."""
     assert family_of(op) is None
     judged = study.judge(case_of(op, *ONLY_DTENSORS[op]))
     assert judged.counts.right and not judged.wrong and not judged.dtensor_only
 
 
-def test_a_difference_of_equal_values_is_told_by_what_is_added_up() -> None:
+def test_cancellation_is_measured_against_the_summands() -> None:
     """Summands of both leave zero but for their own rounding; what is off by more is not."""
     x = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     shards = [one - other for one, other in zip(held(x, PARTIAL, 3, seed=0), held(x, PARTIAL, 3, seed=1), strict=True)]

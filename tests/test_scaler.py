@@ -92,8 +92,8 @@ MIXED = {"pins": {"first.weight": (Replicate(), Replicate()), "second.weight": (
     ("ours", (2, 2), {"micro_batches": 4, "pipeline_stages": 2}, True),
     ("ours", (2,), {"micro_batches": 4, "pipeline_stages": 2, "schedule": "zero_bubble"}, True),
 ])
-def test_all_ranks_skip_what_one_cannot_take(ranks: Any, kind: str, shape: tuple[int, ...], options: dict[str, Any],
-                                             by_step: bool) -> None:
+def test_an_overflow_on_one_rank_skips_all(ranks: Any, kind: str, shape: tuple[int, ...], options: dict[str, Any],
+                                           by_step: bool) -> None:
     micro_batches = options.get("micro_batches", 1)
     losses, scales, parameters = trained_alone(micro_batches)
     assert len({a > b for a, b in pairwise(scales)}) == 2, "some steps are skipped, some not"

@@ -14,7 +14,7 @@ from autoparallel.strategies.space import StrategySpace
 from benchmarks.model_zoo import TOLERANCE, Candidate, Ranks, toy_cluster, truth, worst_error
 from benchmarks.networks import Output
 from benchmarks.rule_truth.claims import claims
-from tests.test_rule_truth import case_of, rows_that_hold
+from tests.support.rule_cases import case_of, rows_that_hold
 
 aten = torch.ops.aten
 

@@ -31,7 +31,7 @@ def test_help_says_what_each_keyword_is(function: Callable[..., Any]) -> None:
     assert set(inspect.signature(function).parameters) <= told
 
 
-def test_unknown_keywords_are_told_the_nearest() -> None:
+def test_unknown_keywords_name_the_nearest() -> None:
     x = torch.zeros(2, 4)
     with pytest.raises(PlanError, match="unknown option 'micro_batch'; there are \\['micro_batches'"):
         autoparallel.plan(torch.nn.Linear(4, 4), "h100-sxm", example_inputs=(x,), micro_batch=2)  # type: ignore[call-arg]

@@ -104,7 +104,7 @@ def saved_by_one_rank(shape: tuple[int, ...], options: dict[str, Any]) -> list[t
     ((2, 2), {"baseline": "fsdp", "pipeline_stages": 2, "micro_batches": 2, "eval": True}),
 ])
 def test_shards_that_another_rank_saved_are_refused(ranks: Any, shape: tuple[int, ...], options: dict[str, Any]
-                                                    ) -> None:
+                                                   ) -> None:
     """They were loaded on all ranks, as the shards of each ("All keys matched")."""
     job = saved_by_one_rank if not options.pop("eval", False) else saved_in_a_pipeline
     for found in ranks(4).run(job, shape, options):

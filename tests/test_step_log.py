@@ -61,7 +61,7 @@ def test_writers_get_each_line(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_a_run_slower_than_nine_in_ten_predictions_were_off_warns_once(plan: Plan, caplog: pytest.LogCaptureFixture
-                                                                       ) -> None:
+                                                                      ) -> None:
     step_s, p90 = plan.prediction.step_s, plan.prediction.p90
     with caplog.at_level(logging.WARNING):
         run(plan, [9.0, *[step_s * (1 + 0.9 * p90)] * 8], every=2)

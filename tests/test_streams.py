@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import autoparallel
 from autoparallel.errors import AutoparallelError, InputError
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 BATCH, SAMPLES, WIDTH = 4, 22, 3
 
@@ -88,7 +89,7 @@ def streamed(shape: tuple[int, ...], options: dict[str, Any], dataset: Any, drop
 
 
 @pytest.mark.parametrize(("shape", "options", "drop_last", "workers"), [
-    ((2, 2), {}, True, 0), ((4,), {"baseline": "ddp"}, False, 1), ((2,), {"micro_batches": 2}, True, 0)])
+    slow((2, 2), {}, True, 0), ((4,), {"baseline": "ddp"}, False, 1), ((2,), {"micro_batches": 2}, True, 0)])
 def test_every_rank_has_its_shards_of_the_stream(ranks: Any, shape: tuple[int, ...], options: dict[str, Any],
                                                  drop_last: bool, workers: int) -> None:
     both = expected(0, drop_last) + expected(1, drop_last)
@@ -148,7 +149,7 @@ def refused(kind: str) -> str:
 
 @pytest.mark.parametrize(("kind", "said"), [
     ("other", "at batch 0"), ("shorter", "at batch 3: "), ("failing", "OSError: no such file")])
-def test_ranks_that_read_different_streams_are_told_so(ranks: Any, kind: str, said: str) -> None:
+def test_ranks_that_read_different_streams_are_refused(ranks: Any, kind: str, said: str) -> None:
     for found in ranks(2).run(refused, kind):
         assert found.startswith("InputError: ranks read different streams") and said in found
 
@@ -223,7 +224,7 @@ def padded_forms() -> tuple[list[tuple[int, ...]], int]:
     return shapes, len(parallel._state.forms)
 
 
-def test_few_forms_of_many_lengths(ranks: Any) -> None:
+def test_few_call_forms_of_many_lengths(ranks: Any) -> None:
     for shapes, forms in ranks(2).run(padded_forms):
         assert shapes == [(4, 4), (4, 8), (4, 4)] and forms == 2
 
@@ -232,7 +233,7 @@ def test_few_forms_of_many_lengths(ranks: Any) -> None:
     ((), {"x": 0}, [], "lengths are"), ((4,), {}, [], "number to pad with"), ((4, 0), {"x": 0}, [], "lengths are"),
     ((4,), {"x": 0}, [{"x": [1] * 5}], "has 5 tokens"), ((4,), {"y": 0}, [{"x": [1]}], "values for \\['y'\\]"),
     ((4,), {"x": 0}, [{"x": [1]}, {"y": [1]}], "different keys")])
-def test_what_cannot_be_padded_is_said(lengths: Any, values: Any, samples: Any, said: str) -> None:
+def test_data_that_cannot_be_padded_is_refused(lengths: Any, values: Any, samples: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         autoparallel.padded_to(lengths, **values)(samples)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,13 @@ def test_private_names_are_imported_by_the_tests_of_their_module_only() -> None:
     assert all(len(names) == 1 and not next(iter(names)).startswith("tests.") for names in found.values()), found
 
 
+def test_tests_share_nothing_but_helpers() -> None:
+    """No file imports a test file; helpers are in `tests/support/`, or in a folder beside its tests."""
+    found = {short(path): names for path in TESTS if (names := [
+        one.module for one in all_imports_of(path) if re.match(r"tests\.(\w+\.)?test_", one.module)])}
+    assert not found
+
+
 def files_named(page: Path) -> set[str]:
     """Names of Python files and of folders in the first column of the tables of a README."""
     rows = "\n".join(line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("|"))
@@ -72,4 +80,15 @@ def test_manuals_list_the_files_there_are(page: Path) -> None:
                and not any(f"{part.relative_to(folder)}/" in named for part in p.parents if folder in part.parents)]
     bases = (folder, ROOT / "autoparallel", ROOT, *{p.parent for p in files})
     absent = sorted(name for name in named if not any((base / name).exists() for base in bases))
+    assert not missing and not absent
+
+
+def test_the_manual_of_the_tests_names_each_file() -> None:
+    """By its name or by a pattern; all that is named is there."""
+    named = re.findall(r"`([\w*./]+\.py)`", (ROOT / "tests/README.md").read_text())
+    files = [path.name for folder in ("tests", "tests/support") for path in (ROOT / folder).glob("*.py")]
+    missing = [name for name in files if name != "__init__.py"
+               and not any(fnmatch(name, pattern.split("/")[-1]) for pattern in named)]
+    absent = [pattern for pattern in named if not list((ROOT / "tests").glob(pattern))
+              and not list((ROOT / "tests/support").glob(pattern))]
     assert not missing and not absent

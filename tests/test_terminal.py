@@ -46,7 +46,7 @@ def test_item_18_hostile_names_are_shown_as_they_are(name: str) -> None:
 
 
 def test_item_18_errors_on_the_command_line_are_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             capsys: pytest.CaptureFixture[str]) -> None:
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["autoparallel", "plan", "no\x1b[31mmodule:made", "--mesh", "2"])
     with pytest.raises(SystemExit):

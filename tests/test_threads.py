@@ -158,7 +158,7 @@ class DrawsByFunction(nn.Module):
 
 @pytest.mark.parametrize(("model", "named"), [(Draws, "Python's random"), (DrawsByNumpy, "numpy.random"),
                                               (DrawsByFunction, "numpy.random")])
-def test_numbers_that_the_model_draws_are_told_from_another_thread_s(model: type[nn.Module], named: str) -> None:
+def test_random_numbers_of_a_model_are_told_from_another_thread_s(model: type[nn.Module], named: str) -> None:
     ended = threading.Event()
 
     def draw() -> None:

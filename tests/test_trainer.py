@@ -13,34 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from autoparallel.errors import AutoparallelError
+from tests.support.language import LENGTH, SAMPLES, Text, adapted, as_ranks, llama, reset_accelerate, whole
 from tests.support.ranks import mesh_of
-from tests.test_checkpoints import adapted, llama, whole
+from tests.support.tiers import slow
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
-
-SAMPLES, LENGTH = 44, 16
-
-
-class Text(Dataset[dict[str, Tensor]]):
-    """Sentences in a small language, some of them short, padded to one length (or to their own)."""
-
-    def __init__(self, padded: bool = True) -> None:
-        self.padded = padded
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        ids = (torch.arange(LENGTH) * 3 + index) % 61 + torch.randint(0, 3, (LENGTH,), generator=generator)
-        length = LENGTH - index % 5 if index < SAMPLES - 4 else LENGTH
-        mask = (torch.arange(LENGTH) < length).long()
-        sample = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
-        return sample if self.padded else {name: value[:length] for name, value in sample.items()}
 
 
 def collated(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -86,22 +66,6 @@ def results(trainer: Any, resume: Any = None) -> tuple[list[dict[str, float]], d
     return logs, {name: value.float() for name, value in whole(trainer.model).items()}
 
 
-def reset_accelerate() -> None:
-    """accelerate keeps its state in the process; so do these tests' ranks."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for kind in (AcceleratorState, GradientState, PartialState):
-        kind._reset_state()
-
-
-def as_ranks() -> None:
-    """What a launcher says to accelerate; the process group is there."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT="29511", ACCELERATE_USE_CPU="1")
-    reset_accelerate()
-
-
 def on_ranks(folder: Path, shape: tuple[int, ...], parallel: dict[str, Any], options: dict[str, Any],
              resume: bool = False, **more: Any) -> tuple[Any, ...]:
     from autoparallel.integrations import AutoparallelTrainer
@@ -139,16 +103,17 @@ FSDP, TENSOR = {"baseline": "fsdp"}, {"baseline": "tensor_parallel"}
 
 
 @pytest.mark.parametrize(("shape", "parallel", "options", "forms"), [
-    ((4,), FSDP, {}, 1),
-    ((2, 2), TENSOR, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, 2),
+    slow((4,), FSDP, {}, 1),
+    slow((2, 2), TENSOR, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, 2),
     ((4,), FSDP, {"gradient_accumulation_steps": 3, "dataloader_drop_last": False, "max_grad_norm": 0.0}, None),
     ((2, 2), {"pipeline_stages": 2}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "max_steps": 4}, 2),
     ((2, 2), TENSOR, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, None),
-    ((4,), FSDP, {"compute_loss_func": squared}, 1),
-    ((4,), FSDP, {"padded": False, "data_collator": collated, "gradient_accumulation_steps": 2, "max_steps": 3}, None),
+    slow((4,), FSDP, {"compute_loss_func": squared}, 1),
+    slow((4,), FSDP,
+         {"padded": False, "data_collator": collated, "gradient_accumulation_steps": 2, "max_steps": 3}, None),
     ((4,), {"baseline": "ddp"}, {"build": adapted, "gradient_accumulation_steps": 2}, None),
-    ((4,), {"zero_stage": 1, "baseline": "ddp"},
-     {"activation_checkpointing": True, "include_num_input_tokens_seen": "all"}, 1),
+    slow((4,), {"zero_stage": 1, "baseline": "ddp"},
+         {"activation_checkpointing": True, "include_num_input_tokens_seen": "all"}, 1),
 ])
 def test_training_is_that_of_one_process(ranks: Any, tmp_path: Path, shape: tuple[int, ...], parallel: dict[str, Any],
                                          options: dict[str, Any], forms: int | None) -> None:
@@ -204,7 +169,7 @@ def broken_off(folder: Path, shape: tuple[int, ...], parallel: dict[str, Any], o
 
 
 @pytest.mark.parametrize(("number", "shape", "parallel"), [
-    (4, (2, 2), TENSOR), (2, (2,), FSDP), (8, (2, 4), {"pipeline_stages": 2})])
+    (2, (2,), FSDP), slow(4, (2, 2), TENSOR), slow(8, (2, 4), {"pipeline_stages": 2})])
 def test_a_run_broken_off_goes_on_elsewhere(ranks: Any, tmp_path: Path, number: int, shape: tuple[int, ...],
                                             parallel: dict[str, Any]) -> None:
     """Saved after steps 2 and 4 on four ranks, broken off before the sixth."""
@@ -238,7 +203,8 @@ def scores(folder: Path, options: dict[str, Any]) -> tuple[Any, ...]:
     return [before[key] for key in kept], predicted.metrics["test_loss"], torch.from_numpy(predicted.predictions)
 
 
-@pytest.mark.parametrize(("options", "tolerance"), [({"max_steps": 3}, 1e-4), ({"max_steps": 3, "bf16": True}, 2e-2)])
+@pytest.mark.parametrize(("options", "tolerance"), [
+    ({"max_steps": 3, "bf16": True}, 2e-2), slow({"max_steps": 3}, 1e-4)])
 def test_evaluation_and_prediction_without_training_first(ranks: Any, tmp_path: Path, options: dict[str, Any],
                                                           tolerance: float) -> None:
     before, loss, logits = scores(tmp_path / "one", options)
@@ -268,7 +234,7 @@ def refusals(folder: Path) -> list[str]:
     return told
 
 
-def test_what_cannot_be_is_refused(ranks: Any, tmp_path: Path) -> None:
+def test_impossible_options_are_refused(ranks: Any, tmp_path: Path) -> None:
     for find, compiled, evaluated in ranks(2).run(refusals, tmp_path, timeout_s=100):
         assert "TrainingArguments(auto_find_batch_size=True): leave it out" in find
         assert "TrainingArguments(torch_compile=True): leave it out" in compiled

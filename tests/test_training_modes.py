@@ -115,7 +115,7 @@ def first_in_inference_mode() -> dict[str, torch.Tensor]:
     return gradients_of(parallel)
 
 
-def test_what_is_called_in_inference_mode_first_can_be_trained(ranks: Any) -> None:
+def test_a_module_called_in_inference_mode_first_can_be_trained(ranks: Any) -> None:
     model, _, x = rows_of(None, {})
     stepped(model, x)
     for found in ranks(2).run(first_in_inference_mode):

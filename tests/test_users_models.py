@@ -148,7 +148,7 @@ class Largest(torch.autograd.Function):
         return gradient
 
 
-def test_a_function_across_samples_takes_no_turns() -> None:
+def test_functions_across_samples_refuse_micro_batches() -> None:
     model = Model(lambda m, x: Largest.apply(m.a(x)).square().mean(), a=mlp())
     with pytest.raises(InfeasibleError, match="cannot be split into micro-batches"):
         autoparallel.plan(model, Cluster.load("local-cpu", num_devices=4), example_inputs=(x(),), micro_batches=2)
@@ -214,7 +214,7 @@ def test_models_that_return_their_caches(ranks: Any, name: str) -> None:
         assert len(cached) == 4
 
 
-def test_what_depends_on_the_data_is_refused_with_what_to_write() -> None:
+def test_data_dependent_models_are_refused_with_a_remedy() -> None:
     def counting(m: Any, x: Tensor) -> Tensor:
         return torch.bincount(x.long().flatten()) * m.a.weight.sum()
 

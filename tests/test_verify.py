@@ -47,7 +47,7 @@ def test_waits_in_a_pipeline_are_compute_of_others() -> None:
     assert tuple(vars(found.correction).values()) == pytest.approx((2.0, 2.0, 0.0))
 
 
-def test_parts_beyond_the_step_shrink_alike() -> None:
+def test_parts_beyond_the_step_shrink_in_proportion() -> None:
     found = Verification(prediction(), Measured(3.0, 3.0, 0.0, None, {}), Cluster.load("local-cpu"))
     assert found.correction.compute == 1.0 and found.correction.communication == 1e-3
     assert "at its limit" in str(found)

@@ -118,7 +118,7 @@ def test_terabytes_and_gibibytes() -> None:
     ('name = "mine"', 'based_on = "nothing"', "based_on = 'nothing' must be another known cluster: a100"),
     ('name = "mine"', "this is not toml", "mine.toml is not TOML"),
 ])
-def test_a_bad_description_says_what_it_needs(tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_bad_descriptions_name_the_missing_field(tmp_path: Path, old: str, new: str, says: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(SMALL.replace(old, new, 1))
     with pytest.raises(ClusterError, match=says):

@@ -78,7 +78,7 @@ def test_one_stage_has_no_bubble() -> None:
     assert pipeline_s([2.0], 5) == 10.0
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_options_are_refused() -> None:
     for bad in (([], 1, 1), ([-1.0], 1, 1), ([1.0], 0, 1), ([1.0], 1, 0)):
         with pytest.raises(ClusterError):
             pipeline_s(*bad)

@@ -90,7 +90,7 @@ def programs(draw: st.DrawFn) -> list[Task]:
 
 @settings(max_examples=80)
 @given(programs(), st.floats(1.0, 3.0))
-def test_what_holds_for_every_program(tasks: list[Task], factor: float) -> None:
+def test_invariants_of_every_program(tasks: list[Task], factor: float) -> None:
     free, slowed = simulate(tasks), simulate(tasks, equal_slowdown(["compute", "network", "copy"], factor))
     durations = np.array([task.duration_s for task in tasks])
     assert free.end_s - free.start_s == pytest.approx(durations)
@@ -112,7 +112,7 @@ def test_large_programs_are_quick() -> None:
     assert time.perf_counter() - start < 3.0
 
 
-def test_what_cannot_run_is_refused() -> None:
+def test_impossible_programs_are_refused() -> None:
     with pytest.raises(TimelineError, match=r"never start, .* 0 .a., 1 .b."):
         simulate([Task(1.0, after=(1,), name="a"), Task(1.0, "network", after=(0,), name="b")])
     with pytest.raises(TimelineError, match="later on their stream"):

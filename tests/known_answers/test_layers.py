@@ -133,7 +133,7 @@ def test_transformer_layers_on_two_axes() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp", "bert"])
-def test_parameters_in_pieces_on_two_axes(name: str) -> None:
+def test_sharded_parameters_on_two_axes(name: str) -> None:
     """Alpa on 2 x 2 with parameters' state in pieces: what is added up along the second axis stays, gradients along the
     first are scattered, and what is learned is gathered; all matrices are in four pieces. The bytes are as before.
     """
@@ -324,7 +324,7 @@ def test_budgets_on_32_by_8_devices(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_layers_computed_again_where_memory_is_short() -> None:
+def test_layers_recomputed_where_memory_is_short() -> None:
     """Galvatron, LLaMA of 28 layers on 8 devices of 36 GB, 64 samples of 8,192 tokens. In 8 turns and all layers alike:
     data parallelism with ZeRO-3, every layer computed again. Layer by layer, 14 of 28 are, and a step is 5 % faster.
 

@@ -86,7 +86,7 @@ def test_mlps_on_two_axes(layers: int, hidden: int, bias: bool, relu: bool, batc
     assert (judged(best, stated) - judged(best, best)) * 1e9 == pytest.approx(saved, rel=0.01, abs=1.0)
 
 
-def test_the_batch_in_pieces_and_weights_whole_between_random_and_other_ops() -> None:
+def test_data_parallelism_between_random_and_other_ops() -> None:
     """Alpa's graphs with dropout, and with a gather: data parallelism, whose gradients alone are sent."""
     dropout = WithLoss(nn.Sequential(nn.Linear(16, 16, False), nn.Dropout(0.1), nn.Linear(16, 16, False)))
     cases = [(dropout, torch.zeros(32, 32, 16), torch.zeros(32, 32, 16), 2 * 1024),

@@ -84,8 +84,8 @@ STEPS: list[Any] = [
 
 
 @pytest.mark.parametrize(("name", "mesh_shape", "options", "expected", "elsewhere"), STEPS)
-def test_what_a_step_sends(ranks: Any, name: str, mesh_shape: tuple[int, ...], options: dict[str, Any],
-                           expected: dict[str, int], elsewhere: str) -> None:
+def test_collectives_of_a_step(ranks: Any, name: str, mesh_shape: tuple[int, ...], options: dict[str, Any],
+                               expected: dict[str, int], elsewhere: str) -> None:
     """In turns as in one, once a step; in a pipeline, on each stage."""
     model, inputs = model_of(name)
     made = planned(model, inputs, mesh_shape, **options)

@@ -76,8 +76,8 @@ RVD = [
 
 
 @pytest.mark.parametrize(("stated", "mesh_shape", "source", "target", "expected"), RVD)
-def test_between_replicas_summands_and_pieces(stated: str, mesh_shape: tuple[int, ...], source: str, target: str,
-                                              expected: dict[str, int]) -> None:
+def test_between_replicas_partial_sums_and_shards(stated: str, mesh_shape: tuple[int, ...], source: str, target: str,
+                                                  expected: dict[str, int]) -> None:
     """nnScaler's paths, by the bytes sent: the same collectives, in as many groups of ranks."""
     shape = (32, 64, 128) if stated.count(",") == 8 else (256, 256)
     found: Counter[str] = Counter()
@@ -86,7 +86,7 @@ def test_between_replicas_summands_and_pieces(stated: str, mesh_shape: tuple[int
     assert found == expected
 
 
-def test_pieces_of_another_dim_on_two_axes() -> None:
+def test_shards_of_another_dim_on_two_axes() -> None:
     """Colossal-AI on 4 x 4 goes [R,S01,R] -> [R,S0,R] -> [S0,R,R] -> [S01,R,R]: all_gather, all_to_all, slice.
 
     Ours never makes a larger piece: three all_to_alls, by its own table a third of the price.

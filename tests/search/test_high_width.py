@@ -94,7 +94,7 @@ def test_a_node_that_nothing_ties_to_others_is_settled_at_once() -> None:
 
 @settings(max_examples=40)
 @given(seeds)
-def test_a_part_counts_what_is_around_it(seed: int) -> None:
+def test_a_subproblem_counts_its_surroundings(seed: int) -> None:
     compact = compact_or_none(random_problem(seed, limited=True))
     if compact is None:
         return
@@ -269,7 +269,7 @@ def test_a_search_that_ended_on_time_starts_no_other(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Run, "eliminate", lambda run: pytest.fail("too wide"))
     monkeypatch.setattr(Run, "program", lambda run, cells=0: pytest.fail("a program was started"))
     monkeypatch.setattr("autoparallel.search.solver.WORK_CELLS", 0)
-    problem = block_chain(6, limit=0.7 * solve(block_chain(6), "recursive").peak_bytes)
+    problem = block_chain(3, limit=0.7 * solve(block_chain(3), "recursive").peak_bytes)
     found = solve(problem, "auto", 60.0)
     assert found.stop_reason == "time limit" and found.gap > 0.001
 
@@ -294,8 +294,8 @@ def test_messages_start_from_those_of_a_larger_problem() -> None:
 
 
 def test_wide_search_on_blocks() -> None:
-    free = solve(block_chain(8), "exact")
-    problem = block_chain(8, limit=0.7 * free.peak_bytes)
+    free = solve(block_chain(4), "exact")
+    problem = block_chain(4, limit=0.7 * free.peak_bytes)
     known = solve(problem, "exact")
     search = WideSearch(problem, clock.now() + 60, known.choice, lambda outcome: None)
     search.run()
@@ -381,7 +381,7 @@ def test_a_choice_to_begin_with_where_there_are_device_classes() -> None:
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-def test_what_is_left_of_a_class_is_not_rounded_up(search: str) -> None:
+def test_the_room_of_a_class_is_not_rounded_up(search: str) -> None:
     """6 less 2.0000000000000004 is 3.9999999999999996, and 4 and 2.0000000000000004 are 6: too much fitted."""
     problem = pair_of_classes(4.0, (6.0, math.nextafter(4.0, 0.0)), 1.0)
     found = solve(problem, search)

@@ -148,7 +148,7 @@ def test_a_search_leaves_nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("answer", ["StatusNotOk: kError", (None, 0.0, "NUMERICAL_ERROR"), None])
-def test_what_fails_in_highs_loses_no_plan(answer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_failures_of_highs_lose_no_plan(answer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """It errs on some of the contest's large instances, minutes after there is a plan."""
     asked = []
     monkeypatch.setattr(highs._process, "ask", lambda *_: asked.append(1) or answer)

@@ -172,7 +172,7 @@ def test_a_chain_of_equal_blocks_is_halved_again_and_again(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_pieces_that_repeat_are_eliminated_by_one_rule(seed: int) -> None:
+def test_repeated_subgraphs_are_eliminated_by_one_rule(seed: int) -> None:
     problem = block_chain(12, choices=3, seed=seed)
     rates = np.random.default_rng(seed).choice([0.0, 0.5], len(problem.costs))  # blocks of several kinds
     costs = problem.costs.priced(problem.usages, rates)

@@ -187,9 +187,9 @@ def test_unknown_search_lists_what_there_is() -> None:
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_same_problem_same_plan(search: str) -> None:
-    free = solve(block_chain(6), "exact")
-    problem = block_chain(6, limit=free.peak_bytes * 0.8)
-    assert solve(problem, search).choice == solve(block_chain(6, limit=problem.limit), search).choice
+    free = solve(block_chain(3), "exact")
+    problem = block_chain(3, limit=free.peak_bytes * 0.8)
+    assert solve(problem, search).choice == solve(block_chain(3, limit=problem.limit), search).choice
 
 
 def test_memory_binds_on_repeated_blocks() -> None:

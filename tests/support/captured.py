@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -24,11 +26,18 @@ def graph_of(case_name: str, batch: int = 8) -> OpGraph:
     return capture(case.build(), *case.inputs(batch))
 
 
+@contextmanager
+def planning_on(graph: OpGraph) -> Iterator[None]:
+    """Meanwhile `autoparallel.plan` takes this graph instead of tracing the model that it is given."""
+    with patch.object(compiler, "capture", lambda *_: graph):
+        yield
+
+
 def plan_of(case_name: str, cluster: Cluster, batch: int = 8, **options: Any) -> autoparallel.Plan:
     """`autoparallel.plan` of a case with these options, on the graph of `graph_of`."""
     case = CASES[case_name]
     args, kwargs = case.inputs(batch)
-    with patch.object(compiler, "capture", lambda *_: graph_of(case_name, batch)):
+    with planning_on(graph_of(case_name, batch)):
         return autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs, **options)
 
 

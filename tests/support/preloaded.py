@@ -16,9 +16,11 @@ from tests.support.models import CASES
 #: Imported by functions as they are called.
 LATER = ("accelerate", "networkx", "torch._functorch.compile_utils", "torch._inductor.compile_fx",
          "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.export",
-         "torch.export.passes", "torch.utils.flop_counter", "transformers.generation", "transformers.integrations.moe")
-#: Left out: what needs packages that few tests use, and processes of their own.
-LEFT_OUT = ("autoparallel.integrations.", "autoparallel.selftest.__main__", "autoparallel.search.ilp.highs_worker")
+         "torch.export.passes", "torch.utils.flop_counter", "transformers.generation", "transformers.integrations.moe",
+         "transformers.trainer")
+#: Left out: what needs a package that few tests use, and a process of its own.
+LEFT_OUT = ("autoparallel.integrations.lightning", "autoparallel.selftest.__main__",
+            "autoparallel.search.ilp.highs_worker")
 
 for package in (autoparallel, cost_models):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):

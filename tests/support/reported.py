@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import autoparallel
+from autoparallel.capture import OpGraph, capture
 from autoparallel.plans import Plan
 from cost_models import Cluster
+from tests.support.captured import planning_on
 
 HIDDEN, VOCABULARY, LAYERS, TOKENS, SEQUENCE = 256, 512, 2, 4096, 128
 
@@ -51,11 +55,21 @@ def factory(batch: int, sequence: int) -> tuple[nn.Module, tuple[Tensor], dict[s
     return nn.Linear(sequence, 64), (torch.zeros(batch, sequence),), {}
 
 
-def made(devices: int = 4, cluster: Cluster | None = None, **options: object) -> Plan:
+def call() -> tuple[Transformer, tuple[Tensor, Tensor]]:
     with torch.device("meta"):
-        model, ids = Transformer(), torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
-    found = cluster or Cluster.load("h100-sxm", num_devices=devices)
-    return autoparallel.plan(model, found, example_inputs=(ids, ids), time_limit_s=10.0, **options)
+        ids = torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
+        return Transformer(), (ids, ids)
+
+
+@functools.cache
+def graph() -> OpGraph:
+    return capture(*call())
+
+
+def made(devices: int = 4, cluster: Cluster | None = None, **options: object) -> Plan:
+    (model, inputs), found = call(), cluster or Cluster.load("h100-sxm", num_devices=devices)
+    with planning_on(graph()):
+        return autoparallel.plan(model, found, example_inputs=inputs, time_limit_s=10.0, **options)
 
 
 def plans_by_name() -> dict[str, Plan]:
