@@ -81,8 +81,8 @@ def bound(mask: Tensor, *, at_most: int) -> Bounded:
     """The true elements of ``mask``, bool [..., L], of which there are at most ``at_most`` along the last dim.
 
     In place of ``x[mask]`` and ``mask.nonzero()``, whose shapes depend on the data. The model computes the same with
-    and without autoparallel. Raises InputError for another dtype or bound, and BoundError in a call with more: nothing is
-    dropped. (The host waits for the device to see that.)
+    and without autoparallel. Raises InputError for another dtype or bound, and BoundError in a call with more: nothing
+    is dropped. (The host waits for the device to see that.)
 
     >>> import torch
     >>> rows = bound(torch.tensor([False, True, True, False]), at_most=3)
