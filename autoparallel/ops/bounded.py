@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoparallel.errors import BoundError, InputError
+from autoparallel.errors import BoundError, InputError, shown
 
 Tensor = torch.Tensor
 _library = torch.library.Library("autoparallel", "FRAGMENT")
@@ -94,8 +94,9 @@ def bound(mask: Tensor, *, at_most: int) -> Bounded:
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.dim() == 0:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"autoparallel.bound takes a bool tensor of one dim or more; given: {given}")
-    if type(at_most) is not int or at_most < 1:
-        raise InputError(f"at_most={at_most!r}: required is the largest number of true elements, an int of 1 or more")
+    if type(at_most) is not int or not 1 <= at_most < 2**31:
+        raise InputError(f"at_most={shown(at_most)}: required is the largest number of true elements, an int of 1 or "
+                         "more")
     found = bounded_places(mask, at_most)
     return Bounded(mask, found.clamp(min=0), found >= 0)
 

@@ -28,7 +28,9 @@ from autoparallel.capture.passes.vmap_and_grad import gradient_as_op, gradient_o
 from autoparallel.capture.tracing.frames import caller, users_caller
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
 from autoparallel.capture.tracing.masked_rows.dispatch import asked, tensors_of
+from autoparallel.capture.tracing.masked_rows.places import table_by_lengths
 from autoparallel.capture.tracing.masked_rows.torch_functions import made
+from autoparallel.capture.tracing.masked_rows.types import Rows
 from autoparallel.capture.tracing.value_branches import READS, Branches
 from autoparallel.errors import CaptureError
 from autoparallel.ops import user_function
@@ -192,6 +194,13 @@ def _gaussian_likelihood(x: torch.Tensor, target: torch.Tensor, var: torch.Tenso
     return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
 
 
+def _ctc_loss(log_probs: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any,
+              **kwargs: Any) -> torch.Tensor:
+    if isinstance(targets, Rows) and isinstance(target_lengths, torch.Tensor):
+        targets = table_by_lengths(targets, target_lengths)
+    return ctc_loss_as_op(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+
+
 def _counts(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
     """`torch.bincount` of numbers below ``minlength``; of others the scatter fails."""
     if not minlength:
@@ -256,7 +265,7 @@ class TracedCalls(TorchFunctionMode):
         if function is torch.autograd.grad:
             return gradient_as_op(*args, **(kwargs or {}))
         if function is torch.nn.functional.ctc_loss:
-            return ctc_loss_as_op(*args, **(kwargs or {}))
+            return _ctc_loss(*args, **(kwargs or {}))
         rows = asked(function, args, kwargs or {})
         if rows is not NotImplemented:
             return rows

@@ -4,6 +4,8 @@
     x.scatter_add(0, rows, values)                   values of rows that are not meant are zero
     x.scatter_reduce(0, rows, values, how), x[rows] = values
                                                      rows that are not meant go to a place behind the last one of x
+    ctc_loss(scores, labels[mask], lengths, mask.sum(-1))
+                                                     labels as a table again
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS, refused
 from autoparallel.capture.tracing.masked_rows.types import Rows
+from autoparallel.ops.bounded import bounded_places
 
 Tensor = torch.Tensor
 #: Functions that write values of rows at places along a dim.
@@ -71,6 +74,17 @@ def written_at(function: Callable[..., Any], name: str, x: Tensor, dim: int, pla
         return x.copy_(made) if in_place else made
 
 
+def table_by_lengths(values: Rows, lengths: Tensor) -> Tensor:
+    """Values that a mask [b, s] picks, one after another, as a table [b, s] whose row i begins with the next
+    ``lengths[i]`` of them; behind these are others."""
+    cells = values.mask.meant()
+    if cells.dim() != 2 or values.dim() != 1 or values.front or lengths.shape != cells.shape[:1]:
+        raise refused("values whose number the data say, by lengths")
+    in_order = values.chosen().flatten()[bounded_places(cells.flatten(), cells.numel()).clamp(min=0)]
+    begin = (lengths.cumsum(0) - lengths).unsqueeze(1)
+    return in_order[(begin + torch.arange(cells.shape[1], device=cells.device)).clamp(max=cells.numel() - 1)]
+
+
 def _with_a_place_more(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
@@ -80,4 +94,4 @@ def _behind_unless_meant(x: Tensor, places: Rows, at: Tensor) -> Tensor:
     return torch.where(meant.reshape(-1, *(1,) * (at.dim() - 1)), at, x.shape[0])
 
 
-__all__ = ["SCATTERS", "are_places", "put_at", "read_at", "reads_at", "written_at"]
+__all__ = ["SCATTERS", "are_places", "put_at", "read_at", "reads_at", "table_by_lengths", "written_at"]
