@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from autoparallel.api import compile, plan
     from autoparallel.export import Exported, Imported, export_plan, import_plan
     from autoparallel.launch.world import World, init
+    from autoparallel.ops.bounded import Bounded, bound
     from autoparallel.planning.inference import inference_call
     from autoparallel.plans import Plan
     from autoparallel.rules.custom import register_rule
@@ -30,6 +31,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Advice": "autoparallel.advice",
     "advise": "autoparallel.advice",
+    "Bounded": "autoparallel.ops.bounded",
+    "bound": "autoparallel.ops.bounded",
     "compile": "autoparallel.api",
     "plan": "autoparallel.api",
     "export_plan": "autoparallel.export",
@@ -51,9 +54,9 @@ _HOMES = {
     "Cluster": "cost_models",
     "register_rule": "autoparallel.rules.custom",
 }
-__all__ = ["Advice", "Cluster", "Exported", "GradScaler", "Imported", "JsonLines", "ParallelModule", "Plan", "Sizing",
-           "StepLog", "TensorBoard", "World", "__version__", "advise", "compile", "export_plan", "import_plan",
-           "inference_call", "init", "padded_to", "plan", "register_rule", "size"]
+__all__ = ["Advice", "Bounded", "Cluster", "Exported", "GradScaler", "Imported", "JsonLines", "ParallelModule", "Plan",
+           "Sizing", "StepLog", "TensorBoard", "World", "__version__", "advise", "bound", "compile",
+           "export_plan", "import_plan", "inference_call", "init", "padded_to", "plan", "register_rule", "size"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from autoparallel.export import FORMATS, Exported, export_plan
 from autoparallel.garbage import collected_later
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
-from autoparallel.planning.options import Options, check_call, check_cluster
+from autoparallel.planning.options import Options, check_call, check_cluster, options_of
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole
@@ -128,9 +128,9 @@ def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: S
     check_call(model, example_inputs, example_kwargs)
     if isinstance(search_s, bool) or not isinstance(search_s, (int, float)) or not search_s >= 0:
         raise PlanError(f"search_s is {search_s!r}: give seconds, 0 or more")
+    options = options_of({"optimizer": optimizer, "memory_limit_bytes": memory_limit_bytes})
     with collected_later():
         graph = capture(model, example_inputs or (), example_kwargs or {})
-    options = Options(optimizer=optimizer, memory_limit_bytes=memory_limit_bytes)
     limit = options.limit_bytes(cluster)
     priced = _Priced(graph, cluster, Options(optimizer=optimizer), limit)
     found = tuple(priced.all())

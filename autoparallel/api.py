@@ -93,16 +93,15 @@ def plan(
         given = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "joint": joint, "by_hand": by_hand,
                  "baseline": baseline, "micro_batches": micro_batches, "pipeline_stages": pipeline_stages,
                  "stage_replicas": stage_replicas, "schedule": schedule, "recompute": recompute,
-                 "zero_stage": zero_stage, "reduce_dtype": reduce_dtype,
-                 "bucket_bytes": bucket_bytes}
-        if taken := sorted(name for name, value in given.items() if value):
+                 "zero_stage": zero_stage, "reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes}
+        if taken := sorted(name for name, value in given.items() if value is not None and value is not False):
             raise PlanError(f"{', '.join(taken)} belong to a training step: leave them out, or leave out phase, "
                             "objective, context and concurrent")
         make = partial(plan, model, cluster, mesh_shape=mesh_shape, axis_names=axis_names, search=search, pins=pins,
                        memory_limit_bytes=memory_limit_bytes, memory_confidence=memory_confidence,
                        time_limit_s=time_limit_s, recompute="none", progress=progress)
-        return plan_inference(lambda call: make(example_kwargs=call), model, objective or "latency", phase or "",
-                              context or 0, concurrent)
+        return plan_inference(lambda call: make(example_kwargs=call), model,
+                              "latency" if objective is None else objective, phase, context, concurrent)
     chosen = options_of(locals())
     cluster = check_cluster(cluster)
     check_call(model, example_inputs, example_kwargs)

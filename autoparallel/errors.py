@@ -94,6 +94,10 @@ class InputError(AutoparallelError, ValueError):
     """A call whose inputs do not fit the traced program."""
 
 
+class BoundError(AutoparallelError, ValueError):
+    """A call whose mask has more true elements than `autoparallel.bound` was told of."""
+
+
 class PeerError(AutoparallelError, RuntimeError):
     """A call in which another rank failed, or after such a call; ``rank`` is the one that failed first."""
 

@@ -148,11 +148,15 @@ def size(
     target = Target(step_s, count, days, budget)
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise PlanError(f"most is {shown(most)}: give a number of devices, 1 or more")
+    _check(model, clusters, told)
     found = list[Size]()
 
     def planned(name: str | Path, devices: int) -> Size:
         cluster = Cluster.load(name, num_devices=devices, software=software)
-        network, args, kwargs = model(devices)
+        made_for = model(devices)
+        if not isinstance(made_for, tuple) or len(made_for) != 3:
+            raise PlanError(f"the model for {devices} devices is {shown(made_for)}: return {_TRIPLE}")
+        network, args, kwargs = made_for
         try:
             made = plan(network, cluster, example_inputs=args, example_kwargs=kwargs, joint=True,
                         time_limit_s=time_limit_s, **options)
@@ -176,6 +180,18 @@ def size(
                 break
             before = now
     return Sizing(target, tuple(sorted(found, key=lambda one: (one.cluster.name, one.devices))))
+
+
+_TRIPLE = "(model, example inputs, example keyword inputs)"
+
+
+def _check(model: Any, clusters: Any, told: Any) -> None:
+    if not callable(model) or isinstance(model, type | nn.Module):
+        raise PlanError(f"model is {shown(model)}: give a function of a number of devices, which returns {_TRIPLE}")
+    if not isinstance(clusters, list | tuple) or not clusters:
+        raise PlanError(f"clusters is {shown(clusters)}: give names or files, for example ('h100-sxm',)")
+    if not callable(told):
+        raise PlanError(f"told is {shown(told)}: give a function")
 
 
 def _why(error: AutoparallelError) -> str:

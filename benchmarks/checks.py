@@ -63,20 +63,21 @@ def measured(rank: int, ranks: int, port: int, steps: int, step_ms: float, depth
                             world_size=ranks, timeout=datetime.timedelta(seconds=120))
     width, batch = 256, 32
     parallel = autoparallel.compile(Layers(width, depth), init_device_mesh("cpu", (ranks,)), baseline="ddp")
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+    seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
 
-    def step(x: torch.Tensor, on: bool) -> float:
+    def step(x: torch.Tensor, on: bool) -> tuple[float, float]:
+        """Seconds by the clock, and of this process's CPU."""
         with ExitStack() as stack:
             if not on:
                 stack.enter_context(unchecked())
             dist.barrier()
-            began = time.perf_counter()
+            began = time.perf_counter(), time.process_time()
             parallel.step(x)
-            return time.perf_counter() - began
+            return time.perf_counter() - began[0], time.process_time() - began[1]
 
     while True:  # a batch for which a step takes as long as asked
         x = torch.randn(batch, width)
-        taken = torch.tensor(statistics.median(step(x, True) for _ in range(5)))
+        taken = torch.tensor(statistics.median(step(x, True)[0] for _ in range(5)))
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         if float(taken) > 0.6e-3 * step_ms or batch > 2**16:
             break
@@ -85,8 +86,9 @@ def measured(rank: int, ranks: int, port: int, steps: int, step_ms: float, depth
         for on in (True, False):
             seconds[on].append(step(x, on))
     if rank == 0:
-        found.put({"batch": batch, **{name: statistics.median(seconds[on]) for name, on in (("on_s", True),
-                                                                                          ("off_s", False))}})
+        clock, cpu = zip(*seconds[True], strict=True), zip(*seconds[False], strict=True)
+        (on_s, on_cpu_s), (off_s, off_cpu_s) = (tuple(map(statistics.median, times)) for times in (clock, cpu))
+        found.put({"batch": batch, "on_s": on_s, "off_s": off_s, "on_cpu_s": on_cpu_s, "off_cpu_s": off_cpu_s})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -103,7 +105,8 @@ def main() -> None:
     mp.spawn(measured, (given.ranks, store.port, given.steps, given.step_ms, given.depth, found), given.ranks)
     result = found.get()
     result |= {"ranks": given.ranks, "steps": given.steps, "share": result["on_s"] / result["off_s"] - 1,
-               "checks_s": result["on_s"] - result["off_s"], "load_average": os.getloadavg()[0],
+               "checks_s": result["on_s"] - result["off_s"],
+               "cpu_share": result["on_cpu_s"] / result["off_cpu_s"] - 1, "load_average": os.getloadavg()[0],
                "torch": torch.__version__, "date": datetime.date.today().isoformat()}
     print(json.dumps(result))
 

@@ -97,6 +97,39 @@ class World:
             "save": (p.save, {"folder": self.folder / "run", "optimizer": self.optimizer, "step": 1, "keep": None}),
             "load": (p.load, {"folder": self.folder / "run", "optimizer": self.optimizer, "step": None}),
             "init_weights": (p.init_weights, {"device": "cpu"}),
+            **self.calls_of_tools(),
+        }
+
+    def calls_of_tools(self) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+        """Functions beside plan, compile and the parallel module."""
+        return {
+            "advise": (autoparallel.advise, {"model": self.model, "cluster": self.cluster, "example_inputs": (self.x,),
+                                             "memory_limit_bytes": None, "optimizer": "adamw", "search_s": 0.0}),
+            "size": (autoparallel.size, {"model": lambda devices: (self.model, (self.x,), {}),
+                                         "clusters": ("local-cpu",), "step_s": 1.0, "count": 1e6, "days": 10.0,
+                                         "budget": 1e9, "most": 2, "software": None, "time_limit_s": 1.0}),
+            "plan by hand": (autoparallel.plan, {"model": self.model, "cluster": self.cluster, "by_hand": "dp=2",
+                                                 "example_inputs": (self.x,)}),
+            "plan of inference": (autoparallel.plan, {"model": self.model, "cluster": self.cluster, "phase": "prefill",
+                                                      "context": 8, "concurrent": 2, "objective": "latency"}),
+            "StepLog": (autoparallel.StepLog, {"parallel": self.parallel, "every": 10, "writers": ()}),
+            "export_plan": (autoparallel.export_plan, {"plan": self.plan, "to": "fsdp2"}),
+            "import_plan": (autoparallel.import_plan, {"path": self.folder / "plan.json"}),
+            "init": (autoparallel.init, {"mesh_shape": (1,), "axis_names": None, "plan": None, "launcher": None,
+                                         "device": "cpu", "backend": None, "timeout_s": 60.0}),
+            "bound": (lambda mask, at_most: autoparallel.bound(mask, at_most=at_most), {
+                "mask": self.x > 0, "at_most": 4}),
+            "padded_to": (lambda lengths, x: autoparallel.padded_to(lengths, x=x)([{"x": self.x}]), {
+                "lengths": (8, 16), "x": 0.0}),
+            "register_rule": (autoparallel.register_rule, {
+                "op": "aten::sin", "pattern": "x[a, b] -> y[a]", "reduce": "", "additive": "", "linear": (),
+                "flops_per_point": None, "arguments": None, "example": None}),
+            "inference_call": (autoparallel.inference_call, {"model": self.model, "phase": "prefill", "context": 8,
+                                                             "concurrent": 2}),
+            "GradScaler": (lambda init_scale, growth_interval: autoparallel.GradScaler(
+                init_scale=init_scale, growth_interval=growth_interval), {"init_scale": 8.0, "growth_interval": 2}),
+            "profile": (lambda path, x, ranks: self.parallel.profile(path, x, ranks=ranks), {
+                "path": self.folder / "step.json", "x": self.x, "ranks": None}),
         }
 
     def state(self) -> list[Any]:

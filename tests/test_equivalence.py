@@ -44,9 +44,8 @@ HYBRIDS = [
     *(("llama", hybrid) for hybrid in HYBRIDS), *(("gpt2", hybrid) for hybrid in HYBRIDS[:3]),
     *(pytest.param("gpt2", hybrid, marks=pytest.mark.slow) for hybrid in HYBRIDS[3:]),
 ], ids=lambda given: given if isinstance(given, str) else "-".join(str(v) for v in asdict(given).values() if v))
-def test_equivalent_ops_share_one_price(case_name: str, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch
-                                       ) -> None:
-    monkeypatch.setattr(async_windows, "BUCKET_BYTES", 20_000)
+def test_equivalent_ops_share_one_price(case_name: str, hybrid: Hybrid) -> None:
+    hybrid = replace(hybrid, bucket_bytes=20_000)
     micro = split_batch(graph_of(case_name), hybrid.micro_batches)
     space = StrategySpace(micro.body, (2, 2))
     cluster = Cluster.load("h100-sxm", num_devices=4 * hybrid.pipeline_ranks)

@@ -72,8 +72,8 @@ def test_item_19_torchs_text_of_the_graph_is_not_shown(capfd: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    (Line("/v/site-packages/torch_geometric/utils/loop.py", 1, "add_remaining_self_loops", "edge_index[:, mask]"),
-     "add_self_loops=False"),
+    (Line("/v/site-packages/torchvision/models/detection/transform.py", 1, "torch_choice", "int(torch.empty(1))"),
+     "compile model.backbone"),
     (Line("/v/site-packages/transformers/models/w/modeling_w.py", 1, "forward", "if not skip_the_layer:"),
      "config.layerdrop = 0.0"),
     (Line("/v/site-packages/other/model.py", 1, "route", "if x.any():"), "Give other options with which it does not"),
@@ -88,22 +88,3 @@ def test_item_19_lines_of_libraries_are_named_with_the_call_and_the_option(line:
 def test_which_lines_make_numbers() -> None:
     assert all(map(makes_number, ["n = int(x.max())", "y = x * s.item()", "for i in range(n):"]))
     assert not any(map(makes_number, ["if x.item() > 0:", "y = a if x.sum() > 0 else b", "y = x[mask]"]))
-
-
-def test_item_20_graph_layers_run_with_loops_among_the_edges() -> None:
-    """The remedy that the refusal names."""
-    geometric = pytest.importorskip("torch_geometric")
-    x, edges = torch.randn(10, 8), torch.randint(0, 10, (2, 30), generator=torch.Generator().manual_seed(0))
-    layers = geometric.nn
-    for make, loops in [(lambda **options: layers.GCNConv(8, 4, **options), geometric.utils.add_remaining_self_loops),
-                        (lambda **options: layers.GATConv(8, 4, heads=2, **options), lambda e, **n: (
-                            geometric.utils.add_self_loops(geometric.utils.remove_self_loops(e)[0], **n)))]:
-        layer, other = make(), make(add_self_loops=False)
-        other.load_state_dict(layer.state_dict())
-        with pytest.raises(CaptureError, match=r"(?s)is of torch_geometric, in \w*self_loops.*add_self_loops="):
-            capture(layer, (x, edges))
-        given = loops(edges, num_nodes=10)[0]
-        torch.testing.assert_close(other(x, given), layer(x, edges))
-        assert len(capture(other, (x, given))) > 5
-
-

@@ -192,7 +192,8 @@ class Recorder:
         if drawn and (draws.seen or not self._watches or any(_draws_by_numpy(value) for value in self._values)):
             raise CaptureError(f"forward of {type(self.model).__name__} draws numbers from {drawn}, others at each "
                                "call: a program has those of its trace\n"
-                               "  Draw them by torch (torch.rand), or outside of forward and pass them.")
+                               "  Draw them by torch (torch.rand), or outside of forward and pass them. "
+                               "(Of transformers' SpecAugment: config.apply_spec_augment=False.)")
 
     # --- what the forward does ---------------------------------------------------------------------------------
 

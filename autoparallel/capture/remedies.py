@@ -4,17 +4,15 @@ edit."""
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_STDLIB = sysconfig.get_path("stdlib")
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/([\w.-]+)")
 #: (library, part of the refused line or of its function's name) -> what avoids it.
 _OPTIONS: Sequence[tuple[str, str, str]] = (
-    ("torch_geometric", "self_loops",
-     "Make the layer with add_self_loops=False, and give it edges that have their loops: edge_index, edge_weight = "
-     "torch_geometric.utils.add_remaining_self_loops(edge_index, edge_weight), outside of the model, where edges are "
-     "read (for GATConv: remove_self_loops, then add_self_loops)."),
     ("transformers", "skip_the_layer", "Set config.layerdrop = 0.0: a program runs the same layers at each call."),
     ("transformers", "layerdrop", "Set config.layerdrop = 0.0: a program runs the same layers at each call."),
     ("transformers", "expert_size",
@@ -61,7 +59,7 @@ def instead(lines: Sequence[Line], own: str) -> str:
     last = lines[-1]
     where = f"{last.function} {last.code}"
     known = next((what for name, part, what in _OPTIONS if name == library and part in where), "")
-    callers = [line for line in lines[:-1] if not line.library and not line.path.startswith("<")]
+    callers = [line for line in lines[:-1] if not line.library and not line.path.startswith(("<", _STDLIB))]
     called = f"\n  called at {callers[-1]}" if callers else ""
     general = f"Give {library} options with which it does not do so, or call it outside of the model."
     return f"  The line is of {library}, in {last.function}{called}\n  {known or general}"

@@ -54,7 +54,7 @@ def export_plan(plan: Plan, to: str) -> Exported:
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"export_plan of {shown(plan)}: give a Plan, autoparallel.Plan.load(path) of a file")
-    if to not in FORMATS:
+    if not isinstance(to, str) or to not in FORMATS:
         raise PlanError(f"unknown format {shown(to)}; there are {', '.join(sorted(FORMATS))}")
     degrees = degrees_of(plan)
     files, lost = FORMATS[to](plan, degrees)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from autoparallel.plans import Plan
 _LOG = logging.getLogger("autoparallel")
 #: The plan file that `autoparallel launch` gives to the ranks.
 PLAN_FILE = "AUTOPARALLEL_PLAN"
+MOST_TIMEOUT_S = 1e6
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,10 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
     if is_scheduler(os.environ):
         _LOG.info("msrun's scheduler process runs no training: it ends")
         raise SystemExit(0)
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+    kind = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if not isinstance(kind, str) or kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
         raise LaunchError(f"device is {shown(device)}: 'cpu', or 'cuda' where torch finds a GPU, is required")
+    _check(launcher, backend, timeout_s)
     identity = identity_of(os.environ, launcher)
     chosen = _plan_of(plan)
     shape, names = _axes(mesh_shape, axis_names, chosen, _size(identity))
@@ -79,6 +82,14 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
     name = identity.launcher if identity else "alone" if dist.get_world_size() == 1 else "unknown"
     return World(name, dist.get_rank(), dist.get_world_size(), local_rank, local_size, mine,
                  init_device_mesh(kind, shape, mesh_dim_names=names), chosen)
+
+
+def _check(launcher: Any, backend: Any, timeout_s: Any) -> None:
+    for name, value in (("launcher", launcher), ("backend", backend)):
+        if value is not None and not isinstance(value, str):
+            raise LaunchError(f"{name} is {shown(value)}: give its name, or None")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MOST_TIMEOUT_S:
+        raise LaunchError(f"timeout_s is {shown(timeout_s)}: give seconds, above 0 and at most {MOST_TIMEOUT_S:g}")
 
 
 @cache
@@ -112,6 +123,10 @@ def _size(identity: Identity | None) -> int:
 
 def _axes(shape: Sequence[int] | None, names: Sequence[str] | None, plan: Plan | None, size: int
           ) -> tuple[tuple[int, ...], tuple[str, ...] | None]:
+    for name, value, parts in (("mesh_shape", shape, int), ("axis_names", names, str)):
+        if value is not None and not (isinstance(value, list | tuple | torch.Size) and all(
+                isinstance(part, parts) and not isinstance(part, bool) for part in value)):
+            raise MeshError(f"{name} is {shown(value)}: give a tuple, for example (2, 4) and ('data', 'model')")
     if shape is None:
         if names is not None:
             raise MeshError(f"axis_names are {shown(names)}: give mesh_shape, their sizes, too")

@@ -12,6 +12,7 @@ from torch import nn
 
 from autoparallel.capture.tracing.hf_caches import register_caches, takes_static_cache
 from autoparallel.errors import InfeasibleError, InputError, PlanError, shown
+from autoparallel.planning.options import check_call
 from autoparallel.plans import Plan
 
 PHASES = ("prefill", "decode")
@@ -22,9 +23,9 @@ MOST_SEQUENCES, WORTHWHILE = 2**14, 1.02
 
 def check_inference(objective: Any, phase: Any, context: Any, concurrent: Any) -> None:
     """Raises PlanError for values that are none."""
-    if objective not in OBJECTIVES:
+    if not isinstance(objective, str) or objective not in OBJECTIVES:
         raise PlanError(f"objective is {shown(objective)}; there are {list(OBJECTIVES)}")
-    if phase not in PHASES:
+    if not isinstance(phase, str) or phase not in PHASES:
         raise PlanError(f"phase is {shown(phase)}; there are {list(PHASES)}: they have plans of their own")
     for name, value in (("context", context), ("concurrent", concurrent)):
         if (value is None and name == "context") or (value is not None and (
@@ -38,8 +39,9 @@ def inference_call(model: nn.Module, phase: str, context: int, concurrent: int) 
 
     prefill: ``concurrent`` prompts of ``context`` tokens [concurrent, context], with room for as many keys and values.
     decode: a token of each sequence [concurrent, 1], whose caches have room for ``context`` tokens.
-    Raises InputError for models that take no static cache.
+    Raises InputError for models that take no static cache, PlanError for a phase or numbers that are none.
     """
+    check_inference(OBJECTIVES[0], phase, context, 0 if concurrent is None else concurrent)
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
         raise InputError(f"{type(model).__name__} is no transformers model that generates: give example_inputs of a "
@@ -93,14 +95,15 @@ def inferring(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def plan_inference(make: Callable[[Mapping[str, Any]], Plan], model: nn.Module, objective: str, phase: str,
-                   context: int, concurrent: int | None) -> Plan:
+def plan_inference(make: Callable[[Mapping[str, Any]], Plan], model: nn.Module, objective: Any, phase: Any,
+                   context: Any, concurrent: Any) -> Plan:
     """The best plan of a phase; ``make`` plans a call. For throughput, of twice as many sequences as long as they fit
     and bring more tokens per second, unless their number is given.
 
     Raises InfeasibleError if not even one sequence (or those given) fits, and as `check_inference` and
     `inference_call` do.
     """
+    check_call(model, None, None)
     check_inference(objective, phase, context, concurrent)
     each = context if phase == "prefill" else 1
     with inferring(model):

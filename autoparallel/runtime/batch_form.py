@@ -104,6 +104,8 @@ class Placing:
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:
         """On the device; without waiting, if the loader has pinned it."""
+        if value.is_meta:
+            raise InputError("a tensor of the dataset is on the meta device, and has no values: give a real one")
         return value.to(self.device, non_blocking=value.is_pinned())
 
 

@@ -210,6 +210,7 @@ def agree_on(call: object, described: Callable[[], tuple[str, str]] | None = Non
     world.peers.limit_s = limit_s or world.peers.limit_s
     if not world.has_apart:
         world.apart, world.has_apart = made_with_all(groups.apart), True
+        world.peers.met = world.apart is not None
     if world.apart is None:
         return
     world.peers.calls += 1

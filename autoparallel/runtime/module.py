@@ -182,8 +182,8 @@ class ParallelModule(nn.Module):
         state.together.agree("clip_grad_norm_")
         state.together.check()
         with state.together.call():
-            return clip_gradients(self.named_parameters(), compiled.shared, state.position, state.device, max_norm,
-                                  norm_type)
+            return clip_gradients(self.named_parameters(), compiled.shared, state.position, state.device,
+                                  float(max_norm), float(norm_type))
 
     def train(self, mode: bool = True) -> ParallelModule:
         """As the original's ``train``, which may keep some of its modules in eval mode."""

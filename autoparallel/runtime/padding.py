@@ -56,7 +56,8 @@ def padded_to(lengths: Sequence[int], **values: float) -> PaddedTo:
     Raises InputError for lengths that are no numbers of tokens, or without values; when called, for a sample that is
     too long.
     """
-    if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
+    if not isinstance(lengths, list | tuple) or not lengths or any(
+            isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
         raise InputError(f"lengths are {shown(lengths)}: give numbers of tokens, 1 or more")
     if not values or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values.values()):
         raise InputError("padded_to needs a number to pad with for each key whose lengths differ: "

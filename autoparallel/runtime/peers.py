@@ -29,15 +29,17 @@ class Peers:
     """The other ranks of a process group, with the time since they last showed a pulse.
 
     ``limit_s``: after so many seconds without a pulse a rank is gone; ``calls``: collective calls that this rank has
-    begun. ``news``: a method that is called in a thread with (rank, reason) when a rank is found to be gone, and with
+    begun; ``met``: whether all ranks have begun to write pulses, so that none in the store is of an earlier process
+    group. ``news``: a method that is called in a thread with (rank, reason) when a rank is found to be gone, and with
     None once a period.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, news: Callable[[tuple[int, str] | None], None]) -> None:
-        self.rank, self.size, self.limit_s, self.calls = rank, size, LIMIT_S, 0
+        self.rank, self.size, self.limit_s, self.calls, self.met = rank, size, LIMIT_S, 0, False
         self._here, self._news = store, WeakMethod(news)
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
         self._pulse, self._stop = 0, threading.Event()
+        self._store.set(_key(self.rank), f"-1 {self.calls}")
         self._threads = [threading.Thread(target=work, daemon=True, name=f"autoparallel {name}")
                          for work, name in ((self._tell, "pulse"), (self._time, "pulse limit"))]
         for thread in self._threads:
@@ -90,17 +92,17 @@ class Peers:
     def _tell(self) -> None:
         """Write this rank's pulse and read the next rank's, until the end."""
         watched, still = (self.rank + 1) % self.size, -1
-        seen: str | None = None  # what is there at first may be an earlier process group's: it counts once it changes
+        seen: str | None = None  # until ranks have met, it may be an earlier process group's: it counts once it changes
         try:
-            self._store.set(_key(self.rank), f"-1 {self.calls}")
             while not self._stop.wait(self._period_s):
                 self._store.set(_key(self.rank), f"{self._pulse} {self.calls}")
                 self._pulse += 1
                 now = self._store.get(_key(watched)).decode() if self._store.check([_key(watched)]) else ""
-                if now == _ENDED and watched != self.rank:
+                counts = self.met or still >= 0 or seen not in (None, now)
+                if counts and now == _ENDED and watched != self.rank:
                     watched, seen, still = (watched + 1) % self.size, None, -1
                     continue
-                still = -1 if seen is None else 0 if now != seen else still + (still >= 0)
+                still = still + 1 if now == seen and counts else 0 if counts else -1
                 seen = now
                 gone = watched != self.rank and still * self._period_s >= self.limit_s
                 self._say((watched, f"{_GONE}: no sign of it in {self.limit_s:g} s") if gone else None)

@@ -89,8 +89,8 @@ def _ranks(asked: Sequence[int] | None, coordinate: int, length: int) -> frozens
         each = max(1, MOST_RANKS // length)
         per_part = world // length    # the pipeline is the mesh's first axis
         return frozenset(part * per_part + n for part in range(length) for n in range(min(each, per_part)))
-    if not asked or not all(isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < world
-                            for rank in asked):
+    if not isinstance(asked, list | tuple | range | set | frozenset) or not asked or not all(
+            isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < world for rank in asked):
         raise InputError(f"ranks is {shown(asked)}: give ranks from 0 to {world - 1}")
     return frozenset(asked)
 

@@ -108,6 +108,8 @@ class StepLog:
                  clock: Callable[[], float] = time.perf_counter) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise InputError(f"every is {shown(every)}: give a number of steps, 1 or more")
+        if not isinstance(writers, list | tuple) or not all(hasattr(writer, "write") for writer in writers):
+            raise InputError(f"writers is {shown(writers)}: give a list, for example [JsonLines(path)]")
         self.parallel, self.every, self.writers, self.clock = parallel, every, tuple(writers), clock
         self.steps, self.warned = 0, False
         self._marks: list[tuple[int, float]] = []

@@ -23,6 +23,7 @@ from autoparallel.runtime.recorded import recorded
 from cost_models import Cluster, Correction
 from cost_models.calibrate import write_cluster
 
+MOST_STEPS = 10_000
 WARM_UP = 2
 #: Ranks whose memory is printed.
 MOST_RANKS = 16
@@ -136,8 +137,8 @@ def measure(step: Callable[[], object], device: torch.device, steps: int,
             optimizer: torch.optim.Optimizer | None = None) -> Measured:
     """Run ``step`` and, if given, the optimizer's, and time them: the median of ``steps`` on the slowest rank, and one
     more step under the profiler for its parts. Collective."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InputError(f"steps is {shown(steps)}: give the number of steps to measure, 1 or more")
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= MOST_STEPS:
+        raise InputError(f"steps is {shown(steps)}: give the number of steps to measure, 1 to {MOST_STEPS}")
     for _ in range(WARM_UP):
         step()
     if device.type == "cuda":

@@ -6,7 +6,8 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -27,6 +28,9 @@ from autoparallel.capture.passes.vmap_and_grad import gradient_as_op, gradient_o
 from autoparallel.capture.tracing.frames import caller, users_caller
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
 from autoparallel.capture.tracing.masked_rows.dispatch import asked, tensors_of
+from autoparallel.capture.tracing.masked_rows.places import table_by_lengths
+from autoparallel.capture.tracing.masked_rows.torch_functions import made
+from autoparallel.capture.tracing.masked_rows.types import Rows
 from autoparallel.capture.tracing.value_branches import READS, Branches
 from autoparallel.errors import CaptureError
 from autoparallel.ops import user_function
@@ -52,13 +56,16 @@ def without_checks() -> Iterator[None]:
 
 @contextmanager
 def traced_methods() -> Iterator[None]:
-    """Replacements, while a model is traced, of methods that read numbers off tensors or change modules."""
-    with (_instead(eager_transforms, "grad_and_value_impl", gradient_of_function),
+    """Replacements, while a model is traced, of functions that read numbers off tensors or change modules."""
+    with (ExitStack() as stack,
+          _instead(eager_transforms, "grad_and_value_impl", gradient_of_function),
           _instead(eager_transforms, "_vjp_with_argnums", pullback),
           _instead(eager_transforms, "_jvp_with_argnums", pushforward),
           _instead(_BatchNorm, "forward", _batch_norm), _instead(nn.Module, "to", _to),
           _instead(torch.autograd, "_engine_run_backward", _backward),
           _instead(wrapped, "mod_index", torch.ops.aten.index.Tensor)):
+        for name in ("ones", "zeros", "full"):
+            stack.enter_context(_instead(torch, name, partial(made, getattr(torch, name))))
         yield
 
 
@@ -187,6 +194,13 @@ def _gaussian_likelihood(x: torch.Tensor, target: torch.Tensor, var: torch.Tenso
     return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
 
 
+def _ctc_loss(log_probs: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any,
+              **kwargs: Any) -> torch.Tensor:
+    if isinstance(targets, Rows) and isinstance(target_lengths, torch.Tensor):
+        targets = table_by_lengths(targets, target_lengths)
+    return ctc_loss_as_op(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
+
+
 def _counts(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
     """`torch.bincount` of numbers below ``minlength``; of others the scatter fails."""
     if not minlength:
@@ -251,7 +265,7 @@ class TracedCalls(TorchFunctionMode):
         if function is torch.autograd.grad:
             return gradient_as_op(*args, **(kwargs or {}))
         if function is torch.nn.functional.ctc_loss:
-            return ctc_loss_as_op(*args, **(kwargs or {}))
+            return _ctc_loss(*args, **(kwargs or {}))
         rows = asked(function, args, kwargs or {})
         if rows is not NotImplemented:
             return rows

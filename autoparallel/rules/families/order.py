@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from autoparallel.ops.bounded import bounded_places
 from autoparallel.rules.families.views import whole_dims
 from autoparallel.rules.registry import OpView, rule_for
 from autoparallel.rules.rule import Rule
@@ -21,6 +22,15 @@ def ordered(op: OpView) -> Rule | None:
         return None
     comparisons = op.inputs[0].num_elements * math.log2(max(2, shape[op.arg("dim") % len(shape)]))
     return whole_dims(op, {op.arg("dim") % len(shape)}, flops=comparisons, op_class="reduction")
+
+
+@rule_for(bounded_places)
+def places(op: OpView) -> Rule:
+    """Of each row of a mask by itself."""
+    rows = tuple(f"d{d}" if n != 1 else None for d, n in enumerate(op.shapes[0][:-1]))
+    sizes = {f: op.shapes[0][d] for d, f in enumerate(rows) if f}
+    return Rule(((*rows, None),), ((*rows, None),), sizes, flops=float(op.inputs[0].num_elements),
+                op_class="reduction")
 
 
 @rule_for(aten.diff.default)

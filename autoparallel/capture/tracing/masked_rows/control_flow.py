@@ -38,7 +38,8 @@ def refused(what: str) -> CaptureError:
     lines = [line for line in lines_at(traceback.extract_stack(frame)) if not line.path.startswith(OWN)
              and "/torch/" not in line.path]
     return CaptureError(f"{what}: a shape depends on the data\n  at {place}\n"
-                        + instead(lines, "Write torch.where or a mask, so that the shape is known beforehand."))
+                        + instead(lines, "Write torch.where or a mask, so that the shape is known beforehand; or "
+                                "autoparallel.bound(mask, at_most=n).take(x), which pads rows to n."))
 
 
 @dataclass(frozen=True)

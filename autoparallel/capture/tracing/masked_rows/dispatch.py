@@ -5,14 +5,16 @@ valid ones.
     rows = layer(x[place])                  layer(x), of which the rows where ``mask`` is true are meant
     y.index_add_(0, place, rows)     ->     y + torch.where(mask, layer(x), 0)
     x[mask].mean()                   ->     torch.where(mask, x, 0).sum() / mask.sum()
+    torch.cat([edges[:, mask], loops], 1)   all edges and loops, with a mask that is true of the loops
 
 So are loops over experts written, over those that are hit too (`for e in hit.nonzero():`), and branches that save work
-(`if mask.any():`; `row_loops.py`). What is computed is dense: every expert of every row, each of which may be cut.
+(`if mask.any():`; `control_flow.py`). What is computed is dense: every expert of every row, each of which may be cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +22,23 @@ import torch
 
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS, refused
 from autoparallel.capture.tracing.masked_rows.indexing import forget, is_mask, nonzero, picked, picks, put, unknown
-from autoparallel.capture.tracing.masked_rows.types import Place, Rows, Tensorlike
+from autoparallel.capture.tracing.masked_rows.places import read_at, reads_at
+from autoparallel.capture.tracing.masked_rows.types import Mask, Place, Rows, Tensorlike
 
 Tensor = torch.Tensor
+#: Comparisons of the number of rows with another number.
+COMPARED = {getattr(Tensor, form.format(name)): getattr(operator, name)
+            for name in ("eq", "ne", "lt", "le", "gt", "ge") for form in ("{}", "__{}__")}
 #: What a tensor is asked that picks rows by their values.
 ASKED = {torch.nonzero: nonzero, Tensor.nonzero: nonzero, torch.argwhere: nonzero, Tensor.argwhere: nonzero}
+
+
+def decided(compare: Callable[[int, int], bool], mask: Mask, other: int) -> Any:
+    """How a comparison of the number of a mask's rows comes out whatever the data say; NotImplemented where that
+    depends on them."""
+    least, most = mask.least, mask.cells.numel()
+    found = {compare(count, other) for count in (least, most, min(max(other, least), most))}
+    return found.pop() if len(found) == 1 else NotImplemented
 
 
 @contextmanager
@@ -42,6 +56,8 @@ def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     rows."""
     if not args or not isinstance(args[0], Tensor) or isinstance(args[0], Tensorlike):
         return NotImplemented
+    if function in COMPARED and (mask := getattr(args[0], "of_rows", None)) and type(args[1]) is int:
+        return decided(COMPARED[function], mask, args[1])
     if function in ASKED and unknown(args[0]):
         return nonzero(*args, **kwargs)
     if function is torch.where and len(args) == 1 and not kwargs and unknown(args[0]):
@@ -50,7 +66,9 @@ def asked(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return picked(args[0], args[1])
     if function is Tensor.__getitem__ and picks(args[1]):
         return picked(*args)
-    if function is Tensor.__setitem__ and (isinstance(args[2], Rows) or picks(args[1])) and put(*args):
+    if function is Tensor.__getitem__ and reads_at(args[1]):
+        return read_at(*args)
+    if function is Tensor.__setitem__ and (picks(args[1]) or any(isinstance(a, Rows) for a in args[1:])) and put(*args):
         return None
     name = getattr(function, "__name__", "")
     writes = function is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoparallel.capture.tracing.masked_rows.control_flow import Chosen, refused
+from autoparallel.capture.tracing.masked_rows.places import put_at
 from autoparallel.capture.tracing.masked_rows.types import Mask, Place, Places, Rows, Tensorlike, filled
 
 Tensor = torch.Tensor
-#: Masks and masks of masks of the trace that runs (one at a time), by id of the tensor; `forget` ends them.
+#: Masks, masks of masks and masks one after another of the trace that runs (one at a time), by ids; `forget` ends them.
 _MASKS: dict[int, Mask] = {}
 _NESTED: dict[int, tuple[Rows, int, Mask]] = {}
+_JOINED: dict[tuple[tuple[bool, int], ...], tuple[list[Mask | int], Mask]] = {}
 
 
 def nonzero(mask: Tensor, as_tuple: bool = False) -> Any:
@@ -58,6 +61,18 @@ def nested(index: Rows) -> Mask:
     return known[2]
 
 
+def joined(parts: Sequence[Mask | int], device: torch.device) -> Mask:
+    """The mask of rows one after another, the same object for the same parts: masks of one dim, and numbers of rows
+    that are all valid."""
+    key = tuple((isinstance(p, int), p if isinstance(p, int) else id(p)) for p in parts)
+    if key not in _JOINED:
+        cells = torch.cat([torch.ones(p, dtype=torch.bool, device=device) if isinstance(p, int) else p.unchanged()
+                           for p in parts])
+        least = sum(p if isinstance(p, int) else p.least for p in parts)
+        _JOINED[key] = list(parts), Mask(cells, cells._version, least)
+    return _JOINED[key][1]
+
+
 def picked(x: Tensor, index: Any) -> Any:
     """``x[index]``."""
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -66,8 +81,30 @@ def picked(x: Tensor, index: Any) -> Any:
     plain = [i for i in parts if not isinstance(i, Chosen)]
     if len(plain) < len(parts):
         return x[tuple(_number(i, x.shape[d]) if isinstance(i, Chosen) else i for d, i in enumerate(parts))]
-    front = next(n for n, i in enumerate(parts) if i is not None)
-    parts = parts[front:]
+    first = next(n for n, i in enumerate(parts) if i is not None and not _is_whole(i))
+    kept = sum(map(_is_whole, parts[:first]))
+    if not kept and not first:
+        return _picked_first(x, parts)
+    rows = _picked_first(x.movedim(tuple(range(kept)), tuple(range(-kept, 0))), parts[first:])
+    return _moved_before(rows, [i is None for i in parts[:first]], kept)
+
+
+def _is_whole(index: Any) -> bool:
+    return isinstance(index, slice) and index == slice(None)
+
+
+def _moved_before(rows: Rows, new: list[bool], kept: int) -> Rows:
+    """Rows behind dims: their last ``kept``, and ``new`` ones of length 1."""
+    value, of_mask = rows.value, rows.extra + 1
+    behind = value.shape[of_mask: value.dim() - kept]
+    around = iter(value.shape[value.dim() - kept:])
+    value = value.movedim(tuple(range(-kept, 0)), tuple(range(of_mask, of_mask + kept)))
+    before = [1 if is_new else next(around) for is_new in new]
+    return Rows(rows.mask, value.reshape(*value.shape[:of_mask], *before, *behind), len(new))
+
+
+def _picked_first(x: Tensor, parts: list[Any]) -> Rows:
+    """``x[parts]``, where the rows' places are the first of the parts."""
     if is_mask(parts[0]):
         mask, used = mask_of(parts[0]), parts[0].dim()
         if x.shape[:used] != parts[0].shape:
@@ -76,7 +113,7 @@ def picked(x: Tensor, index: Any) -> Any:
     else:
         places = [i for i in parts if isinstance(i, Place)]
         if not isinstance(parts[0], Place):
-            raise refused("rows picked along another dim than the first")
+            raise refused("rows picked by their values, beside another index")
         mask, used = places[0].mask, len(places)
         if parts[:used] != places or any(p.mask is not mask for p in places):
             raise refused("rows picked by several masks")
@@ -91,7 +128,7 @@ def picked(x: Tensor, index: Any) -> Any:
     value = value.reshape(*shape, *x.shape[used:])
     if rest:
         value = value[(*(slice(None),) * len(shape), *rest)]
-    return Rows(mask, harmless(value, mask), front)
+    return Rows(mask, harmless(value, mask))
 
 
 def harmless(value: Tensor, mask: Mask) -> Tensor:
@@ -109,6 +146,8 @@ def _number(chosen: Chosen, length: int) -> int | slice:
 
 def put(x: Tensor, index: Any, value: Any) -> bool:
     """``x[index] = value``; False where that is not of rows."""
+    if isinstance(index, Rows):
+        return put_at(x, index, value)
     if not isinstance(value, Rows) and not isinstance(index, Place):
         return False
     if not isinstance(value, Rows):
@@ -151,6 +190,8 @@ def forget() -> None:
     """At a trace's end."""
     _MASKS.clear()
     _NESTED.clear()
+    _JOINED.clear()
 
 
-__all__ = ["forget", "harmless", "is_mask", "is_nested", "nested", "nonzero", "picked", "picks", "put", "unknown"]
+__all__ = ["forget", "harmless", "is_mask", "is_nested", "joined", "nested", "nonzero", "picked", "picks", "put",
+           "unknown"]

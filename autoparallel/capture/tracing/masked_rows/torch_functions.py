@@ -11,8 +11,9 @@ import torch
 
 from autoparallel.capture.tracing.frames import writes_to_part
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS, refused
-from autoparallel.capture.tracing.masked_rows.indexing import harmless, is_nested, nested, picked
-from autoparallel.capture.tracing.masked_rows.types import Place, Rows, Tensorlike
+from autoparallel.capture.tracing.masked_rows.indexing import harmless, is_nested, joined, nested, picked
+from autoparallel.capture.tracing.masked_rows.places import SCATTERS, are_places, read_at, written_at
+from autoparallel.capture.tracing.masked_rows.types import Mask, Place, Rows, Tensorlike
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -22,6 +23,8 @@ BY_ROW = {"softmax": 1, "log_softmax": 1, "sum": 1, "mean": 1, "norm": 2, "amax"
           "var": 1, "max": 1, "min": 1, "argmin": 1, "cumsum": 1, "topk": 2}
 #: Those that work on the first argument's last dims, and how many these are.
 TRAILING = {"linear": 1, "layer_norm": 1, "rms_norm": 1, "dropout": 0, "embedding": 0, "one_hot": 0}
+#: Those whose first argument has places, which are to be inside a table.
+OF_PLACES = frozenset({"embedding", "one_hot"})
 COPIES = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "detach", "clone",
                     "contiguous", "type", "zeros_like", "ones_like", "full_like"})
 #: What has finite gradients wherever its arguments are finite. Before anything else, rows that are not meant are filled
@@ -40,13 +43,42 @@ LOSSES = frozenset({"kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_lo
                     "binary_cross_entropy_with_logits"})
 
 
+#: Functions that make tensors of given sizes.
+MADE = frozenset({"ones", "zeros", "full", "new_ones", "new_zeros", "new_full"})
+
+
+def made(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of one of `MADE`; rows, where the first size is the number of rows that the data say."""
+    name = function.__name__
+    own, rest = list(args[: name.startswith("new_")]), list(args[name.startswith("new_"):])
+    if "size" in kwargs:
+        sizes = kwargs.pop("size")
+    elif rest and isinstance(rest[0], tuple | list):
+        sizes = rest.pop(0)
+    else:
+        sizes, rest = rest, []
+    sizes, own = list(sizes), [o.value if isinstance(o, Rows) else o for o in own]
+    if any(hasattr(size, "of_rows") for size in sizes[1:]):
+        raise refused(f"{name} of a size that the data say")
+    mask: Mask | None = getattr(sizes[0], "of_rows", None) if sizes else None
+    if mask is None:
+        return function(*own, sizes, *rest, **kwargs)
+    value = function(*own, [*mask.cells.shape, *sizes[1:]], *rest, **kwargs)
+    return Rows(mask, harmless(value, mask))
+
+
 def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(function, "__name__", "")
     name = name.strip("_")
-    if name == "index_add":
+    if name == "index_add" and isinstance(args[2], Place):
         return _index_add(function, *args, **kwargs)
-    if name == "index_select" and len(args) == 3 and args[1] == 0 and isinstance(args[2], Place):
-        return picked(args[0], args[2])
+    if name in SCATTERS:
+        return written_at(function, name, *args, **kwargs)
+    if name == "index_select" and len(args) == 3 and not isinstance(args[0], Rows) and args[1] % args[0].dim() == 0:
+        if isinstance(args[2], Place):
+            return picked(args[0], args[2])
+        if are_places(args[2]) and args[2].dim() == 1:
+            return read_at(args[0], args[2])
     if name == "getitem" and isinstance(args[0], Place) and is_nested(args[1], args[0].mask):
         return Place(nested(args[1]), args[0].dim)
     if name in ("cat", "concat", "stack"):
@@ -57,11 +89,17 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     first = rows[0]
     if name == "getitem":
         return _part(*args)
+    if name in MADE:
+        return made(function, *args, **kwargs)
+    if name == "expand_as" and len(rows) == 2 and not rows[1].front and first.dim() == rows[1].dim():
+        return first.of(first.value.expand(torch.broadcast_shapes(first.value.shape, rows[1].value.shape)))
     if name in ("view", "reshape"):
         sizes = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
         return _reshaped(first, list(sizes))
-    if any(r.mask is not first.mask or r.front for r in rows):
+    if any(r.mask is not first.mask for r in rows):
         raise refused(f"{name} of rows picked by different masks")
+    if first.front:
+        raise refused(f"{name} of rows picked along another dim than the first")
     if name in ("cross_entropy", "nll_loss"):
         return _of_classes(function, *args, **kwargs)
     if name == "kl_div" and kwargs.get("reduction") == "batchmean":
@@ -106,8 +144,8 @@ def _by_row(function: Callable[..., Any], name: str, first: Rows, args: tuple[An
         function = getattr(torch, NAMED[name])  # as in Python: what is written back is a new tensor
     with REGIONS.ours():
         plain, named = _filled_where_singular(function, name, args, kwargs)
-        made = function(*plain, **named)
-    return type(made)(first.of(m) for m in made) if isinstance(made, tuple | list) else first.of(made)
+        result = function(*plain, **named)
+    return type(result)(map(first.of, result)) if isinstance(result, tuple | list) else first.of(result)
 
 
 def _filled_where_singular(function: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -117,15 +155,17 @@ def _filled_where_singular(function: Callable[..., Any], name: str, args: Sequen
     regular = NAMED.get(name, name) in REGULAR
 
     def plain(a: Any) -> Any:
-        return a if not isinstance(a, Rows) else a.value if regular else a.filled()
+        if not isinstance(a, Rows):
+            return a
+        return a.chosen() if name in OF_PLACES else a.value if regular else a.filled()
 
-    made = [plain(a) for a in args]
+    found = [plain(a) for a in args]
     if own in IN_PLACE or (own.endswith("_") and not own.endswith("__")):
-        shapes = [a.shape for a in made if isinstance(a, Tensor)]
+        shapes = [a.shape for a in found if isinstance(a, Tensor)]
         if not isinstance(args[0], Rows) or torch.broadcast_shapes(*shapes) != args[0].value.shape:
             raise refused(f"{name} in place of rows whose number the data say")
-        made[0] = args[0].value if regular else args[0].value.copy_(made[0])
-    return made, {k: plain(v) for k, v in kwargs.items()}
+        found[0] = args[0].value if regular else args[0].value.copy_(found[0])
+    return found, {k: plain(v) for k, v in kwargs.items()}
 
 
 def _meets_rows(other: Tensor | Rows, rank: int) -> bool:
@@ -157,6 +197,9 @@ def _part(rows: Rows, index: Any) -> Rows:
         raise refused("a part of rows whose number the data say")
     if index and index[0] is Ellipsis:
         return rows.of(rows.value[index])
+    if len(index) <= rows.front:  # of the dims before the rows'
+        part = rows.value[(slice(None),) * (rows.extra + 1) + index]
+        return Rows(rows.mask, part, rows.front - (rows.value.dim() - part.dim()))
     if rows.front or not index or index[0] != slice(None):
         raise refused("a part of rows whose number the data say")
     return rows.of(rows.value[(slice(None),) * rows.extra + index])
@@ -190,8 +233,10 @@ def _reduced(rows: Rows, how: str, along: bool = False, keepdim: bool = False) -
 
 
 def _joined(function: Any, name: str, parts: Any, dim: int = 0) -> Rows:
-    """Side by side."""
-    first = parts[0]
+    """Side by side, or one after another."""
+    first = next(p for p in parts if isinstance(p, Rows))
+    if name != "stack" and dim % first.dim() == first.front:
+        return _one_after_another(parts, first)
     equivalent = all(
         isinstance(p, Rows) and p.mask is first.mask and not p.front and p.dim() == first.dim() for p in parts
     )
@@ -199,6 +244,19 @@ def _joined(function: Any, name: str, parts: Any, dim: int = 0) -> Rows:
         raise refused(f"{name} of rows whose number the data say")
     with REGIONS.ours():
         return first.of(function(_equivalent(*parts), dim if dim < 0 else dim + first.extra))
+
+
+def _one_after_another(parts: Sequence[Any], first: Rows) -> Rows:
+    """Rows that are not picked among them are all valid."""
+    alike = all(p.dim() == first.dim() and (not isinstance(p, Rows) or (p.front, p.extra) == (first.front, 0))
+                for p in parts)
+    if not alike:
+        raise refused("rows one after another that are of other forms")
+    with REGIONS.ours():
+        values = [p.value.expand(p.mask.cells.shape[0], *p.value.shape[1:]) if isinstance(p, Rows)
+                  else p.movedim(first.front, 0) for p in parts]
+        masks: list[Mask | int] = [p.mask if isinstance(p, Rows) else p.shape[first.front] for p in parts]
+        return Rows(joined(masks, first.device), torch.cat(values), first.front)
 
 
 def _equivalent(*parts: Rows) -> list[Tensor]:
@@ -211,7 +269,7 @@ def _equivalent(*parts: Rows) -> list[Tensor]:
 def _gathered(function: Any, rows: Any, dim: int, index: Any) -> Rows:
     if not (isinstance(rows, Rows) and isinstance(index, Rows)) or rows.dim() != index.dim() or dim % rows.dim() == 0:
         raise refused("gather of rows whose number the data say")
-    values, places = _equivalent(rows, index)
+    values, places = _equivalent(rows, index.of(index.chosen()))
     return rows.of(function(values, dim if dim < 0 else dim + rows.extra, places))
 
 
@@ -238,4 +296,4 @@ def _index_add(function: Any, x: Tensor, dim: int, place: Any, rows: Any, *, alp
     return x.add_(added) if function.__name__.endswith("_") else x + added
 
 
-__all__ = ["call"]
+__all__ = ["MADE", "call", "made"]

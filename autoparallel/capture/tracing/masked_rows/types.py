@@ -57,16 +57,21 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """A mask of valid cells."""
+    """A mask of valid cells, of which ``least`` are known to be valid whatever the data say."""
 
     cells: Tensor
     version: int
+    least: int = 0
+
+    def unchanged(self) -> Tensor:
+        """The cells; raises CaptureError where they have been written to since."""
+        if self.cells._version != self.version:
+            raise refused("rows picked by a mask that has been written to since")
+        return self.cells
 
     def meant(self) -> Tensor:
         """Those that would be come by: under the conditions of the branches that we are in."""
-        if self.cells._version != self.version:
-            raise refused("rows picked by a mask that has been written to since")
-        made = self.cells
+        made = self.unchanged()
         for condition in REGIONS.conditions():
             made = made & condition
         return made
@@ -130,8 +135,8 @@ class Places:
 
 @dataclass(frozen=True, eq=False)
 class Rows(Tensorlike):
-    """Of ``value`` the first dims are those of ``mask`` (or of length 1) and stand for one, the rows; ``front`` dims of
-    length 1 are before it."""
+    """Of ``value`` the first dims are those of ``mask`` (or of length 1) and stand for one, the rows; in the shape, the
+    next ``front`` dims are before it."""
 
     mask: Mask
     value: Tensor
@@ -143,7 +148,8 @@ class Rows(Tensorlike):
 
     @property
     def shape(self) -> Shape:
-        return Shape((*(1,) * self.front, -1, *self.value.shape[self.extra + 1:]), self.mask)
+        rest = self.value.shape[self.extra + 1:]
+        return Shape((*rest[: self.front], -1, *rest[self.front:]), self.mask)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -154,6 +160,8 @@ class Rows(Tensorlike):
     ndim = property(dim)
     dtype = property(lambda self: self.value.dtype)
     device = property(lambda self: self.value.device)
+    layout = property(lambda self: self.value.layout)
+    is_cuda = property(lambda self: self.value.is_cuda)
     requires_grad = property(lambda self: self.value.requires_grad)
 
     def of(self, value: Tensor) -> Rows:
@@ -174,7 +182,8 @@ class Rows(Tensorlike):
         return _length(sys._getframe(1))
 
     def numel(self) -> Tensor:
-        return self.mask.count() * math.prod(self.value.shape[self.extra + 1:])
+        each = math.prod(self.value.shape[self.extra + 1:])
+        return self.mask.count() if each == 1 else self.mask.count() * each
 
 
 def _length(frame: FrameType) -> int:
@@ -203,6 +212,9 @@ class Shape(tuple[int, ...]):
 
     def __iter__(self) -> Iterator[Any]:
         return (self[d] for d in range(len(self)))
+
+    def __add__(self, other: tuple[Any, ...]) -> Shape:
+        return Shape(super().__add__(other), self.mask)
 
 
 def filled(value: Tensor, mask: Mask, fill: float) -> Tensor:
