@@ -232,6 +232,23 @@ class Run:
     float32_sums: bool = False    # gradients of two bytes are added up in float32, by another pass over them
     groups: dict[tuple[str, float], Group] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def ends(self) -> bool:
+        """Whether embedding and head count as a layer each where the pipeline is cut: where that alone makes equal
+        stages."""
+        slots = self.plan.pipeline * self.plan.virtual
+        return self.model.layers % slots != 0 and (self.model.layers + 2) % slots == 0
+
+    @property
+    def vocab(self) -> int:
+        """Classes that are computed: Megatron fills up to a multiple of 128 on each tensor rank, vTrain's layers leave
+        the rest of a division out."""
+        stated, tensor = self.model.vocab, self.plan.tensor
+        if self.stack == TRACED:
+            return stated // tensor * tensor
+        block = 128 * tensor if self.stack.startswith(("megatron", "nemo")) else 1
+        return -(-stated // block) * block
+
 
 def read(row: Row) -> Run:
     """The run that a row describes. Raises AbstainError naming the fact that is missing."""
