@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.published_runs.predict import profile_of
-from benchmarks.published_runs.rows import AbstainError, Run
+from benchmarks.published_runs.rows import AbstainError, Run, is_core
 from cost_models.profile import Table
 
 if TYPE_CHECKING:
@@ -59,8 +59,9 @@ def _config(run: Run) -> Any:
 
     m = run.model
     if m.gated:
+        fused = is_core(run.stack)    # of its products, those of one input are one
         return AutoConfig.for_model(
-            "llama", num_hidden_layers=m.layers, hidden_size=m.hidden, intermediate_size=m.ffn, vocab_size=run.vocab,
+            "phi3" if fused else "llama", pad_token_id=0, bos_token_id=0, eos_token_id=0, num_hidden_layers=m.layers, hidden_size=m.hidden, intermediate_size=m.ffn, vocab_size=run.vocab,
             num_attention_heads=m.heads, num_key_value_heads=m.query_groups, head_dim=m.head_dim,
             max_position_embeddings=m.seq_len, tie_word_embeddings=m.tied)
     return AutoConfig.for_model(
