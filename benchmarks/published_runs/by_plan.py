@@ -61,7 +61,8 @@ def _config(run: Run) -> Any:
     if m.gated:
         fused = is_core(run.stack)    # of its products, those of one input are one
         return AutoConfig.for_model(
-            "phi3" if fused else "llama", pad_token_id=0, bos_token_id=0, eos_token_id=0, num_hidden_layers=m.layers, hidden_size=m.hidden, intermediate_size=m.ffn, vocab_size=run.vocab,
+            "phi3" if fused else "llama", pad_token_id=0, bos_token_id=0, eos_token_id=0, num_hidden_layers=m.layers,
+            hidden_size=m.hidden, intermediate_size=m.ffn, vocab_size=run.vocab,
             num_attention_heads=m.heads, num_key_value_heads=m.query_groups, head_dim=m.head_dim,
             max_position_embeddings=m.seq_len, tie_word_embeddings=m.tied)
     return AutoConfig.for_model(
@@ -73,6 +74,7 @@ def _missing(run: Run) -> str:
     m, p = run.model, run.plan
     facts = {
         "experts": m.experts, "latent attention": m.latent, "windows of attention": m.window,
+        "causal attention whose work is balanced over context ranks": p.context > 1,
         "matrix products of less than two bytes": p.precision != "bf16",
         "recompute of named modules": p.modules,
         "recompute of some layers": p.recompute == "selective" and p.again is not None,

@@ -364,6 +364,12 @@ class Pricer:
         collective = float(collectives.all_reduce_s(t * m.hidden * 2, self.group("tensor")))
         return self.product_s(products, "float16") + self.traffic_s(loss) / self.passes + collective
 
+    def further_s(self) -> float:
+        """A layer that predicts a further token: it reads a state and an embedding, brought to the width of one."""
+        h, t = self.m.hidden, self.tokens
+        joined = self.product_s([(t, h, 2 * h, 1), (t, 2 * h, h, 1), (2 * h, h, t, 1)])
+        return sum(self.micro_batch_s(self.m.experts is not None)) + joined + self.head_s()
+
     def embedding_s(self) -> float:
         """Lookup and its gradient, with the sum over parts of the vocabulary."""
         t, m = self.tokens, self.m
@@ -384,7 +390,12 @@ class Pricer:
     def stage_layers(self) -> list[int]:
         """Layers of each pipeline rank."""
         p = self.p
-        counts = blocks_of_stages(self.m.layers, p.pipeline * p.virtual, self.run.ends)
+        slots, layers = p.pipeline * p.virtual, self.m.layers
+        if self.m.further and slots > 1:    # the last chunk, with them and the heads, has what the others leave
+            last = max(0, layers - -(-layers // slots) * (slots - 1))
+            counts = [*blocks_of_stages(layers - last, slots - 1), last]
+        else:
+            counts = blocks_of_stages(layers, slots, self.run.ends)
         return [sum(counts[rank :: p.pipeline]) for rank in range(p.pipeline)]
 
     def stages_s(self) -> list[float]:
@@ -401,6 +412,7 @@ class Pricer:
         table_s = self.grow_s(self.run.vocab * m.hidden / p.tensor)
         stages[0] += self.embedding_s() + self.root_s() / p.pipeline + table_s
         stages[-1] += self.head_s() + (0.0 if m.tied and p.pipeline == 1 else table_s)
+        stages[-1] += m.further * self.further_s()
         return stages
 
     def stage_parameters(self, stage: int) -> tuple[float, float]:
@@ -414,6 +426,9 @@ class Pricer:
                 a, b = self.layer_parameters(kind)
                 dense, experts = dense + part * layers * a, experts + part * layers * b
         ends = (stage == 0) + (stage == p.pipeline - 1) - (m.tied and p.pipeline == 1)
+        if m.further and stage == p.pipeline - 1:
+            a, b = self.layer_parameters(m.experts is not None)
+            dense, experts = dense + m.further * (a + 2 * m.hidden**2 / p.tensor), experts + m.further * b
         return dense + ends * m.vocab * m.hidden / p.tensor, experts
 
     def data_s(self, backward_s: float, forward_s: float) -> float:
