@@ -39,6 +39,25 @@ def pipeline_s(stage_s: Sequence[float], micro_batches: int, virtual: int = 1, r
     return micro_batches * slowest + (sum(stage_s) - math.gcd(*groups) * slowest) / virtual
 
 
+def blocks_of_stages(blocks: int, stages: int, ends: bool = False) -> list[int]:
+    """Blocks of each stage: counts as equal as can be, larger ones first. ``ends``: what lies before the blocks, and
+    what after them, count as a block each (DeepSpeed's partition_method "type:transformer|embedding", Megatron's
+    --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split).
+
+    >>> blocks_of_stages(7, 3), blocks_of_stages(70, 12, ends=True)
+    ([3, 2, 2], [5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 5])
+
+    Raises ClusterError for a stage without a block, but for ends that hold nothing else.
+    """
+    each, left = divmod(blocks + 2 * ends, stages)
+    counts = [each + (stage < left) for stage in range(stages)]
+    counts[0] -= ends
+    counts[-1] -= ends
+    if min(counts) < (0 if ends else 1):
+        raise ClusterError(f"{blocks} blocks do not make {stages} stages of one block or more: take fewer stages")
+    return counts
+
+
 def one_forward_one_backward(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int,
                              replicas: Sequence[int] = ()) -> list[Task]:
     """The tasks of 1F1B, one rank for each stage or ``replicas`` of them, to be simulated."""

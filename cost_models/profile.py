@@ -67,6 +67,7 @@ class Profile:
                               themselves (Megatron's gradient_accumulation_fusion, default since 2022)
       copies_sums             1 if gradients that are added up in float32 are first copied there, as DeepSpeed's
                               BF16_Optimizer does (update_hp_grads: 2 + 4 bytes, and 4 + 4 + 4)
+      masters                 1 if the optimizer keeps a copy of two-byte parameters, and its state, in float32
       scatter_sends           1 if tensor ranks share out what they send to the next stage, and gather it there
       early_stop              1 if recompute of a block ends where backward has all it needs, before its last product
       core_only               1 if selective recompute runs the core of attention again, and nothing else
@@ -114,6 +115,7 @@ class Profile:
     stores_sections: float
     fuses_sums: float
     copies_sums: float
+    masters: float
     scatter_sends: float
     early_stop: float
     core_only: float
@@ -159,6 +161,14 @@ class Profile:
             return 3.0 * bytes_each
         copied = bytes_each + accumulator_bytes if self.copies_sums else bytes_each
         return copied + (3.0 if self.copies_sums else 2.0) * accumulator_bytes
+
+    def kept(self, dtype: str) -> str:
+        """The precision (`memory.PRECISIONS`) in which parameters of a dtype are trained.
+
+        >>> [Profile.of("a100-sxm", name).kept("bfloat16") for name in ("torch-eager", "megatron-core")]
+        ['bfloat16', 'bfloat16-master']
+        """
+        return f"{dtype}-master" if self.masters and dtype in ("float16", "bfloat16") else dtype
 
     @property
     def unfused(self) -> float:

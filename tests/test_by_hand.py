@@ -198,7 +198,7 @@ def test_channels_are_no_sequence() -> None:
 def test_pipelines_are_cut_by_blocks() -> None:
     blocks = len({path for block in priced("dp=4").blocks for path in block.paths if "layers" in path})
     assert priced("pp=2,dp=2,split=blocks").hybrid.stages == 2 and blocks % 2 == 0
-    with pytest.raises(PlanError, match=f"{blocks} blocks cannot be divided evenly among"):
+    with pytest.raises(PlanError, match=f"{blocks} blocks do not make {2 * blocks} stages"):
         priced(f"pp=2,dp=2,virtual={blocks},split=blocks")
     with pytest.raises(PlanError, match="split is 'layers'"):
         priced("pp=2,split=layers")

@@ -22,7 +22,8 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, decision_seconds
 from autoparallel.schedule.stage import Part, Value
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
-from cost_models import collectives
+from cost_models import ClusterError, collectives
+from cost_models.pipeline import blocks_of_stages
 
 #: Largest average number of moves per cut in the final improvement.
 MOST_MOVES = 10
@@ -129,20 +130,24 @@ def place_cuts(prices: Prices, loss: int | None, hybrid: Hybrid, strategies: Seq
     return tuple(space.decisions[index].name for index in cuts)
 
 
-def cuts_by_blocks(space: StrategySpace, loss: int | None, stages: int) -> tuple[str, ...]:
-    """The names of the decisions at which stages 1, 2, ... begin, each with as many blocks (layers) as the others.
+def cuts_by_blocks(space: StrategySpace, loss: int | None, stages: int, ends: bool = False) -> tuple[str, ...]:
+    """The names of the decisions at which stages 1, 2, ... begin, by counts of the blocks (layers) on the path to the
+    loss (`cost_models.pipeline.blocks_of_stages`).
 
-    Raises PlanError if the blocks on the path to the loss are not divided by ``stages``.
+    Raises PlanError if a stage would have no block.
     """
     first = dict[str, str]()
     for index in flow_of(space, _loss(loss)).main:
         if (path := space.blocks[index]) and space.decisions[index].kind == "op":
             first.setdefault(path, space.decisions[index].name)
-    begins, each = list(first.values()), len(first) // stages
-    if not each or len(first) % stages:
-        raise PlanError(f"{len(first)} blocks cannot be divided evenly among {stages} stages: take stages that divide "
-                        "them, or split=work, which cuts between equal shares of the work")
-    return tuple(begins[each::each])
+    try:
+        counts = blocks_of_stages(len(first), stages, ends)
+    except ClusterError as error:
+        raise PlanError(f"{error}, or split=work, which cuts between equal shares of the work") from None
+    if not (counts[0] and counts[-1]):
+        raise PlanError(f"{len(first)} blocks leave none to the first and last of {stages} stages: take fewer stages")
+    begins = list(first.values())
+    return tuple(begins[number] for number in itertools.accumulate(counts[:-1]))
 
 
 def _equivalent(space: StrategySpace, seconds: np.ndarray) -> np.ndarray:

@@ -8,7 +8,9 @@
     | tp                | tensor-parallel ranks: heads, MLP columns and rows, vocabulary | 1                         |
     | pp                | pipeline ranks                                                | 1                          |
     | split             | where pp cuts: work (between equal shares of the work),       | work                       |
-    |                   | blocks (equal counts of blocks, as Megatron cuts)             |                            |
+    |                   | blocks (counts of blocks as equal as can be, the larger       |                            |
+    |                   | first), ends (as blocks; the embedding and the head count as  |                            |
+    |                   | a block each)                                                 |                            |
     | cp                | ranks that share each sequence                                | 1                          |
     | ep                | expert-parallel ranks, among those of dp                      | 1                          |
     | zero              | 0 to 3; 3 is FSDP                                             | 0                          |
@@ -36,7 +38,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.schedule.step_config import RECOMPUTE, SCHEDULES
 
 _COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch")
-SPLITS = ("work", "blocks")
+SPLITS = ("work", "blocks", "ends")
 EXAMPLE = '"dp=8,tp=8,pp=4,zero=1,micro_batch=1,recompute=selective,sequence_parallel"'
 
 

@@ -97,8 +97,9 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
         counts = ExecutionCounts(space, hybrid, stages.of_decisions(len(space)), recomputing=prices.recomputing)
         return stages, SpacePricer(prices, limit, allowed, penalties, counts)
 
-    if hybrid.stages > 1 and not hybrid.cuts and options.by_hand is not None and options.by_hand.split == "blocks":
-        hybrid = replace(hybrid, cuts=cuts_by_blocks(space, micro.loss, hybrid.stages))
+    split = options.by_hand.split if options.by_hand is not None else "work"
+    if hybrid.stages > 1 and not hybrid.cuts and split != "work":
+        hybrid = replace(hybrid, cuts=cuts_by_blocks(space, micro.loss, hybrid.stages, ends=split == "ends"))
     if hybrid.stages > 1 and not hybrid.cuts:
         if begin is None:
             begin = _rough_strategies(priced(replace(hybrid, cuts=place_cuts(prices, micro.loss, hybrid)))[1])

@@ -25,8 +25,9 @@ FUSED_CLASSES = frozenset({"elementwise", "reduction"})
 class InChain:
     """An op's part in its chain: the inputs that it reads from memory (of several ops of a chain that read one tensor,
     the first), whether it writes its result there, and whether backward reads those inputs (or the result) again.
-    ``gradients``, of a value with several readers: how many of its readers' gradients come out of different kernels,
-    one of them a chain, which adds the others as it writes its own. ``loss``: the op is the loss over classes."""
+    ``gradients``, of a value with several readers: how many of its readers' gradients come out of different kernels;
+    a chain adds them: one of these kernels as it writes its own, or that of the value's op as it reads them.
+    ``loss``: the op is the loss over classes."""
 
     reads: tuple[bool, ...]
     writes: bool
@@ -65,7 +66,7 @@ def chains_of(space: StrategySpace) -> list[InChain | None]:
             found[index] = InChain(tuple(read), not stays, saves[index])
     for index, targets in _shared(space).items():
         kernels = {chain[target] for target in targets}
-        if len(kernels) < len(targets) or any(fused[target] for target in targets):
+        if len(kernels) < len(targets) or fused[origin[index]] or any(fused[target] for target in targets):
             found[index] = InChain((), False, False, len(kernels))
     return found
 

@@ -58,8 +58,8 @@ class _Ahead:
 class _Parts:
     """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``once``: the seconds that do not
     depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: recompute.
-    ``by_class``: compute of ops by their class. All of these are in the others too, and so are ``ahead_forward`` and
-    ``ahead_backward``."""
+    ``by_class``: compute of ops by their class. ``outside``: by how much launches prolong ops outside of blocks. All of
+    these are in the others too, and so are ``ahead_forward`` and ``ahead_backward``."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -71,6 +71,7 @@ class _Parts:
     again: float = 0.0
     ahead_forward: _Ahead = field(default_factory=_Ahead)
     ahead_backward: _Ahead = field(default_factory=_Ahead)
+    outside: float = 0.0
     state_bytes: float = 0.0
     live_bytes: float = 0.0
     always_bytes: float = 0.0
@@ -84,9 +85,13 @@ class _Parts:
         return (self.forward + self.backward + self.optimizer + self.forward_communication
                 + self.backward_communication)
 
-    def beside_s(self, profile: Profile | None) -> float:
-        """Seconds saved as the host launches ahead, and communication of activations runs beside compute."""
-        return self.ahead_forward.saved_s(profile) + self.ahead_backward.saved_s(profile) if profile else 0.0
+    def beside_s(self, profile: Profile | None, micro_batches: int) -> float:
+        """Seconds saved as the host launches ahead, and communication of activations runs beside compute. Launches
+        outside of blocks are counted in the fixed time of a micro-batch, as far as that goes."""
+        if profile is None:
+            return 0.0
+        return (self.ahead_forward.saved_s(profile) + self.ahead_backward.saved_s(profile)
+                + min(self.outside, profile.micro_s * micro_batches))
 
 
 def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy], peak_bytes: float,
@@ -113,7 +118,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         step = _pipelined_s(pricer, stages, sends)
         hidden = step - _pipelined_s(pricer, stages, sends, strategies)
     else:
-        hidden = _hidden_s(pricer, strategies) + mean.beside_s(profile)
+        hidden = _hidden_s(pricer, strategies) + mean.beside_s(profile, hybrid.micro_batches)
     waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
     bar = error_bar(profile)
     return Prediction(
@@ -202,7 +207,7 @@ def _virtual(hybrid: Hybrid) -> int:
 def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
-                 "once_forward", "again", "state_bytes", "live_bytes", "always_bytes", "host_bytes"):
+                 "once_forward", "again", "outside", "state_bytes", "live_bytes", "always_bytes", "host_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     for stage in stages:
         made.ahead_forward.add(stage.ahead_forward)
@@ -220,8 +225,9 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
     groups, passed = hybrid.groups, _passed_s(pricer, sends)
     profile = cluster.profile if strategies is not None else None
-    micro_batch_s = [(s.total - s.once - s.beside_s(profile)) / hybrid.micro_batches_on(number) + before + after
-            for number, (s, before, after) in enumerate(zip(stages, [0.0, *passed], [*passed, 0.0], strict=True))]
+    counts = [hybrid.micro_batches_on(number) for number in range(len(stages))]
+    micro_batch_s = [(s.total - s.once - s.beside_s(profile, count)) / count + before + after
+                     for s, count, before, after in zip(stages, counts, [0.0, *passed], [*passed, 0.0], strict=True)]
     of_group = [sum(micro_batch_s[g :: len(groups)]) for g in range(len(groups))]
     of_rank = [range(g, len(stages), len(groups)) for g in range(len(groups))]
     hidden = [_hidden_s(pricer, strategies, rank) if strategies is not None else 0.0 for rank in of_rank]
@@ -263,7 +269,7 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
     found = []
     for number, (s, send_s) in enumerate(zip(stages, [*_passed_s(pricer, sends), 0.0], strict=True)):
         count, held = hybrid.micro_batches_on(number), pricer.counts.in_flight[number]
-        whole_s = s.total - s.once - s.beside_s(profile)
+        whole_s = s.total - s.once - s.beside_s(profile, count)
         forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
         share = forward / (s.total - s.once) if s.total > s.once else 0.0
         saved = max(0.0, s.live_bytes - s.always_bytes) / max(1, held)
@@ -320,13 +326,17 @@ def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int
 def _add_ahead(pricer: SpacePricer, index: int, number: int, times: tuple[int, int], stage: _Parts) -> None:
     """Add an op in a block to what the host launches ahead; exchanges inside are not launched so."""
     profile = pricer.prices.cluster.profile
-    if profile is None or not pricer.space.blocks[index] or (apart := pricer.prices.host_and_device(index)) is None:
+    if profile is None or (apart := pricer.prices.host_and_device(index)) is None:
         return
     (host, device), price = apart, pricer.prices.op_of(index)
     inside_s = [sum(float(i.seconds[number]) * n for i, n in zip(price.inside, numbers, strict=True)) for numbers in (
         [i.exchange.forward for i in price.inside], [i.exchange.backward for i in price.inside])]
     summed_s = float(price.forward_s[number]) - inside_s[0], float(price.backward_s[number])
     backward_s = summed_s[1] - inside_s[1] if summed_s[1] else 0.0
+    if not pricer.space.blocks[index]:
+        stage.outside += (times[0] * (summed_s[0] - float(device.forward_s[number]))
+                          + times[1] * (backward_s - float(device.backward_s[number])))
+        return
     stage.ahead_forward.add(_Ahead(times[0] * summed_s[0], times[0] * float(device.forward_s[number]),
                                    times[0] * float(host.forward_s[number])))
     slower = profile.kernel_backward_s / profile.kernel_s
@@ -432,7 +442,10 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
     space, counts, use = pricer.space, pricer.counts, move.use
     ends = tuple(pricer.costs.kinds.numbers(strategies)[[use.source, use.target]].tolist())
     if counts.sums(use):
-        stage.backward += count * float(pricer.costs.sums_s(use)[ends])
+        summed_s = count * float(pricer.costs.sums_s(use)[ends])
+        stage.backward += summed_s
+        if space.blocks[use.target]:
+            stage.ahead_backward.add(_Ahead(summed_s, summed_s))
     if counts.offloads_copy(use):
         there, back = pricer.costs.offload_copy_s(use)
         stage.forward += count * float(there[ends])
@@ -453,7 +466,7 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
             _count_use(found, (kind, axis, direction, purpose), count * n * stage.ranks, num_bytes, s)
             name = f"{direction}_communication" if kind in COLLECTIVES else direction
             setattr(stage, name, getattr(stage, name) + count * n * s)
-            if kind in COLLECTIVES and not counts.of_parameter[use.source]:
+            if kind in COLLECTIVES and not counts.of_parameter[use.source] and space.blocks[use.target]:
                 ahead = stage.ahead_forward if direction == "forward" else stage.ahead_backward
                 ahead.collectives += count * n * s
                 ahead.host += count * n * _called_s(pricer, step.axis)

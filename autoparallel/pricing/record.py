@@ -159,7 +159,7 @@ def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarr
         if decision.kind == "parameter" and s.output_metas[0].requires_grad and pricer.prices.training:
             meta = s.output_metas[0]
             elements = space.spaces(meta).local_elements[s.outputs[0][numbers[decision.index]]]
-            state = training_state(elements, dtype_name(meta), pricer.prices.optimizer)
+            state = training_state(elements, pricer.prices.kept(meta), pricer.prices.optimizer)
             scale = whole / float(state.total) if whole and state.total else 0.0
             own = min(scale, 1.0) * float(state.parameters), min(scale, 1.0) * float(state.gradients)
             found[decision.index, :3] = *own, max(0.0, whole - sum(own))

@@ -164,7 +164,12 @@ class Prices:
         elements = self.space.spaces(meta).local_elements[numbers]
         if not (meta.requires_grad and self.training):
             return elements * meta.dtype.itemsize
-        return memory.training_bytes(elements, dtype_name(meta), self.optimizer)
+        return memory.training_bytes(elements, self.kept(meta), self.optimizer)
+
+    def kept(self, meta: TensorMeta) -> str:
+        """The precision in which the software trains parameters of this dtype."""
+        profile, dtype = self.cluster.profile, dtype_name(meta)
+        return dtype if profile is None else profile.kept(dtype)
 
     def parameter_s(self, strategy_set: StrategySet) -> np.ndarray:
         """Seconds of the optimizer's update on the fullest rank, by strategy."""
@@ -172,7 +177,7 @@ class Prices:
         if not (meta.requires_grad and self.training):
             return np.zeros(len(numbers))
         elements = self.space.spaces(meta).local_elements[numbers]
-        seconds = memory.optimizer_step_s(elements, dtype_name(meta), self.optimizer, self.device)
+        seconds = memory.optimizer_step_s(elements, self.kept(meta), self.optimizer, self.device)
         if (profile := self.cluster.profile) is None:
             return seconds
         return seconds + compute.traffic_s(profile.update_bytes * elements, self.device)

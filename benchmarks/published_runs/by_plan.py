@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.published_runs.rows import AbstainError, Model, Run
-from cost_models.profile import Profile, Table
+from benchmarks.published_runs.predict import profile_of
+from benchmarks.published_runs.rows import AbstainError, Run, is_core
+from cost_models.profile import Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +24,7 @@ def plan_of(run: Run, table: Table | None = None) -> Plan:
     if reason := _missing(run):
         raise AbstainError(reason)
     model, inputs = captured_model(run)
-    cluster = replace(run.cluster, profile=Profile.of(run.machine, run.stack, run.network, table))
+    cluster = replace(run.cluster, profile=profile_of(run, table))
     return autoparallel.plan(model, cluster, example_kwargs=inputs, by_hand=by_hand(run),
                              reduce_dtype="float32" if run.float32_sums else None)
 
@@ -35,7 +36,7 @@ def by_hand(run: Run) -> Mapping[str, Any]:
     return {"dp": p.data, "tp": p.tensor, "pp": p.pipeline, "cp": p.context, "zero": 3 if p.fsdp else p.zero_stage,
             "shards": host if p.hybrid else None, "virtual": p.virtual, "micro_batch": p.micro_batch,
             "recompute": p.recompute, "sequence_parallel": p.sequence_parallel,
-            "split": "blocks" if p.pipeline > 1 and run.model.layers % (p.pipeline * p.virtual) == 0 else "work",
+            "split": "work" if p.pipeline == 1 else "ends" if run.ends else "blocks",
             "schedule": "gpipe" if p.gpipe and p.pipeline > 1 else None}
 
 
@@ -44,7 +45,7 @@ def captured_model(run: Run) -> tuple[nn.Module, dict[str, Any]]:
     import torch
     import transformers
 
-    config = _config(run.model)
+    config = _config(run)
     dtype = torch.float16 if run.machine.startswith("v100") else torch.bfloat16
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -53,16 +54,19 @@ def captured_model(run: Run) -> tuple[nn.Module, dict[str, Any]]:
     return model, {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def _config(m: Model) -> Any:
+def _config(run: Run) -> Any:
     from transformers import AutoConfig
 
+    m = run.model
     if m.gated:
+        fused = is_core(run.stack)    # of its products, those of one input are one
         return AutoConfig.for_model(
-            "llama", num_hidden_layers=m.layers, hidden_size=m.hidden, intermediate_size=m.ffn, vocab_size=m.vocab,
+            "phi3" if fused else "llama", pad_token_id=0, bos_token_id=0, eos_token_id=0, num_hidden_layers=m.layers,
+            hidden_size=m.hidden, intermediate_size=m.ffn, vocab_size=run.vocab,
             num_attention_heads=m.heads, num_key_value_heads=m.query_groups, head_dim=m.head_dim,
             max_position_embeddings=m.seq_len, tie_word_embeddings=m.tied)
     return AutoConfig.for_model(
-        "gpt2", n_layer=m.layers, n_embd=m.hidden, n_head=m.heads, n_inner=m.ffn, vocab_size=m.vocab,
+        "gpt2", n_layer=m.layers, n_embd=m.hidden, n_head=m.heads, n_inner=m.ffn, vocab_size=run.vocab,
         n_positions=m.seq_len, tie_word_embeddings=m.tied, resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
 
 
@@ -70,6 +74,7 @@ def _missing(run: Run) -> str:
     m, p = run.model, run.plan
     facts = {
         "experts": m.experts, "latent attention": m.latent, "windows of attention": m.window,
+        "causal attention whose work is balanced over context ranks": p.context > 1,
         "matrix products of less than two bytes": p.precision != "bf16",
         "recompute of named modules": p.modules,
         "recompute of some layers": p.recompute == "selective" and p.again is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.published_runs.peak import peak_bytes
@@ -40,6 +41,6 @@ def priced(run: Run, table: Table) -> dict[str, Any]:
     }
 
 
-def profile_of(run: Run, table: Table) -> Profile:
-    """The constants of the run's device, software and network."""
-    return Profile.of(run.machine, run.stack, run.network, table)
+def profile_of(run: Run, table: Table | None = None) -> Profile:
+    """The constants of the run's device, software and network, with the precision that it states."""
+    return replace(Profile.of(run.machine, run.stack, run.network, table), masters=float(run.master_in_float32))

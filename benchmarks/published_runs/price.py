@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from benchmarks.published_runs.rows import TRACED, Run, is_torch
 from cost_models import Cluster, Group, collectives, memory
 from cost_models.compute import UNFUSED_LAUNCHES, attention_s, larger, matmul_time_s, softmax_is_fused, traffic_s
-from cost_models.pipeline import pipeline_s
+from cost_models.pipeline import blocks_of_stages, pipeline_s
 from cost_models.profile import Profile
 
 #: Parameters of a layer: four weights, their biases, and those of two norms.
@@ -358,12 +358,17 @@ class Pricer:
     def head_s(self) -> float:
         """Logits and loss of one micro-batch, forward and backward."""
         m, p, t = self.m, self.p, self.tokens
-        block = 128 * p.tensor if self.run.stack.startswith(("megatron", "nemo")) else 1    # what Megatron pads to
-        vocab = -(-m.vocab // block) * block // p.tensor
+        vocab = self.run.vocab / p.tensor
         products = [(t, vocab, m.hidden, 1), (t, m.hidden, vocab, 1), (m.hidden, vocab, t, 1)]
         loss = self.c.loss_bytes * t * vocab
         collective = float(collectives.all_reduce_s(t * m.hidden * 2, self.group("tensor")))
         return self.product_s(products, "float16") + self.traffic_s(loss) / self.passes + collective
+
+    def further_s(self) -> float:
+        """A layer that predicts a further token: it reads a state and an embedding, brought to the width of one."""
+        h, t = self.m.hidden, self.tokens
+        joined = self.product_s([(t, h, 2 * h, 1), (t, 2 * h, h, 1), (2 * h, h, t, 1)])
+        return sum(self.micro_batch_s(self.m.experts is not None)) + joined + self.head_s()
 
     def embedding_s(self) -> float:
         """Lookup and its gradient, with the sum over parts of the vocabulary."""
@@ -382,18 +387,16 @@ class Pricer:
             seconds += float(collectives.all_gather_s(nbytes, self.group("tensor")))
         return seconds
 
-    def stage_layers(self) -> list[float]:
-        """Layers of each stage, the largest first where they are not equal."""
-        p, layers = self.p, self.m.layers
-        slots = p.pipeline * p.virtual
-        if layers % slots == 0:
-            return [layers / p.pipeline] * p.pipeline
-        if (layers + 2) % slots == 0:    # embedding and head count as a layer each
-            each = (layers + 2) / p.pipeline
-            return [each - 1, *[each] * (p.pipeline - 2), each - 1]
-        most = -(-layers // p.pipeline)
-        rest = layers - most
-        return [float(most)] * (p.pipeline > 1) + [rest / max(1, p.pipeline - 1)] * (p.pipeline - 1 or 1)
+    def stage_layers(self) -> list[int]:
+        """Layers of each pipeline rank."""
+        p = self.p
+        slots, layers = p.pipeline * p.virtual, self.m.layers
+        if self.m.further and slots > 1:    # the last chunk, with them and the heads, has what the others leave
+            last = max(0, layers - -(-layers // slots) * (slots - 1))
+            counts = [*blocks_of_stages(layers - last, slots - 1), last]
+        else:
+            counts = blocks_of_stages(layers, slots, self.run.ends)
+        return [sum(counts[rank :: p.pipeline]) for rank in range(p.pipeline)]
 
     def stages_s(self) -> list[float]:
         """Forward and backward of one micro-batch on each stage."""
@@ -406,8 +409,10 @@ class Pricer:
             each += mixed * sum(self.micro_batch_s(True))
         hop = 2 * p.virtual * self.hop_s() * (1 - c.hide_pipe)
         stages = [layers * each + hop + c.micro_s for layers in self.stage_layers()]
-        stages[0] += self.embedding_s() + self.root_s() / p.pipeline
-        stages[-1] += self.head_s()
+        table_s = self.grow_s(self.run.vocab * m.hidden / p.tensor)
+        stages[0] += self.embedding_s() + self.root_s() / p.pipeline + table_s
+        stages[-1] += self.head_s() + (0.0 if m.tied and p.pipeline == 1 else table_s)
+        stages[-1] += m.further * self.further_s()
         return stages
 
     def stage_parameters(self, stage: int) -> tuple[float, float]:
@@ -421,6 +426,9 @@ class Pricer:
                 a, b = self.layer_parameters(kind)
                 dense, experts = dense + part * layers * a, experts + part * layers * b
         ends = (stage == 0) + (stage == p.pipeline - 1) - (m.tied and p.pipeline == 1)
+        if m.further and stage == p.pipeline - 1:
+            a, b = self.layer_parameters(m.experts is not None)
+            dense, experts = dense + m.further * (a + 2 * m.hidden**2 / p.tensor), experts + m.further * b
         return dense + ends * m.vocab * m.hidden / p.tensor, experts
 
     def data_s(self, backward_s: float, forward_s: float) -> float:
@@ -462,8 +470,7 @@ class Pricer:
         elements = sum(self.stage_parameters(0))
         ranks = self.shards()
         mine = elements / ranks if p.zero_stage or p.fsdp else elements
-        precision = "float16-master" if self.run.master_in_float32 else "bfloat16"
-        update = float(memory.optimizer_step_s(mine, precision, "adamw", self.device))
+        update = float(memory.optimizer_step_s(mine, self.c.kept("bfloat16"), "adamw", self.device))
         return update + self.copied_s(mine * self.c.update_bytes)
 
     def step(self) -> Breakdown:

@@ -113,7 +113,8 @@ class Latent:
 @dataclass(frozen=True)
 class Model:
     """A decoder-only transformer; ``query_groups`` are key-value heads; every other layer's attention looks back
-    ``window`` tokens only, where that is not 0."""
+    ``window`` tokens only, where that is not 0. ``further``: layers with experts and heads of their own that predict
+    tokens after the next (multi-token prediction, DeepSeek-V3), beside the others."""
 
     layers: int
     hidden: int
@@ -128,6 +129,7 @@ class Model:
     experts: Experts | None = None
     latent: Latent | None = None
     window: int = 0
+    further: int = 0
 
     def __post_init__(self) -> None:
         sizes = (self.layers, self.hidden, self.heads, self.query_groups, self.head_dim, self.vocab, self.seq_len)
@@ -231,6 +233,23 @@ class Run:
     gradient_bytes: int = 2
     float32_sums: bool = False    # gradients of two bytes are added up in float32, by another pass over them
     groups: dict[tuple[str, float], Group] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def ends(self) -> bool:
+        """Whether embedding and head count as a layer each where the pipeline is cut: where that alone makes equal
+        stages."""
+        slots = self.plan.pipeline * self.plan.virtual
+        return self.model.layers % slots != 0 and (self.model.layers + 2) % slots == 0
+
+    @property
+    def vocab(self) -> int:
+        """Classes that are computed: Megatron fills up to a multiple of 128 on each tensor rank, vTrain's layers leave
+        the rest of a division out."""
+        stated, tensor = self.model.vocab, self.plan.tensor
+        if self.stack == TRACED:
+            return stated // tensor * tensor
+        block = 128 * tensor if self.stack.startswith(("megatron", "nemo")) else 1
+        return -(-stated // block) * block
 
 
 def read(row: Row) -> Run:
@@ -355,6 +374,7 @@ _LATENT = {
     "moonlight": Latent(0, 512, 64, 192, 128),
 }
 _WINDOWS = {"gptoss": 128}
+_FURTHER = {"deepseekv3": 1}
 _MOONLIGHT = Model(27, 2048, 11264, 16, 16, 128, 163840, 4096, True, False, Experts(64, 6, 1408, 2816, 26),
                    _LATENT["moonlight"])
 
@@ -388,6 +408,7 @@ def _model(row: Row) -> Model:
         bool(gated), True if tied is None else bool(tied), experts,
         next((latent for key, latent in _LATENT.items() if name.startswith(key)), None),
         next((window for key, window in _WINDOWS.items() if name.startswith(key)), 0),
+        0 if "w/o MTP" in str(row.get("notes")) else next((n for k, n in _FURTHER.items() if name.startswith(k)), 0),
     )
 
 
