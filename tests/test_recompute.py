@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autoparallel
 from autoparallel.errors import InfeasibleError
+from autoparallel.kernels.variants import causal_queries
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.plans import Hybrid
 from tests.support.models import CASES
@@ -81,3 +86,16 @@ def test_stages_that_hold_more_recompute_more() -> None:
 def test_recompute_of_some_blocks(ranks: Any, micro_batches: int, stages: int) -> None:
     made = half_recomputed(CASES["llama"], (2, 2), micro_batches, stages)
     assert_one_process(ranks, "llama", (2, 2), {"plan": made})
+
+
+def test_selective_recompute_of_a_shard_of_causal_queries() -> None:
+    """Under the mode of torch's selective checkpoint: the second half of the queries, over all keys."""
+    q, k, v = (torch.randn(2, 2, 8, 4, requires_grad=True) for _ in range(3))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, 4:]
+    shard = partial(causal_queries, start=4)
+    found = checkpoint(shard, q[:, :, 4:], k, v, use_reentrant=False,
+                       context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]))
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected.square().sum(), (q, k, v))
+    for gradient, other in zip(torch.autograd.grad(found.square().sum(), (q, k, v)), wanted, strict=True):
+        torch.testing.assert_close(gradient, other)
