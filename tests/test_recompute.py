@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autoparallel
@@ -91,7 +90,7 @@ def test_recompute_of_some_blocks(ranks: Any, micro_batches: int, stages: int) -
 def test_selective_recompute_of_a_shard_of_causal_queries() -> None:
     """Under the mode of torch's selective checkpoint: the second half of the queries, over all keys."""
     q, k, v = (torch.randn(2, 2, 8, 4, requires_grad=True) for _ in range(3))
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, 4:]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, 4:]
     shard = partial(causal_queries, start=4)
     found = checkpoint(shard, q[:, :, 4:], k, v, use_reentrant=False,
                        context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default]))
