@@ -46,6 +46,7 @@ def test_nothing_does_what_is_impossible() -> None:
     assert "None of these" in found.report()
 
 
+@pytest.mark.slow
 def test_the_fewest_devices_that_are_fast_enough() -> None:
     found = sized(step_s=1.01 * steps()[4])
     assert found.best is not None and found.best.devices == 4

@@ -24,6 +24,7 @@ from tests.support.reference import (
     train_in_float64,
     train_reference,
 )
+from tests.support.tiers import slow
 
 Ranks = Callable[[int], RankPool]
 
@@ -60,7 +61,7 @@ def test_same_model_and_inputs_every_time(case: ModelCase) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", slow("adamw")])
 def test_training_moves_every_parameter_and_lowers_the_loss(case: ModelCase, optimizer: str) -> None:
     before, after = case.build(), train_reference(case, optimizer, num_steps=5)
     assert after.losses[-1] < after.losses[0]
