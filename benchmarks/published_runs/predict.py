@@ -9,7 +9,7 @@ from benchmarks.published_runs.peak import peak_bytes
 from benchmarks.published_runs.price import Pricer
 from benchmarks.published_runs.rows import AbstainError, Row, Run, read
 from cost_models import ClusterError
-from cost_models.profile import Profile, Table, load
+from cost_models.profile import Profile, Table
 
 
 def predict(row: Row) -> dict[str, Any] | None:
@@ -24,11 +24,11 @@ def predict(row: Row) -> dict[str, Any] | None:
 def explain(row: Row) -> dict[str, Any]:
     """The same with the step's parts. Raises AbstainError naming the fact that is missing."""
     run = read(row)
-    return priced(run, load())
+    return priced(run)
 
 
-def priced(run: Run, table: Table) -> dict[str, Any]:
-    """A run under given constants."""
+def priced(run: Run, table: Table | None = None) -> dict[str, Any]:
+    """A run under given constants, else those in use."""
     pricer = Pricer(run, profile_of(run, table))
     step = pricer.step()
     sequences = run.plan.data * run.plan.micro_batch * run.plan.micro_batches
