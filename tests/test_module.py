@@ -304,7 +304,7 @@ def test_hugging_face_models_generate(ranks: Any, baseline: str | None, use_cach
 def test_a_step_that_fails_leaves_gradients_that_ranks_share() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     parameter.grad = before = torch.full((3,), 2.0)
-    shared = SharedGradients({"weight": parameter}.__getitem__, {"weight": (0, 1)}, {}, None)
+    shared = SharedGradients({"weight": parameter}.__getitem__, {"weight": (0, 1)}, {}, None, 0.0)
     with pytest.raises(RuntimeError, match="no more memory"), shared.added_up() as read:
         read["weight"].sum().backward()
         raise RuntimeError("no more memory")

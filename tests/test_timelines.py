@@ -23,7 +23,7 @@ def test_a_timeline_has_no_overlap_on_a_row_and_ends_with_the_step(plans: dict[s
         assert all(a.end_s <= b.start_s + 1e-12 for a, b in pairwise(boxes))
     for box in line.boxes:
         assert all(line.boxes[other].end_s <= box.start_s + 1e-12 for other in box.after)
-    rel = 0.1 if name in PIPELINES else 1e-6  # pipelines are predicted in closed form
+    rel = 0.12 if name in PIPELINES else 1e-6  # pipelines are predicted in closed form
     assert line.total_s == pytest.approx(plan.prediction.step_s - plan.prediction.fixed_s, rel=rel)
 
 

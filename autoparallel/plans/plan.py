@@ -61,11 +61,11 @@ class Prediction:
     """Predicted seconds of one step by part, and bytes on the fullest rank by part.
 
     In a pipeline the parts are means over its ranks, and ``waiting_s`` is the time of filling, draining, sending and
-    imbalance; without one, that in which ranks wait for one another's hosts. ``hidden_s``: seconds saved by
-    communication overlapped with compute. ``fixed_s``: of a step and of its
-    micro-batches that no op takes (the framework's own). ``p50``, ``p90``: relative errors of the step time that half,
-    and nine in ten, predictions of the kind stay under, and their ``basis`` (`cost_models.accuracy`). ``limit_bytes``:
-    the memory limit of the search (0: none). ``host_bytes``: saved tensors in
+    imbalance; without one, that in which ranks wait for one another's hosts. ``hidden_s``: seconds saved by overlap;
+    of these ``ahead_s`` since hosts launch kernels ahead, the rest since communication overlaps with compute.
+    ``fixed_s``: of a step and of its micro-batches that no op takes (the framework's own). ``p50``, ``p90``: relative
+    errors of the step time that half, and nine in ten, predictions of the kind stay under, and their ``basis``
+    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none). ``host_bytes``: saved tensors in
     the host's memory (recompute="offload"). ``repeated_ops``: ops without a rule, repeated on every rank.
     """
 
@@ -87,6 +87,17 @@ class Prediction:
     p90: float = 0.0
     basis: str = ""
     limit_bytes: float = 0.0
+    ahead_s: float = 0.0
+
+    @property
+    def hidden_communication_s(self) -> float:
+        """Seconds of communication that overlap with compute."""
+        return min(self.hidden_s - self.ahead_s, self.forward_communication_s + self.backward_communication_s)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of communication that overlap with nothing."""
+        return self.forward_communication_s + self.backward_communication_s - self.hidden_communication_s
 
     @property
     def added_s(self) -> float:

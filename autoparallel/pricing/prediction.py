@@ -113,12 +113,13 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     by_rank = [_together([stages[stage] for stage in hybrid.stages_of(rank)]) for rank in range(ranks)]
     fullest = max(by_rank, key=lambda s: s.live_bytes)
     mean = _together(by_rank)
-    step, profile = mean.total, pricer.prices.cluster.profile
+    step, ahead, profile = mean.total, 0.0, pricer.prices.cluster.profile
     if hybrid.stages > 1:
         step = _pipelined_s(pricer, stages, sends)
         hidden = step - _pipelined_s(pricer, stages, sends, strategies)
     else:
-        hidden = _hidden_s(pricer, strategies) + mean.beside_s(profile, hybrid.micro_batches)
+        ahead = mean.beside_s(profile, hybrid.micro_batches)
+        hidden = _hidden_s(pricer, strategies) + ahead
     waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
     bar = error_bar(profile)
     return Prediction(
@@ -136,6 +137,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         host_bytes=max(s.host_bytes for s in by_rank),
         waiting_s=(max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0) + waited,
         hidden_s=max(0.0, hidden),
+        ahead_s=min(max(0.0, ahead), max(0.0, hidden)),
         fixed_s=_fixed_s(pricer),
         p50=bar.p50,
         p90=bar.p90,

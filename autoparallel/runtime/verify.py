@@ -83,7 +83,7 @@ class Verification:
     def _exposed_s(self) -> float:
         """Predicted seconds of communication that is not overlapped."""
         p = self.predicted
-        return max(0.0, p.forward_communication_s + p.backward_communication_s - p.hidden_s)
+        return p.exposed_s
 
     @property
     def corrected(self) -> Cluster:

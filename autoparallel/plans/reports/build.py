@@ -69,16 +69,14 @@ def _memory(p: Prediction, record: Record | None) -> Memory:
 
 
 def times_of(p: Prediction) -> tuple[Time, ...]:
-    """The parts of a step: compute, communication that is exposed and that is hidden, the bubble, the framework.
-
-    What is saved beyond communication is launches of kernels while the device works."""
-    communication_s = p.forward_communication_s + p.backward_communication_s
-    hidden_s = min(p.hidden_s, communication_s)
-    ahead = [Time("less what hosts launch ahead", hidden_s - p.hidden_s)] if p.hidden_s > hidden_s else []
+    """The parts of a step: compute, communication that is exposed and that is hidden, launches, the bubble, the
+    framework."""
     return (
         Time("forward compute", p.forward_s), Time("backward compute", p.backward_s), Time("optimizer", p.optimizer_s),
-        Time("exposed communication", communication_s - hidden_s), *ahead, Time("bubbles, sends, waits", p.waiting_s),
-        Time("framework, once a step", p.fixed_s), Time("hidden communication", hidden_s, beside=True),
+        Time("exposed communication", p.exposed_s),
+        Time("less what hosts launch ahead", p.hidden_communication_s - p.hidden_s),
+        Time("bubbles, sends, waits", p.waiting_s),
+        Time("framework, once a step", p.fixed_s), Time("hidden communication", p.hidden_communication_s, beside=True),
     )
 
 
