@@ -65,8 +65,8 @@ class Prediction:
     of these ``ahead_s`` since hosts launch kernels ahead, the rest since communication overlaps with compute.
     ``fixed_s``: of a step and of its micro-batches that no op takes (the framework's own). ``p50``, ``p90``: relative
     errors of the step time that half, and nine in ten, predictions of the kind stay under, and their ``basis``
-    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none). ``host_bytes``: saved tensors in
-    the host's memory (recompute="offload"). ``repeated_ops``: ops without a rule, repeated on every rank.
+    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none). ``host_bytes``: saved tensors
+    in the host's memory (recompute="offload"). ``repeated_ops``: ops without a rule, repeated on every rank.
     """
 
     forward_s: float
