@@ -11,14 +11,28 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import random
 import sys
 import threading
+from argparse import Namespace
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -26,6 +40,7 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from autoparallel.capture import settings
 from autoparallel.errors import CaptureError, shown
 
 ATOMS = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size)
@@ -36,6 +51,11 @@ _HOOK_TABLES = frozenset(name for name, value in vars(nn.Module()).items()
                          if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules"))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH, _NODES, _BYTES = 8, 5_000, 1 << 20  # of a description; larger values are compared by identity
+_CONTAINERS = (list, dict, MappingProxyType, set, tuple, deque, bytearray, array, ContextVar, functools.partial,
+               np.ndarray)
+_FUNCTIONS = (FunctionType, staticmethod, classmethod)
+#: Classes of Python's own whose attributes are their content.
+_WITH_FIELDS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, type(os.environ))
 _NOT_USERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autoparallel", "builtins"})
 
 
@@ -76,9 +96,15 @@ def _described(value: Any, depth: int, left: list[int]) -> object:
     if depth and left[0] > 0:
         if kind is slice:
             value = (value.start, value.stop, value.step)
-        if isinstance(value, (tuple, list)):
+        if isinstance(value, (tuple, list, deque)):
             return kind, tuple(_described(v, depth - 1, left) for v in value)
-        if isinstance(value, dict):
+        if isinstance(value, _FUNCTIONS):
+            return kind, Same(value), *(_described(v, depth - 1, left) for v in parts_of_function(value))
+        if isinstance(value, (bytearray, array)):
+            return kind, bytes(value)
+        if isinstance(value, ContextVar):
+            return kind, _described(value.get(Missing), depth - 1, left)
+        if isinstance(value, (dict, MappingProxyType)):
             return kind, tuple((_described(k, depth - 1, left), _described(v, depth - 1, left))
                                for k, v in value.items())
         if isinstance(value, (set, frozenset)):
@@ -86,25 +112,48 @@ def _described(value: Any, depth: int, left: list[int]) -> object:
         if kind is functools.partial:
             return kind, tuple(_described(v, depth - 1, left) for v in (value.func, value.args, value.keywords))
         if has_fields(value):
-            return kind, _described(dict(vars(value)), depth - 1, left)
+            return kind, _described(fields_of(value), depth - 1, left)
     if kind.__hash__ not in (None, object.__hash__, torch.Tensor.__hash__):
         return kind, value  # what Python has made equal by value: a path, a range, a decimal
     return Same(value)
 
 
+def parts_of_function(function: Any) -> tuple[Any, ...]:
+    """What may be replaced in a function that stays the same object, as IPython's autoreload does."""
+    if isinstance(function, FunctionType):
+        return function.__code__, function.__defaults__, function.__kwdefaults__
+    return function.__func__,  # of a static method or a class method
+
+
 def has_fields(value: Any) -> bool:
     """Whether a value is a plain object of the user's (a config), whose attributes are its content."""
-    kind = type(value)
-    if kind is SimpleNamespace:
+    kind: Any = type(value)
+    if isinstance(value, _WITH_FIELDS):
         return True
     home = kind.__module__.partition(".")[0]
     others = isinstance(value, (type, FunctionType, MethodType, ModuleType, nn.Module, torch.Tensor))
-    return hasattr(value, "__dict__") and not others and home not in _NOT_USERS
+    return (hasattr(value, "__dict__") or bool(_slots(kind))) and not others and home not in _NOT_USERS
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object that `has_fields`, those in slots too."""
+    kind: Any = type(value)
+    slots = {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
+    if isinstance(value, threading.local):  # this thread's
+        return {**vars(value), **slots}
+    return {**object.__getattribute__(value, "__dict__"), **slots} if hasattr(value, "__dict__") else slots
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: Any) -> tuple[str, ...]:
+    """Names of the slots of a class."""
+    return tuple(name for owner in kind.__mro__ for name, member in vars(owner).items()
+                 if isinstance(member, MemberDescriptorType))
 
 
 def is_mutable(value: Any) -> bool:
     """Whether a value can become another one and stay the same object."""
-    return isinstance(value, (list, dict, set, tuple, functools.partial, np.ndarray)) or has_fields(value)
+    return isinstance(value, (*_CONTAINERS, *_FUNCTIONS)) or has_fields(value)
 
 
 @dataclass(frozen=True)
@@ -134,14 +183,7 @@ class Dependencies:
     attributes: Mapping[str, tuple[str, ...]]
     variables: tuple[Variable, ...]
     strides: bool
-    modes: Mapping[str, bool]
-
-
-#: Modes that a forward may ask for; `torch.export` traces with gradients, whatever they are outside.
-MODES: Mapping[str, Callable[[], bool]] = {
-    "is_grad_enabled": torch.is_grad_enabled,
-    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
-}
+    modes: Mapping[str, Any]
 
 
 class Recorder:
@@ -154,8 +196,8 @@ class Recorder:
         self._assigned: dict[tuple[str, str], Any] = {}
         self._read_now: set[tuple[str, str]] = set()  # in this trace
         self._read_first: set[tuple[str, str]] = set()
-        self._ambient = {name: mode() for name, mode in MODES.items()}
-        self._modes: dict[str, bool] = {}
+        self._ambient = settings.ambient()
+        self._modes: dict[str, Any] = {}
         self.strides = False
         self._before = {module: dict(vars(module)) for module in model.modules()}
         self._contents = {id(value): (value, value.copy()) for values in self._before.values()
@@ -209,10 +251,10 @@ class Recorder:
                 self._read_first.add((path, name))
             self._assigned[path, name] = value
 
-    def mode(self, name: str, inside: bool) -> bool:
-        """The answer to a user who asks for a mode: that of the call, unless the forward itself turned it off."""
-        self._modes[name] = self._ambient[name]
-        return self._ambient[name] and inside if name == "is_grad_enabled" else self._ambient[name] or inside
+    def mode(self, name: str, inside: Any) -> Any:
+        """The answer to a user who asks for a setting: that of the call, unless the forward itself changed it."""
+        self._modes.setdefault(name, self._ambient.get(name, inside))
+        return settings.answer(name, self._ambient, inside)
 
     # --- afterwards --------------------------------------------------------------------------------------------
 
@@ -407,17 +449,9 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
     _SET(module, name, value)
 
 
-def _asked(name: str) -> Callable[[], bool]:
-    mode = MODES[name]
-
-    def ask() -> bool:
-        active = _RECORDERS.get(threading.get_ident())
-        inside = mode()
-        if active is None or not is_users(sys._getframe(1).f_globals):
-            return inside
-        return active.mode(name, inside)
-
-    return ask
+def _asked(name: str, inside: Any, asking: Mapping[str, Any]) -> Any:
+    active = _RECORDERS.get(threading.get_ident())
+    return active.mode(name, inside) if active is not None and is_users(asking) else inside
 
 
 def is_users(namespace: Mapping[str, Any]) -> bool:
@@ -428,15 +462,13 @@ def is_users(namespace: Mapping[str, Any]) -> bool:
 def _install() -> None:
     nn.Module.__getattribute__ = _get  # type: ignore[method-assign,assignment]
     nn.Module.__setattr__ = _set  # type: ignore[method-assign,assignment]
-    for name in MODES:
-        setattr(torch, name, _asked(name))
+    settings.install(_asked)
 
 
 def _remove() -> None:
     del nn.Module.__getattribute__
     nn.Module.__setattr__ = _SET  # type: ignore[method-assign]
-    for name, mode in MODES.items():
-        setattr(torch, name, mode)
+    settings.remove()
 
 
 # --- variables that functions read ---------------------------------------------------------------------------------
@@ -457,6 +489,9 @@ def _variables_of(model: nn.Module) -> tuple[Variable, ...]:
     found.add_name("forward")
     found.add_name("__call__")
     found.run()
+    for kind in {type(module): None for module in model.modules()}:  # installed ones' too: libraries replace forwards
+        namespace = vars(next(owner for owner in kind.__mro__ if "forward" in vars(owner)))
+        found.variables[id(namespace), "forward"] = Variable("forward", namespace)
     return tuple(found.variables.values())
 
 
@@ -467,6 +502,7 @@ class _Names:
         self.variables: dict[tuple[int, str], Variable] = {}
         self.names: dict[str, None] = {}
         self.owners: dict[type, Mapping[str, Any]] = {}
+        self.kinds: dict[type, None] = {}
         self.modules: dict[int, Mapping[str, Any]] = {}
         self.seen: set[int] = set()
         self.waiting: list[Any] = []
@@ -483,6 +519,7 @@ class _Names:
 
     def add_class(self, kind: type) -> None:
         """A class whose attributes of the names met so far, and later, may be read."""
+        self.kinds[kind] = None
         for owner in kind.__mro__:
             if owner is not nn.Module and owner not in self.owners and is_users({"__name__": owner.__module__}):
                 namespace = self.owners[owner] = vars(owner)
@@ -492,6 +529,18 @@ class _Names:
     def run(self) -> None:
         while self.waiting:
             self._function(inspect.unwrap(_plain_function(self.waiting.pop())))
+        if not self.names.keys().isdisjoint(("environ", "getenv")):
+            self.variables[id(vars(os)), "environ"] = Variable("environ", vars(os))
+        for kind in self.kinds:
+            self._hidden_by_subclasses([self.owners[owner] for owner in kind.__mro__ if owner in self.owners])
+
+    def _hidden_by_subclasses(self, namespaces: Sequence[Mapping[str, Any]]) -> None:
+        """Attributes of a class that one of the classes before it, in order of search, may be given."""
+        hidden = [(variable.name, place) for place, namespace in enumerate(namespaces)
+                  for variable in list(self.variables.values()) if variable.holder is namespace]
+        for name, place in hidden:
+            for before in namespaces[:place]:
+                self.variables.setdefault((id(before), name), Variable(name, before))
 
     def _function(self, function: Any) -> None:
         if not isinstance(function, FunctionType) or id(function) in self.seen or not is_users(function.__globals__):
@@ -554,5 +603,5 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-__all__ = ["HOOKS", "INTERNAL", "MODES", "Dependencies", "Missing", "Recorder", "Same", "Variable", "description",
-           "is_mutable", "is_users", "recorder"]
+__all__ = ["HOOKS", "INTERNAL", "Dependencies", "Missing", "Recorder", "Same", "Variable", "description", "fields_of",
+           "is_mutable", "is_users", "parts_of_function", "recorder"]

@@ -7,12 +7,15 @@ modules (`SharedAttributes`): setting one sets both.
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -23,13 +26,15 @@ from torch.distributed.tensor import DTensor
 from autoparallel.capture.dependencies import (
     HOOKS,
     INTERNAL,
-    MODES,
     Dependencies,
     Missing,
     Variable,
     description,
+    fields_of,
     is_mutable,
+    parts_of_function,
 )
+from autoparallel.capture.settings import reader
 from autoparallel.errors import InputError, shown
 
 
@@ -157,7 +162,7 @@ class _Contents:
             if id(container) in known or not is_mutable(container):
                 continue
             known.add(id(container))
-            if isinstance(container, np.ndarray) or len(known) > _MOST_PARTS:
+            if isinstance(container, (np.ndarray, bytearray, array)) or len(known) > _MOST_PARTS:
                 self.parts = None
             else:
                 inside = tuple(_inside(container))
@@ -176,13 +181,17 @@ _MOST_PARTS = 1000
 
 def _inside(container: Any) -> Iterable[Any]:
     """The contents of a mutable value (`capture.dependencies.is_mutable`)."""
-    if isinstance(container, dict):
+    if isinstance(container, (dict, MappingProxyType)):
         return chain(container, container.values())
-    if isinstance(container, (list, tuple, set, frozenset)):
+    if isinstance(container, (list, tuple, set, frozenset, deque)):
         return container
+    if isinstance(container, ContextVar):
+        return (container.get(Missing),)
     if isinstance(container, partial):
         return container.func, container.args, container.keywords
-    fields = object.__getattribute__(container, "__dict__")
+    if isinstance(container, (FunctionType, staticmethod, classmethod)):
+        return parts_of_function(container)
+    fields = fields_of(container)
     return chain(fields, fields.values())
 
 
@@ -230,7 +239,7 @@ class Guards:
             self.hooks += [(vars(module)[name], tuple(vars(module)[name].values()), path, name) for name in HOOKS]
         self.holders, _, self.names, self.values = zip(*self.attributes, strict=True)
         self.variables = [_Seen.of(variable) for variable in dependencies.variables]
-        self.modes = [(MODES[name], name, answer) for name, answer in dependencies.modes.items()]
+        self.modes = [(reader(name), name, answer) for name, answer in dependencies.modes.items()]
         self.strides = _strides(leaves) if dependencies.strides else None
         contents = {id(value): (value, f"{path}.{name}".strip(".")) for _, path, name, value in self.attributes
                     if is_mutable(value)}
@@ -264,7 +273,7 @@ class Guards:
                 yield f"{path or 'the model'} has other {name.strip('_').replace('_', ' ')}"
         for mode, name, answer in self.modes:
             if mode() != answer:
-                yield f"torch.{name}() was {answer}"
+                yield f"{name} was {answer}"
         if self.strides is not None and _strides(leaves) != self.strides:
             yield "arguments have other strides"
 

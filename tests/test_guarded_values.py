@@ -1,0 +1,121 @@
+"""What a forward reads beside its arguments, in other forms than plain attributes: changed between calls, the parallel
+module computes what the model then computes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from argparse import Namespace
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoparallel
+
+CONTEXT: ContextVar[float] = ContextVar("CONTEXT", default=1.0)
+LOCAL = threading.local()
+LOCAL.value = 1.0
+VARIABLE = "AUTOPARALLEL_TEST_VALUE"
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+
+class Base(nn.Module):
+    GAIN = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.slotted = nn.Linear(4, 4), nn.LayerNorm(4), Slotted()
+        self.queue, self.array, self.bytes = deque([1.0]), array("d", [1.0]), bytearray(b"\x01")
+        self.user, self.listed, self.options = UserDict(a=1.0), UserList([1.0]), Namespace(inner=Namespace(value=1.0))
+        self.table = {"a": 1.0}
+        self.view, self.chained = MappingProxyType(self.table), ChainMap({}, {"a": 1.0})
+        self.function: Callable[..., Any] = times
+
+
+class Model(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.layer(x)) * self.slotted.value * self.queue[0] * self.array[0] * self.bytes[0]
+        x = x * self.user["a"] * self.listed[0] * self.options.inner.value * self.view["a"] * self.chained["a"]
+        x = self.function(x) * self.GAIN * CONTEXT.get() * LOCAL.value * float(os.environ.get(VARIABLE, "1.0"))
+        x = x * (3 if torch.are_deterministic_algorithms_enabled() else 1) * (5 if torch.is_anomaly_enabled() else 1)
+        x = x * (7 if torch.get_float32_matmul_precision() == "high" else 1)
+        return x * (9 if torch.backends.mkldnn.enabled else 1)
+
+
+def times(x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    return x * factor
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5
+
+
+CHANGES: dict[str, Callable[[Model, pytest.MonkeyPatch], object]] = {
+    "slots": lambda m, patch: setattr(m.slotted, "value", 2.0),
+    "deque": lambda m, patch: m.queue.appendleft(2.0),
+    "array": lambda m, patch: m.array.__setitem__(0, 2.0),
+    "bytearray": lambda m, patch: m.bytes.__setitem__(0, 2),
+    "UserDict": lambda m, patch: m.user.update(a=2.0),
+    "UserList": lambda m, patch: m.listed.insert(0, 2.0),
+    "Namespace": lambda m, patch: setattr(m.options.inner, "value", 2.0),
+    "MappingProxyType": lambda m, patch: m.table.update(a=2.0),
+    "ChainMap": lambda m, patch: m.chained.maps[1].update(a=2.0),
+    "attribute of a subclass": lambda m, patch: patch.setattr(Model, "GAIN", 2.0, raising=False),
+    "attribute of a base class": lambda m, patch: patch.setattr(Base, "GAIN", 2.0),
+    "ContextVar": lambda m, patch: CONTEXT.set(2.0),
+    "threading.local": lambda m, patch: patch.setattr(LOCAL, "value", 2.0),
+    "environment": lambda m, patch: patch.setenv(VARIABLE, "2.0"),
+    "defaults of a function": lambda m, patch: patch.setattr(times, "__defaults__", (2.0,)),
+    "code of a function": lambda m, patch: patch.setattr(times, "__code__", halved.__code__),
+    "forward of a library's class": lambda m, patch: patch.setattr(nn.LayerNorm, "forward", lambda self, x: x * 2),
+    "deterministic algorithms": lambda m, patch: torch.use_deterministic_algorithms(True),
+    "anomaly detection": lambda m, patch: torch.autograd.set_detect_anomaly(True),
+    "precision of products": lambda m, patch: torch.set_float32_matmul_precision("high"),
+    "a backend's flag": lambda m, patch: patch.setattr(torch.backends.mkldnn, "enabled", False),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def settings() -> Iterator[None]:
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    torch.set_float32_matmul_precision(precision)
+    CONTEXT.set(1.0)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_item_1_values_that_change_between_calls(mesh: Any, settings: None, change: str,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(8, 4)
+    parallel = autoparallel.compile(model, mesh, example_inputs=(x,))
+    before = model(x)
+    torch.testing.assert_close(parallel(x), before)
+    CHANGES[change](model, monkeypatch)
+    found, expected = parallel(x), model(x)
+    assert not torch.allclose(expected, before)
+    torch.testing.assert_close(found, expected)
