@@ -273,6 +273,7 @@ class RankStep:
 
     def _reduce(self, step: StepTasks, place: int, pending: _Pending) -> None:
         for timed in reversed(self.reads.waited.get(place, ())):
+            step.run(timed.again, _targets("gather again", [timed]))
             step.run(timed.backward, _targets("reduce", [timed]))
         for action, pair in reversed(self.windows.events.get(place, ())):
             if action == "launch":
@@ -294,8 +295,8 @@ class RankStep:
         """The decisions of each block that is run again, by the one whose backward starts it."""
         blocks, found = self.counts.blocks, defaultdict[int, list[int]](list)
         for index, block in enumerate(blocks.of):
-            if block is not None and self.reads.stage_of[index] is not None and block in blocks.starts:
-                found[blocks.starts[block]].append(index)
+            if block is not None and self.reads.stage_of[index] is not None:
+                found[blocks.starts.get(block, blocks.last[block])].append(index)
         return found
 
     def _issue(self, step: StepTasks, pair: Pair, pending: _Pending) -> None:

@@ -70,7 +70,7 @@ class Mask:
         return self.cells
 
     def meant(self) -> Tensor:
-        """Those that would be come by: under the conditions of the branches that we are in."""
+        """The rows that are reached under the conditions of the enclosing branches."""
         made = self.unchanged()
         for condition in REGIONS.conditions():
             made = made & condition
