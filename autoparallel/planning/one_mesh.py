@@ -37,6 +37,7 @@ from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed, spans
 from autoparallel.pricing.prediction import compute_seconds, stage_seconds
 from autoparallel.pricing.record import memory_profile, redistributions, workload
+from autoparallel.pricing.step_cost import ALL_EXPOSED
 from autoparallel.search import clock, plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
@@ -151,7 +152,7 @@ def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, op
     """The faster of two solutions, with overlap simulated: ``solution``, and one searched with only the exposed part of
     parameter communication counted. The evidence of the second is its additive cost in ``problem``."""
     share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
-    if share == (1.0, 1.0) or solution.stop_reason == "interrupted":
+    if share == ALL_EXPOSED or solution.stop_reason == "interrupted":
         return solution
     hiding = pricer.exposing(share)
     try:
