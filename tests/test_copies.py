@@ -13,9 +13,9 @@ from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
 from autoparallel.plans import Hybrid
 from autoparallel.plans.reports.timeline import timeline_of
 from cost_models import Cluster
+from tests.support.launch_order import check_order
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
-from tests.test_launch_order import check_order
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
