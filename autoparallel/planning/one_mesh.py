@@ -29,7 +29,7 @@ from autoparallel.planning.candidates import First
 from autoparallel.planning.departures import departures, told
 from autoparallel.planning.facts import facts_of
 from autoparallel.planning.options import Options
-from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
+from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.plans.record import Record
@@ -214,7 +214,7 @@ def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluste
         return make(hybrid)
     except InfeasibleError:
         whole = make(replace(hybrid, recompute="full"))
-    blocks = blocks_by_stage(space, stages_of(space, micro.loss, whole.hybrid))
+    blocks = stages_of(space, micro.loss, whole.hybrid).blocks(space)
     return fewest_recomputed(whole, blocks, lambda again: make(replace(whole.hybrid, recompute_blocks=again)),
                              started + options.time_limit_s)
 
