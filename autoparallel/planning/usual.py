@@ -22,7 +22,8 @@ EXPERTS = "routed_experts"
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
     """DDP, ZeRO-1 and FSDP (also in micro-batches, and with recompute); on several hosts also tensor parallelism inside
-    a host, alone and with pipelines over hosts (with less recompute, or less of a bubble); with experts also expert parallelism inside a host.
+    a host, alone and with pipelines over hosts (with less recompute, or a smaller bubble); with experts also expert
+    parallelism inside a host.
 
     >>> list(recipes(8, 8))[:4]
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,zero=1,micro_batch=1']
