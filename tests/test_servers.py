@@ -123,7 +123,7 @@ def uneven(servers: Servers, count: int, slow_worker: int, pause_s: float) -> li
 def test_no_worker_is_further_ahead_than_the_staleness(staleness: int) -> None:
     """The fast worker comes as far ahead as it may, and no further: by the log, at every push."""
     with ServedJob(2, 2, staleness=staleness) as job:
-        last = max(job.train(uneven, 10, 1, 0.15), key=len)
+        _, last = job.train(uneven, 10, 1, 0.15)
     assert max(push.staleness for push in last) == staleness
     for server in range(2):
         clocks = {0: 0, 1: 0}
@@ -132,6 +132,6 @@ def test_no_worker_is_further_ahead_than_the_staleness(staleness: int) -> None:
             clocks[push.worker] += 1
             assert max(clocks.values()) - min(clocks.values()) <= staleness + 1  # the push itself is one
             assert push.applied - push.read <= 2 * staleness + 1
-        assert clocks == {0: 10, 1: 10} or min(clocks.values()) >= 9
+        assert clocks == {0: 10, 1: 10}
 
 

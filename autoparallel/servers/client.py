@@ -14,7 +14,7 @@ from autoparallel.errors import InputError, PeerError, ServerError
 from autoparallel.servers.directory import Directory
 from autoparallel.servers.server import PATIENCE_S
 from autoparallel.servers.settings import Settings
-from autoparallel.servers.transport import Address, Transport
+from autoparallel.servers.transport import Address, Alone, Transport
 
 _RETRY_S = 0.2
 
@@ -22,7 +22,7 @@ _RETRY_S = 0.2
 class Client:
     """Calls of worker ``worker``, which are safe to repeat: a server knows what it has had."""
 
-    def __init__(self, directory: Directory, transport: Transport, worker: int, settings: Settings) -> None:
+    def __init__(self, directory: Directory, transport: Transport | Alone, worker: int, settings: Settings) -> None:
         self._directory, self._transport, self._settings = directory, transport, settings
         self.worker, self.me = worker, (worker, transport.address.number)
         self._addresses: dict[int, Address] = {}

@@ -22,23 +22,26 @@ ROLES = ("scheduler", "server", "worker")
 
 @dataclass(frozen=True)
 class Role:
-    """A process of the job. ``index``: among those of its role; None: workers are counted as they come. ``rank``: of a
-    launcher that started all processes; None: each was started with its role."""
+    """A process of the job. ``kind``: one of ``ROLES``, or "alone", server and worker in one.
+
+    index: among those of its role; None: workers are counted as they come. rank: of a launcher that started all
+    processes; None: each was started with its role.
+    """
 
     kind: str
     index: int | None
     servers: int
     workers: int
-    host: str
-    port: int
+    host: str = ""
+    port: int = 0
     rank: int | None = None
 
 
 def role_of(environment: Mapping[str, str], servers: int | None = None) -> Role:
     """The process that an environment describes: by ``AUTOPARALLEL_ROLE``, else by a launcher's rank. The first
-    ``servers`` ranks are servers, the others workers.
+    ``servers`` ranks are servers, the others workers. A process that nobody has started is alone.
 
-    Raises LaunchError where a variable is missing or no number, or nobody has started the process.
+    Raises LaunchError where a variable is missing or no number, or there are too few processes.
     """
     given = servers if servers is not None else _number(environment, SERVERS)
     if (kind := environment.get(ROLE)) is not None:
@@ -58,8 +61,7 @@ def role_of(environment: Mapping[str, str], servers: int | None = None) -> Role:
         return Role(kind, index, given, workers, host, port)
     identity = identity_of(environment)
     if identity is None:
-        raise LaunchError(f"nobody has started this process as a server or worker: use autoparallel launch or torchrun "
-                          f"with servers=n, or set {ROLE}, {SERVERS}, {WORKERS}, MASTER_ADDR and MASTER_PORT")
+        return Role("alone", 0, 1, 1)
     count = 1 if given is None else given
     if count >= identity.size:
         raise LaunchError(f"{identity.size} processes cannot be {count} servers and a worker: start more processes")
@@ -81,8 +83,10 @@ class Directory:
         self.servers, self._where = role.servers, f"{role.host}:{role.port}"
         wait = timedelta(seconds=timeout_s)
         with self._reached():
-            if role.rank is None:
-                store: dist.Store = dist.TCPStore(role.host, role.port, is_master=role.kind == "scheduler",
+            if role.kind == "alone":
+                store: dist.Store = dist.HashStore()
+            elif role.rank is None:
+                store = dist.TCPStore(role.host, role.port, is_master=role.kind == "scheduler",
                                                   wait_for_workers=False, timeout=wait)
             else:
                 size = role.servers + role.workers

@@ -76,6 +76,7 @@ class Server:
         self._requests: list[_Request] = []
         self._lock, self._changes, self._alone_since = Lock(), 0, monotonic()
         self._logged: deque[Push] = deque(maxlen=MOST_LOGGED)
+        self._ticked = monotonic()
         self._begun_at, self._any_done = state.version, False
         self.failure: str | None = None
         self.ended = Event()
@@ -89,7 +90,9 @@ class Server:
     def tick(self) -> None:
         """To be called a few times a second: finds lost workers, requests that have waited, and the end of the job."""
         with self._lock:
+            paused, self._ticked = monotonic() - self._ticked, monotonic()
             for worker, member in list(self._members.items()):
+                member.heard += paused if paused > 1 else 0  # a long checkpoint: nobody could be heard
                 silent = monotonic() - member.heard
                 if silent > self.settings.lost_after_s:
                     self._lose(worker, f"nothing was heard of it for {silent:.0f} s")

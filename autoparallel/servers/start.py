@@ -16,7 +16,7 @@ from autoparallel.servers.journal import Journal
 from autoparallel.servers.server import PATIENCE_S, Server
 from autoparallel.servers.settings import Settings
 from autoparallel.servers.state import State
-from autoparallel.servers.transport import Transport
+from autoparallel.servers.transport import Alone, Transport
 from autoparallel.servers.worker import Servers
 
 TICK_S = 0.2
@@ -26,7 +26,8 @@ def serve_parameters(*, servers: int | None = None, staleness: int = 0, checkpoi
                      checkpoint_every: int = 1000, durability: str = "log", on_worker_loss: str = "error",
                      resume: bool = False, timeout_s: float = 300.0, lost_after_s: float = 30.0) -> Servers:
     """Take this process's part in a job of parameter servers. Returns in workers only: a server, or the scheduler,
-    does its work within this call and then ends the process (SystemExit).
+    does its work within this call and then ends the process (SystemExit). A process that no launcher has started is
+    server and worker in one.
 
     servers: number of server processes; None: AUTOPARALLEL_SERVERS, else 1. Under a launcher the first ranks are the
         servers; without one, AUTOPARALLEL_ROLE says what a process is.
@@ -42,13 +43,15 @@ def serve_parameters(*, servers: int | None = None, staleness: int = 0, checkpoi
     timeout_s: limit of every wait, which then says who is missing.
     lost_after_s: seconds of silence after which a worker is lost.
 
-    Raises LaunchError if the environment describes no process, ServerError for arguments, a checkpoint_dir that does
+    Raises LaunchError for an environment that lacks something, ServerError for arguments, a checkpoint_dir that does
     not fit, servers that do not come, InputError if another process was told other arguments.
     """
     role = role_of(os.environ, servers)
     settings = Settings(role.servers, role.workers, staleness, None if checkpoint_dir is None else Path(checkpoint_dir),
                         checkpoint_every, durability, on_worker_loss, resume, timeout_s, lost_after_s)
     directory = Directory(role, timeout_s, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if role.kind == "alone":
+        return _alone(role, settings, directory)
     if role.kind == "worker":
         return _work(role, settings, directory)
     if role.kind == "scheduler":
@@ -60,7 +63,23 @@ def serve_parameters(*, servers: int | None = None, staleness: int = 0, checkpoi
 
 def _work(role: Role, settings: Settings, directory: Directory) -> Servers:
     worker = directory.number("workers") if role.index is None else role.index
-    transport = Transport("worker", directory.number("processes"), threads=2)
+    return _joined(directory, Transport("worker", directory.number("processes"), threads=2), worker, settings)
+
+
+def _alone(role: Role, settings: Settings, directory: Directory) -> Servers:
+    server, journal = _made_server(role, settings, directory)
+
+    def end() -> None:
+        server.checkpoint()
+        if journal is not None:
+            journal.close()
+
+    transport = Alone(server.answer, end)
+    directory.publish(0, transport.address)
+    return _joined(directory, transport, 0, settings)
+
+
+def _joined(directory: Directory, transport: Transport | Alone, worker: int, settings: Settings) -> Servers:
     try:
         made = Servers(Client(directory, transport, worker, settings), transport, settings)
     except BaseException:
@@ -70,16 +89,20 @@ def _work(role: Role, settings: Settings, directory: Directory) -> Servers:
     return made
 
 
+def _made_server(role: Role, settings: Settings, directory: Directory) -> tuple[Server, Journal | None]:
+    assert role.index is not None
+    run, journal = directory.run(), None
+    state = State(role.index, role.servers, settings.staleness, settings.workers)
+    if settings.checkpoint_dir is not None:
+        journal = Journal(settings.checkpoint_dir / f"server-{role.index}", settings.durability)
+        recover(state, journal, settings, directory, run)
+    return Server(state, settings, run, journal), journal
+
+
 def _serve(role: Role, settings: Settings, directory: Directory) -> None:
     assert role.index is not None
-    journal = None
     try:
-        run = directory.run()
-        state = State(role.index, role.servers, settings.staleness, settings.workers)
-        if settings.checkpoint_dir is not None:
-            journal = Journal(settings.checkpoint_dir / f"server-{role.index}", settings.durability)
-            recover(state, journal, settings, directory, run)
-        server = Server(state, settings, run, journal)
+        server, journal = _made_server(role, settings, directory)
         transport = Transport("server", directory.number("processes"), server.answer)
         directory.publish(role.index, transport.address)
         while not server.ended.wait(TICK_S):
@@ -90,14 +113,13 @@ def _serve(role: Role, settings: Settings, directory: Directory) -> None:
             sleep(PATIENCE_S)  # workers that ask now are told
             raise ServerError(server.failure)
         server.checkpoint()
+        if journal is not None:
+            journal.close()
         transport.close()
     except Exception as error:
         with suppress(ServerError):
             directory.end(role.index, str(error))
         raise
-    finally:
-        if journal is not None:
-            journal.close()
     with suppress(ServerError):
         directory.end(role.index)
 

@@ -14,7 +14,7 @@ from autoparallel.servers.modules import ServedEmbedding, ServedEmbeddingBag, as
 from autoparallel.servers.server import Push
 from autoparallel.servers.settings import Settings
 from autoparallel.servers.tables import Table, Update, digest_of, made_table
-from autoparallel.servers.transport import Transport
+from autoparallel.servers.transport import Alone, Transport
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = type[torch.optim.Optimizer]
@@ -29,7 +29,7 @@ class Servers:
     A context: leaving it tells the servers that this worker is done, or why it failed.
     """
 
-    def __init__(self, client: Client, transport: Transport, settings: Settings) -> None:
+    def __init__(self, client: Client, transport: Transport | Alone, settings: Settings) -> None:
         self._client, self._transport, self._settings = client, transport, settings
         self.worker, self.workers = client.worker, settings.workers
         self._pulled: list[tuple[Table, torch.Tensor, torch.Tensor]] = []
