@@ -70,7 +70,8 @@ def _alone(role: Role, settings: Settings, directory: Directory) -> Servers:
     server, journal = _made_server(role, settings, directory)
 
     def end() -> None:
-        server.checkpoint()
+        if server.failure is None:
+            server.checkpoint()
         if journal is not None:
             journal.close()
 
