@@ -14,8 +14,8 @@ from torch import nn
 
 import autoparallel
 from autoparallel.errors import InputError, LaunchError, ServerError
+from autoparallel.launch.roles import role_of
 from autoparallel.servers.clocks import Clocks
-from autoparallel.servers.directory import role_of
 from autoparallel.servers.journal import Journal
 from autoparallel.servers.settings import Settings
 from autoparallel.servers.state import State

@@ -12,9 +12,9 @@ from torch.futures import Future
 
 from autoparallel.errors import InputError, PeerError, ServerError
 from autoparallel.servers.directory import Directory
-from autoparallel.servers.server import PATIENCE_S
 from autoparallel.servers.settings import Settings
 from autoparallel.servers.transport import Address, Alone, Transport
+from autoparallel.servers.waiting import PATIENCE_S
 
 _RETRY_S = 0.2
 

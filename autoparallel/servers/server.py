@@ -1,16 +1,15 @@
 """One server: answers pulls and pushes, lets workers wait for one another, and finds those that are lost.
 
-Every answer is (kind, value): "done"; "wait", the worker asks again; "input", "refused" and "lost", errors. An event is
-in the journal before it changes the state, and changes the state before it is acknowledged.
+An event is in the journal before it changes the state, and changes the state before it is acknowledged.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from threading import Event, Lock
+from threading import Event
 from time import monotonic
 from typing import Any
 
@@ -20,10 +19,8 @@ from torch.futures import Future
 from autoparallel.servers.journal import Journal
 from autoparallel.servers.settings import Settings
 from autoparallel.servers.state import State, Updates
+from autoparallel.servers.waiting import NotYet, Refused, Requests
 
-Answer = tuple[str, Any]
-#: Seconds after which a waiting request is answered "wait", so that its caller can say for whom.
-PATIENCE_S = 2.0
 MOST_LOGGED = 100_000
 
 
@@ -50,22 +47,6 @@ class _Member:
     read: tuple[int, int, int] = (-1, 0, 0)  # step, steps that all had pushed, version
 
 
-class _NotYet(Exception):  # noqa: N818
-    """The request must wait; says for what."""
-
-
-class _Refused(Exception):  # noqa: N818
-    def __init__(self, kind: str, value: Any) -> None:
-        self.answer = (kind, value)
-
-
-@dataclass(frozen=True)
-class _Request:
-    attempt: Callable[[], Any]
-    until: float
-    future: Future
-
-
 class Server:
     """``ended`` is set when the job is over: ``failure`` says why it failed, if it did."""
 
@@ -73,8 +54,8 @@ class Server:
         self.state, self.settings, self._run, self._journal = state, settings, run, journal
         self._members = {worker: _Member(-1, monotonic()) for worker in state.clocks.pushed}
         self._lost: tuple[int, str] | None = None
-        self._requests: list[_Request] = []
-        self._lock, self._changes, self._alone_since = Lock(), 0, monotonic()
+        self._requests = Requests(lambda error: self._fail(f"{type(error).__name__}: {error}"))
+        self._alone_since = monotonic()
         self._logged: deque[Push] = deque(maxlen=MOST_LOGGED)
         self._ticked = monotonic()
         self._begun_at, self._any_done = state.version, False
@@ -83,13 +64,11 @@ class Server:
 
     def answer(self, method: str, args: tuple[Any, ...]) -> Future:
         """The transport's service: one of the methods below, by name without its underscore."""
-        future: Future = Future()
-        self._go_on(_Request(lambda: getattr(self, f"_{method}")(*args), monotonic() + PATIENCE_S, future))
-        return future
+        return self._requests.add(lambda: getattr(self, f"_{method}")(*args))
 
     def tick(self) -> None:
         """To be called a few times a second: finds lost workers, requests that have waited, and the end of the job."""
-        with self._lock:
+        with self._requests.lock:
             paused, self._ticked = monotonic() - self._ticked, monotonic()
             for worker, member in list(self._members.items()):
                 member.heard += paused if paused > 1 else 0  # a long checkpoint: nobody could be heard
@@ -97,57 +76,27 @@ class Server:
                 if silent > self.settings.lost_after_s:
                     self._lose(worker, f"nothing was heard of it for {silent:.0f} s")
             self._look_for_the_end()
-        self._go_on()
-
-    # ------------------------------------------------------------------------------------------------- requests
-
-    def _go_on(self, *new: _Request) -> None:
-        """Try all requests until none changes anything; futures are completed outside the lock."""
-        answered: list[tuple[Future, Answer]] = []
-        with self._lock:
-            self._requests += new
-            before = -1
-            while before != self._changes:
-                before, tried, self._requests = self._changes, self._requests, []
-                for request in tried:
-                    answer = self._tried(request)
-                    if answer is None:
-                        self._requests.append(request)
-                    else:
-                        answered.append((request.future, answer))
-        for future, answer in answered:
-            future.set_result(answer)
-
-    def _tried(self, request: _Request) -> Answer | None:
-        try:
-            return "done", request.attempt()
-        except _NotYet as reason:
-            return ("wait", str(reason)) if monotonic() > request.until or self.ended.is_set() else None
-        except _Refused as error:
-            return error.answer
-        except Exception as error:  # the state may be half changed: nothing more may be acknowledged
-            self._fail(f"{type(error).__name__}: {error}")
-            return "refused", f"server {self.state.server} has failed: {self.failure}"
+        self._requests.go_on()
 
     def _record(self, event: str, *arguments: Any) -> None:
         if self._journal is not None:
             self._journal.append(event, list(arguments))
         self.state.events[event](*arguments)
-        self._changes += 1
+        self._requests.changes += 1
 
     def _member(self, worker: int, incarnation: int) -> _Member:
-        """Raises _Refused for a worker that is not of this job, or no more."""
+        """Raises Refused for a worker that is not of this job, or no more."""
         if self._lost is not None:
-            raise _Refused("lost", self._lost)
+            raise Refused("lost", self._lost)
         if self.failure is not None:
-            raise _Refused("refused", f"server {self.state.server} has failed: {self.failure}")
+            raise Refused("refused", f"server {self.state.server} has failed: {self.failure}")
         member = self._members.get(worker)
         if member is not None and member.incarnation == -1:  # this server was started again, and the worker was not
             member.incarnation = incarnation
         if member is None or member.incarnation != incarnation:
-            raise _Refused("refused", f"server {self.state.server} does not know worker {worker}: it was taken for "
-                           "lost, or the server was started again without its state (checkpoint_dir); start the "
-                           "worker again")
+            raise Refused("refused", f"server {self.state.server} does not know worker {worker}: it was taken for "
+                          "lost, or the server was started again without its state (checkpoint_dir); start the "
+                          "worker again")
         member.heard = monotonic()
         return member
 
@@ -156,13 +105,13 @@ class Server:
     def _join(self, worker: int, incarnation: int, agreed: Sequence[Any]) -> int:
         """A worker comes; the first step that it may take part in on this server."""
         if tuple(agreed) != self.settings.agreed:
-            raise _Refused("input", f"worker {worker} and server {self.state.server} were told other (servers, "
-                           f"staleness, timeout_s, lost_after_s): {tuple(agreed)} and {self.settings.agreed}")
+            raise Refused("input", f"worker {worker} and server {self.state.server} were told other (servers, "
+                          f"staleness, timeout_s, lost_after_s): {tuple(agreed)} and {self.settings.agreed}")
         known = self._members.get(worker)
         if known is not None and known.incarnation != incarnation:
             self._lose(worker, "another process has taken its number")
         if self._lost is not None:
-            raise _Refused("lost", self._lost)
+            raise Refused("lost", self._lost)
         if worker not in self._members:
             self._record("join", worker)
         self._members[worker] = _Member(incarnation, monotonic())
@@ -180,29 +129,24 @@ class Server:
         elif known.table.plain() != table:
             mine = known.table.plain()
             differ = [f"{key}: {mine[key]} and {table[key]}" for key in table if mine[key] != table[key]]
-            raise _Refused("input", f"table {table['name']!r} is there with other {'; '.join(differ)}\n  All workers "
-                           "must make a table alike: same arguments, and same initial values (seed, or load them)")
+            raise Refused("input", f"table {table['name']!r} is there with other {'; '.join(differ)}\n  All workers "
+                          "must make a table alike: same arguments, and same initial values (seed, or load them)")
 
     def _pull(self, worker: int, incarnation: int, step: int, rows: dict[str, torch.Tensor | None]
               ) -> dict[str, torch.Tensor]:
         member = self._admitted(worker, incarnation, step)
         if unknown := sorted(rows.keys() - self.state.shards.keys()):
-            raise _Refused("refused", f"server {self.state.server} has no table {unknown}: it was started again "
-                           "without its state (checkpoint_dir, durability); start the job again")
+            raise Refused("refused", f"server {self.state.server} has no table {unknown}: it was started again "
+                          "without its state (checkpoint_dir, durability); start the job again")
         if member.read[0] != step:
             member.read = (step, self.state.clocks.lowest, self.state.version)
         return {name: self.state.shards[name].read(wanted) for name, wanted in rows.items()}
 
     def _push(self, worker: int, incarnation: int, step: int, updates: Updates) -> None:
-        member = self._member(worker, incarnation)
-        pushed = self.state.clocks.pushed[worker]
-        if step < pushed:  # it was acknowledged, and the answer was lost
+        self._member(worker, incarnation)
+        if step < self.state.clocks.pushed[worker]:  # it was acknowledged, and the answer was lost
             return
-        if step > pushed:
-            raise _Refused("refused", f"server {self.state.server} has {pushed} steps of worker {worker}, which had "
-                           f"{step} acknowledged: it was started again from an older state (durability="
-                           f"{self.settings.durability!r}); start the job again with resume=True")
-        self._admitted(worker, incarnation, step)
+        member = self._admitted(worker, incarnation, step)
         read = member.read if member.read[0] == step else (step, self.state.clocks.lowest, self.state.version)
         applied = self.state.version
         self._record("push", worker, step, dict(updates))
@@ -237,10 +181,14 @@ class Server:
     def _admitted(self, worker: int, incarnation: int, step: int) -> _Member:
         member = self._member(worker, incarnation)
         clocks = self.state.clocks
+        if step > (pushed := clocks.pushed[worker]):
+            raise Refused("refused", f"server {self.state.server} has {pushed} steps of worker {worker}, which had "
+                          f"{step} acknowledged: it was started again from an older state (durability="
+                          f"{self.settings.durability!r}); start the job again with resume=True")
         if not clocks.gathered:
-            raise _NotYet(f"{len(clocks.joined)} of {clocks.expected} workers have joined: {sorted(clocks.joined)}")
+            raise NotYet(f"{len(clocks.joined)} of {clocks.expected} workers have joined: {sorted(clocks.joined)}")
         if not clocks.admits(step):
-            raise _NotYet(", ".join(
+            raise NotYet(", ".join(
                 f"worker {other} has pushed {clocks.pushed[other]} steps and was heard of "
                 f"{monotonic() - self._members[other].heard:.1f} s ago" for other in clocks.missing(step)))
         return member
@@ -269,10 +217,11 @@ class Server:
         elif gathered:
             self._fail("all workers were lost")
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str) -> str:
         self.failure = self.failure or why
-        self._changes += 1
+        self._requests.changes += 1
         self.ended.set()
+        return f"server {self.state.server} has failed: {self.failure}"
 
     def _log(self, push: Push) -> None:
         self._logged.append(push)
@@ -281,4 +230,4 @@ class Server:
                 file.write(json.dumps(asdict(push)) + "\n")
 
 
-__all__ = ["PATIENCE_S", "Push", "Server"]
+__all__ = ["Push", "Server"]

@@ -10,13 +10,15 @@ from pathlib import Path
 from time import sleep
 
 from autoparallel.errors import ServerError
+from autoparallel.launch.roles import Role, role_of
 from autoparallel.servers.client import Client
-from autoparallel.servers.directory import Directory, Role, role_of
+from autoparallel.servers.directory import Directory
 from autoparallel.servers.journal import Journal
-from autoparallel.servers.server import PATIENCE_S, Server
+from autoparallel.servers.server import Server
 from autoparallel.servers.settings import Settings
 from autoparallel.servers.state import State
 from autoparallel.servers.transport import Alone, Transport
+from autoparallel.servers.waiting import PATIENCE_S
 from autoparallel.servers.worker import Servers
 
 TICK_S = 0.2
