@@ -73,7 +73,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, Events]:
             worker = len(clocks.joined)
             clocks.pushed[worker] = clocks.lowest
             clocks.joined.add(worker)
-            events.append(("join", [worker]))
+            events.append(("join", [worker, 7 + worker]))
         elif what == "push":
             worker = draw(st.sampled_from(able))
             rows = torch.tensor(draw(st.lists(st.integers(0, 4), max_size=3)), dtype=torch.int64)

@@ -20,6 +20,19 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(200)]
 COUNT, AT = 30, 8
 
 
+def weighing(servers: Servers) -> dict[str, Any]:
+    """As `counting`, but worker w adds 1 + w: a mean of two is 1.5."""
+    table = servers.embedding("counts", 9, 1, optimizer=torch.optim.SGD, std=0.0, lr=1.0)
+    first = servers.step_number
+    for step in range(first, COUNT):
+        if step == AT:
+            Path(f"at-{servers.worker}").touch()
+        (-(1 + servers.worker) * table(torch.tensor([5, 6])).sum()).backward()
+        servers.step()
+        time.sleep(0.03)
+    return {"first": first, "counts": servers.whole("counts")[[5, 6], 0].tolist()}
+
+
 def counting(servers: Servers, count: int = COUNT, pause_s: float = 0.03, leave_at: int = -1) -> dict[str, Any]:
     """Add 1 to rows 5 and 6 in each step; say when step AT has begun, and how many pushes were acknowledged."""
     table = servers.embedding("counts", 9, 1, optimizer=torch.optim.SGD, std=0.0, lr=1.0)
@@ -64,6 +77,21 @@ def test_a_killed_worker_is_an_error_that_names_it() -> None:
         assert "PeerError: worker 1 was lost: nothing was heard of it for" in job.error("worker", 0, 30)
         assert "worker 1 was lost" in job.error("server", 0) and "worker 1 was lost" in job.error("server", 1)
         assert "has failed" in job.error("scheduler", 0)
+
+
+def test_no_step_is_completed_without_a_killed_worker(tmp_path: Path) -> None:
+    """Where its loss is an error, the resumed job makes the step again: a mean of the pushes there were is wrong."""
+    settings: dict[str, Any] = {"checkpoint_dir": tmp_path, "lost_after_s": 1.0}
+    with ServedJob(2, 2, **settings) as job:
+        for worker in range(2):
+            job.start("worker", worker, weighing)
+        job.wait_for("at-1")
+        job.kill("worker", 1)
+        for role, number in (("worker", 0), ("server", 0), ("server", 1)):
+            assert "worker 1 was lost" in job.error(role, number, 30)
+    with ServedJob(2, 2, **settings, resume=True) as job:
+        made = job.train(weighing)
+    assert made[0]["first"] >= AT and made[0]["counts"] == [1.5 * COUNT, 1.5 * COUNT]
 
 
 @pytest.mark.parametrize("staleness", [0, slow(2)])

@@ -42,7 +42,6 @@ class Push:
 
 @dataclass
 class _Member:
-    incarnation: int
     heard: float
     read: tuple[int, int, int] = (-1, 0, 0)  # step, steps that all had pushed, version
 
@@ -52,7 +51,7 @@ class Server:
 
     def __init__(self, state: State, settings: Settings, run: str, journal: Journal | None) -> None:
         self.state, self.settings, self._run, self._journal = state, settings, run, journal
-        self._members = {worker: _Member(-1, monotonic()) for worker in state.clocks.pushed}
+        self._members = {worker: _Member(monotonic()) for worker in state.processes}
         self._lost: tuple[int, str] | None = None
         self._requests = Requests(lambda error: self._fail(f"{type(error).__name__}: {error}"))
         self._alone_since = monotonic()
@@ -84,16 +83,14 @@ class Server:
         self.state.events[event](*arguments)
         self._requests.changes += 1
 
-    def _member(self, worker: int, incarnation: int) -> _Member:
+    def _member(self, worker: int, process: int) -> _Member:
         """Raises Refused for a worker that is not of this job, or no more."""
         if self._lost is not None:
             raise Refused("lost", self._lost)
         if self.failure is not None:
             raise Refused("refused", f"server {self.state.server} has failed: {self.failure}")
         member = self._members.get(worker)
-        if member is not None and member.incarnation == -1:  # this server was started again, and the worker was not
-            member.incarnation = incarnation
-        if member is None or member.incarnation != incarnation:
+        if member is None or self.state.processes[worker] != process:
             raise Refused("refused", f"server {self.state.server} does not know worker {worker}: it was taken for "
                           "lost, or the server was started again without its state (checkpoint_dir); start the "
                           "worker again")
@@ -102,28 +99,27 @@ class Server:
 
     # ---------------------------------------------------------------------------------------- methods of workers
 
-    def _join(self, worker: int, incarnation: int, agreed: Sequence[Any]) -> int:
+    def _join(self, worker: int, process: int, agreed: Sequence[Any]) -> int:
         """A worker comes; the first step that it may take part in on this server."""
         if tuple(agreed) != self.settings.agreed:
             raise Refused("input", f"worker {worker} and server {self.state.server} were told other (servers, "
                           f"staleness, timeout_s, lost_after_s): {tuple(agreed)} and {self.settings.agreed}")
-        known = self._members.get(worker)
-        if known is not None and known.incarnation != incarnation:
+        if worker in self._members and self.state.processes[worker] != process:
             self._lose(worker, "another process has taken its number")
         if self._lost is not None:
             raise Refused("lost", self._lost)
         if worker not in self._members:
-            self._record("join", worker)
-        self._members[worker] = _Member(incarnation, monotonic())
+            self._record("join", worker, process)
+            self._members[worker] = _Member(monotonic())
         return self.state.clocks.pushed[worker]
 
-    def _begin(self, worker: int, incarnation: int, step: int) -> None:
-        self._member(worker, incarnation)
+    def _begin(self, worker: int, process: int, step: int) -> None:
+        self._member(worker, process)
         if self.state.clocks.pushed[worker] < step:
             self._record("begin", worker, step)
 
-    def _declare(self, worker: int, incarnation: int, table: dict[str, Any], values: torch.Tensor | None) -> None:
-        self._member(worker, incarnation)
+    def _declare(self, worker: int, process: int, table: dict[str, Any], values: torch.Tensor | None) -> None:
+        self._member(worker, process)
         if (known := self.state.shards.get(table["name"])) is None:
             self._record("declare", table, values)
         elif known.table.plain() != table:
@@ -132,9 +128,9 @@ class Server:
             raise Refused("input", f"table {table['name']!r} is there with other {'; '.join(differ)}\n  All workers "
                           "must make a table alike: same arguments, and same initial values (seed, or load them)")
 
-    def _pull(self, worker: int, incarnation: int, step: int, rows: dict[str, torch.Tensor | None]
+    def _pull(self, worker: int, process: int, step: int, rows: dict[str, torch.Tensor | None]
               ) -> dict[str, torch.Tensor]:
-        member = self._admitted(worker, incarnation, step)
+        member = self._admitted(worker, process, step)
         if unknown := sorted(rows.keys() - self.state.shards.keys()):
             raise Refused("refused", f"server {self.state.server} has no table {unknown}: it was started again "
                           "without its state (checkpoint_dir, durability); start the job again")
@@ -142,11 +138,11 @@ class Server:
             member.read = (step, self.state.clocks.lowest, self.state.version)
         return {name: self.state.shards[name].read(wanted) for name, wanted in rows.items()}
 
-    def _push(self, worker: int, incarnation: int, step: int, updates: Updates) -> None:
-        self._member(worker, incarnation)
+    def _push(self, worker: int, process: int, step: int, updates: Updates) -> None:
+        self._member(worker, process)
         if step < self.state.clocks.pushed[worker]:  # it was acknowledged, and the answer was lost
             return
-        member = self._admitted(worker, incarnation, step)
+        member = self._admitted(worker, process, step)
         read = member.read if member.read[0] == step else (step, self.state.clocks.lowest, self.state.version)
         applied = self.state.version
         self._record("push", worker, step, dict(updates))
@@ -154,20 +150,20 @@ class Server:
         if self.state.version - self._begun_at >= self.settings.checkpoint_every:
             self.checkpoint()
 
-    def _leave(self, worker: int, incarnation: int, failure: str | None) -> None:
+    def _leave(self, worker: int, process: int, failure: str | None) -> None:
         """A worker goes: it has done its work, or it has failed."""
-        if (member := self._members.get(worker)) is None or member.incarnation not in (-1, incarnation):
+        if worker not in self._members or self.state.processes[worker] != process:
             return
-        if failure is not None:
-            self._lose(worker, failure)
+        if failure is not None or self._lost is not None:
+            self._lose(worker, failure or "another worker was lost")
         else:
             self._remove(worker)
             self._any_done = True
 
-    def _beat(self, worker: int, incarnation: int) -> None:
-        self._member(worker, incarnation)
+    def _beat(self, worker: int, process: int) -> None:
+        self._member(worker, process)
 
-    def _pushes(self, worker: int, incarnation: int) -> list[dict[str, int]]:
+    def _pushes(self, worker: int, process: int) -> list[dict[str, int]]:
         return [asdict(push) for push in self._logged]
 
     # --------------------------------------------------------------------------------------------------- the rest
@@ -178,8 +174,8 @@ class Server:
             self._journal.begin({**self.state.dump(), "run": self._run})
             self._begun_at = self.state.version
 
-    def _admitted(self, worker: int, incarnation: int, step: int) -> _Member:
-        member = self._member(worker, incarnation)
+    def _admitted(self, worker: int, process: int, step: int) -> _Member:
+        member = self._member(worker, process)
         clocks = self.state.clocks
         if step > (pushed := clocks.pushed[worker]):
             raise Refused("refused", f"server {self.state.server} has {pushed} steps of worker {worker}, which had "
@@ -194,9 +190,13 @@ class Server:
         return member
 
     def _lose(self, worker: int, why: str) -> None:
-        self._remove(worker)
-        if self.settings.on_worker_loss == "error" and self._lost is None:
-            self._lost = (worker, why)
+        """A worker is gone. Where that is an error the state keeps it, so that no step is completed without it."""
+        if self.settings.on_worker_loss == "continue":
+            self._remove(worker)
+            return
+        del self._members[worker]
+        self._lost = self._lost or (worker, why)
+        self._requests.changes += 1
 
     def _remove(self, worker: int) -> None:
         del self._members[worker]

@@ -19,12 +19,14 @@ Updates = Mapping[str, Update]
 
 
 class State:
-    """``version``: updates applied. ``clocks``: steps pushed by each worker."""
+    """``version``: updates applied. ``clocks``: steps pushed by each worker. ``processes``: each worker's process, by its
+    number in the job."""
 
     def __init__(self, server: int, servers: int, staleness: int, expected: int) -> None:
         self.server, self.servers = server, servers
         self.clocks = Clocks(staleness, expected)
         self.shards: dict[str, Shard] = {}
+        self.processes: dict[int, int] = {}
         self.version = 0
         self._reached = 0  # steps pushed by workers that have been removed
         self._pending: dict[int, dict[int, Updates]] = {}
@@ -40,9 +42,10 @@ class State:
     def _declare(self, table: dict[str, Any], values: torch.Tensor | None) -> None:
         self.shards[table["name"]] = Shard.initial(Table(**table), values, self.server, self.servers)
 
-    def _join(self, worker: int) -> None:
+    def _join(self, worker: int, process: int) -> None:
         self.clocks.pushed[worker] = self.step
         self.clocks.joined.add(worker)
+        self.processes[worker] = process
 
     def _begin(self, worker: int, step: int) -> None:
         """A worker that joins begins at the same step on all servers: the latest at which one of them stood."""
@@ -51,6 +54,7 @@ class State:
 
     def _remove(self, worker: int) -> None:
         self._reached = max(self._reached, self.clocks.pushed.pop(worker))
+        del self.processes[worker]
         self._complete()
 
     def _push(self, worker: int, step: int, updates: Updates) -> None:
@@ -64,6 +68,7 @@ class State:
     def _restart(self, step: int) -> None:
         """A new job goes on from this step: it has other workers, and pushes of incomplete steps are made again."""
         self._pending.clear()
+        self.processes.clear()
         self.clocks = Clocks(self.clocks.staleness, self.clocks.expected)
         self._reached = step
 
@@ -83,12 +88,14 @@ class State:
     def dump(self) -> dict[str, Any]:
         """All of it as plain values and tensors, for `load`. The tensors are not copied."""
         return {"server": self.server, "servers": self.servers, "staleness": self.clocks.staleness,
-                "pushed": dict(self.clocks.pushed), "joined": sorted(self.clocks.joined), "version": self.version,
+                "pushed": dict(self.clocks.pushed), "joined": sorted(self.clocks.joined),
+                "processes": dict(self.processes), "version": self.version,
                 "reached": self._reached, "pending": self._pending,
                 "shards": [shard.dump() for shard in self.shards.values()]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.clocks.pushed, self.clocks.joined = dict(state["pushed"]), set(state["joined"])
+        self.processes = dict(state["processes"])
         self.version, self._reached, self._pending = state["version"], state["reached"], dict(state["pending"])
         self.shards = {one["table"]["name"]: Shard.load(one) for one in state["shards"]}
 
