@@ -19,8 +19,8 @@ Updates = Mapping[str, Update]
 
 
 class State:
-    """``version``: updates applied. ``clocks``: steps pushed by each worker. ``processes``: each worker's process, by its
-    number in the job."""
+    """``version``: updates applied. ``clocks``: steps pushed by each worker. ``processes``: numbers of the workers'
+    processes."""
 
     def __init__(self, server: int, servers: int, staleness: int, expected: int) -> None:
         self.server, self.servers = server, servers
