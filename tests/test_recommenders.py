@@ -121,3 +121,30 @@ def test_a_table_beyond_the_device_is_cut() -> None:
     assert 4 * rows * WIDTH * 4 / 8 <= plan.prediction.peak_bytes <= limit
     assert plan.strategies["tables.2.weight"] in (("S(0)",), ("S(1)",))
     assert plan.strategies["tables.1.weight"] == ("I",)
+
+
+class Wide(nn.Module):
+    """Four tables of 20 million rows, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(20_000_000, 64, mode="sum") for _ in range(4))
+        self.top = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1))
+
+    def forward(self, ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = torch.cat([table(ids[:, number]) for number, table in enumerate(self.tables)], 1)
+        return F.mse_loss(self.top(z).squeeze(-1), y)
+
+
+def test_the_plan_is_torchrecs_data_flow() -> None:
+    """Tables by rows, the MLP data parallel; the pooled vectors of all tables are scattered in one call each way, and
+    no gradient of a table is reduced."""
+    with torch.device("meta"):
+        model, batch = Wide(), (torch.zeros(65536, 4, 8, dtype=torch.long), torch.zeros(65536))
+    plan = autoparallel.plan(model, Cluster.load("h100-sxm", num_devices=8), example_inputs=batch, mesh_shape=(8,),
+                             optimizer="adagrad")
+    assert all(plan.strategies[f"tables.{number}.weight"] == ("S(0)",) for number in range(4))
+    pooled = 65536 * 4 * 64 * 4.0
+    large = {(use.kind, use.direction): (use.count, use.num_bytes) for use in plan.prediction.collectives
+             if use.num_bytes > 1e7}
+    assert large == {("reduce_scatter", "forward"): (1, pooled), ("all_gather", "backward"): (1, pooled)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def jobs(draw: st.DrawFn) -> tuple[int, Events]:
             worker = draw(st.sampled_from(able))
             rows = torch.tensor(draw(st.lists(st.integers(0, 4), max_size=3)), dtype=torch.int64)
             values = torch.full((len(rows), 2), float(number))
-            events.append(("push", [worker, clocks.pushed[worker], {"t": (rows, values)}]))
+            update = (rows, values, draw(st.sampled_from([None, 0.1])))
+            events.append(("push", [worker, clocks.pushed[worker], {"t": update}]))
             clocks.pushed[worker] += 1
         else:
             worker = draw(st.sampled_from(able))
@@ -255,6 +257,31 @@ def test_gradients_of_several_backwards_are_added_and_can_be_dropped(alone: Any)
     alone.zero_grad()
     alone.step()
     assert alone.whole("t").flatten().tolist() == [0, -4, -2, 0, -2] and alone.step_number == 2
+
+
+def test_learning_rates_change_as_in_torch(alone: Any) -> None:
+    table = alone.embedding("t", 3, 2, optimizer=torch.optim.Adagrad, lr=0.5)
+    dense = alone.module(nn.Linear(2, 1), optimizer=torch.optim.AdamW, lr=0.1)
+    own = nn.Embedding.from_pretrained(initial_rows("t", 0, 3, 2), freeze=False, sparse=True)
+    same_dense = copy.deepcopy(dense)
+    same_dense._forward_pre_hooks.clear()
+    optimizers = torch.optim.Adagrad(own.parameters(), lr=0.5), torch.optim.AdamW(same_dense.parameters(), lr=0.1)
+    for step in range(4):
+        rates = (0.5 / (step + 1), 0.1 * 0.5**step)
+        for names, rate, optimizer in zip(("t", "model.*"), rates, optimizers, strict=True):
+            alone.set_lr(rate, names)
+            optimizer.param_groups[0]["lr"] = rate
+        dense(table(torch.tensor([0, step % 3]))).square().sum().backward()
+        same_dense(own(torch.tensor([0, step % 3]))).square().sum().backward()
+        alone.step()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(alone.whole("t"), own.weight.detach())
+    assert torch.equal(alone.whole("model.weight"), same_dense.weight.detach())
+    for lr, names, said in ((-1.0, "*", "lr is -1.0"), (0.1, "u*", "no table is named 'u*'")):
+        with pytest.raises(InputError, match=re.escape(said)):
+            alone.set_lr(lr, names)
 
 
 def test_other_initial_values_are_refused(alone: Any) -> None:

@@ -109,6 +109,22 @@ def close(made: torch.Tensor, wanted: torch.Tensor) -> None:
     assert float((made - wanted.detach()).abs().max()) <= 1e-5 * float(wanted.abs().max())
 
 
+def other_rates(servers: Servers) -> None:
+    table = servers.embedding("items", ROWS, WIDTH, optimizer=torch.optim.SGD, lr=0.1)
+    servers.set_lr(0.1 * (1 + servers.worker))
+    table(torch.tensor([1])).sum().backward()
+    servers.step()
+
+
+def test_workers_must_have_one_learning_rate() -> None:
+    with ServedJob(1, 2) as job:
+        for worker in range(2):
+            job.start("worker", worker, other_rates)
+        errors = [job.error("worker", worker) for worker in range(2)]
+        assert any("has another learning rate for table 'items' at step 0" in error for error in errors)
+        assert "was lost: InputError" in job.error("server", 0)
+
+
 def uneven(servers: Servers, count: int, slow_worker: int, pause_s: float) -> list[Any]:
     table = servers.embedding("items", ROWS, WIDTH, optimizer=torch.optim.SGD, lr=0.1)
     for step in range(count):

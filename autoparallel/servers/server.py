@@ -143,6 +143,9 @@ class Server:
         if step < self.state.clocks.pushed[worker]:  # it was acknowledged, and the answer was lost
             return
         member = self._admitted(worker, process, step)
+        if (name := self.state.other_rate(step, updates)) is not None:
+            raise Refused("input", f"worker {worker} has another learning rate for table {name!r} at step {step} than "
+                          "others: all workers must call set_lr alike")
         read = member.read if member.read[0] == step else (step, self.state.clocks.lowest, self.state.version)
         applied = self.state.version
         self._record("push", worker, step, dict(updates))

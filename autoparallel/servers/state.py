@@ -39,6 +39,11 @@ class State:
         """The first step that is not complete; where a worker that joins now would begin."""
         return self.clocks.lowest if self.clocks.pushed else self._reached
 
+    def other_rate(self, step: int, updates: Updates) -> str | None:
+        """The table for which a push of this step that waits has another learning rate."""
+        return next((name for push in self._pending.get(step, {}).values() for name in updates
+                     if name in push and push[name][2] != updates[name][2]), None)
+
     def _declare(self, table: dict[str, Any], values: torch.Tensor | None) -> None:
         self.shards[table["name"]] = Shard.initial(Table(**table), values, self.server, self.servers)
 

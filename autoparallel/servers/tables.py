@@ -19,8 +19,9 @@ from autoparallel.errors import InputError, shown
 SPARSE = ("SGD", "Adagrad", "SparseAdam")
 DENSE = ("SGD", "Adagrad", "Adam", "AdamW")
 CHUNK = 1024
-#: What a worker pushes to a table: rows of the server (None: all) and their gradients [rows, width].
-Update = tuple[torch.Tensor | None, torch.Tensor]
+#: What a worker pushes to a table: rows of the server (None: all), their gradients [rows, width], and the learning rate
+#: (None: as it was).
+Update = tuple[torch.Tensor | None, torch.Tensor, float | None]
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def made_table(name: str, rows: int, width: int, optimizer: type[torch.optim.Opt
     table = Table(name, rows, width, sparse, found, dict(options), **more)
     try:
         trial = Shard(Table(name, 2, 1, sparse, found, dict(options)), torch.zeros(2, 1))
-        trial.step([(torch.tensor([1]) if sparse else None, torch.ones(1 if sparse else 2, 1))], 1)
+        trial.step([(torch.tensor([1]) if sparse else None, torch.ones(1 if sparse else 2, 1), None)], 1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"torch.optim.{found} of table {name!r} does not take {dict(options)}"
                          f"{' with sparse gradients' if sparse else ''}: {error}") from error
@@ -116,14 +117,18 @@ class Shard:
         return values.clone() if rows is None else values[rows]
 
     def step(self, updates: Sequence[Update], count: int) -> None:
-        """One step of the optimizer with the sum of the updates over ``count``. Rows that occur twice are added."""
+        """One step of the optimizer with the updates' sum over ``count``, by the first's learning rate. Rows that occur
+        twice are added."""
+        if (rate := updates[0][2]) is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
         if self.table.sparse:
-            rows = torch.cat([rows for rows, _ in updates if rows is not None])
-            values = torch.cat([values for _, values in updates]) / count
+            rows = torch.cat([rows for rows, _, _ in updates if rows is not None])
+            values = torch.cat([values for _, values, _ in updates]) / count
             self.values.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, self.values.shape,
                                                        check_invariants=True).coalesce()
         else:
-            self.values.grad = sum((values for _, values in updates[1:]), updates[0][1]) / count
+            self.values.grad = sum((values for _, values, _ in updates[1:]), updates[0][1]) / count
         with torch.sparse.check_sparse_tensor_invariants(enable=False):  # the gradient's rows have been checked
             self.optimizer.step()
         self.values.grad = None

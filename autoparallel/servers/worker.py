@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +37,7 @@ class Servers:
         self._pulled: list[tuple[Table, torch.Tensor, torch.Tensor]] = []
         self._dense: dict[str, tuple[Table, nn.Parameter]] = {}
         self._tables: dict[str, Table] = {}
+        self._rates: dict[str, float] = {}
         self._closed = False
         self.step_number = max(client.same("join", settings.agreed))
         client.same("begin", self.step_number)
@@ -88,15 +91,29 @@ class Servers:
         pushes: list[dict[str, Update]] = [{} for _ in range(self._settings.servers)]
         for table, rows, gradients in self._sparse_gradients():
             for server, (own, values) in enumerate(self._by_server(rows, gradients)):
-                pushes[server][table.name] = (own, values)
+                pushes[server][table.name] = (own, values, self._rates.get(table.name))
         for table, p in self._dense.values():
             if p.grad is not None:
                 values = as_rows(p.grad).cpu()
                 for server in range(self._settings.servers):
-                    pushes[server][table.name] = (None, values[server::self._settings.servers].contiguous())
+                    own = values[server::self._settings.servers].contiguous()
+                    pushes[server][table.name] = (None, own, self._rates.get(table.name))
         self._client.all("push", [(self.step_number, one) for one in pushes])
         self.zero_grad()
         self.step_number += 1
+
+    def set_lr(self, lr: float, names: str = "*") -> None:
+        """The learning rate from this step on, of the tables whose names match, for example "model.*". All workers set
+        the same. A worker that joins later sets it by itself, from ``step_number``.
+
+        Raises InputError for a rate that is no number of 0 or more, or names that match nothing.
+        """
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
+            raise InputError(f"lr is {lr!r}: a number of 0 or more is required")
+        found = [name for name in self._tables if fnmatchcase(name, names)]
+        if not found:
+            raise InputError(f"no table is named {names!r}: there are {sorted(self._tables)}")
+        self._rates.update(dict.fromkeys(found, float(lr)))
 
     def zero_grad(self) -> None:
         """Drop the gradients since the last step."""
