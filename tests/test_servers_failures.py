@@ -157,6 +157,17 @@ def test_waits_have_limits_and_name_who_is_missing() -> None:
         assert "1 of 2 workers have joined: [0]" in job.error("worker", 0)
 
 
+def test_training_goes_on_without_the_scheduler() -> None:
+    """Workers that compute for longer than ``lost_after_s`` are still known to live."""
+    with ServedJob(2, 2, lost_after_s=2.0) as job:
+        for worker in range(2):
+            job.start("worker", worker, counting, 3, 3.5)
+        job.wait_for("acknowledged-0")
+        job.kill("scheduler", 0)
+        assert [job.result(worker)["acknowledged"] for worker in range(2)] == [3, 3]
+        assert not job.error("server", 0) and not job.error("server", 1)
+
+
 @pytest.mark.parametrize("durability", ["log", slow("checkpoint")])
 def test_a_killed_job_is_resumed(durability: str, tmp_path: Path) -> None:
     """At a step that all servers have completed; its result is that of a job which was never killed."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch.futures import Future
 
 from autoparallel.errors import InputError, PeerError, ServerError
-from autoparallel.servers.directory import Directory
+from autoparallel.servers.directory import Directory, StoreLostError
 from autoparallel.servers.settings import Settings
 from autoparallel.servers.transport import Address, Alone, Transport
 from autoparallel.servers.waiting import PATIENCE_S
@@ -26,6 +26,7 @@ class Client:
         self._directory, self._transport, self._settings = directory, transport, settings
         self.worker, self.me = worker, (worker, transport.address.number)
         self._addresses: dict[int, Address] = {}
+        self._gone: dict[int, str] = {}
         self._closed = Event()
         self._beats = Thread(target=self._beat, name="autoparallel-beats", daemon=True)
 
@@ -58,8 +59,13 @@ class Client:
             del self._addresses[server]
 
     def _send(self, server: int, method: str, args: tuple[Any, ...], until: float) -> Future | None:
-        """None: its address is not known yet."""
-        address = self._addresses.get(server) or self._directory.address(server)
+        """None: its address is not known."""
+        try:
+            address = self._addresses.get(server) or self._directory.address(server)
+        except StoreLostError as error:
+            known = self._gone.get(server, "its address is not known")
+            self._gone[server] = known if str(error) in known else f"{known}; {error}"
+            return None
         if address is None:
             return None
         self._addresses[server] = address
@@ -87,19 +93,23 @@ class Client:
 
     def _outcome(self, server: int, sent: Future | None) -> tuple[str, Any]:
         if sent is None:
-            return "gone", "it has not come"
+            return "gone", self._gone.get(server, "it has not come")
         try:
             kind, value = sent.wait()
             return kind, value
         except RuntimeError as error:  # the server has ended; it may be started again elsewhere
             self._addresses.pop(server, None)
-            return "gone", f"it cannot be reached ({str(error).splitlines()[0]})"
+            self._gone[server] = f"it cannot be reached ({str(error).splitlines()[0]})"
+            return "gone", self._gone[server]
 
     def _beat(self) -> None:
         while not self._closed.wait(min(1.0, self._settings.lost_after_s / 5)):
             for server in range(self._settings.servers):
-                with suppress(RuntimeError):  # what failed is told to the worker's next call
-                    if (address := self._directory.address(server)) is not None:
+                address = self._addresses.get(server)
+                with suppress(ServerError):  # it may have been started again; what failed is told to the next call
+                    address = self._directory.address(server) or address
+                with suppress(RuntimeError):
+                    if address is not None:
                         self._transport.call(address, "beat", *self.me, timeout_s=PATIENCE_S)
 
 

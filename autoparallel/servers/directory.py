@@ -15,6 +15,10 @@ from autoparallel.launch.roles import INDEX, Role
 from autoparallel.servers.transport import Address
 
 
+class StoreLostError(ServerError):
+    """The scheduler's store cannot be reached."""
+
+
 class Directory:
     """The job's store: addresses of servers, unique numbers, signs of life, the end."""
 
@@ -102,8 +106,8 @@ class Directory:
         try:
             yield
         except RuntimeError as error:
-            raise ServerError(f"the scheduler's store at {self._where} cannot be reached: "
-                              f"{str(error).splitlines()[0]}") from error
+            raise StoreLostError(f"the scheduler's store at {self._where} cannot be reached: "
+                                 f"{str(error).splitlines()[0]}") from error
 
 
-__all__ = ["Directory"]
+__all__ = ["Directory", "StoreLostError"]

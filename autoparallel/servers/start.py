@@ -57,7 +57,7 @@ def serve_parameters(*, servers: int | None = None, staleness: int = 0, checkpoi
     if role.kind == "worker":
         return _work(role, settings, directory)
     if role.kind == "scheduler":
-        directory.watch(timeout_s)
+        directory.watch(2 * timeout_s)  # workers that wait for a server give up first, and say so
     else:
         _serve(role, settings, directory)
     sys.exit(0)
