@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.errors import PlanError
 from autoparallel.planning.server_traffic import server_advice, traffic_of
+from autoparallel.servers.transport import Alone
 from cost_models import Cluster
 from tests.support.decoder import IDS, Decoder
 
@@ -44,6 +46,32 @@ def test_rows_count_once_and_at_most_all() -> None:
     assert traffic_of(capture(model, args, {}), 4).row_bytes == (20 + 20) * 16 * 4
     dense = traffic_of(capture(Decoder(), (IDS,), {}), 4)
     assert dense.dense_bytes > 0
+
+
+def test_the_bytes_are_those_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step of one worker whose ids are all different: tensors in pulls and pushes, and in their answers."""
+    for name in ("RANK", "WORLD_SIZE", "AUTOPARALLEL_ROLE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    moved: dict[str, int] = {}
+    sent = Alone.call
+
+    def counting(self: Alone, to: Any, method: str, *args: Any, timeout_s: float) -> Any:
+        answer = sent(self, to, method, *args, timeout_s=timeout_s)
+        tensors = [leaf for leaf in tree_leaves((args, answer.value())) if isinstance(leaf, torch.Tensor)]
+        moved[method] = moved.get(method, 0) + sum(tensor.nbytes for tensor in tensors)
+        return answer
+
+    monkeypatch.setattr(Alone, "call", counting)
+    model, ids, tags = Recommender(10_000), torch.arange(0, 128, 2), torch.arange(512).reshape(64, 8)
+    with autoparallel.serve_parameters() as servers:
+        model.items = servers.embedding("items", 10_000, 16, optimizer=torch.optim.SGD, lr=0.1)
+        model.tags = servers.embedding_bag("tags", 10_000, 16, optimizer=torch.optim.SGD, lr=0.1, mode="sum")
+        model = servers.module(model, optimizer=torch.optim.SGD, lr=0.1)
+        moved.clear()
+        model(ids, tags).backward()
+        servers.step()
+    predicted = traffic_of(capture(*call(10_000), {}), 1)
+    assert moved["pull"] == predicted.pulled_bytes and moved["push"] == predicted.pushed_bytes
 
 
 def test_sparse_gradients_pay() -> None:

@@ -5,6 +5,8 @@ Every push adds 1 to row 5 and 1 to row 6 of a table of zeros, so that the table
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,25 @@ def test_waits_have_limits_and_name_who_is_missing() -> None:
     with ServedJob(1, 2, timeout_s=4.0) as job:
         job.start("worker", 0, counting)
         assert "1 of 2 workers have joined: [0]" in job.error("worker", 0)
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_that_comes_back_is_refused() -> None:
+    with ServedJob(1, 2, lost_after_s=2.0, on_worker_loss="continue") as job:
+        job.start("worker", 0, counting, 60, 0.15)
+        stopped = job.start("worker", 1, counting)
+        job.wait_for("at-1")
+        assert stopped.pid is not None
+        os.kill(stopped.pid, signal.SIGSTOP)
+        at = int((job.folder / "acknowledged-0").read_text())
+        until = time.monotonic() + 30
+        while int((job.folder / "acknowledged-0").read_text() or at) < at + 5:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        os.kill(stopped.pid, signal.SIGCONT)
+        assert "does not know worker 1: it was taken for lost" in job.error("worker", 1)
+        assert job.result(0)["acknowledged"] == 60
+        job.ended()
 
 
 def test_training_goes_on_without_the_scheduler() -> None:
