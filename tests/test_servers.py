@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,8 +50,8 @@ def served_net(servers: Servers, sparse: str, dense: str) -> Net:
     return servers.module(Net(items, tags), optimizer=getattr(torch.optim, dense), **DENSE[dense])
 
 
-def train(servers: Servers, sparse: str, dense: str) -> dict[str, Any]:
-    """An ordinary loop on this worker's rows of each batch."""
+def train(servers: Servers, sparse: str, dense: str, pause_s: float = 0.0) -> dict[str, Any]:
+    """An ordinary loop on this worker's rows of each batch. Says when it has pushed three steps."""
     net, losses = served_net(servers, sparse, dense), []
     for step in range(servers.step_number, STEPS):
         ids, tags, wanted = (part.chunk(servers.workers)[servers.worker] for part in batch_of(step))
@@ -58,6 +59,9 @@ def train(servers: Servers, sparse: str, dense: str) -> dict[str, Any]:
         loss.backward()
         servers.step()
         losses.append(float(loss.detach()))
+        if step == 2:
+            Path(f"pushed-{servers.worker}").touch()
+        time.sleep(pause_s)
     return {"losses": losses, "items": servers.whole("items"), "tags": servers.whole("tags"),
             "head": servers.whole("model.deep.2.weight"), "pushes": servers.pushes()}
 
@@ -103,6 +107,25 @@ def test_synchronous_servers_equal_one_process(servers: int, workers: int, spars
     assert {(push.server, push.worker, push.step) for push in pushes} == {
         (s, w, step) for s in range(servers) for w in range(workers) for step in range(STEPS)}
     assert all(push.staleness == 0 and push.read == push.applied == push.step for push in pushes)
+
+
+@pytest.mark.parametrize(("sparse", "dense", "every"), [("SparseAdam", "AdamW", 1000), slow("Adagrad", "SGD", 2)])
+def test_a_killed_server_has_its_optimizers_state_again(sparse: str, dense: str, every: int, tmp_path: Path) -> None:
+    """To the bit of a job in which nobody was killed: as the log is replayed, and from a whole state."""
+    found = []
+    for kill in (False, True):
+        with ServedJob(1, 2, checkpoint_dir=tmp_path / str(kill), checkpoint_every=every) as job:
+            for worker in range(2):
+                job.start("worker", worker, train, sparse, dense, 0.2)
+            if kill:
+                job.wait_for("pushed-0")
+                job.kill("server", 0)
+                job.start("server", 0)
+            found.append(job.result(0))
+            job.ended()
+    for name in ("items", "tags", "head"):
+        assert torch.equal(found[0][name], found[1][name]), name
+    assert found[0]["losses"] == found[1]["losses"]
 
 
 def close(made: torch.Tensor, wanted: torch.Tensor) -> None:
