@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autoparallel.errors import PlanError, shown
+from autoparallel.schedule.tiers import ON_DEVICE, Offload
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,7 @@ class Hybrid:
     tensors wait for backward in the host's memory. ``recompute_blocks``: the paths of the blocks that this applies to
     (None: all). ``reduce_dtype``: the dtype in which gradients are summed over ranks, and over micro-batches if it is
     more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers
-    and gradient reductions (a single larger parameter is allowed).
+    and gradient reductions (a single larger parameter is allowed). ``offload``: the tier of optimizer states.
     """
 
     micro_batches: int = 1
@@ -56,6 +57,7 @@ class Hybrid:
     reduce_dtype: str | None = None
     replicas: tuple[int, ...] = ()
     bucket_bytes: float = BUCKET_BYTES
+    offload: Offload = ON_DEVICE
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "stages", "pipeline_ranks"):
