@@ -88,6 +88,8 @@ def _compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inp
     if isinstance(mesh, int) and example is not None and plan is None:
         plan = _plan_on_devices(model, mesh, cluster, inputs.of_all(*example, mesh), options)
         options = options.without_decided()
+    if disk_path is None:
+        options = replace(options, tiers=("host",))
     mesh = check_mesh(mesh, plan)
     runs_by = backends.chosen(backend, mesh.device_type)
     machine = cluster_of(mesh, cluster, runs_by)

@@ -102,6 +102,7 @@ class Options:
     disk_limit_bytes: float | None = None
     progress: Progress | None = None
     by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone
+    tiers: Sequence[str] = field(default=("host", "disk"), metadata={"internal": True})  # that "auto" may take
 
     @property
     def stages(self) -> int:
