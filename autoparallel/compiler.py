@@ -77,8 +77,8 @@ def _compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inp
     from autoparallel.runtime.failing import agree_on, reached
     from autoparallel.runtime.mesh import check_mesh, cluster_of
     from autoparallel.runtime.module import ParallelModule
+    from autoparallel.runtime.offload.files import check_folder
     from autoparallel.runtime.offload.optimizer import Limits
-    from autoparallel.runtime.offload.stores import check_folder
 
     if dist.is_initialized():
         with reached():

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import autoparallel
 from autoparallel.errors import InputError, PlanError
+from autoparallel.runtime.offload import files
+from autoparallel.runtime.offload.tiles import regions_of, tiles_of
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 from tests.support.reference import ADAMW_EPS, Trained, assert_same_parameters, gathered, scalar, train_reference
@@ -268,6 +270,35 @@ def test_a_full_disk_is_told_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     """Rank 1's is full."""
     for text in ranks(2).run(full_disk, tmp_path):
         assert "has no room for optimizer states" in text and "No space left" in text
+
+
+def test_a_folder_of_another_machine_is_told_with_its_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                            caplog: pytest.LogCaptureFixture) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/data {tmp_path} nfs4 rw 0 0\n")
+    files.check_folder(tmp_path)
+    assert caplog.text == ""
+    monkeypatch.setattr(files, "MOUNTS", mounts)
+    files.check_folder(tmp_path)
+    assert "network file system (nfs4)" in caplog.text and "MB/s written" in caplog.text
+    assert files.file_system(Path("/")) == "ext4" and min(files.speed(tmp_path)) > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["mounts"]
+
+
+def test_tiles_cover_each_element_once() -> None:
+    """Of parameters of all sizes; ends of files are whole blocks, of regions whole units."""
+    sizes, widths = [0, 1, 4096, 5000, 3, 0, 100_000, 17], [4, 2, 8, 4, 1, 4, 2, 8]
+    regions = regions_of([(0, size) for size in sizes], widths)
+    for tile_bytes in (4096, 12288, 2**26):
+        tiles = tiles_of(regions, tile_bytes)
+        seen = [0] * len(sizes)
+        for tile in tiles:
+            assert tile.begin % 4096 == tile.end % 4096 == 0 and tile.end - tile.begin <= tile_bytes
+            for region in tile.regions:
+                assert region.start == seen[region.parameter] or region.size == 0
+                assert tile.begin <= region.offset <= region.end <= tile.end and region.offset % 64 == 0
+                seen[region.parameter] += region.size
+        assert seen == sizes and {r.parameter for tile in tiles for r in tile.regions} == set(range(len(sizes)))
 
 
 KILLED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,18 @@ def test_an_older_plan_file_has_its_states_on_the_device() -> None:
 def test_by_hand() -> None:
     plan = planned(mesh_shape=None, by_hand="dp=4,zero=1", offload="host")
     assert plan.hybrid.offload == Offload("host") and plan.prediction.host_bytes > 0
+
+
+def test_exports_say_it_or_that_it_is_lost() -> None:
+    plan = planned(mesh_shape=None, by_hand="dp=4,zero=3,micro_batch=1", offload="host", offload_fraction=0.5)
+    made = autoparallel.export_plan(plan, "deepspeed")
+    assert json.loads(made.files["ds_config.json"])["zero_optimization"]["offload_optimizer"] == {
+        "device": "cpu", "pin_memory": True, "ratio": 0.5}
+    assert all("optimizer states" not in lost.what for lost in made.lost)
+    disk = replace(plan, hybrid=replace(plan.hybrid, offload=Offload("disk")))
+    for one, to in ((plan, "fsdp2"), (plan, "torchtitan"), (plan, "megatron"), (plan, "accelerate"),
+                    (disk, "deepspeed")):
+        assert "optimizer states" in "".join(lost.what for lost in autoparallel.export_plan(one, to).lost), to
 
 
 def test_half_precision_has_its_master_on_the_host() -> None:

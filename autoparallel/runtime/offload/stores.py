@@ -3,26 +3,20 @@ views of memory that holds them during the step."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import mmap
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from autoparallel.errors import InputError
+from autoparallel.runtime.offload.files import made, requests
 from autoparallel.runtime.offload.tiles import Region, Tile
 from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS
-
-#: Bytes of one read or write (docs/measurements/offload.md).
-REQUEST_BYTES = 2**23
 
 #: By state name, the states of a region.
 States = Mapping[str, Tensor]
@@ -90,7 +84,7 @@ class Disk:
 
     def __init__(self, names: Sequence[str], num_bytes: int, tile_bytes: int, folder: Path) -> None:
         self.names, self._stride = names, min(num_bytes, tile_bytes)
-        self._files, self._sums = [_file(folder, num_bytes, len(names)) for _ in names], dict[tuple[int, int], int]()
+        self._files, self._sums = [made(folder, num_bytes, len(names)) for _ in names], dict[tuple[int, int], int]()
         self._buffers = [mmap.mmap(-1, max(1, len(names)) * max(BLOCK_BYTES, self._stride)) for _ in range(BUFFERS)]
         self._pool = ThreadPoolExecutor(max(1, len(names)), "autoparallel-disk")
         self._maps: list[mmap.mmap] | None = None
@@ -124,7 +118,7 @@ class Disk:
 
     def _read(self, tile: Tile, number: int) -> None:
         memory = self._memory(tile, number)
-        for at, part in _requests(memory):
+        for at, part in requests(memory):
             if os.preadv(self._files[number].fileno(), [part], tile.begin + at) != len(part):
                 raise InputError(f"the file of the optimizer's {self.names[number]} ended early: its disk has failed, "
                                  "or the file was written to\n  Load the last checkpoint.")
@@ -136,7 +130,7 @@ class Disk:
     def _write(self, tile: Tile, number: int) -> None:
         memory = self._memory(tile, number)
         self._sums[tile.number, number] = _sum(memory)
-        for at, part in _requests(memory):
+        for at, part in requests(memory):
             if os.pwrite(self._files[number].fileno(), part, tile.begin + at) != len(part):
                 raise InputError(f"the file of the optimizer's {self.names[number]} was not written whole: the disk "
                                  "has failed\n  Load the last checkpoint.")
@@ -144,10 +138,6 @@ class Disk:
     def _memory(self, tile: Tile, number: int) -> memoryview:
         begin = number * self._stride
         return memoryview(self._buffers[tile.number % BUFFERS])[begin : begin + tile.end - tile.begin]
-
-
-def _requests(memory: memoryview) -> list[tuple[int, memoryview]]:
-    return [(at, memory[at : at + REQUEST_BYTES]) for at in range(0, len(memory), REQUEST_BYTES)]
 
 
 def _sum(memory: memoryview) -> int:
@@ -158,30 +148,3 @@ def _tensor(memory: mmap.mmap, dtype: torch.dtype, offset: int, count: int) -> T
     if not count:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-
-
-def _file(folder: Path, num_bytes: int, count: int) -> IO[bytes]:
-    """A file without a name of so many bytes on disk; ``count`` of them are made."""
-    try:
-        file = tempfile.TemporaryFile(dir=folder, prefix="autoparallel-", buffering=0)  # noqa: SIM115
-        os.posix_fallocate(file.fileno(), 0, max(BLOCK_BYTES, num_bytes))
-    except OSError as error:
-        raise InputError(f"disk_path {folder} has no room for optimizer states of {count * num_bytes:,} bytes on this "
-                         f"rank: {error.strerror}\n  Give another folder as disk_path, or take more devices, whose "
-                         "shards are smaller.") from error
-    with suppress(OSError):  # a file system without direct I/O goes by the page cache
-        fcntl.fcntl(file.fileno(), fcntl.F_SETFL, fcntl.fcntl(file.fileno(), fcntl.F_GETFL) | os.O_DIRECT)
-    return file
-
-
-def check_folder(folder: Path) -> None:
-    """Raises InputError if no files can be made in the folder."""
-    write = "give an existing folder of a local disk that this process may write to"
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "not there"
-        raise InputError(f"disk_path {folder} is {found}: {write}")
-    try:
-        tempfile.TemporaryFile(dir=folder, prefix="autoparallel-").close()
-    except OSError as error:
-        told = "read-only" if error.errno == errno.EROFS else f"not writable ({error.strerror})"
-        raise InputError(f"disk_path {folder} is {told}: {write}") from error
