@@ -41,7 +41,7 @@ class Offload:
     def moved(self, elements: Any, item_bytes: float) -> Any:
         """The first elements of a shard whose states are in the tier, in whole units of `UNIT_BYTES`; arrays allowed.
 
-        >>> Offload("host", 0.5).moved(100, 4)
+        >>> float(Offload("host", 0.5).moved(100, 4))
         64.0
         """
         share = self.fraction if self.is_away else 0.0
