@@ -126,9 +126,17 @@ def test_limits_of_a_plan() -> None:
 
 
 def test_an_older_plan_file_has_its_states_on_the_device() -> None:
-    data = planned().to_json()
-    older = data.replace(',\n  "offload": {\n   "states": "device",\n   "fraction": 1.0\n  }', "")
-    assert older != data and Plan.from_json(older).hybrid.offload == Offload()
+    data = json.loads(planned().to_json())
+    assert data["hybrid"].pop("offload") == {"states": "device", "fraction": 1.0, "tile_bytes": TILE_BYTES}
+    assert Plan.from_json(json.dumps(data)).hybrid.offload == Offload()
+
+
+def test_tiles_keep_to_the_limit_of_host_memory() -> None:
+    """Three tiles of two moments."""
+    plan = planned(offload="disk", host_memory_limit_bytes=60_000)
+    assert plan.hybrid.offload.tile_bytes == 8192 and plan.prediction.host_bytes == BUFFERS * 2 * 8192
+    with pytest.raises(PlanError, match="give a multiple of 4096"):
+        Offload("disk", tile_bytes=1000)
 
 
 def test_by_hand() -> None:

@@ -32,9 +32,9 @@ from autoparallel.planning.baselines import NAMES
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES, SCHEDULES
-from autoparallel.schedule.tiers import ON_DEVICE, Offload
+from autoparallel.schedule.tiers import ON_DEVICE, Offload, largest_tile
 from autoparallel.search import SEARCHES, Progress
-from cost_models import Cluster
+from cost_models import Cluster, memory
 from cost_models.accuracy import usable_bytes
 
 #: A line for each option, in the docstrings of `plan` and `compile`.
@@ -61,7 +61,8 @@ OPTIONS = """
         first of these with which a plan fits into the devices' memory. `ParallelModule.optimizer` steps them.
     offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as
         few quarters as memory requires).
-    host_memory_limit_bytes: of host memory for what leaves each device; None: its share of the host's.
+    host_memory_limit_bytes: of host memory for what leaves each device, or for tiles of what is on disk; None: its
+        share of the host's.
     disk_limit_bytes: of disk for what leaves each device; None: no limit in a plan, what is free in a run.
     progress: called during the search with its best cost and bound (`autoparallel.search.solve`).
 """
@@ -134,7 +135,10 @@ class Options:
         """The tier of optimizer states; of "auto" the first, the device."""
         if self.offload in (None, "none", "auto"):
             return ON_DEVICE
-        return Offload(str(self.offload), self.offload_fraction or 1.0)
+        limit = math.inf if self.host_memory_limit_bytes is None or self.offload != "disk" else \
+            self.host_memory_limit_bytes
+        states = memory.recipe(self.optimizer).num_states
+        return Offload(str(self.offload), self.offload_fraction or 1.0, largest_tile(limit, states))
 
     def without_decided(self) -> Options:
         """The options for calls of another form than a plan's: without those that the plan decides."""

@@ -47,7 +47,7 @@ class StatePrices:
         if self.away.states != "disk":
             return tier_bytes
         states = memory.recipe(self.prices.optimizer).num_states
-        return states * buffer_bytes(tier_bytes / states) if states else 0.0
+        return states * buffer_bytes(tier_bytes / states, self.away.tile_bytes) if states else 0.0
 
 
 __all__ = ["StatePrices"]

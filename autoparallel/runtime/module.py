@@ -44,7 +44,6 @@ from autoparallel.runtime.profiling import Profile, profiled
 from autoparallel.runtime.state import State
 from autoparallel.runtime.verify import Verification, measure, undone
 from autoparallel.runtime.wrappers import refuse_composed
-from autoparallel.schedule.tiers import TILE_BYTES
 
 #: Why torch.compile of a parallel module, or of what calls it, leaves its calls as they are.
 _OPAQUE = "a parallel module compiles its own program: autoparallel.compile(model, mesh, backend='inductor')"
@@ -174,7 +173,7 @@ class ParallelModule(nn.Module):
             return profiled(lambda: self.step(*args, **kwargs), lambda: self._calls.modules(compiled), compiled, path,
                             ranks, position, self._state.device)
 
-    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, *, tile_bytes: int = TILE_BYTES,
+    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, *, tile_bytes: int | None = None,
                   prefetch: bool = True, **options: Any) -> torch.optim.Optimizer:
         """An optimizer of this module's parameters whose states live where the plan says (``offload``).
 
@@ -182,8 +181,8 @@ class ParallelModule(nn.Module):
 
         kind: a class of torch.optim; where states leave the device an element-wise one.
         params: parameters or groups of them, as torch takes them; None: all.
-        tile_bytes: of the parameters that are stepped at once, a multiple of 4096; the least memory for states on disk
-            is three times that for each state.
+        tile_bytes: of the parameters that are stepped at once, a multiple of 4096; None: the plan's, which are 64 MiB,
+            or less by its limit of host memory. States on disk take three times that for each state.
         prefetch: read the next tile and write the one before while one is stepped.
         options: of ``kind``; ``fused=True`` unless they name a kernel, where states are stepped on the host.
 

@@ -10,7 +10,7 @@ import numpy as np
 from autoparallel.errors import PlanError, shown
 
 TIERS = ("device", "host", "disk")
-#: Bytes of a state (as of the parameters) that are stepped at once; a multiple of `BLOCK_BYTES`.
+#: Bytes of a state (as of the parameters) that are stepped at once, at most.
 TILE_BYTES = 2**26
 #: Tiles in host memory at once: one is read, one stepped, one written.
 BUFFERS = 3
@@ -20,18 +20,23 @@ BLOCK_BYTES, UNIT_BYTES = 4096, 64
 
 @dataclass(frozen=True)
 class Offload:
-    """The tier of the optimizer's states, and the share of each parameter's elements whose states are there; the
-    states of the others stay on the device (Twin-Flow). Raises PlanError for an unknown tier and for a share that is
-    not above 0 and at most 1."""
+    """Where the optimizer's states live. ``fraction``: the share of each parameter's elements whose states are there;
+    the states of the others stay on the device (Twin-Flow). ``tile_bytes``: of the parameters that are stepped at once,
+    a multiple of `BLOCK_BYTES`. Raises PlanError for values that cannot be.
+    """
 
     states: str = "device"
     fraction: float = 1.0
+    tile_bytes: int = TILE_BYTES
 
     def __post_init__(self) -> None:
         if self.states not in TIERS:
             raise PlanError(f"unknown tier {shown(self.states)} of optimizer states; there are {list(TIERS)}")
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
             raise PlanError(f"the offloaded fraction is {shown(self.fraction)}: give a number above 0, at most 1")
+        if isinstance(self.tile_bytes, bool) or not isinstance(self.tile_bytes, int) or self.tile_bytes < BLOCK_BYTES \
+                or self.tile_bytes % BLOCK_BYTES:
+            raise PlanError(f"tile_bytes is {shown(self.tile_bytes)}: give a multiple of {BLOCK_BYTES}")
 
     @property
     def is_away(self) -> bool:
@@ -58,6 +63,13 @@ def padded(num_bytes: Any, unit: int = UNIT_BYTES) -> Any:
     return np.ceil(np.asarray(num_bytes, float) / unit)[()] * unit
 
 
-def buffer_bytes(moved_bytes: float, tile_bytes: float = TILE_BYTES) -> float:
+def buffer_bytes(moved_bytes: float, tile_bytes: float) -> float:
     """Bytes of host memory for the tiles of a state of ``moved_bytes`` on disk."""
-    return BUFFERS * min(padded(moved_bytes, BLOCK_BYTES), tile_bytes)
+    return float(BUFFERS * min(padded(moved_bytes, BLOCK_BYTES), tile_bytes))
+
+
+def largest_tile(host_bytes: float, num_states: int) -> int:
+    """The largest tile, of at most `TILE_BYTES`, with which those of so many states on disk fit into host memory; at
+    least a block."""
+    fits = min(host_bytes / (BUFFERS * max(1, num_states)), TILE_BYTES)
+    return max(1, int(fits) // BLOCK_BYTES) * BLOCK_BYTES

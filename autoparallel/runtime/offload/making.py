@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
 from autoparallel.runtime.state import State
 
 
-def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimizer], params: Any, tile_bytes: int,
+def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimizer], params: Any, tile_bytes: int | None,
               prefetch: bool, options: Mapping[str, Any]) -> torch.optim.Optimizer:
     """As `ParallelModule.optimizer` says."""
     tracing.first_form(state)
@@ -29,8 +30,7 @@ def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimize
     if any(p.is_meta for p in parallel.parameters()):
         raise InputError("parameters are on the meta device, and have no values: call init_weights(), load_pretrained "
                          "or load_state_dict before the optimizer is made")
+    away = state.offload if tile_bytes is None else replace(state.offload, tile_bytes=tile_bytes)
     state.together.agree("optimizer")
-    return made_equally(
-        "an optimizer", lambda: OffloadedOptimizer(kind, chosen, options, state.offload, state.limits, tile_bytes,
-                                                   prefetch),
-        lambda made: f"{kind.__qualname__} {state.offload}")
+    return made_equally("an optimizer", lambda: OffloadedOptimizer(kind, chosen, options, away, state.limits, prefetch),
+                        lambda made: f"{kind.__qualname__} {away}")

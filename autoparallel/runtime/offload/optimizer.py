@@ -17,7 +17,7 @@ from autoparallel.errors import InputError, shown
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
 from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
-from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, TILE_BYTES, Offload, padded
+from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, Offload, buffer_bytes, padded
 
 #: Optimizers with a fused kernel for the host.
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -66,15 +66,15 @@ class _Entries(Mapping[str, Any]):
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Steps of ``kind``, an element-wise optimizer of torch, on this rank's shards, tile by tile on the host.
 
-    ``offload``: the tier of its states. ``tile_bytes``: of the parameters of a tile. ``prefetch``: the next tile is
-    fetched, and the one before written, while a tile is stepped. Parameter groups, schedulers, ``state_dict`` and
+    ``offload``: the tier of its states, and its tiles. ``prefetch``: the next tile is fetched, and the one before
+    written, while a tile is stepped. Parameter groups, schedulers, ``state_dict`` and
     ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it steps on the CPU with the same
     kernel (``fused=True`` is taken if ``kind`` has it and the options name none). Raises InputError.
     """
 
     def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Offload,
-                 limits: Limits, tile_bytes: int = TILE_BYTES, prefetch: bool = True) -> None:
-        _check(kind, options, tile_bytes)
+                 limits: Limits, prefetch: bool = True) -> None:
+        _check(kind, options)
         self._sealed, self._broken = False, ""
         super().__init__(params, {})
         self._take_options(kind, options)
@@ -84,7 +84,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self._names = [names_of(kind, group, torch.float32) for group in self.param_groups]
         self._scalars: dict[int, dict[str, Any]] = {}  # by parameter that has states
-        self._parts = self._divided(limits, tile_bytes)
+        self._parts = self._divided(limits)
         self._sealed = True
 
     def _take_options(self, kind: Any, options: Mapping[str, Any]) -> None:
@@ -99,12 +99,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in full.items() if key != "params"})
         self.defaults = template.defaults
 
-    def _divided(self, limits: Limits, tile_bytes: int) -> list[_Part]:
+    def _divided(self, limits: Limits) -> list[_Part]:
         """The shards in two parts: the offloaded one, and what stays on the device."""
         sizes, widths = [_local(p).numel() for p in self._parameters], [p.element_size() for p in self._parameters]
         moved = [int(self.offload.moved(size, width)) for size, width in zip(sizes, widths, strict=True)]
         names = list(dict.fromkeys(name for _, elements in self._names for name in elements))
-        device = _local(self._parameters[0]).device
+        device, tile_bytes = _local(self._parameters[0]).device, self.offload.tile_bytes
 
         def make(num_bytes: int) -> Store:
             if self.offload.states == "host":
@@ -113,21 +113,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return Disk(names, num_bytes, tile_bytes, limits.disk_path)
 
         away = regions_of([(0, count) for count in moved], widths)
-        self._check_limits(limits, len(names), int(padded(max(r.end for r in away), BLOCK_BYTES)), tile_bytes)
+        self._check_limits(limits, len(names), int(padded(max(r.end for r in away), BLOCK_BYTES)))
         parts = [_Part(away, tile_bytes, make, on_host=True)]
         if any(count < size for count, size in zip(moved, sizes, strict=True)):
             rest = regions_of(list(zip(moved, sizes, strict=True)), widths)
             parts.insert(0, _Part(rest, 2**62, lambda size: Memory(names, size, device, "device"), on_host=False))
         return parts
 
-    def _check_limits(self, limits: Limits, count: int, num_bytes: int, tile_bytes: int) -> None:
+    def _check_limits(self, limits: Limits, count: int, num_bytes: int) -> None:
         on_disk = self.offload.states == "disk"
-        host = count * (BUFFERS * min(num_bytes, tile_bytes) if on_disk else num_bytes)
+        host = count * (buffer_bytes(num_bytes, self.offload.tile_bytes) if on_disk else num_bytes)
         for name, needed, limit in (("host_memory_limit_bytes", host, limits.host_bytes),
                                     ("disk_limit_bytes", count * num_bytes if on_disk else 0, limits.disk_bytes)):
             if needed > limit:
                 what = "tiles of optimizer states" if on_disk and name.startswith("host") else "optimizer states"
-                raise InputError(f"{what} need {needed:,} bytes on this rank, and {name} is {limit:,.0f}: give at "
+                raise InputError(f"{what} need {needed:,.0f} bytes on this rank, and {name} is {limit:,.0f}: give at "
                                  "least that, or plan with more devices, a smaller offload_fraction or another tier")
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def names_of(kind: Any, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[t
     return tuple(key for key in state if key not in elements), elements
 
 
-def _check(kind: Any, options: Mapping[str, Any], tile_bytes: Any) -> None:
+def _check(kind: Any, options: Mapping[str, Any]) -> None:
     write = f"take one of {', '.join(one.__name__ for one in ELEMENTWISE)} of torch.optim, or offload='none'"
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         raise InputError(f"the optimizer is {shown(kind)}: give a class of torch.optim, as torch.optim.AdamW")
@@ -360,9 +360,6 @@ def _check(kind: Any, options: Mapping[str, Any], tile_bytes: Any) -> None:
     for name in ("capturable", "differentiable"):
         if options.get(name):
             raise InputError(f"{name}=True is of optimizers on the device: leave it out, or take offload='none'")
-    if isinstance(tile_bytes, bool) or not isinstance(tile_bytes, int) or tile_bytes < BLOCK_BYTES \
-            or tile_bytes % BLOCK_BYTES:
-        raise InputError(f"tile_bytes is {shown(tile_bytes)}: give a multiple of {BLOCK_BYTES}")
 
 
 def _local(value: Tensor) -> Tensor:
