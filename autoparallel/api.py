@@ -65,6 +65,7 @@ def plan(
     zero_stage: int | None = None,
     reduce_dtype: str | None = None,
     bucket_bytes: float | None = None,
+    copies: int | None = None,
     offload: str | None = None,
     offload_fraction: float | None = None,
     host_memory_limit_bytes: float | None = None,
@@ -100,8 +101,8 @@ def plan(
                  "baseline": baseline, "micro_batches": micro_batches, "pipeline_stages": pipeline_stages,
                  "stage_replicas": stage_replicas, "schedule": schedule, "recompute": recompute,
                  "zero_stage": zero_stage, "reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes,
-                 "offload": offload, "offload_fraction": offload_fraction, "disk_limit_bytes": disk_limit_bytes,
-                 "host_memory_limit_bytes": host_memory_limit_bytes}
+                 "copies": copies, "offload": offload, "offload_fraction": offload_fraction,
+                 "disk_limit_bytes": disk_limit_bytes, "host_memory_limit_bytes": host_memory_limit_bytes}
         if taken := sorted(name for name, value in given.items() if value is not None and value is not False):
             raise PlanError(f"{', '.join(taken)} belong to a training step: leave them out, or leave out phase, "
                             "objective, context and concurrent")
@@ -152,6 +153,7 @@ def compile(
     zero_stage: int | None = None,
     reduce_dtype: str | None = None,
     bucket_bytes: float | None = None,
+    copies: int | None = None,
     offload: str | None = None,
     offload_fraction: float | None = None,
     host_memory_limit_bytes: float | None = None,
@@ -205,9 +207,12 @@ def compile(
                         "another")
     check_disk_path(disk_path, chosen, plan)
     given = example_inputs is not None or example_kwargs is not None
-    return compiler.compile(model, mesh, (example_inputs or (), example_kwargs or {}) if given else None, taken, plan,
-                            cluster, chosen, backend, max_forms, peer_timeout_s,
-                            None if disk_path is None else Path(disk_path))
+    from autoparallel.runtime.failing import naming_peers
+
+    with naming_peers():
+        return compiler.compile(model, mesh, (example_inputs or (), example_kwargs or {}) if given else None, taken,
+                                plan, cluster, chosen, backend, max_forms, peer_timeout_s,
+                                None if disk_path is None else Path(disk_path))
 
 
 __all__ = ["compile", "plan"]

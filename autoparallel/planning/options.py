@@ -57,6 +57,7 @@ OPTIONS = """
     zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
+    copies: micro-batches that run interleaved, so that one's activations are sent while another computes (1: none).
     offload: the tier of optimizer states between steps: "none" (the device), "host" memory, "disk", or "auto": the
         first of these with which a plan fits into the devices' memory. `ParallelModule.optimizer` steps them.
     offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as
@@ -70,10 +71,8 @@ OPTIONS = """
 
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
-                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "offload",
+                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies", "offload",
                                "offload_fraction"})
-
-
 #: Of these, those that a plan by hand leaves open.
 _BESIDE_BY_HAND = {"reduce_dtype", "bucket_bytes", "offload", "offload_fraction"}
 
@@ -97,6 +96,7 @@ class Options:
     zero_stage: int | None = None
     reduce_dtype: str | None = None
     bucket_bytes: float | None = None
+    copies: int | None = None
     offload: str | None = None
     offload_fraction: float | None = None
     host_memory_limit_bytes: float | None = None
@@ -122,7 +122,7 @@ class Options:
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
-                      replicas=self.replicas, **self.given)
+                      replicas=self.replicas, copies=self.copies or 1, **self.given)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class Options:
         """Whether stages, schedule, recompute and ZeRO stage are left to the planner, and there are not to be several
         micro-batches."""
         said = (self.pipeline_stages, self.stage_replicas, self.schedule, self.recompute, self.zero_stage,
-                self.baseline, self.by_hand)
+                self.baseline, self.by_hand, self.copies)
         return self.micro_batches in (None, 1) and all(value is None for value in said)
 
     def limit_bytes(self, cluster: Cluster) -> float:
@@ -276,6 +276,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "zero_stage": (0, 1, 2, 3),
     "reduce_dtype": REDUCE_DTYPES,
     "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),
+    "copies": _COUNT,
     "offload": ("none", "host", "disk", "auto"),
     "offload_fraction": _Wanted("a share above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
     "host_memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),

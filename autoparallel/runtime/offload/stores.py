@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,7 +87,7 @@ class Disk:
         self.names, self._stride = names, min(num_bytes, tile_bytes)
         self._files, self._sums = [made(folder, num_bytes, len(names)) for _ in names], dict[tuple[int, int], int]()
         self._buffers = [mmap.mmap(-1, max(1, len(names)) * max(BLOCK_BYTES, self._stride)) for _ in range(BUFFERS)]
-        self._pool = ThreadPoolExecutor(max(1, len(names)), "autoparallel-disk")
+        self._pool = ThreadPoolExecutor(2 * max(1, len(names)), "autoparallel-disk")  # reads and writes at once
         self._maps: list[mmap.mmap] | None = None
 
     def read(self, tile: Tile, filled: bool) -> None:
@@ -141,7 +142,7 @@ class Disk:
 
 
 def _sum(memory: memoryview) -> int:
-    return int(torch.frombuffer(memory, dtype=torch.int64).sum()) if len(memory) else 0
+    return int(np.frombuffer(memory, np.int64).sum())  # numpy's: torch's would take threads of the step's
 
 
 def _tensor(memory: mmap.mmap, dtype: torch.dtype, offset: int, count: int) -> Tensor:
