@@ -60,7 +60,10 @@ def usual_plan(graph: OpGraph, cluster: Cluster, options: Options, seconds: floa
                 if may_fit and (hybrid, hand.mesh) not in hybrids and _allowed(hybrid, options):
                     hybrids.add((hybrid, hand.mesh))
                     plain = Options(optimizer=options.optimizer, reduce_dtype=options.reduce_dtype,
-                                    bucket_bytes=options.bucket_bytes, by_hand=hand,
+                                    bucket_bytes=options.bucket_bytes, by_hand=hand, offload=options.offload,
+                                    offload_fraction=options.offload_fraction,
+                                    host_memory_limit_bytes=options.host_memory_limit_bytes,
+                                    disk_limit_bytes=options.disk_limit_bytes,
                                     time_limit_s=min(Options.time_limit_s, ends - clock.now()))
                     found[text] = plan_by_hand(graph, cluster, plain, hand)
                     fits = fits or found[text].prediction.peak_bytes <= limit
