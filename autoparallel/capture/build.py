@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Node as FxNode
 
-from autoparallel.capture.dependencies import Dependencies, OthersDrawError, Recorder, is_users
+from autoparallel.capture.dependencies import Dependencies, OthersDrawError, Recorder, hooks_of_all, is_users
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
 from autoparallel.capture.numbers import numbers_as_arguments, refuse_elsewhere
@@ -127,8 +127,12 @@ def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
 
 def _look_at_hooks(model: torch.nn.Module) -> None:
     """Warn of forward hooks, which run while the model is traced. Raises CaptureError for backward hooks of modules,
-    which would never be called."""
+    which would never be called, and for hooks of all modules, which see the parallel module as well."""
     traced = []
+    if everywhere := hooks_of_all():
+        raise CaptureError(f"a hook of all modules is registered, {getattr(everywhere[0], '__qualname__', everywhere[0])}: "
+                           "a program has no modules to call it for\n  Remove it (the handle's remove()), or register "
+                           "it on the modules that it is for.")
     for path, module in model.named_modules():
         name = path or type(model).__name__
         if module._backward_hooks or module._backward_pre_hooks:

@@ -50,6 +50,9 @@ INTERNAL = frozenset({*dir(nn.Module), *vars(nn.Module())})
 _HOOK_TABLES = frozenset(name for name, value in vars(nn.Module()).items()
                          if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules"))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: torch's tables of hooks of all modules, by name.
+_HOOKS_OF_ALL = {name: table for name, table in vars(nn.modules.module).items() if name in (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")}
 _DEPTH, _NODES, _BYTES = 8, 5_000, 1 << 20  # of a description; larger values are compared by identity
 _CONTAINERS = (list, dict, MappingProxyType, set, tuple, deque, bytearray, array, ContextVar, functools.partial,
                np.ndarray)
@@ -57,6 +60,12 @@ _FUNCTIONS = (FunctionType, staticmethod, classmethod)
 #: Classes of Python's own whose attributes are their content.
 _WITH_FIELDS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, type(os.environ))
 _NOT_USERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autoparallel", "builtins"})
+
+
+def hooks_of_all() -> list[Any]:
+    """The user's hooks of all modules (`torch.nn.modules.module.register_module_forward_hook` and its kin)."""
+    return [hook for table in _HOOKS_OF_ALL.values() if table for hook in table.values()
+            if is_users({"__name__": getattr(hook, "__module__", "")})]
 
 
 class Missing:
@@ -604,4 +613,4 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 __all__ = ["HOOKS", "INTERNAL", "Dependencies", "Missing", "Recorder", "Same", "Variable", "description", "fields_of",
-           "is_mutable", "is_users", "parts_of_function", "recorder"]
+           "hooks_of_all", "is_mutable", "is_users", "parts_of_function", "recorder"]

@@ -31,6 +31,7 @@ from autoparallel.capture.dependencies import (
     Variable,
     description,
     fields_of,
+    hooks_of_all,
     is_mutable,
     parts_of_function,
 )
@@ -254,7 +255,7 @@ class Guards:
         now = map(dict.get, map(_namespace, self.holders), self.names, repeat(Missing))
         return (all(map(is_, now, self.values)) and all(contents.hold() for contents, _ in self.contents)
                 and all(map(_Seen.holds, self.variables)) and not any(hooks or was for hooks, was, _, _ in self.hooks)
-                and all(mode() == answer for mode, _, answer in self.modes)
+                and all(mode() == answer for mode, _, answer in self.modes) and not hooks_of_all()
                 and (self.strides is None or _strides(leaves) == self.strides))
 
     def failing(self, leaves: Sequence[Any]) -> Iterator[str]:
@@ -271,6 +272,8 @@ class Guards:
         for hooks, values, path, name in self.hooks:
             if len(hooks) != len(values) or (hooks and tuple(hooks.values()) != values):
                 yield f"{path or 'the model'} has other {name.strip('_').replace('_', ' ')}"
+        if hooks_of_all():
+            yield "there are hooks of all modules"
         for mode, name, answer in self.modes:
             if mode() != answer:
                 yield f"{name} was {answer}"

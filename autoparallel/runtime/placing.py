@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoparallel.errors import InputError
 from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
+from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.initialise import as_dtensor, container
-from autoparallel.runtime.optimizers import refuse_on
+from autoparallel.runtime.optimizers import look_at_steps
+from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.state import State
 
@@ -26,7 +28,8 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     """
     model, mesh = state.model, state.mesh
     layouts, elsewhere = compiled.parameter_layouts, compiled.elsewhere
-    refuse_on(mesh)
+    watch(mesh)
+    look_at_steps()
     _make_shared_groups(state, sorted(set(compiled.shared.values())))
     everywhere = (INVARIANT,) * mesh.ndim
     state.parts = _make_parts(root, model)
@@ -56,7 +59,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                 owner._buffers[leaf] = placed[id(buffer)]
                 if leaf in owner_module._non_persistent_buffers_set:
                     owner._non_persistent_buffers_set.add(leaf)
-    state.attributes, state.places = SharedAttributes(state.parts), Places(root)
+    state.attributes, state.places, state.originals = SharedAttributes(state.parts), Places(root), Originals(model)
 
 
 def check_conversion(fn: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

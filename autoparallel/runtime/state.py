@@ -19,6 +19,7 @@ from autoparallel.runtime.failing import Closed, Together
 from autoparallel.runtime.form import Compile, Forms
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.inputs import Inputs
+from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.scaler import make_torchs_right
 from autoparallel.runtime.shared import Ranks
 
@@ -43,6 +44,7 @@ class State:
         self.forms = Forms(self.max_forms)
         self.attributes: SharedAttributes | None = None
         self.places: Places | None = None
+        self.originals: Originals | None = None
         make_torchs_right(self.position)
         self.parts: dict[nn.Module, nn.Module] = {}
         self.calls_traced: dict[str, None] = {}
