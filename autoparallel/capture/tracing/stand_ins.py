@@ -22,7 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoparallel.capture.dependencies import is_users, recorder
+from autoparallel.capture.contents import is_users
+from autoparallel.capture.dependencies import recorder
 from autoparallel.capture.graph import is_floating
 from autoparallel.capture.passes.vmap_and_grad import gradient_as_op, gradient_of_function, pullback, pushforward
 from autoparallel.capture.tracing.frames import caller, users_caller
