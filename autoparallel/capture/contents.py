@@ -133,7 +133,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 def _slots(kind: Any) -> tuple[str, ...]:
     """Names of the slots of a class."""
     return tuple(name for owner in kind.__mro__ for name, member in vars(owner).items()
-                 if isinstance(member, MemberDescriptorType))
+                 if isinstance(member, MemberDescriptorType) and name != "__dict__")
 
 
 def is_mutable(value: Any) -> bool:

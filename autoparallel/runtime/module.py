@@ -25,6 +25,7 @@ from autoparallel.runtime import (
     batches,
     data,
     initialise,
+    load_hooks,
     loading,
     placing,
     resume,
@@ -41,7 +42,7 @@ from autoparallel.runtime.inputs import Inputs, local_batch
 from autoparallel.runtime.profiling import Profile, profiled
 from autoparallel.runtime.state import State
 from autoparallel.runtime.verify import Verification, measure, undone
-from autoparallel.runtime.wrappers import refuse_composed
+from autoparallel.runtime.wrappers import refuse_composed, refuse_transforms
 
 #: Why torch.compile of a parallel module, or of what calls it, leaves its calls as they are.
 _OPAQUE = "a parallel module compiles its own program: autoparallel.compile(model, mesh, backend='inductor')"
@@ -103,6 +104,7 @@ class ParallelModule(nn.Module):
         """
         state = self._state
         state.together.check()
+        refuse_transforms(pytree.tree_leaves((args, kwargs)))
         with state.together.call():
             return state.inputs.taken(args, kwargs, self.mesh, state.device, compared, all_global=state.gathers)
 
@@ -201,6 +203,11 @@ class ParallelModule(nn.Module):
             placing.check_conversion(fn, (*self.named_parameters(), *self.named_buffers()))
         return self
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raises InputError: the program is compiled already."""
+        raise InputError(f"{_OPAQUE}\n  Leave parallel.compile() out; torch.compile(parallel) leaves its calls as they "
+                         "are.")
+
     def manual_seed(self, seed: int) -> None:
         """Restart random ops (dropout) from this seed. Raises InputError on all ranks if they give different seeds."""
         resume.start(self._state, seed, 0)
@@ -287,11 +294,14 @@ class ParallelModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load global tensors or DTensors by the original names; each rank takes its shards. All ranks call this.
 
+        Values are copied into the parameters in their dtype, also with ``assign`` once the parameters are placed.
+
         Raises InputError on all ranks, with nothing changed, for values that do not fit, DTensors that another rank
         saved, or values that differ over ranks.
         """
         state = self._state
         arguments.check_flag("strict", strict)
+        arguments.check_flag("assign", assign)
         if not state.forms:
             return loading.load_original(state.model, state_dict, strict, assign)
         state.together.agree("load_state_dict")
@@ -379,7 +389,9 @@ class ParallelModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         tracing.first_form(self._state)
-        return nn.Module.state_dict(self, *args, **kwargs)
+        found = nn.Module.state_dict(self, *args, **kwargs)
+        load_hooks.add_extra_state(self._state.model, self, found, kwargs.get("prefix", ""))
+        return found
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         refuse_composed(self.__dict__)

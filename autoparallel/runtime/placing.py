@@ -65,7 +65,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
 def check_conversion(fn: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises InputError if ``fn`` changes the dtype or device of a placed tensor (``tensors``: name, tensor)."""
     for name, value in tensors:
-        made = fn(value)
+        made = fn(value.to_local().detach() if isinstance(value, DTensor) else value)
         if (made.dtype, made.device) != (value.dtype, value.device):
             raise InputError(f"{name} is {value.dtype} on {value.device}, and cannot become {made.dtype} on "
                              f"{made.device}: the program was compiled for what it is\n  Convert the model before "

@@ -66,6 +66,11 @@ class State:
         made.__dict__.update(deepcopy(self.__dict__, memo))
         return made
 
+    def __reduce__(self) -> Any:
+        raise InputError("a parallel module cannot be pickled: its programs and process groups are of this process\n"
+                         "  Save its state: parallel.save(folder, optimizer), parallel.save_pretrained(folder) or "
+                         "torch.distributed.checkpoint; pickle the model that it was made of.")
+
     def close(self) -> None:
         """Let go of the programs and of the process groups of this module's own."""
         self.forms, self.shared_groups = Forms(self.max_forms), {}
