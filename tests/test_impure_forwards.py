@@ -80,16 +80,18 @@ def by_default(model: Any, y: Tensor, seen: list[int] = []) -> float:  # noqa: B
 #: name -> (scale, value, words of the refusal)
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[], Any], str]] = {
     "count in a dict": (counted, lambda: {"n": 0}, "changes what is in value (dict: 'n' was 0 and is 1)"),
-    "Counter": (counted, collections.Counter, "changes what is in value (Counter: 'n' was absent and is 1)"),
+    "Counter": (counted, collections.Counter, "adds to value and reads it"),
     "count in a list of a dict": (lambda m, y: _first(m.value["n"]), lambda: {"n": [0]}, "element 0 was 0 and is 1"),
-    "list that grows": (appended, list, "appends to value and reads it"),
+    "list that grows": (appended, list, "adds to value and reads it"),
     "list that shrinks": (lambda m, y: m.value.pop(), lambda: [1.0, 2.0], "it had 2 elements and has 1"),
+    "tensor under a new name": (lambda m, y: m.value.setdefault(len(m.value), y) + sum(m.value.values()), dict,
+                                "adds to"),
     "deque": (lambda m, y: m.value.rotate(1) or m.value[0], lambda: collections.deque([1.0, 2.0]), "element 0 was 1.0"),
     "tensor in a dict": (carried, lambda: {"h": torch.zeros(2, 4)}, "'h' was a tensor and is a tensor"),
     "field of an object": (in_object, lambda: SimpleNamespace(n=0), "'n' was 0 and is 1"),
     "array": (in_array, lambda: np.zeros(2), "it was written to"),
     "global dict": (globally, lambda: None, "changes what is in COUNTS"),
-    "default argument": (by_default, lambda: None, "appends to"),
+    "default argument": (by_default, lambda: None, "adds to"),
     "list iterator": (lambda m, y: next(m.value), lambda: iter([1.0, 2.0]), "reads value, which is or has a list_iter"),
     "zip": (lambda m, y: sum(a * b for a, b in m.value), lambda: zip([1.0], [2.0], strict=True), "has a zip"),
     "iterator in a dict": (lambda m, y: next(m.value["it"]), lambda: {"it": itertools.cycle([1.0])}, "has a cycle"),
@@ -166,6 +168,7 @@ def noted(model: Any, y: Tensor) -> float:
 @pytest.mark.parametrize(("scale", "value"), [
     (kept, {}),
     (noted, []),  # for others to read
+    (lambda m, y: m.value["n"] * 2, collections.defaultdict(float)),
     (lambda m, y: random.Random(3).random(), None),
     (lambda m, y: float(np.random.default_rng(3).random()), None),
     (lambda m, y: sum(map(float, m.value)), [1.0, 2.0]),

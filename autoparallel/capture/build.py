@@ -112,9 +112,9 @@ def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
             with recorder.recording():
                 program = trace(model, args, kwargs, numbers)
         recorder.refuse_memory(program.graph)
-        with recorder.grown() as name:
+        with recorder.grown(program.graph) as name:
             if name and not _is_traced_alike(program, lambda: trace(model, args, kwargs, numbers), recorder):
-                raise recorder.memory(f"appends to {name} and reads it")
+                raise recorder.memory(f"adds to {name} and reads it")
         inline_modes(program.graph_module, autocast=autocast)
         return program
 

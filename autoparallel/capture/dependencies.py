@@ -181,21 +181,23 @@ class Recorder:
                 raise self.memory(f"reads {f'{path}.{name}'.strip('.')} and assigns another value to it "
                                    f"({_kind(before)}, then {_kind(after)})")
         for change in self._changes:
-            if changed := _memory_in(change.before, change.now, graph):
+            if not _is_longer(change) and (changed := _memory_in(change.before, change.now, graph)):
                 raise self.memory(f"changes what is in {change.name} ({type(change.value).__name__}: {changed})")
         for variable, before in zip(self._variables, self._values, strict=True):
             if is_plain(before) and description(now := variable.value()) != description(before):
                 raise self.memory(f"assigns to the global {variable.name} ({_kind(before)}, then {_kind(now)})")
 
     @contextmanager
-    def grown(self) -> Iterator[str]:
-        """With what the trace appended to lists of the model's left in them: another trace, if it is a different one,
-        reads it. Yields the name of such a list, or ""."""
-        longer = [change for change in self._changes
-                  if isinstance(change.value, (list, deque)) and _is_longer(change.before, change.now)]
+    def grown(self, graph: Graph) -> Iterator[str]:
+        """With what the trace added to the model's lists and dicts left in them: if it reads it, another trace is a
+        different one. (Not tables, which it would make again.) Yields the name of such a container, or ""."""
+        longer = [change for change in self._changes if _is_longer(change)]
         for change in longer:
-            change.value.clear()
-            change.value.extend(change.now)
+            if isinstance(change.value, dict):
+                change.value.update({key: value for key, value in change.now.items() if key not in change.before and (
+                    not isinstance(value, torch.Tensor) or _depends_on_call(value, graph))})
+            else:
+                change.value.extend(change.now[len(change.value):])
         yield longer[0].name if longer else ""
         restore(change for change in longer if change.owned or _has_no_data(change.now))
 
@@ -240,18 +242,14 @@ def _memory_in(before: Any, now: Any, graph: Graph) -> str:
     if isinstance(before, dict):
         if gone := [key for key in before if key not in now]:
             return f"{shown(gone[0])} is gone"
-        for key, value in now.items():
-            old = before.get(key, Missing)
-            if value is not old and (_depends_on_call(value, graph) or _is_counted(old, value)
-                                     or (old is Missing and type(value) in (int, float, complex))):
+        for key, old in before.items():
+            if (value := now[key]) is not old and (_depends_on_call(value, graph) or _is_counted(old, value)):
                 return f"{shown(key)} was {_kind(old)} and is {_kind(value)}"
         return ""
     if isinstance(before, set):
         return "elements are gone" if before - now else ""
     if isinstance(before, bytes):
         return "it was written to"
-    if _is_longer(before, now):
-        return ""
     if len(before) != len(now):
         return f"it had {len(before)} elements and has {len(now)}"
     at = next(n for n, (a, b) in enumerate(zip(before, now, strict=True)) if a is not b)
@@ -264,9 +262,12 @@ def _has_no_data(contents: Any) -> bool:
     return any(isinstance(value, FakeTensor) for value in values)
 
 
-def _is_longer(before: Any, now: Any) -> bool:
-    """Whether elements were appended, and nothing else was done."""
-    return isinstance(now, list) and len(now) > len(before) and all(map(is_, before, now))
+def _is_longer(change: Change) -> bool:
+    """Whether elements were added to a list or a dict, and nothing else was done."""
+    value, before, now = change.value, change.before, change.now
+    if isinstance(value, dict):
+        return len(now) > len(before) and all(map(is_, before.values(), map(now.get, before)))
+    return isinstance(value, (list, deque)) and len(now) > len(before) and all(map(is_, before, now))
 
 
 def _depends_on_call(value: Any, graph: Graph) -> bool:
