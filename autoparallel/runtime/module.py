@@ -36,6 +36,7 @@ from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.checkpoint import pretrained
 from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
 from autoparallel.runtime.clipping import check_arguments, clip_gradients
+from autoparallel.runtime.failing import one_at_a_time
 from autoparallel.runtime.form import Compile, Compiled
 from autoparallel.runtime.generation import generating
 from autoparallel.runtime.inputs import Inputs, local_batch
@@ -111,14 +112,15 @@ class ParallelModule(nn.Module):
     @torch.compiler.disable(reason=_OPAQUE)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
-        args, kwargs = self.taken(args, kwargs, state.inputs.are_compared())
-        if not state.forms:
-            self.trace(args, kwargs)
-        if state.hybrid.stages > 1:
-            raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
-                             "parallel.step(...), which runs forward and backward of a whole step")
-        compiled = self.trace(args, kwargs, step=False, runs=True)
-        return self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
+        with one_at_a_time:
+            args, kwargs = self.taken(args, kwargs, state.inputs.are_compared())
+            if not state.forms:
+                self.trace(args, kwargs)
+            if state.hybrid.stages > 1:
+                raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
+                                 "parallel.step(...), which runs forward and backward of a whole step")
+            compiled = self.trace(args, kwargs, step=False, runs=True)
+            return self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
 
     @torch.compiler.disable(reason=_OPAQUE)
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -129,13 +131,14 @@ class ParallelModule(nn.Module):
         lie on any rank. Under torch.no_grad only forward runs: the evaluation loss of a pipeline. If a rank fails, the
         others raise PeerError with its reason.
         """
-        args, kwargs = self.taken(args, kwargs, self._state.inputs.are_compared())
-        compiled = self.trace(args, kwargs, runs=True)
-        leaves = pytree.tree_leaves(canonical_call(args, kwargs))
-        if len(compiled.stages) > 1 and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            raise InputError("an input requires a gradient, and each rank would have only the part of its own pipeline "
-                             "stages\n  Give it detached, or run the model without a pipeline.")
-        return self._calls.step(compiled, leaves)
+        with one_at_a_time:
+            args, kwargs = self.taken(args, kwargs, self._state.inputs.are_compared())
+            compiled = self.trace(args, kwargs, runs=True)
+            leaves = pytree.tree_leaves(canonical_call(args, kwargs))
+            if len(compiled.stages) > 1 and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+                raise InputError("an input requires a gradient, and each rank would have only the part of its own "
+                                 "pipeline stages\n  Give it detached, or run the model without a pipeline.")
+            return self._calls.step(compiled, leaves)
 
     def verify(self, *args: Any, steps: int = 10, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
                ) -> Verification:
