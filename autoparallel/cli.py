@@ -52,6 +52,7 @@ def plan(
     reduce_dtype: Annotated[str | None, typer.Option(help="sum gradients in float32, bfloat16 or float16")] = None,
     bucket_bytes: Annotated[float | None, typer.Option(help="of gradients or parameters that are sent together, "
                                                        "at most (25 MiB)")] = None,
+    copies: Annotated[int | None, typer.Option(help="micro-batches that run interleaved at a time")] = None,
     explain: Annotated[list[str] | None, typer.Option(help="an op, parameter or input: what its strategies "
                                                       "cost")] = None,
     alternatives: Annotated[int, typer.Option(min=0, help="so many other plans, by how much slower they are")] = 0,
@@ -92,7 +93,7 @@ def plan(
             schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
-            bucket_bytes=bucket_bytes, progress=progress,
+            bucket_bytes=bucket_bytes, copies=copies, progress=progress,
         )
         if output is not None:  # first: what follows may fail
             made.save(output)

@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autoparallel.capture import capture, capture_for_any
-from autoparallel.errors import PlanError
 from autoparallel.garbage import collected_later
 from autoparallel.layout import Layout
-from autoparallel.partition import MicroBatches, split_batch, stages_of
+from autoparallel.partition import MicroBatches, split_batch
 from autoparallel.planning.history import SearchHistory
 from autoparallel.planning.one_mesh import plan_call
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_graph import plan_graph
-from autoparallel.planning.recompute import blocks_by_stage
 from autoparallel.plans import Hybrid, Plan
-from autoparallel.pricing import Prices
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
@@ -37,8 +34,7 @@ if TYPE_CHECKING:
     from autoparallel.runtime.inputs import Inputs
     from autoparallel.runtime.module import ParallelModule
 
-#: The arguments of an example call: positional ones, and those by name.
-Call = tuple[Sequence[Any], Mapping[str, Any]]
+Call = tuple[Sequence[Any], Mapping[str, Any]]  # the arguments of an example call: positional ones, and by name
 
 
 def plan(model: nn.Module, cluster: Cluster, args: Sequence[Any], kwargs: Mapping[str, Any],
@@ -50,23 +46,14 @@ def plan(model: nn.Module, cluster: Cluster, args: Sequence[Any], kwargs: Mappin
         graph = capture(model, args, kwargs)
         captured = time.process_time() - started
     best = plan_graph(graph, cluster, mesh_shape, axis_names, joint, replace(options, progress=history))
-    seconds = {"capture": captured, **best.evidence.seconds}
-    return replace(best, evidence=replace(best.evidence, seconds=seconds), record=history.told(best))
+    evidence = replace(best.evidence, seconds={"capture": captured, **best.evidence.seconds})
+    return replace(best, evidence=evidence, record=history.told(best))
 
 
 def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inputs: Inputs, plan: Plan | None,
             cluster: Cluster | str | Path | None, options: Options, backend: str, max_forms: int,
             peer_timeout_s: float) -> ParallelModule:
     """The model on a mesh, as `autoparallel.compile`; traced now if there is an ``example`` call."""
-    from autoparallel.runtime.failing import naming_peers
-
-    with naming_peers():
-        return _compile(model, mesh, example, inputs, plan, cluster, options, backend, max_forms, peer_timeout_s)
-
-
-def _compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inputs: Inputs, plan: Plan | None,
-             cluster: Cluster | str | Path | None, options: Options, backend: str, max_forms: int,
-             peer_timeout_s: float) -> ParallelModule:
     import torch.distributed as dist
 
     from autoparallel import backends
@@ -85,8 +72,7 @@ def _compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inp
     mesh = check_mesh(mesh, plan)
     runs_by = backends.chosen(backend, mesh.device_type)
     machine = cluster_of(mesh, cluster, runs_by)
-    several = (plan.hybrid.stages if plan else options.stages) > 1
-    hybrid = plan.hybrid if plan else options.hybrid(mesh.size(0) if several else 1)
+    hybrid = plan.hybrid if plan else options.hybrid(mesh.size(0) if options.stages > 1 else 1)
     position = groups.position_on(mesh, hybrid.pipeline_ranks)
     backends.check(runs_by, hybrid)
 
@@ -119,40 +105,17 @@ def _plan_on_devices(model: nn.Module, count: int, cluster: Cluster | str | Path
     return decide_once(lambda: plan(model, machine, *example, None, None, False, options))
 
 
-def _recorded(plan: Plan) -> Plan:
-    """The plan with its record made, so that all ranks have it: what makes it stays on rank 0."""
-    return replace(plan, record=plan.known)
-
-
 @collected_later()
 def _compile_call(micro: MicroBatches, position: MeshPosition, cluster: Cluster, options: Options, hybrid: Hybrid,
                   given: Plan | None, placed: Mapping[str, Layout], backend: str) -> Compiled:
-    """One call form: rank 0 plans it (or the plan is given), every rank emits its own programs and checks them."""
-    from autoparallel import backends
-    from autoparallel.lower import check, emit, order_digest, sum_gradients_in
-    from autoparallel.runtime.agree import decide_once, made_equally
-    from autoparallel.runtime.form import Compiled
+    """One call form: rank 0 plans it (or the plan is given), every rank makes its own programs and checks them."""
+    from autoparallel.runtime.agree import decide_once
+    from autoparallel.runtime.programs import compiled
 
     space = StrategySpace(micro.body, tuple(position.mesh.shape), position.axis_names)
-    found = given or decide_once(lambda: _recorded(plan_call(space, micro, cluster, options, placed, hybrid)))
 
-    def lowered() -> Compiled:
-        backends.check(backend, found.hybrid)
-        strategies = found.strategies_on(space)
-        stages = stages_of(space, micro.loss, found.hybrid)
-        blocks = {name for names in blocks_by_stage(space, stages) for name in names}
-        if unknown := sorted(set(found.hybrid.recompute_blocks or ()) - blocks):
-            raise PlanError(f"the plan recomputes blocks {unknown}, which the model has not; it has {sorted(blocks)}")
-        path = Prices(space, cluster, options.optimizer, direct=found.direct, stages=position.pipeline_ranks).path
-        programs = {
-            number: emit(space, strategies, path, position.coordinate, position.mesh.device_type, stages.parts[number])
-            for number in found.hybrid.stages_of(position.pipeline_rank)
-        }
-        for program in programs.values():
-            check(program, space, position.coordinate)
-            sum_gradients_in(program, found.hybrid.sum_dtype)
-        return Compiled(found, space, micro, stages, programs, backend, cluster)
+    def best() -> Plan:
+        made = plan_call(space, micro, cluster, options, placed, hybrid)
+        return replace(made, record=made.known)  # for all ranks: what makes it stays on rank 0
 
-    return made_equally("an order of collectives", lowered,
-                      lambda made: "".join(order_digest(p) for p in made.programs.values()), position.pipeline_rank)
-
+    return compiled(given or decide_once(best), space, micro, position, cluster, options.optimizer, backend)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +16,16 @@ from autoparallel.lower.overlap_pass import ended_together, overlap, reads_of
 from autoparallel.partition import split_batch
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.pricing.overlap_simulation import Launch, RankStep
+from autoparallel.pricing.overlap_simulation import RankStep
 from autoparallel.runtime.stage_module import split_step
 from autoparallel.schedule.async_windows import TOP, AsyncWindows, Read, ToAsk
 from autoparallel.strategies.space import Strategy, StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from cost_models import Cluster
 from tests.support.captured import graph_of, plan_of
+from tests.support.launch_order import check_order
 from tests.support.models import CASES
 from tests.support.programs import named
-from tests.support.recorded import Event, events_of_a_step
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=8)
 
@@ -39,38 +37,6 @@ def strategies_of(case_name: str, space: StrategySpace, options: dict[str, Any])
     four = Cluster.load("h100-sxm", num_devices=4)
     made = plan_of(case_name, four, mesh_shape=space.mesh_shape, **options)
     return tuple(made.strategies_on(space))
-
-
-def sorted_waits(events: Sequence[Event]) -> list[Event]:
-    """The events, consecutive waits in the order of their launches: which of them comes first changes nothing."""
-    return [event for waits, run in itertools.groupby(events, lambda event: event[0] == "wait")
-            for event in (sorted(run) if waits else run)]
-
-
-def simulated(step: RankStep) -> list[Event]:
-    """What a rank launches and awaits in a step, as the simulation has it."""
-    numbers, found = dict[int, int](), list[Event]()
-    for event in step.communication():
-        if isinstance(event, Launch):
-            numbers[event.task] = sum(one[0] == "launch" for one in found)
-            found.append(("launch", *event.message))
-        else:
-            found.append(("wait", numbers[event.task]))
-    return found
-
-
-def check_order(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_shape: tuple[int, ...],
-                seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the random plan of this seed, a rank launches and awaits what the simulation does: kind, axis, bytes and
-    order."""
-    torch.set_num_threads(1)
-    micro = split_batch(capture(model, args, kwargs), hybrid.micro_batches)
-    space = StrategySpace(micro.body, mesh_shape)
-    draw, prices = random.Random(seed), Prices(space, CLUSTER)
-    strategies = tuple(draw.choice(strategy_set.strategies) for strategy_set in space.strategy_sets)
-    told = simulated(RankStep(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies))
-    found = events_of_a_step(model, args, kwargs, micro, space, strategies, prices.path, hybrid, monkeypatch)
-    assert sorted_waits(found) == sorted_waits(told)
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [

@@ -283,3 +283,66 @@ def test_options_that_cannot_be_are_refused(ranks: Any) -> None:
         assert "InputError: ranks read different data: epoch 0, seed 1, from sample 0" in seeds
         assert "(on ranks [1])" in seeds and "epoch 1, seed 0, from sample 0" in epochs and "set_epoch" in epochs
         assert fine == "no error: 3"
+
+
+class Images(Dataset[dict[str, Any]]):
+    """Images of 7 x 8 and their classes. ``read`` counts elements of images; ``wrong``: parts have other values."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        self.read, self.wrong = 0, wrong
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.part(index, {"x": (slice(None),) * 3, "label": None}, wrong=False)
+
+    def part(self, index: int, slices: dict[str, Any], wrong: bool | None = None) -> dict[str, Any]:
+        assert slices["label"] is None
+        image = (index + torch.arange(112.0).view(2, 7, 8))[slices["x"]]
+        self.read += image.numel()
+        return {"x": image + (self.wrong if wrong is None else wrong), "label": index % 3}
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.conv(x).sin().mean((2, 3))), label)
+
+
+#: The batch over the first axis, heights over the second: 7 rows on four ranks are 2, 2, 2 and 1.
+HEIGHTS = {"x": (Shard(0), Shard(2))}
+
+
+def losses_of_parts(workers: int) -> tuple[list[float], int]:
+    """Losses of an epoch, and the elements of images that this rank has read."""
+    torch.manual_seed(1)
+    parallel, images = autoparallel.compile(Convolution(), mesh_of(1, 4), pins=HEIGHTS), Images()
+    loader = parallel.dataloader(images, BATCH, num_workers=workers)
+    images.read = 0
+    return [float(parallel(**batch).detach()) for batch in loader], images.read
+
+
+def test_ranks_read_their_parts_of_samples(ranks: Any) -> None:
+    torch.manual_seed(1)
+    model, images = Convolution(), Images()
+    expected = [float(model(**batch).detach()) for batch in DataLoader(images, BATCH)]
+    for rank, (losses, read) in enumerate(ranks(4).run(losses_of_parts, 0)):
+        rows = (2, 2, 2, 1)[rank]
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert read == 16 * rows * 16 + 16 * rows + 112  # the samples, one of them again and whole, to be compared
+
+
+def wrong_parts() -> str:
+    parallel = autoparallel.compile(Convolution(), mesh_of(1, 4), pins=HEIGHTS)
+    with pytest.raises(AutoparallelError) as found:
+        next(iter(parallel.dataloader(Images(wrong=True), BATCH)))
+    return str(found.value)
+
+
+def test_a_part_that_is_no_part_is_refused_on_all_ranks(ranks: Any) -> None:
+    for message in ranks(4).run(wrong_parts):
+        assert "part(0, ...)['x'] has other values than sample 0 has there" in message

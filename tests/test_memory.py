@@ -119,6 +119,7 @@ PLANS: list[Any] = [
     slow("bert", (4,), {"micro_batches": 2, "zero_stage": 1}, 0.05),
     ("bert", (4,), {"micro_batches": 2, "zero_stage": 3, "baseline": "fsdp"}, 0.05),
     slow("bert", (4,), {"micro_batches": 2, "recompute": "selective"}, 0.05),
+    ("llama", (2, 2), {"micro_batches": 4, "copies": 2, "baseline": "tensor_parallel"}, 0.05),
     slow("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe"}, 0.05),
     ("gpt2", (2, 2), {"pipeline_stages": 2, "micro_batches": 4, "schedule": "gpipe", "recompute": "full"}, 0.05),
     slow("bert", (4,), {"pipeline_stages": 4, "micro_batches": 8, "schedule": "1f1b"}, 0.05),

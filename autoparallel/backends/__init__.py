@@ -35,6 +35,9 @@ def check(backend: str, hybrid: Hybrid) -> None:
     """Raises PlanError for a step configuration that this backend cannot run."""
     if backend == EAGER:
         return
+    if hybrid.copies > 1:
+        raise PlanError(f"copies={hybrid.copies} interleaves micro-batches op by op, and backend={backend!r} orders "
+                        "the ops of its graphs itself: take copies=1, or backend='eager'")
     if hybrid.recompute == "offload":
         raise PlanError(f"recompute='offload' moves saved tensors of single ops to the host, and backend={backend!r} "
                         "saves those of whole graphs: take recompute='full', or backend='eager'")

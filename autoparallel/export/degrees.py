@@ -144,6 +144,9 @@ def _lost(plan: Plan, roles: Roles, layers: tuple[str, ...]) -> list[Lost]:
             some = ", ".join(axis.departures[:_SOME]) + (", ..." if len(axis.departures) > _SOME else "")
             found.append(Lost(f"{len(axis.departures)} products on axis {axis.name} that are not {axis.role}-parallel "
                               f"({some})", f"{axis.role}-parallel, as the others"))
+    if (copies := plan.hybrid.copies) > 1:
+        found.append(Lost(f"{copies} micro-batches interleaved at a time", "one after the other",
+                          plan.prediction.hidden_communication_s))
     again = plan.hybrid.recompute_blocks
     if again is not None and set(again) != set(layers):
         share = 1 - len(again) / max(1, len(layers))

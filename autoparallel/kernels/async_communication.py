@@ -1,6 +1,6 @@
 """Collectives issued at one program point and awaited at another, forward and backward.
 
-A redistribution of parameters is a pair of calls, `begin_...` and `end`, with compute between the two:
+A redistribution is a pair of calls, `begin_...` and `end` (of activations: `end_step`), with compute between the two:
 
     forward     begin: the gather is issued           end: it is awaited
     backward    end: the reduction is issued          begin: it is awaited
@@ -19,6 +19,7 @@ from autoparallel.kernels.collectives import (
     Finish,
     Sizes,
     act,
+    begin_action,
     begin_all_gathers,
     begin_all_reduce,
     begin_all_reduce_own,
@@ -27,6 +28,7 @@ from autoparallel.kernels.collectives import (
 )
 from autoparallel.kernels.groups import Axis
 from autoparallel.layout import INVARIANT, PARTIAL, Placement, dual
+from autoparallel.layout.redistribution import ACTIONS
 
 Values = tuple[torch.Tensor, ...]
 Gradients = tuple[torch.Tensor | None, ...]
@@ -126,6 +128,38 @@ class Gathers:
         return [(source.dim, sizes) for source, sizes in zip(self.sources, self.sizes, strict=True)]
 
 
+@dataclass(frozen=True)
+class Moved:
+    """One redistribution step of an activation, from placement ``source`` to ``target``; arguments as
+    `collectives.redistribute`."""
+
+    axis: Axis
+    source: Placement
+    target: Placement
+    source_sizes: Sizes
+    target_sizes: Sizes
+
+    def forward(self, values: Values) -> Callable[[], Values]:
+        action = ACTIONS[self.source.kind, self.target.kind][0]
+        finish = begin_action(action, values[0], self.axis, self.source, self.source_sizes, self.target,
+                              self.target_sizes)
+        return lambda: (finish(),)
+
+    def backward(self, gradients: Gradients) -> Callable[[], Gradients]:
+        (gradient,) = gradients
+        if gradient is None:
+            return lambda: gradients
+        source, target = dual(self.target), dual(self.source)
+        action = ACTIONS[source.kind, target.kind][0]
+        finish = begin_action(action, gradient, self.axis, source, self.target_sizes, target, self.source_sizes)
+        return lambda: (finish(),)
+
+    def backward_at_once(self, gradients: Gradients) -> Gradients:
+        (gradient,) = gradients
+        return (None if gradient is None else act(gradient, self.axis, dual(self.target), dual(self.source),
+                                                  self.target_sizes, self.source_sizes),)
+
+
 @dataclass
 class _Pending:
     """State that `_Begin` and `_End` share outside autograd's graph, whose edges between them carry placeholders only.
@@ -215,6 +249,18 @@ def begin_gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], *values: t
 def end(begun: Begun) -> Values:
     """Await the communication and return the values. In backward, this issues the reduction of their gradients."""
     return _End.apply(begun.pending, *begun.values)
+
+
+def begin_step(x: torch.Tensor, axis: str, source: str, target: str, source_sizes: Sizes = (), target_sizes: Sizes = ()
+               ) -> Begun:
+    """Begin a redistribution step of an activation; arguments as `collectives.redistribute`."""
+    return _begin(Moved(groups.current(axis), Placement.parse(source), Placement.parse(target), source_sizes,
+                        target_sizes), x)
+
+
+def end_step(begun: Begun) -> torch.Tensor:
+    """Await the step that `begin_step` began and return its result. In backward, this begins the gradient's step."""
+    return end(begun)[0]
 
 
 def issue_gradients(values: Values, gradients: Gradients) -> None:

@@ -171,8 +171,8 @@ def _cut_into(shards: torch.Tensor, x: torch.Tensor, dim: int, sizes: Sizes) -> 
         shard[:size].copy_(part)
 
 
-def _all_to_all(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> torch.Tensor:
-    return _begin(_c10d.all_to_all_single, x, received, sent, axis.group_name)()
+def _begin_all_to_all(x: torch.Tensor, axis: Axis, received: Sequence[int], sent: Sequence[int]) -> Finish:
+    return _begin(_c10d.all_to_all_single, x, received, sent, axis.group_name)
 
 
 def all_reduce_tensor(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
@@ -187,22 +187,30 @@ def all_to_all_tensor(
     x: torch.Tensor, axis: Axis, source: int, source_sizes: Sizes, target: int, target_sizes: Sizes
 ) -> torch.Tensor:
     """All-to-all: split along dim ``target``, send part r to rank r, concatenate received parts along ``source``."""
+    return begin_all_to_all(x, axis, source, source_sizes, target, target_sizes)()
+
+
+def begin_all_to_all(
+    x: torch.Tensor, axis: Axis, source: int, source_sizes: Sizes, target: int, target_sizes: Sizes
+) -> Finish:
     if x.is_complex():  # gloo sends real numbers only
         real = torch.view_as_real(x.resolve_conj())
-        return torch.view_as_complex(all_to_all_tensor(real, axis, source, source_sizes, target, target_sizes))
+        begun = begin_all_to_all(real, axis, source, source_sizes, target, target_sizes)
+        return lambda: torch.view_as_complex(begun())
     shards = [p.contiguous() for p in x.split(list(target_sizes), dim=target)]
     shape = list(shards[axis.rank].shape)
     shapes = [[*shape[:source], size, *shape[source + 1 :]] for size in source_sizes]
     counts = [int(torch.Size(s).numel()) for s in shapes]
-    received = _all_to_all(torch.cat([p.reshape(-1) for p in shards]), axis, counts, [p.numel() for p in shards])
-    return torch.cat([r.reshape(s) for r, s in zip(received.split(counts), shapes, strict=True)], dim=source)
+    sent = [p.numel() for p in shards]
+    received = _begin_all_to_all(torch.cat([p.reshape(-1) for p in shards]), axis, counts, sent)
+    return lambda: torch.cat([r.reshape(s) for r, s in zip(received().split(counts), shapes, strict=True)], dim=source)
 
 
 def shifted(values: Sequence[torch.Tensor], axis: Axis) -> tuple[torch.Tensor, ...]:
     """The values of the previous rank of a ring, in one message. All ranks' values have these shapes and one dtype."""
     numel = sum(value.numel() for value in values)
     counts = [[numel if r == (axis.rank + by) % axis.size else 0 for r in range(axis.size)] for by in (-1, 1)]
-    message = _all_to_all(torch.cat([value.reshape(-1) for value in values]), axis, *counts)
+    message = _begin_all_to_all(torch.cat([value.reshape(-1) for value in values]), axis, *counts)()
     parts = message.split([value.numel() for value in values])
     return tuple(part.view(value.shape) for part, value in zip(parts, values, strict=True))
 
@@ -215,7 +223,7 @@ class _Exchange(torch.autograd.Function):
         ctx.reverse = axis, sent, received
         width = x[0].numel() if len(x) else x.new_empty(x.shape[1:]).numel()
         counts = [[n * width for n in numbers] for numbers in (received, sent)]
-        made = _all_to_all(x.reshape(-1), axis, *counts)
+        made = _begin_all_to_all(x.reshape(-1), axis, *counts)()
         return made.view(sum(received), *x.shape[1:])
 
     @staticmethod
@@ -260,26 +268,34 @@ torch.library.register_fake("autoparallel::awaited", lambda received, sent: rece
 torch.fx.node.has_side_effect(torch.ops.autoparallel.awaited.default)  # as `wait_tensor` has
 
 
-def _act(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
-         ) -> torch.Tensor:
-    """Run one action of the redistribution table, from placement a to placement b."""
+def begin_action(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
+                 ) -> Finish:
+    """Begin one action of the redistribution table, from placement a to placement b. Those without communication are
+    done at once."""
+    match action:
+        case "all_reduce":
+            return begin_all_reduce(x, axis)
+        case "all_gather":
+            return begin_all_gather(x, axis, a.dim, a_sizes)
+        case "reduce_scatter":
+            return begin_reduce_scatter(x, axis, b.dim, b_sizes)
+        case "all_to_all":
+            return begin_all_to_all(x, axis, a.dim, a_sizes, b.dim, b_sizes)
+    made = _local_action(action, x, axis, a, a_sizes, b, b_sizes)
+    return lambda: made
+
+
+def _local_action(action: str, x: torch.Tensor, axis: Axis, a: Placement, a_sizes: Sizes, b: Placement, b_sizes: Sizes
+                  ) -> torch.Tensor:
     match action:
         case "none":
             return x
         case "mask":
             return torch.ops.autoparallel.kept_or_zeros(x, axis.rank == 0)
-        case "all_reduce":
-            return begin_all_reduce(x, axis)()
-        case "all_gather":
-            return begin_all_gather(x, axis, a.dim, a_sizes)()
         case "pad":
             return pad_tensor(x, axis, a.dim, a_sizes)
         case "slice":
             return slice_tensor(x, axis, b.dim, b_sizes)
-        case "reduce_scatter":
-            return begin_reduce_scatter(x, axis, b.dim, b_sizes)()
-        case "all_to_all":
-            return all_to_all_tensor(x, axis, a.dim, a_sizes, b.dim, b_sizes)
     raise ValueError(f"unknown action {action!r}")
 
 
@@ -289,7 +305,8 @@ class _Redistribute(torch.autograd.Function):
                 target_sizes: Sizes, sum_dtype: torch.dtype | None) -> torch.Tensor:
         ctx.step, ctx.sum_dtype = (axis, source, target, source_sizes, target_sizes), sum_dtype
         action = ACTIONS[source.kind, target.kind][0]
-        return x.view_as(x) if action == "none" else _act(action, x, axis, source, source_sizes, target, target_sizes)
+        return x.view_as(x) if action == "none" else begin_action(
+            action, x, axis, source, source_sizes, target, target_sizes)()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

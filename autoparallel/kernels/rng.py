@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-_call_seed: ContextVar[int] = ContextVar("call_seed", default=0)
+_call_seeds: ContextVar[tuple[int, ...]] = ContextVar("call_seeds", default=(0,))
 
 
 @contextmanager
-def use_seed(seed: int) -> Iterator[None]:
-    """Set the seed of the random ops of one call."""
-    token = _call_seed.set(seed)
+def use_seed(*seeds: int) -> Iterator[None]:
+    """Set the seed of the random ops of one call; of each copy, if micro-batches run interleaved."""
+    token = _call_seeds.set(seeds)
     try:
         yield
     finally:
-        _call_seed.reset(token)
+        _call_seeds.reset(token)
 
 
 def call_seed() -> int:
     """The seed set by `use_seed`; 0 outside."""
-    return _call_seed.get()
+    return _call_seeds.get()[0]
 
 
 def mix(*parts: int) -> int:
@@ -40,7 +40,12 @@ def mix(*parts: int) -> int:
 
 def random_op(op: Any, decision: int, local_shard: int, *args: Any, **kwargs: Any) -> Any:
     """Run a random op with the seed of (call, decision, shard)."""
-    return with_seed(mix(_call_seed.get(), decision, local_shard), op, *args, **kwargs)
+    return random_op_of_copy(0, op, decision, local_shard, *args, **kwargs)
+
+
+def random_op_of_copy(copy: int, op: Any, decision: int, local_shard: int, *args: Any, **kwargs: Any) -> Any:
+    """`random_op` of one of several interleaved micro-batches."""
+    return with_seed(mix(_call_seeds.get()[copy], decision, local_shard), op, *args, **kwargs)
 
 
 def with_seed(seed: int, op: Any, *args: Any, **kwargs: Any) -> Any:

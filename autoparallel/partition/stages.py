@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoparallel.capture.blocks import equal_blocks
+from autoparallel.capture.blocks import block_path, equal_blocks
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, decision_seconds
@@ -46,6 +46,17 @@ class Stages:
             return [(0,)] * num_decisions
         return [tuple(s for s, part in enumerate(self.parts) if index in part.decisions) or (0,)
                 for index in range(num_decisions)]
+
+    def blocks(self, space: StrategySpace) -> list[list[str]]:
+        """Paths of the blocks of each stage, in order; a block on several stages belongs to the first."""
+        found: list[list[str]] = [[] for _ in range(len(self))]
+        seen: set[str] = set()
+        for decision, on in zip(space.decisions, self.of_decisions(len(space)), strict=True):
+            path = block_path(space.graph.nodes[decision.node].module_path) if decision.kind == "op" else None
+            if path is not None and path not in seen:
+                seen.add(path)
+                found[on[0]].append(path)
+        return found
 
     def sent_bytes(self, space: StrategySpace, strategies: Sequence[Strategy]) -> list[tuple[float, float]]:
         """Over each cut, per micro-batch and in one direction: bytes that one rank sends, and the bytes of its part if

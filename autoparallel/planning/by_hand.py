@@ -20,6 +20,7 @@
     | virtual           | stages of each pipeline rank                                  | 1                          |
     | micro_batch       | sequences of a micro-batch on each data-parallel rank         | the batch in one; with pp  |
     |                   |                                                               | 1                          |
+    | copies            | micro-batches that run interleaved at a time                  | 1                          |
     | recompute         | none, selective, full, offload                                | none                       |
     | sequence_parallel | norms and residuals are cut along the sequence over tp        | no                         |
 
@@ -37,7 +38,7 @@ from autoparallel.errors import PlanError, shown
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.step_config import RECOMPUTE, SCHEDULES
 
-_COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch")
+_COUNTS = ("dp", "tp", "pp", "cp", "ep", "shards", "virtual", "micro_batch", "copies")
 SPLITS = ("work", "blocks", "ends")
 EXAMPLE = '"dp=8,tp=8,pp=4,zero=1,micro_batch=1,recompute=selective,sequence_parallel"'
 
@@ -57,6 +58,7 @@ class ByHand:
     split: str = "work"
     virtual: int = 1
     micro_batch: int | None = None
+    copies: int = 1
     recompute: str = "none"
     sequence_parallel: bool = False
 
@@ -151,7 +153,7 @@ class ByHand:
                             f"a batch of a multiple of {ranks * each}, or another micro_batch")
         schedule = self.schedule or ("interleaved" if self.virtual > 1 else "1f1b")
         return Hybrid(batch // (ranks * each), self.pp * self.virtual if self.pp > 1 else 1, self.pp, schedule,
-                      zero_stage=self.zero, recompute=self.recompute)
+                      zero_stage=self.zero, recompute=self.recompute, copies=self.copies)
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)

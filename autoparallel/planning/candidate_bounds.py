@@ -11,6 +11,7 @@ from autoparallel.planning.candidates import Candidate
 from autoparallel.planning.reduced_model import ReducedModel
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
+from autoparallel.pricing.prediction import fixed_s
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
@@ -44,11 +45,12 @@ class CandidateBounds:
 
     def floor(self, candidate: Candidate) -> float:
         """A lower bound of the estimate, in seconds: each op of the batch divided evenly over the devices of its stage,
-        without communication."""
+        without communication and launched ahead of time; and the time of a step that no op takes."""
         h = candidate.hybrid
         forward, backward = self._least_compute(h.micro_batches * math.prod(candidate.mesh_shape))
         again = 2.0 if h.recompute == "full" else 1.0
-        return equal_stages_s(h, h.micro_batches * (again * forward + backward))
+        ops_s = equal_stages_s(h, h.micro_batches * (again * forward + backward))
+        return ops_s + fixed_s(self.cluster, h)
 
     def oddity(self, candidate: Candidate) -> float:
         """How unusual a candidate is, in factors of two: an inner axis that is not a host, fewer samples per
@@ -86,7 +88,8 @@ class CandidateBounds:
             space, found, prices = self._whole, [0.0, 0.0], self._whole_prices(shards)
             for decision in space.decisions:
                 if decision.kind == "op":
-                    count, price = self.reduced_model.stands_for.get(decision.name, 1), prices.op_of(decision.index)
+                    count = self.reduced_model.stands_for.get(decision.name, 1)
+                    price = (prices.host_and_device(decision.index) or [prices.op_of(decision.index)])[-1]
                     found[0] += count * float(price.forward_s.min())
                     found[1] += count * float(price.backward_s.min())
             self._least[shards] = (found[0], found[1])

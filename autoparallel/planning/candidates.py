@@ -31,6 +31,7 @@ class Fixed:
     replicas: tuple[int, ...] = ()
     reduce_dtype: str | None = None
     bucket_bytes: float = BUCKET_BYTES
+    copies: int | None = None
 
 
 #: The step configuration and the stage mesh.
@@ -61,7 +62,9 @@ class Candidate:
     def __str__(self) -> str:
         h, mesh = self.hybrid, "x".join(map(str, self.mesh_shape))
         pipeline = f"{h.stages} stages on pipeline {h.pipeline_ranks} ({h.schedule}), " if h.stages > 1 else ""
-        return f"{pipeline}mesh {mesh}, micro-batches {h.micro_batches}, ZeRO {h.zero_stage}, recompute {h.recompute}"
+        at_a_time = f" ({h.copies} interleaved)" if h.copies > 1 else ""
+        return (f"{pipeline}mesh {mesh}, micro-batches {h.micro_batches}{at_a_time}, ZeRO {h.zero_stage}, "
+                f"recompute {h.recompute}")
 
     @property
     def is_bound(self) -> bool:
@@ -138,13 +141,13 @@ class CandidateSpace:
             yield from self._valid(micro_batches, stages, ranks, schedule, zero, recompute)
 
     def _valid(
-        self, micro_batches: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str
+        self, micro_batches: int, stages: int, ranks: int, schedule: str, zero: int, recompute: str, copies: int = 1
     ) -> Iterator[Hybrid]:
         """The step configuration, if it is valid; else nothing."""
         with suppress(PlanError):
             yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
-                         bucket_bytes=self.fixed.bucket_bytes)
+                         bucket_bytes=self.fixed.bucket_bytes, copies=self.fixed.copies or copies)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """The first round's schedules and their numbers of stages."""
@@ -178,6 +181,15 @@ class CandidateSpace:
             schedule = fixed.schedule or ("interleaved" if count > ranks else "1f1b")
             for hybrid in self._valid(micro_batches, count, ranks, schedule, h.zero_stage, again):
                 yield Candidate(hybrid, shape)
+        for micro_batches in self._interleaved(h):
+            zero = fixed.zero_stage if fixed.zero_stage is not None else max(1, h.zero_stage)
+            for hybrid in self._valid(micro_batches, 1, 1, h.schedule, zero, "none", copies=2):
+                yield Candidate(hybrid, best.mesh_shape)
+
+    def _interleaved(self, h: Hybrid) -> list[int]:
+        """Numbers of micro-batches, near those of a configuration, of which two can run interleaved."""
+        free = h.stages == 1 and self.fixed.copies is None and self.fixed.recompute in (None, "none")
+        return [m for m in self.micro_batches(1) if m in (h.micro_batches, 2 * h.micro_batches)] if free else []
 
     def _chunks(self, ranks: int) -> list[int]:
         """The possible numbers of stages per rank."""

@@ -14,7 +14,7 @@ from autoparallel.planning.candidates import Candidate, First, Fixed
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
 from autoparallel.planning.options import Options
-from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
+from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.answers import Choice, Sensitivity, Study
@@ -34,7 +34,8 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
     options = replace(options, recompute=None if open_ else options.recompute)
     stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
     fixed = Fixed(options.micro_batches, stages, options.schedule, options.recompute, options.zero_stage,
-                  tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, **options.reductions)
+                  tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
+                  **options.reductions)
 
     split = cache(partial(split_batch, graph))
 
@@ -70,7 +71,7 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
     if open_ and best.hybrid.recompute != "none":
         micro = split(best.hybrid.micro_batches)
         space = StrategySpace(micro.body, best.mesh_shape)
-        blocks = blocks_by_stage(space, stages_of(space, micro.loss, best.hybrid))
+        blocks = stages_of(space, micro.loss, best.hybrid).blocks(space)
         best = fewest_recomputed(best, blocks, partial(with_blocks, best), deadline)
     evidence, seen = best.evidence, found.survey
     reason = (f"{evidence.stop_reason} on the best of {len(seen.candidates)} combinations ({seen.without_plan} without "

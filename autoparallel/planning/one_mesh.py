@@ -29,7 +29,7 @@ from autoparallel.planning.candidates import First
 from autoparallel.planning.departures import departures, told
 from autoparallel.planning.facts import facts_of
 from autoparallel.planning.options import Options
-from autoparallel.planning.recompute import blocks_by_stage, fewest_recomputed
+from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
 from autoparallel.plans import Evidence, Hybrid, Plan, Prediction, apply_pins, pin_strings
 from autoparallel.plans.record import Record
@@ -37,6 +37,7 @@ from autoparallel.pricing import ExecutionCounts, Penalties, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import hidden_s, least_exposed, spans
 from autoparallel.pricing.prediction import compute_seconds, stage_seconds
 from autoparallel.pricing.record import memory_profile, redistributions, workload
+from autoparallel.pricing.step_cost import ALL_EXPOSED
 from autoparallel.search import clock, plan_within, solve
 from autoparallel.search.alternatives import conflict
 from autoparallel.search.model.problem import Problem, Solution, evaluate
@@ -151,7 +152,7 @@ def _faster_hiding(pricer: SpacePricer, problem: Problem, solution: Solution, op
     """The faster of two solutions, with overlap simulated: ``solution``, and one searched with only the exposed part of
     parameter communication counted. The evidence of the second is its additive cost in ``problem``."""
     share, left = least_exposed(pricer), options.time_limit_s - solution.seconds["total"]
-    if share == (1.0, 1.0) or solution.stop_reason == "interrupted":
+    if share == ALL_EXPOSED or solution.stop_reason == "interrupted":
         return solution
     hiding = pricer.exposing(share)
     try:
@@ -213,7 +214,7 @@ def _plan_recomputing(space: StrategySpace, micro: MicroBatches, cluster: Cluste
         return make(hybrid)
     except InfeasibleError:
         whole = make(replace(hybrid, recompute="full"))
-    blocks = blocks_by_stage(space, stages_of(space, micro.loss, whole.hybrid))
+    blocks = stages_of(space, micro.loss, whole.hybrid).blocks(space)
     return fewest_recomputed(whole, blocks, lambda again: make(replace(whole.hybrid, recompute_blocks=again)),
                              started + options.time_limit_s)
 

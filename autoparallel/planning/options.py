@@ -55,13 +55,14 @@ OPTIONS = """
     zero_stage: 0 stores parameters as ops read them, 1 to 3 in as many shards as possible; None: the search decides.
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
+    copies: micro-batches that run interleaved, so that one's activations are sent while another computes (1: none).
     progress: called during the search with its best cost and bound (`autoparallel.search.solve`).
 """
 
 
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
-                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes"})
+                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies"})
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Options:
     zero_stage: int | None = None
     reduce_dtype: str | None = None
     bucket_bytes: float | None = None
+    copies: int | None = None
     progress: Progress | None = None
     by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone
 
@@ -103,7 +105,7 @@ class Options:
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
-                      replicas=self.replicas, **self.reductions)
+                      replicas=self.replicas, copies=self.copies or 1, **self.reductions)
 
     @property
     def reductions(self) -> dict[str, Any]:
@@ -120,7 +122,7 @@ class Options:
         """Whether stages, schedule, recompute and ZeRO stage are left to the planner, and there are not to be several
         micro-batches."""
         said = (self.pipeline_stages, self.stage_replicas, self.schedule, self.recompute, self.zero_stage,
-                self.baseline, self.by_hand)
+                self.baseline, self.by_hand, self.copies)
         return self.micro_batches in (None, 1) and all(value is None for value in said)
 
     def limit_bytes(self, cluster: Cluster) -> float:
@@ -231,6 +233,7 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "zero_stage": (0, 1, 2, 3),
     "reduce_dtype": REDUCE_DTYPES,
     "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),
+    "copies": _COUNT,
     "progress": _Wanted("a function", callable),
 }
 #: Keywords of only one of `plan` and `compile`, when given to the other: the owner, and what to write.

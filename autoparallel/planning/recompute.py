@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autoparallel.capture.blocks import block_path
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.partition.stages import Stages
 from autoparallel.plans import Plan
 from autoparallel.schedule.in_flight import in_flight
 from autoparallel.search import clock
-from autoparallel.strategies.space import StrategySpace
-
-
-def blocks_by_stage(space: StrategySpace, stages: Stages) -> list[list[str]]:
-    """Paths of the blocks of each stage, in order; a block on several stages belongs to the first."""
-    found: list[list[str]] = [[] for _ in range(len(stages))]
-    seen: set[str] = set()
-    for decision, on in zip(space.decisions, stages.of_decisions(len(space)), strict=True):
-        path = block_path(space.graph.nodes[decision.node].module_path) if decision.kind == "op" else None
-        if path is not None and path not in seen:
-            seen.add(path)
-            found[on[0]].append(path)
-    return found
 
 
 def fewest_recomputed(whole: Plan, blocks: Sequence[Sequence[str]], make: Callable[[tuple[str, ...]], Plan],

@@ -68,7 +68,7 @@ def _allowed(hybrid: Hybrid, options: Options) -> bool:
     """Whether the options leave a step configuration open."""
     asked = {"micro_batches": options.micro_batches, "stages": options.pipeline_stages, "schedule": options.schedule,
              "recompute": None if options.recompute == "auto" else options.recompute,
-             "zero_stage": options.zero_stage}
+             "zero_stage": options.zero_stage, "copies": options.copies}
     return options.stage_replicas is None and options.baseline is None and all(
         value is None or getattr(hybrid, name) == value for name, value in asked.items())
 

@@ -79,6 +79,7 @@ class ExecutionCounts:
         count, again = self.count(use.target, stage) * some, self.reads_again(use)
         forward = backward = count
         if self.of_parameter[use.source]:
+            count //= self.hybrid.copies  # which share what is gathered and reduced
             forward = count if self.hybrid.zero_stage == 3 else some
             backward = count if self.hybrid.zero_stage >= 2 else some
         return UseTimes(forward, again * count, backward if use.target in self.space.differentiated else 0)

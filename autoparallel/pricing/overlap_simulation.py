@@ -4,7 +4,8 @@ The additive cost assumes no overlap. The emitted program (`lower.overlap_pass`)
 their readers, and gradient reductions as soon as gradients exist; they run in order on the stream of the links that
 they cross, while compute continues. This holds for a step of one micro-batch, and for each micro-batch with ZeRO-3,
 whose backward prefetches as well. Otherwise, with several micro-batches and in pipelines, only the backward of the last
-micro-batch overlaps with gradient reductions, if gradients are reduced once per step.
+micro-batch overlaps with gradient reductions, if gradients are reduced once per step. Where several micro-batches run
+interleaved, communication of activations overlaps with compute as well (`interleaved_copies`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
+from autoparallel.pricing.interleaved_copies import Turns
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
     COMPUTE,
@@ -27,6 +30,7 @@ from autoparallel.pricing.rank_reads import (
     TimedStep,
     micro_batches_are_equivalent,
 )
+from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
 from autoparallel.schedule.async_windows import TOP, Pair, ToAsk
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models.timeline import Task, equal_slowdown, simulate
@@ -35,14 +39,15 @@ from cost_models.timeline import Task, equal_slowdown, simulate
 LEAST_SHARE = 0.01
 
 
-def least_exposed(pricer: SpacePricer) -> tuple[float, float]:
-    """The smallest exposed fractions of the seconds of (parameter gathers, gradient reductions): 1 where nothing
-    overlaps with compute, else the slowdown of both while they overlap, at least `LEAST_SHARE`."""
+def least_exposed(pricer: SpacePricer) -> Exposed:
+    """The smallest exposed fractions: 1 where nothing overlaps with compute, else the slowdown of both while they
+    overlap, at least `LEAST_SHARE`."""
     hybrid = pricer.counts.hybrid
     share = max(LEAST_SHARE, pricer.prices.device.overlap_slowdown - 1.0)
     if not _hides(pricer) or hybrid.stages > 1:  # the last micro-batch of a pipeline hides little
-        return 1.0, 1.0
-    return share if micro_batches_are_equivalent(hybrid) else 1.0, share
+        return ALL_EXPOSED
+    return Exposed(share if micro_batches_are_equivalent(hybrid) else 1.0,
+                   share if _overlaps_parameters(hybrid) else 1.0, share if hybrid.copies > 1 else 1.0)
 
 
 def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> float:
@@ -51,7 +56,7 @@ def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequen
         return 0.0
     slowdown = pricer.prices.device.overlap_slowdown
     return pricer.costs.memo.once(("hidden", tuple(strategies), tuple(stages)),
-                       lambda: RankStep(pricer, strategies, stages).step().hidden_s(slowdown))
+                       lambda: RankStep(pricer, strategies, stages).hidden_s(slowdown))
 
 
 def spans(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> list[Span]:
@@ -80,11 +85,17 @@ def _said(space: StrategySpace, label: Label) -> str:
 
 
 def _hides(pricer: SpacePricer) -> bool:
-    """Whether anything overlaps with compute: in every micro-batch, or if parameters are gathered and gradients reduced
-    once per step. (Zero bubble computes weight gradients last, so nothing is left to overlap with.)"""
+    """Whether anything overlaps with compute: communication of parameters, or of activations of several copies."""
     hybrid = pricer.counts.hybrid
+    return pricer.prices.training and (_overlaps_parameters(hybrid) or hybrid.copies > 1)
+
+
+def _overlaps_parameters(hybrid: Hybrid) -> bool:
+    """Whether communication of parameters overlaps with compute: in every micro-batch, or if parameters are gathered
+    and gradients reduced once per step. (Zero bubble computes weight gradients last, so nothing is left to overlap
+    with.)"""
     put_off = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
-    return pricer.prices.training and (micro_batches_are_equivalent(hybrid) or (hybrid.zero_stage < 2 and not put_off))
+    return micro_batches_are_equivalent(hybrid) or (hybrid.zero_stage < 2 and not put_off)
 
 
 #: What a task does, and the first and the last decision for which.
@@ -180,20 +191,38 @@ def _targets(what: str, steps: Sequence[TimedStep]) -> Label:
 
 
 class RankStep:
-    """The simulated step of a plan on a rank of some stages. Equal micro-batches are simulated as one of their total
-    length."""
+    """The simulated step of a plan on a rank of some stages, in ``count`` rounds of as many micro-batches as run
+    interleaved (`Hybrid.copies`). Equal rounds are simulated as one of their total length."""
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         self.strategies, self.stages = strategies, tuple(stages)
         self.reads = RankReads(pricer, strategies, stages)
         self.windows, self.numbers = self.reads.windows, pricer.costs.kinds.numbers(strategies)
-        self.count = 1 if self.reads.equivalent else self.counts.micro_batches_on(stages[0])
+        self.copies = self.counts.hybrid.copies
+        self.rounds = self.counts.micro_batches_on(stages[0]) // self.copies
+        self.count = 1 if self.reads.equivalent else self.rounds
+        self.turns = Turns(self.reads, len(self.space), self.copies) if self.copies > 1 else None
 
     def communication(self) -> list[Launch | Wait]:
         """The launches and waits of a whole step, in the order in which the rank makes them."""
         events = self.step(each=True).events
-        return events * (self.counts.micro_batches_on(self.stages[0]) if self.reads.equivalent else 1)
+        return events * (self.rounds if self.reads.equivalent else 1)
+
+    def hidden_s(self, slowdown: float) -> float:
+        """Seconds by which the simulated step is shorter than the sum of its tasks."""
+        early = 0.0 if self.reads.equivalent else (self.count - 1) * self._hidden_early_s(slowdown)
+        return self.step().hidden_s(slowdown) + early
+
+    def _hidden_early_s(self, slowdown: float) -> float:
+        """Seconds hidden in each round before the last, where reductions and gathers of parameters hide nothing."""
+        if self.copies == 1:
+            return 0.0
+        step = StepTasks()
+        self._forward(step)
+        self._backward(step, ())
+        step.flush()
+        return step.hidden_s(slowdown)
 
     def step(self, each: bool = False) -> StepTasks:
         """The tasks of a step: forward, backward in reverse order, optimizer. ``each``: micro-batches without overlap
@@ -225,11 +254,12 @@ class RankStep:
             self._forward(step)
             self._backward(step, ())
         if not each:
-            step.compute((self.count - 1) * self._micro_batch_s() + (self.count - 2) * sum(self._sums_s.values()),
-                         ("micro-batches before the last", TOP, TOP))
+            hidden = self._hidden_early_s(self.pricer.prices.device.overlap_slowdown) if self.count > 1 else 0.0
+            step.compute((self.count - 1) * (self._round_s() - hidden)
+                         + (self._adding - 1) * sum(self._sums_s.values()), ("micro-batches before the last", TOP, TOP))
         early = defaultdict[int, list[Pair]](list)
         for pair in (*self.windows.reduced, *self.windows.gathered):
-            if self.count > 1 and all(self.windows.is_last(n) for n in pair.steps):
+            if self.counts.hybrid.zero_stage < 2 and all(self.windows.is_last(n) for n in pair.steps):
                 readers = (self.reads.first_reader(self.reads.parameter_steps[n].target) for n in pair.steps)
                 early[min(readers)].append(pair)
 
@@ -249,13 +279,17 @@ class RankStep:
 
     @cached_property
     def _sums_s(self) -> Mapping[int, float]:
-        """By decision, seconds of accumulating the gradients of its parameters; per micro-batch after the first, where
-        micro-batches differ."""
+        """By decision, seconds of accumulating the gradients of its parameters, per round that does so."""
         found = defaultdict[int, float](float)
         for use in (move.use for move in self.reads.moves if self.counts.sums(move.use)):
             seconds = self.pricer.costs.sums_s(use)[self.numbers[use.source], self.numbers[use.target]]
-            found[use.target] += float(seconds) / (1 if self.reads.equivalent else max(1, self.count - 1))
+            found[use.target] += float(seconds) / self._adding
         return found
+
+    @property
+    def _adding(self) -> int:
+        """The rounds that add gradients to others: all but the first, or all if each has several micro-batches."""
+        return max(1, self.count - 1) if self.copies == 1 else self.count
 
     def _read(self, step: StepTasks, place: int, pending: _Pending) -> None:
         for action, pair in self.windows.events.get(place, ()):
@@ -305,6 +339,8 @@ class RankStep:
 
     def _forward(self, step: StepTasks, marked: Collection[int] = (), before: Callable[[int], None] = _nothing) -> None:
         """One forward pass; calls ``before`` at the marked decisions."""
+        if self.turns is not None:
+            return self.turns.forward(step, self._forward_s, self.count, marked, before)
         until, done = self._forward_s, 0
         for index in sorted({*marked, *self.reads.sent}):
             step.compute((until[index] - until[done]) / self.count, ("forward", done, index))
@@ -319,6 +355,8 @@ class RankStep:
                   after: Callable[[int], None] = _nothing, arrived: Callable[[int], None] = _nothing) -> None:
         """One backward pass; calls ``before``, ``arrived`` (where an op has made its parameters' gradients) and
         ``after`` at the marked decisions."""
+        if self.turns is not None:
+            return self.turns.backward(step, self._backward_s, self.count, marked, (before, after, arrived))
         until, done = self._backward_s, len(self.space)
         for index in sorted({*marked, *self.reads.sent, *self._recomputed}, reverse=True):
             step.compute((until[done] - until[index + 1]) / self.count, ("backward", done - 1, index + 1))
@@ -335,8 +373,8 @@ class RankStep:
                 after(index)
         step.compute(until[done] / self.count, ("backward", done - 1, 0))
 
-    def _micro_batch_s(self) -> float:
-        """Seconds of one micro-batch without overlap and without gradient accumulation."""
+    def _round_s(self) -> float:
+        """Seconds of one round without overlap and without gradient accumulation."""
         sent = sum(timed.forward.seconds + timed.again.seconds + timed.backward.seconds
                    for steps in self.reads.sent.values() for timed in steps)
         return (self._forward_s[-1] + sum(self._again_s) + self._backward_s[-1] + sent) / self.count

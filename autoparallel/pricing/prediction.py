@@ -19,7 +19,7 @@ from autoparallel.pricing.step_cost import Move
 from autoparallel.pricing.unit_costs import Inside, Prices
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
-from cost_models import collectives
+from cost_models import Cluster, collectives
 from cost_models.accuracy import error_bar
 from cost_models.compute import larger
 from cost_models.pipeline import pipeline_s
@@ -138,7 +138,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         waiting_s=(max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0) + waited,
         hidden_s=max(0.0, hidden),
         ahead_s=min(max(0.0, ahead), max(0.0, hidden)),
-        fixed_s=_fixed_s(pricer),
+        fixed_s=fixed_s(pricer.prices.cluster, hybrid, pricer.prices.training),
         p50=bar.p50,
         p90=bar.p90,
         basis=bar.basis,
@@ -146,11 +146,10 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     )
 
 
-def _fixed_s(pricer: SpacePricer) -> float:
+def fixed_s(cluster: Cluster, hybrid: Hybrid, training: bool = True) -> float:
     """Seconds of a step, and of its micro-batches on each stage, that no op takes."""
-    cluster, hybrid = pricer.prices.cluster, pricer.counts.hybrid
     profile = cluster.profile
-    if profile is None or not pricer.prices.training:
+    if profile is None or not training:
         return cluster.correction.fixed_s
     filling = (hybrid.pipeline_ranks - 1) / _virtual(hybrid) if hybrid.stages > 1 else 0.0
     return cluster.correction.fixed_s + profile.step_s + profile.micro_s * (hybrid.micro_batches + filling)
@@ -177,7 +176,8 @@ def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     _add_decisions(pricer, strategies, [stage], {})
     _add_uses(pricer, strategies, [stage], {})
     once = (stage.once - _hidden_s(pricer, strategies)) * max(hybrid.groups) / hybrid.pipeline_ranks
-    return equal_stages_s(hybrid, stage.total - stage.once) + once + _fixed_s(pricer)
+    fixed = fixed_s(pricer.prices.cluster, hybrid, pricer.prices.training)
+    return equal_stages_s(hybrid, stage.total - stage.once) + once + fixed
 
 
 def decision_seconds(prices: Prices, hybrid: Hybrid, strategies: Sequence[Strategy]) -> np.ndarray:

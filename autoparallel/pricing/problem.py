@@ -15,7 +15,7 @@ from autoparallel.layout import RedistributionTable
 from autoparallel.pricing.counts import ExecutionCounts
 from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.pipeline_buffers import Buffer
-from autoparallel.pricing.step_cost import StepCosts
+from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, StepCosts
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.search.model.interned import firsts, paired
 from autoparallel.search.model.problem import Edge, Node, Problem, Repeats, unchecked
@@ -54,7 +54,7 @@ class SpacePricer:
         allowed: Allowed | None = None,
         penalties: Penalties | None = None,
         counts: ExecutionCounts | None = None,
-        exposed: tuple[float, float] = (1.0, 1.0),
+        exposed: Exposed = ALL_EXPOSED,
     ) -> None:
         self.penalties, self.prices, self.space, self.limit_bytes = penalties, prices, prices.space, limit_bytes
         self.counts = counts or ExecutionCounts(prices.space, training=prices.training)
@@ -96,7 +96,7 @@ class SpacePricer:
         """The problem with all strategies that pins allow."""
         return _Builder(self, self._choices).problem()
 
-    def exposing(self, share: tuple[float, float]) -> SpacePricer:
+    def exposing(self, share: Exposed) -> SpacePricer:
         """A copy with another ``exposed``."""
         other = copy(self)
         other.costs = copy(self.costs)
@@ -104,8 +104,7 @@ class SpacePricer:
         return other
 
     def full_like(self, problem: Problem) -> Problem:
-        """`full`, from that of a pricer that differs in ``exposed`` only: only edges from parameters are priced
-        again."""
+        """`full`, from that of a pricer that differs in ``exposed`` only."""
         edges = _Builder(self, self._choices).edges()
         return problem.with_edges(edges.followed_by(problem.edges[len(edges):]))
 
@@ -197,7 +196,7 @@ class _Builder:
         def model(at: int) -> Edge:
             key = (int(self.kinds.uses[at]), int(self.picks[sources[at]]), int(self.picks[targets[at]]),
                    float(copies[at]))
-            exposed = self.costs.exposed if self.kinds.parameter_uses[at] else None
+            exposed = self.costs.exposed if self.kinds.parameter_uses[at] else self.costs.exposed.activations
             return self.memo.once(("edge", *key, exposed), lambda: self._edge(uses[at], float(copies[at])))
 
         made = Repeats([model(at) for at in first], which, source=sources.tolist(), target=targets.tolist(),

@@ -62,8 +62,9 @@ class RankReads:
     """The redistributions of a plan on a rank of some stages.
 
     ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: redistribution steps of activations,
-    by decision. ``parameter_steps``: the steps of parameters, in the order of ``windows.events``. ``waited``: those
-    that ZeRO-3 runs once for all micro-batches, by decision. ``read_by_ops``: gathers whose results ops read.
+    by decision; ``paths``: the same by operand. ``parameter_steps``: the steps of parameters, in the order of
+    ``windows.events``. ``waited``: those that ZeRO-3 runs once for all micro-batches, by decision. ``read_by_ops``:
+    gathers whose results ops read.
     """
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> None:
@@ -80,6 +81,7 @@ class RankReads:
         self.windows = AsyncWindows(self.reads, self.counts.hybrid.bucket_bytes)
         self.read_by_ops = frozenset(n for step in by_ops for n in self.windows.gather_stages(step)[:1])
         sent, waited = defaultdict[int, list[TimedStep]](list), defaultdict[int, list[TimedStep]](list)
+        self.paths = defaultdict[int, list[list[TimedStep]]](list)
         for move, before in zip(self.moves, first, strict=True):
             steps = self._timed_steps(move)
             if self.counts.of_parameter[move.use.source]:
@@ -87,6 +89,7 @@ class RankReads:
                 self.parameter_steps += steps[before:]
             else:
                 sent[move.use.target] += steps
+                self.paths[move.use.target].append(steps)
         self.sent = {target: steps for target, steps in sent.items() if steps}
         self.waited = {target: steps for target, steps in waited.items() if steps}
 

@@ -37,6 +37,18 @@ class StepCost(NamedTuple):
         return self.forward + self.again + self.backward + self.summed + self.update
 
 
+class Exposed(NamedTuple):
+    """Fractions of the seconds of communication that count: of parameter gathers, gradient reductions and activations
+    (1: none of it runs beside compute)."""
+
+    gathers: float = 1.0
+    reductions: float = 1.0
+    activations: float = 1.0
+
+
+ALL_EXPOSED = Exposed()
+
+
 class Move(NamedTuple):
     """A use, its redistribution steps, and the number of its equivalence class: equal uses between equal strategies."""
 
@@ -48,11 +60,10 @@ class Move(NamedTuple):
 class StepCosts:
     """The costs of one step: unit costs (`Prices`) times execution counts, memoised by equivalence class.
 
-    ``exposed``: the fractions of the seconds of parameter gathers and of gradient reductions that count
-    (`overlap_simulation.least_exposed`).
+    ``exposed``: as `overlap_simulation.least_exposed` bounds it.
     """
 
-    def __init__(self, prices: Prices, counts: ExecutionCounts, exposed: tuple[float, float] = (1.0, 1.0)) -> None:
+    def __init__(self, prices: Prices, counts: ExecutionCounts, exposed: Exposed = ALL_EXPOSED) -> None:
         self.prices, self.counts, self.space, self.exposed = prices, counts, prices.space, exposed
         self.kinds, self.memo = Equivalence(prices, counts), Memo()
 
@@ -159,9 +170,9 @@ class StepCosts:
 
     def use_s(self, use: TensorUse, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """Seconds of a use per step, by (row choice, column choice)."""
-        (forward, again, backward), (there, back) = self.counts.use_times(use), self.exposed
+        (forward, again, backward), (there, back, activations) = self.counts.use_times(use), self.exposed
         if not self.counts.of_parameter[use.source]:
-            there = back = 1.0
+            there = back = activations
         counted = there * (forward + again), back * backward
         sums, summing, moves = self.counts.sums(use), self.counts.summing(use), self.counts.offloads_copy(use)
         return self.memo.once(("use", self.use_key(use, rows, columns), counted, sums, summing, moves), lambda: (

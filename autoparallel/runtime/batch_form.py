@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class Form:
     """Structure of a batch and the layouts in which the program reads it, by leaf number.
 
-    ``whole``: each rank reads whole batches; else only the rows of its shards.
+    ``whole``: each rank reads whole batches; else only the rows of its shards. ``in_parts``: of these it reads only the
+    part of each sample that its shards have (`reading.Reader.parts`).
     """
 
     layouts: Mapping[int, Layout]
@@ -29,6 +30,7 @@ class Form:
     spec: Any
     mesh: DeviceMesh
     whole: bool
+    in_parts: bool = False
 
     @staticmethod
     def of(batch: Any, layouts: Mapping[int, Layout], mesh: DeviceMesh, whole: bool) -> Form:
@@ -44,6 +46,17 @@ class Form:
     def box(self, number: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offsets, lengths) of this rank's shard of leaf ``number`` with global shape ``shape``."""
         return local_box(shape, self.layouts[number], self.mesh.shape, self.mesh.get_coordinate() or ())
+
+    @property
+    def parts(self) -> list[tuple[slice, ...] | None]:
+        """By leaf, the part of a sample that this rank's shards have (None: all of it)."""
+        found: list[tuple[slice, ...] | None] = [None] * len(self.shapes)
+        for number, layout in self.layouts.items():
+            if any(p.is_shard and p.dim > 0 for p in layout):
+                offsets, lengths = self.box(number, cast(Any, self.shapes[number]))
+                found[number] = tuple(slice(first, first + length)
+                                      for first, length in zip(offsets[1:], lengths[1:], strict=True))
+        return found
 
     def rows(self, num_samples: int) -> range:
         """The rows of a batch that this rank reads: at least one, also if its shards are empty."""
@@ -86,8 +99,12 @@ class Placing:
 
     def _shard(self, number: int, value: torch.Tensor, count: int) -> torch.Tensor:
         read = self.form.rows(count)
+        read_part = self.form.in_parts and self.form.parts[number] is not None
         shape = tuple(value.shape) if self.form.whole else (count, *value.shape[1:])
+        shape = (count, *cast(Any, self.form.shapes[number])[1:]) if read_part else shape
         offsets, lengths = self.form.box(number, shape)
+        if read_part:
+            offsets = (offsets[0], *(0 for _ in offsets[1:]))
         for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
             before = 0 if self.form.whole or dim else read.start
             value = value.narrow(dim, offset - before if length else 0, length)

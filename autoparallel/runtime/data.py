@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from autoparallel.kernels.rng import mix
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.batch_form import Form, Placing
 from autoparallel.runtime.inputs import all_have
-from autoparallel.runtime.reading import Batch, Reader, Starting, as_read, drawing, seed_all
+from autoparallel.runtime.reading import Batch, Parts, Reader, Starting, as_read, drawing, seed_all
 from autoparallel.runtime.resume import check_state
 
 _VERSION = 1
@@ -94,6 +94,7 @@ class ShardedLoader:
     order: Order
     placing: Placing
     collate_name: str
+    in_parts: bool = False
     _position: int = field(default=0, init=False)
 
     @property
@@ -141,7 +142,9 @@ class ShardedLoader:
         batches, order.start = iter(self.loader), 0
         for number, (rows, wrong) in enumerate(batches):
             if number == 0 and order.are_checked and (found := all_have(wrong, device, "")) is not None:
-                raise InputError(f"collate_fn {self.collate_name} does not treat each sample alone, as per_sample=True "
+                raise InputError(f"the dataset's {found}: the method `part` reads slices of what the dataset's items "
+                                 "are" if self.in_parts else
+                                 f"collate_fn {self.collate_name} does not treat each sample alone, as per_sample=True "
                                  f"promises: {found}\n  Leave out per_sample: each rank collates the whole batch then.")
             left = order.num_samples - self._position
             count = min(order.batch_size, left)
@@ -156,9 +159,11 @@ def sharded_loader(dataset: Dataset[Any], form: Form, device: torch.device, batc
     those that have no effect here."""
     given = dict(options)
     sampler = _checked(given.pop("sampler", None), shuffle, batch_size)
+    parts = _parts(dataset, form) if collate is None else None
+    form = replace(form, in_parts=parts is not None)
     order = Order(len(cast(Sized, dataset if sampler is None else sampler)), batch_size, form.rows, shuffle, seed,
-                  drop_last, collate is not None and not form.whole, sampler)
-    reader = Reader(dataset, collate, form.is_cut_alike)
+                  drop_last, parts is not None or (collate is not None and not form.whole), sampler)
+    reader = Reader(dataset, collate, form.is_cut_alike, parts)
     for name, instead in _DECIDED_HERE.items():
         if given.pop(name, None if name != "in_order" else True) not in (None, True):
             raise InputError(f"{name} is not for this loader: {instead}")
@@ -169,7 +174,18 @@ def sharded_loader(dataset: Dataset[Any], form: Form, device: torch.device, batc
     except (TypeError, ValueError) as error:
         raise InputError(f"torch's DataLoader does not take {dict(options)}: {error}") from error
     return ShardedLoader(loader, order, Placing(form, device, as_dtensors),
-                         getattr(collate, "__qualname__", shown(collate)))
+                         getattr(collate, "__qualname__", shown(collate)), parts is not None)
+
+
+def _parts(dataset: Dataset[Any], form: Form) -> Parts | None:
+    """The parts of samples that this rank reads, if the program cuts them and the dataset can read parts. (Leaves of
+    which a batch makes several, such as texts, are not cut: then samples are read whole.)"""
+    if form.whole or not any(form.parts) or not callable(getattr(dataset, "part", None)):
+        return None
+    with drawing():
+        seed_all(0)
+        leaves, spec = pytree.tree_flatten(dataset[0])
+    return Parts(tuple(form.parts), spec) if len(leaves) == len(form.shapes) else None
 
 
 def _checked(sampler: Any, shuffle: bool, batch_size: int) -> Any:

@@ -268,6 +268,11 @@ class ParallelModule(nn.Module):
         then each rank reads its own samples only, and the first batch of each epoch is checked. With micro-batches or
         stages each rank reads whole batches.
 
+        Where samples are cut too (a sequence, an image's height and width), a dataset with a method
+        ``part(index, slices)`` reads only a rank's part: of sample ``index``, each tensor ``[slices]``, of which there
+        is a tuple for each tensor in the sample's structure (None: all of it). All samples have the first's shapes;
+        the first part of each epoch is compared with the sample.
+
         A dataset that can only be iterated (streams) is read whole by every rank, which keeps its shards; ranks compare
         that they read the same. Its position is its own `state_dict`, or else what was read is skipped. Samples of
         different lengths: `autoparallel.padded_to` as the ``collate_fn``.

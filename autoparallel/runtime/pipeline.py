@@ -121,7 +121,7 @@ class _Stage(torch_pp.PipelineStage):
         if (
             self.backwards == len(self.micro_batches) and self.hybrid.schedule != "zero_bubble"
         ):  # zero bubble computes weight gradients later
-            self.module.reduce_overlapped()
+            self.module.reduce_overlapped(len(self.micro_batches) == 1)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,15 +39,45 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """The part of each sample that a rank reads: slices by leaf of the sample (None: all of it), and its structure."""
+
+    leaves: tuple[tuple[slice, ...] | None, ...]
+    spec: Any
+
+    @property
+    def slices(self) -> Any:
+        """A structure like a sample's, with a tuple of slices or None in place of each leaf."""
+        return pytree.tree_unflatten(self.leaves, self.spec)
+
+    def difference(self, index: int, part: Any, whole: Any) -> str:
+        """How the part that was read of sample ``index`` differs from that part of the whole; "" if it does not."""
+        leaves, spec = pytree.tree_flatten_with_path(part)
+        wholes, whole_spec = pytree.tree_flatten(whole)
+        if spec != whole_spec:
+            return f"part({index}, ...) has another structure than sample {index}"
+        for (path, mine), other, slices in zip(leaves, wholes, self.leaves, strict=True):
+            expected = other if slices is None else other[slices]
+            name = f"part({index}, ...){pytree.keystr(path)}"
+            if isinstance(mine, torch.Tensor) and mine.shape != expected.shape:
+                return f"{name} has shape {list(mine.shape)}, and {list(expected.shape)} was asked for: {slices}"
+            if isinstance(mine, torch.Tensor) and not torch.equal(mine, expected):
+                return f"{name} has other values than sample {index} has there: {slices}"
+        return ""
+
+
+@dataclass(frozen=True)
 class Reader:
     """A dataset for torch's DataLoader whose item is a collated batch.
 
-    ``at_once``: use the dataset's ``__getitems__`` if it has one; then the samples share one seed.
+    ``at_once``: use the dataset's ``__getitems__`` if it has one; then the samples share one seed. ``parts``: read only
+    these of each sample, by the dataset's method ``part(index, slices)``.
     """
 
     dataset: Dataset[Any]
     collate: Callable[[list[Any]], Any] | None
     at_once: bool
+    parts: Parts | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -54,24 +85,39 @@ class Reader:
     def __getitems__(self, batch: Batch) -> tuple[Any, str]:
         """(collated rows, how they differ from the whole batch's or "")."""
         collated = self._collated(batch)
-        wrong = ""
-        if batch.checked and len(batch.rows) < len(batch.indices):
+        wrong = self._wrong_part(batch, self.parts) if batch.checked and self.parts is not None else ""
+        if batch.checked and self.parts is None and len(batch.rows) < len(batch.indices):
             wrong = difference(collated, self._collated(batch.whole), batch.rows)
         return collated, wrong
 
     def _collated(self, batch: Batch) -> Any:
         indices = [batch.indices[row] for row in batch.rows]
         with drawing():
-            if self.at_once and callable(read := getattr(self.dataset, "__getitems__", None)):
+            if self.parts is None and self.at_once and callable(read := getattr(self.dataset, "__getitems__", None)):
                 seed_all(mix(batch.seed, 1, *indices))
                 samples = read(indices)
             else:
                 samples = []
                 for index in indices:
                     seed_all(mix(batch.seed, 0, index))
-                    samples.append(self.dataset[index])
+                    samples.append(self._sample(index))
             seed_all(mix(batch.seed, 2, *batch.indices))
             return (self.collate or default_collate)(samples)
+
+
+    def _sample(self, index: int) -> Any:
+        if self.parts is None:
+            return self.dataset[index]
+        return self.dataset.part(index, slices=self.parts.slices)  # type: ignore[attr-defined]
+
+    def _wrong_part(self, batch: Batch, parts: Parts) -> str:
+        """How the first sample's part differs from that part of the whole sample; "" if it does not."""
+        index, found = batch.indices[batch.rows.start], list[Any]()
+        with drawing():
+            for read in (partial(self.dataset.part, slices=parts.slices), self.dataset.__getitem__):  # type: ignore[attr-defined]
+                seed_all(mix(batch.seed, 0, index))
+                found.append(read(index))
+        return parts.difference(index, *found)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from autoparallel.kernels.async_communication import issue_gradients
 from autoparallel.kernels.groups import Axis
 from autoparallel.kernels.numbers import call_numbers, use_numbers
 from autoparallel.kernels.regather import regathering
+from autoparallel.lower.copies_pass import interleaved
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import ended_together, overlap
 from autoparallel.lower.parameter_reads import SplitProgram, gathers_parameter, split_reads
@@ -39,7 +40,11 @@ def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitP
     micro_batch = split.micro_batch
     if hybrid.prefetches:
         micro_batch = overlap(micro_batch, hybrid.bucket_bytes, _recomputed(hybrid), hybrid.zero_stage == 3)
-    return replace(split, micro_batch=_kept_less(whole_norms(micro_batch), hybrid))
+    micro_batch = whole_norms(micro_batch)
+    if hybrid.copies > 1:
+        values = len(split.reads.graph.output_node().args[0])  # type: ignore[arg-type]
+        micro_batch = interleaved(micro_batch, values, hybrid.copies)
+    return replace(split, micro_batch=_kept_less(micro_batch, hybrid))
 
 
 #: A program of more blocks is compiled block by block, equal ones once, instead of as one graph.
@@ -96,7 +101,7 @@ class StageModule(nn.Module):
                  backend: str = EAGER) -> None:
         super().__init__()
         self.program, self.loss, self.axes = program, loss, axes
-        self.each_micro_batch = hybrid.zero_stage >= 2
+        self.each_micro_batch, self.copies = hybrid.zero_stage >= 2, hybrid.copies
         self.regathers = hybrid.zero_stage == 3 and (backend == EAGER or in_blocks(program.module))
         split = split_step(program, hybrid, backend)
         self.bucket_bytes = hybrid.bucket_bytes
@@ -137,19 +142,25 @@ class StageModule(nn.Module):
         return leaf
 
     def forward(self, *received: torch.Tensor, micro_batch: int) -> tuple[torch.Tensor, ...]:
-        with groups.use(self.axes), rng.use_seed(rng.mix(self.seed, micro_batch)), use_numbers(self.numbers), \
-                regathering(self.bucket_bytes) if self.regathers else nullcontext():
-            outputs, self.updates, sent = self.micro_batch(*self.leaves, *self.inputs[micro_batch],
-                                                    *(_Received.apply(x) for x in received))
+        """Forward of a micro-batch, and of those after it that run interleaved with it: their losses, or the values to
+        send."""
+        numbers = range(micro_batch, micro_batch + self.copies)
+        inputs = [x for number in numbers for x in self.inputs[number]]
+        with groups.use(self.axes), rng.use_seed(*(rng.mix(self.seed, number) for number in numbers)), \
+                use_numbers(self.numbers), regathering(self.bucket_bytes) if self.regathers else nullcontext():
+            results = self.micro_batch(*self.leaves, *inputs, *(_Received.apply(x) for x in received))
+        copies = [results] if self.copies == 1 else results
+        _, self.updates, sent = copies[-1]
         if self.loss is not None:
-            return (scaled(outputs[self.loss]),)
+            return tuple(scaled(outputs[self.loss]) for outputs, *_ in copies)
         return tuple(_Sent.apply(x) for x in sent)
 
-    def reduce_overlapped(self) -> None:
-        """For the last micro-batch's backward: launch each bucket's reduction once its last gradient arrives. (Expected
-        are the gradients that earlier micro-batches had.)"""
+    def reduce_overlapped(self, is_first: bool) -> None:
+        """For the last backward: launch each bucket's reduction once its last gradient arrives. (Expected are the
+        gradients that earlier micro-batches had; all, if it ``is_first``.)"""
         for numbers in self.reduced_together:
-            left = {n for n in numbers if self.leaves[n].grad is not None}
+            leaves = {n: self.leaves[n] for n in numbers}
+            left = {n for n, leaf in leaves.items() if leaf.grad is not None or (is_first and leaf.requires_grad)}
             for n in tuple(left):
                 self.leaves[n].register_post_accumulate_grad_hook(partial(self._arrived, numbers, left, n))
 

@@ -45,14 +45,14 @@ class Forward(nn.Module):
 
 def run_micro_batches(module: StageModule, micro_batches: Sequence[int]) -> torch.Tensor:
     """Forward and backward of all micro-batches of a program with one stage; returns the sum of their losses."""
-    losses = []
-    for micro_batch in micro_batches:
-        if micro_batch == micro_batches[-1]:
-            module.reduce_overlapped()
-        (loss,) = module(micro_batch=micro_batch)
+    losses, rounds = list[torch.Tensor](), micro_batches[:: module.copies]
+    for first in rounds:
+        if first == rounds[-1]:
+            module.reduce_overlapped(len(rounds) == 1)
+        made = module(micro_batch=first)
         if torch.is_grad_enabled():
-            loss.backward()
-        losses.append(loss.detach())
+            torch.autograd.backward(made)
+        losses += (loss.detach() for loss in made)
     return torch.stack(losses).sum()
 
 

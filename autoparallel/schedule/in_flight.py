@@ -13,7 +13,7 @@ SCHEDULES = {"gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved-1f1b"
 def in_flight(hybrid: Hybrid, stage: int) -> int:
     """The largest number of micro-batches whose activations a stage holds at once."""
     if hybrid.stages == 1:
-        return 1
+        return hybrid.copies
     if hybrid.replicas:
         micro_batches = hybrid.micro_batches_on(stage)
         return micro_batches if hybrid.schedule == "gpipe" else min(warm_up(hybrid.replicas, stage), micro_batches)

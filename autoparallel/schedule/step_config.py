@@ -42,7 +42,8 @@ class Hybrid:
     tensors wait for backward in the host's memory. ``recompute_blocks``: the paths of the blocks that this applies to
     (None: all). ``reduce_dtype``: the dtype in which gradients are summed over ranks, and over micro-batches if it is
     more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers
-    and gradient reductions (a single larger parameter is allowed).
+    and gradient reductions (a single larger parameter is allowed). ``copies``: micro-batches that run interleaved at a
+    time (multi-copy): one's activations are sent while another computes, for the activations of so many.
     """
 
     micro_batches: int = 1
@@ -56,9 +57,10 @@ class Hybrid:
     reduce_dtype: str | None = None
     replicas: tuple[int, ...] = ()
     bucket_bytes: float = BUCKET_BYTES
+    copies: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("micro_batches", "stages", "pipeline_ranks"):
+        for name in ("micro_batches", "stages", "pipeline_ranks", "copies"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise PlanError(f"{name} is {shown(getattr(self, name))}: give a number from 1 to {MOST:,}")
         if not 0 <= self.bucket_bytes < math.inf:
@@ -99,6 +101,20 @@ class Hybrid:
             raise PlanError(f"schedule {self.schedule!r} needs micro-batches in rounds of {self.pipeline_ranks}, and "
                             f"{self.micro_batches} are not: take a multiple of {self.pipeline_ranks}")
 
+        if self.copies > 1:
+            self._check_copies()
+
+    def _check_copies(self) -> None:
+        if self.micro_batches % self.copies:
+            raise PlanError(f"{self.micro_batches} micro-batches do not run {self.copies} at a time: take a multiple "
+                            f"of copies={self.copies} as micro_batches")
+        if self.stages > 1:
+            raise PlanError(f"copies={self.copies} with {self.stages} pipeline stages: micro-batches run interleaved "
+                            "without a pipeline only; leave out one of the two")
+        if self.recompute != "none":
+            raise PlanError(f"copies={self.copies} with recompute={self.recompute!r}: recomputed blocks run as one "
+                            "piece, so micro-batches cannot take turns inside; leave out one of the two")
+
     def _check_replicas(self) -> None:
         of = f"replicas {list(self.replicas)}"
         if self.stages == 1:
@@ -113,6 +129,11 @@ class Hybrid:
         if self.micro_batches % (whole := math.lcm(*self.replicas)):
             raise PlanError(f"{of} need micro-batches in multiples of {whole}, so that each rank of a stage runs as "
                             f"many, and {self.micro_batches} are not")
+
+    @property
+    def rounds(self) -> int:
+        """How often per step the program of a rank without pipeline runs: for ``copies`` micro-batches at a time."""
+        return self.micro_batches // self.copies
 
     @property
     def is_plain(self) -> bool:

@@ -1,0 +1,150 @@
+"""Multi-copy: several micro-batches run interleaved, so that one's activations travel while another computes.
+
+The program of a micro-batch is cut where activations are redistributed by communication; `schedule/interleaving.py`
+has the order in which the copies take turns. A step of a copy is begun at the end of its turn, and awaited where its
+next turn begins:
+
+    forward     copy 0: compute, begin    copy 1: compute, begin    copy 0: await, compute, begin    copy 1: await, ...
+
+Backward runs in reverse order of forward, so it overlaps alike. (MindSpore calls this multi-copy, Domino the same.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+from torch.fx import Node as FxNode
+from torch.fx.node import map_arg
+
+from autoparallel.kernels.async_communication import begin_gathers, begin_reductions, begin_step, end, end_step
+from autoparallel.kernels.rng import random_op, random_op_of_copy
+from autoparallel.layout import COLLECTIVES
+from autoparallel.schedule.interleaving import rounds_of, turns
+
+
+def interleaved(module: GraphModule, shared: int, copies: int) -> GraphModule:
+    """The program of ``copies`` micro-batches at a time, whose results are a tuple of the micro-batches' results.
+
+    ``shared``: the number of leading placeholders that the copies share, the values of parameters. The others are
+    given for each copy: ``module(*shared, *others of copy 0, *others of copy 1, ...)``.
+    """
+    nodes = list(module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    writer = _Writer(copies, {*placeholders[:shared], *filter(_reads_parameters, nodes)})
+    for node in placeholders[:shared]:
+        writer.share(node)
+    for copy in range(copies):
+        for node in placeholders[shared:]:
+            writer.copy(node, copy, f"{node.name}_{copy}")
+    ops = [node for node in nodes if node.op == "call_function"]
+    segments = _segments(ops, writer.alike)
+    for number, copy in turns(len(segments), copies):
+        writer.write(segments[number], copy)
+    results = module.graph.output_node().args[0]
+    writer.graph.output(tuple(writer.arguments(results, copy) for copy in range(copies)))
+    writer.graph.lint()
+    return GraphModule({}, writer.graph, class_name=type(module).__name__)
+
+
+@dataclass
+class _Segment:
+    """What one copy does in a turn: await ``awaited``, run ``body``, begin ``begun``."""
+
+    awaited: Sequence[FxNode] = ()
+    body: list[FxNode] = field(default_factory=list)
+    begun: Sequence[FxNode] = ()
+
+
+def _reads_parameters(node: FxNode) -> bool:
+    """Whether a node redistributes parameters, which the copies share."""
+    asynchronous = node.target in (begin_gathers, begin_reductions, end)
+    return node.op == "call_function" and (asynchronous or bool(node.meta.get("reads")))
+
+
+def _segments(nodes: Sequence[FxNode], alike: set[FxNode]) -> list[_Segment]:
+    """The program of one copy; nodes ``alike`` in all copies are in bodies only."""
+    found = [_Segment()]
+    for _, members in itertools.groupby(nodes, lambda node: node.meta.get("decision")):
+        steps, rest = _steps_first(members, alike)
+        for before, together in rounds_of(_paths(steps), communicates):
+            found[-1].body += before
+            if together:
+                found[-1].begun = together
+                found.append(_Segment(together))
+        found[-1].body += rest
+    return found
+
+
+def _steps_first(members: Iterable[FxNode], alike: set[FxNode]) -> tuple[list[FxNode], list[FxNode]]:
+    """A decision's redistribution steps of activations, and its other nodes."""
+    steps, rest = list[FxNode](), list[FxNode]()
+    for node in members:
+        (steps if "step" in node.meta and node not in alike else rest).append(node)
+    return steps, rest
+
+
+def _paths(steps: Sequence[FxNode]) -> list[list[FxNode]]:
+    """Steps, in order, as paths: each but the first of a path reads the one before it."""
+    paths = list[list[FxNode]]()
+    for step in steps:
+        if paths and step.all_input_nodes[0] is paths[-1][-1]:
+            paths[-1].append(step)
+        else:
+            paths.append([step])
+    return paths
+
+
+def communicates(step: FxNode) -> bool:
+    """Whether a redistribution step of a program communicates, forward or backward."""
+    action, meta = step.meta["step"], step.meta["global_meta"]
+    return action.forward in COLLECTIVES or (action.backward in COLLECTIVES and meta.requires_grad)
+
+
+class _Writer:
+    """Writes the program of all copies. ``alike``: nodes that are written once for all of them; ``shared``, ``own``:
+    old node -> new node, of all and of each copy."""
+
+    def __init__(self, copies: int, alike: set[FxNode]) -> None:
+        self.graph, self.alike, self.shared = Graph(), alike, dict[FxNode, FxNode]()
+        self.own: list[dict[FxNode, FxNode]] = [{} for _ in range(copies)]
+        self.begun: list[dict[FxNode, FxNode]] = [{} for _ in range(copies)]
+
+    def share(self, node: FxNode) -> None:
+        self.shared[node] = self.graph.node_copy(node, self.shared.__getitem__)
+
+    def copy(self, node: FxNode, copy: int, name: str | None = None) -> None:
+        made = self.graph.node_copy(node, lambda value: self._value(value, copy))
+        if name is not None:
+            made.target = made.name = name
+        if node.target is random_op:
+            made.target, made.args = random_op_of_copy, (copy, *made.args)
+        self.own[copy][node] = made
+
+    def arguments(self, values: Any, copy: int) -> Any:
+        """A structure of nodes, as copy ``copy`` has them."""
+        return map_arg(values, lambda value: self._value(value, copy))
+
+    def write(self, segment: _Segment, copy: int) -> None:
+        for step in segment.awaited:
+            self.own[copy][step] = self._described(
+                self.graph.call_function(end_step, (self.begun[copy].pop(step),)), step)
+        for node in segment.body:
+            if node not in self.alike:
+                self.copy(node, copy)
+            elif copy == 0:
+                self.share(node)
+        for step in segment.begun:
+            args = (self._value(step.all_input_nodes[0], copy), *step.args[1:])
+            self.begun[copy][step] = self._described(self.graph.call_function(begin_step, args, step.kwargs), step)
+
+    def _value(self, node: FxNode, copy: int) -> FxNode:
+        return self.shared[node] if node in self.shared else self.own[copy][node]
+
+    @staticmethod
+    def _described(made: FxNode, step: FxNode) -> FxNode:
+        made.meta = {key: value for key, value in step.meta.items() if key != "step"}
+        return made

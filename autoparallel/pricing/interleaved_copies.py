@@ -1,0 +1,125 @@
+"""The simulation of micro-batches that run interleaved (multi-copy), in the turns of `schedule/interleaving.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
+from autoparallel.schedule.interleaving import rounds_of, turns
+
+#: What happens at a decision.
+At = Callable[[int], None]
+
+
+class Tasks(Protocol):
+    """`overlap_simulation.StepTasks`."""
+
+    def issue(self, steps: Sequence[Timed], label: tuple[str, int, int]) -> int: ...
+
+    def wait(self, tasks: Sequence[int]) -> None: ...
+
+    def compute(self, seconds: float, label: tuple[str, int, int]) -> None: ...
+
+
+class _Segment(NamedTuple):
+    """The work of one copy in a turn: await ``awaited``, compute the decisions from ``start`` to ``stop`` (excluded)
+    and the steps ``local``, begin ``begun``."""
+
+    awaited: Sequence[TimedStep]
+    start: int
+    stop: int
+    local: Sequence[TimedStep]
+    begun: Sequence[TimedStep]
+
+
+class Turns:
+    """The turns of ``copies`` micro-batches of one round, whose programs have ``decisions`` decisions."""
+
+    def __init__(self, reads: RankReads, decisions: int, copies: int) -> None:
+        self.copies, self.segments = copies, _segments(reads, decisions)
+
+    def forward(self, step: Tasks, until: Sequence[float], count: int, marked: Collection[int], before: At) -> None:
+        """Forward of one of ``count`` rounds. ``until``: cumulative seconds of all rounds before each decision;
+        ``before`` is called for the ``marked`` decisions, which copies share."""
+        share, pending = count * self.copies, [list[int]() for _ in range(self.copies)]
+        for number, copy in turns(len(self.segments), self.copies):
+            segment, done = self.segments[number], self.segments[number].start
+            step.wait(pending[copy])
+            for index in _marks(segment, marked, number) if copy == 0 else ():
+                step.compute((until[index] - until[done]) / share, ("forward", done, index))
+                before(index)
+                done = index
+            step.compute((until[segment.stop] - until[done]) / share, ("forward", done, segment.stop))
+            _run(step, [one.forward.per(share) for one in segment.local], segment.stop)
+            pending[copy] = _begin(step, [one.forward.per(share) for one in segment.begun], segment.stop, "activations")
+
+    def backward(self, step: Tasks, until: Sequence[float], count: int, marked: Collection[int],
+                 calls: tuple[At, At, At]) -> None:
+        """Backward of one of ``count`` rounds: the turns in reverse order. ``calls``: as `RankStep._backward` takes
+        ``before``, ``after`` and ``arrived``; the first copy to come needs a parameter, the last one completes its
+        gradient."""
+        before, after, arrived = calls
+        share, pending = count * self.copies, [list[int]() for _ in range(self.copies)]
+        for number, copy in reversed(list(turns(len(self.segments), self.copies))):
+            segment = self.segments[number]
+            done = segment.stop
+            step.wait(pending[copy])
+            _run(step, [one.backward.per(share) for one in reversed(segment.local)], segment.stop)
+            for index in reversed(_inside(segment, marked)):
+                step.compute((until[done] - until[index + 1]) / share, ("backward", done, index + 1))
+                if copy == self.copies - 1:
+                    before(index)
+                step.compute((until[index + 1] - until[index]) / share, ("backward", index, index))
+                done = index
+                if copy == 0:
+                    arrived(index)
+                    if index > segment.start:
+                        after(index)
+            step.compute((until[done] - until[segment.start]) / share, ("backward", done, segment.start))
+            gradients = [one.backward.per(share) for one in reversed(segment.awaited)]
+            pending[copy] = _begin(step, gradients, segment.start, "gradients of activations")
+            if copy == 0 and segment.start in marked and segment.stop > segment.start:
+                after(segment.start)
+
+
+def _segments(reads: RankReads, decisions: int) -> list[_Segment]:
+    found, awaited, local, start = list[_Segment](), list[TimedStep](), list[TimedStep](), 0
+    for index in sorted(reads.paths):
+        for at_once, begun in rounds_of(reads.paths[index], _communicates):
+            local += at_once
+            if begun:
+                found.append(_Segment(awaited, start, index, local, begun))
+                awaited, local, start = begun, [], index
+    return [*found, _Segment(awaited, start, decisions, local, ())]
+
+
+def _communicates(step: TimedStep) -> bool:
+    return step.forward.message is not None or step.backward.message is not None
+
+
+def _marks(segment: _Segment, marked: Collection[int], number: int) -> list[int]:
+    """The marked decisions that a segment comes to in forward: those after its start, up to its stop (which reads
+    parameters before its activations travel)."""
+    first = segment.start if number == 0 else segment.start + 1
+    return [index for index in range(first, segment.stop + 1) if index in marked]
+
+
+def _inside(segment: _Segment, marked: Collection[int]) -> list[int]:
+    return [index for index in range(segment.start, segment.stop) if index in marked]
+
+
+def _run(step: Tasks, steps: Sequence[Timed], at: int) -> None:
+    """Steps that do not communicate."""
+    for timed in steps:
+        step.compute(timed.seconds, ("activations", at, at))
+
+
+def _begin(step: Tasks, steps: Sequence[Timed], at: int, label: str) -> list[int]:
+    found = list[int]()
+    for timed in steps:
+        if timed.message is None:
+            step.compute(timed.seconds, (label, at, at))
+        elif timed.seconds:
+            found.append(step.issue([timed], (label, at, at)))
+    return found

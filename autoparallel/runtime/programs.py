@@ -1,0 +1,46 @@
+"""The programs of a plan on one rank: emitted, checked, and compared between ranks."""
+
+from __future__ import annotations
+
+from autoparallel import backends
+from autoparallel.errors import PlanError
+from autoparallel.kernels.groups import MeshPosition
+from autoparallel.lower import check, emit, order_digest, sum_gradients_in
+from autoparallel.partition import MicroBatches, stages_of
+from autoparallel.plans import Plan
+from autoparallel.pricing import Prices
+from autoparallel.runtime.agree import made_equally
+from autoparallel.runtime.form import Compiled
+from autoparallel.strategies.space import StrategySpace
+from cost_models import Cluster
+
+
+def compiled(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPosition, cluster: Cluster,
+             optimizer: str, backend: str) -> Compiled:
+    """A call form as this rank runs it; all ranks call this. Raises PlanError for a plan of another model, and on all
+    ranks where the ranks of a stage would communicate in different orders."""
+    def digest(made: Compiled) -> str:
+        return "".join(order_digest(program) for program in made.programs.values())
+
+    return made_equally("an order of collectives",
+                        lambda: _own(plan, space, micro, position, cluster, optimizer, backend),
+                        digest, position.pipeline_rank)
+
+
+def _own(plan: Plan, space: StrategySpace, micro: MicroBatches, position: MeshPosition, cluster: Cluster,
+         optimizer: str, backend: str) -> Compiled:
+    backends.check(backend, plan.hybrid)
+    strategies = plan.strategies_on(space)
+    stages = stages_of(space, micro.loss, plan.hybrid)
+    blocks = {name for names in stages.blocks(space) for name in names}
+    if unknown := sorted(set(plan.hybrid.recompute_blocks or ()) - blocks):
+        raise PlanError(f"the plan recomputes blocks {unknown}, which the model has not; it has {sorted(blocks)}")
+    path = Prices(space, cluster, optimizer, direct=plan.direct, stages=position.pipeline_ranks).path
+    programs = {
+        number: emit(space, strategies, path, position.coordinate, position.mesh.device_type, stages.parts[number])
+        for number in plan.hybrid.stages_of(position.pipeline_rank)
+    }
+    for program in programs.values():
+        check(program, space, position.coordinate)
+        sum_gradients_in(program, plan.hybrid.sum_dtype)
+    return Compiled(plan, space, micro, stages, programs, backend, cluster)

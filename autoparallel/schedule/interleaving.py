@@ -1,0 +1,45 @@
+"""The order in which interleaved micro-batches (multi-copy) take turns.
+
+Each copy's program is a sequence of segments: compute, ended by redistribution steps of activations that communicate.
+In a turn a copy awaits the steps that it began in its last turn, computes one segment, and begins the next steps, which
+travel during the other copies' turns. Backward takes the same turns in reverse order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+Step = TypeVar("Step")
+
+
+def turns(segments: int, copies: int) -> Iterator[tuple[int, int]]:
+    """(segment, copy) of each turn, in order.
+
+        >>> list(turns(segments=2, copies=2))
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
+    """
+    return itertools.product(range(segments), range(copies))
+
+
+def rounds_of(paths: Sequence[Sequence[Step]], communicates: Callable[[Step], bool]
+              ) -> list[tuple[list[Step], list[Step]]]:
+    """The redistribution steps before one op in rounds: (steps that run at once, steps that are then begun together).
+    Those of a later round read results of the one before. ``paths``: the steps of each operand.
+
+        >>> rounds_of([["gather", "slice"], ["gather"], ["slice"]], lambda step: step == "gather")
+        [(['slice'], ['gather', 'gather']), (['slice'], [])]
+    """
+    found = list[tuple[list[Step], list[Step]]]()
+    for path in paths:
+        number = 0
+        for step in path:
+            while len(found) <= number:
+                found.append(([], []))
+            if communicates(step):
+                found[number][1].append(step)
+                number += 1
+            else:
+                found[number][0].append(step)
+    return found

@@ -1,0 +1,124 @@
+"""Multi-copy: interleaved micro-batches compute what one after the other does, and are simulated as they run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import autoparallel
+from autoparallel.errors import PlanError
+from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
+from autoparallel.plans import Hybrid
+from autoparallel.plans.reports.timeline import timeline_of
+from cost_models import Cluster
+from tests.support.launch_order import check_order
+from tests.support.models import CASES
+from tests.support.ranks import mesh_of
+
+
+@pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
+    ("gpt2", (2, 2), Hybrid(2, zero_stage=1, copies=2)), ("llama", (4,), Hybrid(4, zero_stage=0, copies=2)),
+    ("bert", (2, 2), Hybrid(4, zero_stage=1, copies=4)), ("mlp", (4,), Hybrid(2, zero_stage=0, copies=2)),
+], ids=str)
+def test_simulated_collectives_of_copies_are_those_of_the_run(
+    case_name: str, mesh_shape: tuple[int, ...], hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = CASES[case_name]
+    check_order(case.build(), *case.inputs(8), mesh_shape, 0, hybrid, monkeypatch)
+
+
+Way = tuple[str, tuple[int, ...], dict[str, Any]]
+WAYS: list[Way] = [
+    ("gpt2_dropout", (2, 2), {"micro_batches": 2, "copies": 2, "baseline": "tensor_parallel"}),
+    ("llama", (4,), {"micro_batches": 4, "copies": 2, "baseline": "fsdp", "zero_stage": 3}),
+    ("gpt2", (2, 2), {"by_hand": "dp=2,tp=2,micro_batch=1,copies=2,zero=1,sequence_parallel"}),
+]
+MORE_WAYS: list[Way] = [
+    ("gpt2", (4,), {"micro_batches": 4, "copies": 2, "baseline": "sequence_parallel", "zero_stage": 0}),
+    ("deepseek_v3", (2, 2), {"micro_batches": 4, "copies": 4, "zero_stage": 2}),
+    ("bert", (4,), {"micro_batches": 4, "copies": 2, "baseline": "fsdp", "zero_stage": 2}),
+    ("vit", (2, 2), {"micro_batches": 4, "copies": 2, "baseline": "tensor_parallel"}),
+]
+
+
+def step_and_gradients(case_name: str, mesh_shape: tuple[int, ...], options: dict[str, Any]
+                       ) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss and gradients of a step, and the copies of its plan."""
+    case = CASES[case_name]
+    args, kwargs = case.inputs(8)
+    by_hand = options.get("by_hand")
+    if by_hand:
+        options = {"plan": autoparallel.plan(case.build(), Cluster.load("local-cpu", num_devices=4),
+                                             example_inputs=args, example_kwargs=kwargs, by_hand=by_hand)}
+    parallel = autoparallel.compile(case.build(), 4 if by_hand else mesh_of(*mesh_shape), example_inputs=args,
+                                    example_kwargs=kwargs, **options)
+    torch.manual_seed(0)
+    loss = float(parallel.step(*args, **kwargs))
+    return loss, {n: p.grad.full_tensor().double() for n, p in parallel.named_parameters() if p.grad is not None}, \
+        parallel.plan.hybrid.copies
+
+
+def difference_from_one_at_a_time(case_name: str, mesh_shape: tuple[int, ...], options: dict[str, Any]
+                                  ) -> tuple[float, float]:
+    """How far loss and gradients (2-norm) of interleaved micro-batches are from those of one after the other."""
+    loss, gradients, copies = step_and_gradients(case_name, mesh_shape, options)
+    plain = {name: value.replace("copies=2,", "") if name == "by_hand" else value
+             for name, value in options.items() if name != "copies"}
+    expected_loss, expected, alone = step_and_gradients(case_name, mesh_shape, plain)
+    assert copies > 1 == alone and set(gradients) == set(expected)
+    wrong = sum(float((gradients[name] - expected[name]).square().sum()) for name in expected)
+    return abs(loss - expected_loss), (wrong / sum(float(g.square().sum()) for g in expected.values())) ** 0.5
+
+
+@pytest.mark.parametrize(("case_name", "mesh_shape", "options"),
+                         [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow) for way in MORE_WAYS)], ids=str)
+def test_copies_compute_what_one_after_the_other_does(ranks: Any, case_name: str, mesh_shape: tuple[int, ...],
+                                                      options: dict[str, Any]) -> None:
+    """Dropout draws the same numbers; sums are in another order."""
+    found = ranks(4).run(difference_from_one_at_a_time, case_name, mesh_shape, options, timeout_s=100)
+    for loss, gradients in found:
+        assert loss < 1e-5 and gradients < 1e-5
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"micro_batches": 3, "copies": 2}, "3 micro-batches do not run 2 at a time"),
+    ({"micro_batches": 2, "copies": 2, "recompute": "full"}, "recomputed blocks run as one piece"),
+    ({"micro_batches": 4, "copies": 2, "pipeline_stages": 2}, "without a pipeline only"),
+    ({"copies": 0}, "copies is 0"),
+])
+def test_copies_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    case = CASES["mlp"]
+    args, kwargs = case.inputs(12)
+    with pytest.raises(PlanError, match=message):
+        autoparallel.plan(case.build(), Cluster.load("h100-sxm", num_devices=4), example_inputs=args,
+                          example_kwargs=kwargs, mesh_shape=(2, 2), **options)
+
+
+def test_copies_hide_activations_and_hold_more_of_them() -> None:
+    """Tensor-parallel micro-batches, one after the other and two at a time, with the same layouts."""
+    case, cluster = CASES["llama"], Cluster.load("h100-sxm", num_devices=4)
+    args, kwargs = case.inputs(8)
+    alone, two = (autoparallel.plan(case.build(), cluster, example_inputs=args, example_kwargs=kwargs,
+                                    by_hand=f"tp=4,dp=1,micro_batch=2,copies={copies}") for copies in (1, 2))
+    assert alone.strategies == two.strategies
+    now, before = two.prediction, alone.prediction
+    assert now.forward_communication_s == before.forward_communication_s
+    assert now.hidden_s > before.hidden_s and now.step_s < before.step_s
+    assert now.activation_bytes > before.activation_bytes and now.state_bytes == before.state_bytes
+    assert "4 micro-batches, 2 interleaved" in two.summary()
+    line = timeline_of(two)
+    assert line.total_s == pytest.approx(now.step_s - now.fixed_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(("fixed", "hybrid", "expected"), [
+    (Fixed(), Hybrid(zero_stage=2), {2}), (Fixed(), Hybrid(4, zero_stage=1, recompute="full"), {4, 8}),
+    (Fixed(micro_batches=4), Hybrid(4, zero_stage=1), {4}), (Fixed(copies=1), Hybrid(4, zero_stage=1), set()),
+    (Fixed(recompute="full"), Hybrid(4, zero_stage=1, recompute="full"), set()),
+    (Fixed(), Hybrid(4, 2, 2, zero_stage=1), set()),
+], ids=str)
+def test_joint_search_tries_copies_near_the_best(fixed: Fixed, hybrid: Hybrid, expected: set[int]) -> None:
+    space = CandidateSpace(Cluster.load("h100-sxm", num_devices=8), fixed, num_blocks=4, batch=16)
+    found = [c.hybrid for c in space.around(Candidate(hybrid, (8 // hybrid.pipeline_ranks,)))]
+    assert {h.micro_batches for h in found if h.copies == 2} == expected
