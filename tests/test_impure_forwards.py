@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from autoparallel.capture import capture
@@ -179,3 +180,18 @@ def test_what_every_call_computes_alike_is_traced(scale: Any, value: Any) -> Non
     before = list(value) if value is not None else None
     assert len(capture(model, (X,)).nodes) > 0
     assert (list(value) if value is not None else None) == before
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False)
+        return made
+
+
+def test_running_statistics_in_a_checkpoint_are_told() -> None:
+    with pytest.warns(UserWarning, match="BatchNorm1d is in a checkpoint: its running statistics count"):
+        capture(Checkpointed(), (X,))
