@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from copy import deepcopy
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -31,8 +32,12 @@ class Originals:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.tables = [(path, table, dict(table)) for path, module in model.named_modules()
-                       for table in (module._parameters, module._modules)]
+        self.paths = [path for path, _ in model.named_modules() for _ in range(2)]
+        self.tables: list[dict[str, Any]] = [table for module in model.modules()
+                                             for table in (module._parameters, module._modules)]
+        self.before = [dict(table) for table in self.tables]
+        self.counts = list(map(len, self.tables))
+        self.values = [value for table in self.before for value in table.values()]
         self.parameters = dict(model.named_parameters())
         self.versions = self._versions()
         for name, parameter in self.parameters.items():
@@ -51,12 +56,9 @@ class Originals:
 
     def check(self) -> None:
         """Raises InputError if the original has another parameter or submodule; warns if one was written to."""
-        for path, table, before in self.tables:
-            if len(table) != len(before) or not all(map(is_, table.values(), before.values())):
-                names = [name for name in {**before, **table} if before.get(name) is not table.get(name)]
-                raise InputError(f"{path or 'the model'} has another {names[0]} than when it was compiled: the "
-                                 "parallel module has a copy of what it was\n  Give new values by "
-                                 "parallel.load_state_dict(...); change the model before it is compiled.")
+        if list(map(len, self.tables)) != self.counts or not all(
+                map(is_, chain.from_iterable(map(dict.values, self.tables)), self.values)):
+            self._refuse()
         if (now := self._versions()) != self.versions:
             names = [name for name, a, b in zip(self.parameters, self.versions, now, strict=True) if a != b]
             self.versions = now
@@ -65,6 +67,13 @@ class Originals:
                              "own, which stay as they are (parallel.load_state_dict(...) sets them)",
                              names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} others",
                              type(self.model).__name__)
+
+    def _refuse(self) -> None:
+        for path, table, before in zip(self.paths, self.tables, self.before, strict=True):
+            if names := [name for name in {**before, **table} if before.get(name) is not table.get(name)]:
+                raise InputError(f"{path or 'the model'} has another {names[0]} than when it was compiled: the "
+                                 "parallel module has a copy of what it was\n  Give new values by "
+                                 "parallel.load_state_dict(...); change the model before it is compiled.")
 
 
 def _is_copied(parameter: Any) -> bool:
