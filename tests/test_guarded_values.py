@@ -7,9 +7,10 @@ import os
 import threading
 from argparse import Namespace
 from array import array
-from collections import ChainMap, UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -46,6 +47,7 @@ class Base(nn.Module):
         self.table = {"a": 1.0}
         self.view, self.chained = MappingProxyType(self.table), ChainMap({}, {"a": 1.0})
         self.function: Callable[..., Any] = times
+        self.usual = defaultdict(partial(float, 1.0))
 
 
 class Model(Base):
@@ -58,7 +60,7 @@ class Model(Base):
         x = x * (9 if torch.backends.mkldnn.enabled else 1) * (11 if torch.backends.cuda.matmul.allow_tf32 else 1)
         x = x * (2 if tells_gradients() else 1)
         x = x * (3 if torch.backends.cuda.flash_sdp_enabled() else 1) * (3 if torch.is_autocast_cache_enabled() else 1)
-        return x * (5 if torch.backends.mha.get_fastpath_enabled() else 1) * times.gain
+        return x * (5 if torch.backends.mha.get_fastpath_enabled() else 1) * times.gain * self.usual["a"]
 
 
 def times(x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
@@ -93,6 +95,7 @@ CHANGES: dict[str, Callable[[Model, pytest.MonkeyPatch], object]] = {
     "deterministic algorithms": lambda m, patch: torch.use_deterministic_algorithms(True),
     "anomaly detection": lambda m, patch: torch.autograd.set_detect_anomaly(True),
     "precision of products": lambda m, patch: torch.set_float32_matmul_precision("high"),
+    "default of a dict": lambda m, patch: (m.usual.clear(), setattr(m.usual, "default_factory", partial(float, 2.0))),
     "field of a function": lambda m, patch: patch.setattr(times, "gain", 2.0),
     "TF32 in products": lambda m, patch: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
     "attention's backend": lambda m, patch: torch.backends.cuda.enable_flash_sdp(False),

@@ -90,8 +90,9 @@ def _described(value: Any, depth: int, left: list[int]) -> object:
         if isinstance(value, ContextVar):
             return kind, _described(value.get(Missing), depth - 1, left)
         if isinstance(value, (dict, MappingProxyType)):
-            return kind, tuple((_described(k, depth - 1, left), _described(v, depth - 1, left))
-                               for k, v in value.items())
+            made = getattr(value, "default_factory", None)  # of a defaultdict
+            return kind, _described(made, depth - 1, left), tuple(
+                (_described(k, depth - 1, left), _described(v, depth - 1, left)) for k, v in value.items())
         if isinstance(value, (set, frozenset)):
             return kind, frozenset(_described(v, depth - 1, left) for v in value)
         if kind is functools.partial:
@@ -150,7 +151,7 @@ def is_users(namespace: Mapping[str, Any]) -> bool:
 def inside(container: Any) -> Iterable[Any]:
     """The contents of a mutable value (`is_mutable`)."""
     if isinstance(container, (dict, MappingProxyType)):
-        return chain(container, container.values())
+        return chain(container, container.values(), (getattr(container, "default_factory", None),))
     if isinstance(container, (list, tuple, set, frozenset, deque)):
         return container
     if isinstance(container, ContextVar):
