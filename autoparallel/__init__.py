@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autoparallel.runtime.padding import padded_to
     from autoparallel.runtime.scaler import GradScaler
     from autoparallel.runtime.step_log import JsonLines, StepLog, TensorBoard
+    from autoparallel.servers.start import serve_parameters
     from autoparallel.sizing import Sizing, size
     from cost_models import Cluster
 
@@ -49,6 +50,7 @@ _HOMES = {
     "TensorBoard": "autoparallel.runtime.step_log",
     "ParallelModule": "autoparallel.runtime.module",
     "padded_to": "autoparallel.runtime.padding",
+    "serve_parameters": "autoparallel.servers.start",
     "Sizing": "autoparallel.sizing",
     "size": "autoparallel.sizing",
     "Cluster": "cost_models",
@@ -56,7 +58,8 @@ _HOMES = {
 }
 __all__ = ["Advice", "Bounded", "Cluster", "Exported", "GradScaler", "Imported", "JsonLines", "ParallelModule", "Plan",
            "Sizing", "StepLog", "TensorBoard", "World", "__version__", "advise", "bound", "compile",
-           "export_plan", "import_plan", "inference_call", "init", "padded_to", "plan", "register_rule", "size"]
+           "export_plan", "import_plan", "inference_call", "init", "padded_to", "plan", "register_rule",
+           "serve_parameters", "size"]
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,7 @@ from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options, check_call, check_cluster, options_of
 from autoparallel.planning.plan_by_hand import plan_by_hand
+from autoparallel.planning.server_traffic import ServerAdvice, server_advice
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.text import ReportConsole
 from autoparallel.plans.reports.units import bytes_str, seconds_str
@@ -87,7 +88,8 @@ class Change:
 @dataclass(frozen=True)
 class Advice:
     """``best``: the fastest plan by hand that fits (None: none does). ``searched``: the plan of the joint search (None:
-    not searched, or none found). ``exports``: by framework, the best plan's files, or why there are none."""
+    not searched, or none found). ``exports``: by framework, the best plan's files, or why there are none. ``servers``:
+    whether parameter servers would be faster (None: one device, or a batch that workers cannot share)."""
 
     cluster: Cluster
     limit_bytes: float
@@ -96,6 +98,7 @@ class Advice:
     changes: tuple[Change, ...]
     searched: Plan | None
     exports: Mapping[str, Exported | str]
+    servers: ServerAdvice | None = None
 
     @property
     def best(self) -> Alternative | None:
@@ -115,12 +118,13 @@ def fastest(alternatives: Sequence[Alternative]) -> Alternative | None:
 
 def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: Sequence[Any] | None = None,
            example_kwargs: Mapping[str, Any] | None = None, memory_limit_bytes: float | None = None,
-           optimizer: str = "adamw", search_s: float = 60.0) -> Advice:
+           optimizer: str = "adamw", search_s: float = 60.0, uneven: float = 0.0) -> Advice:
     """Which techniques to use for one training step of ``model`` on ``cluster``, by the planner's prices.
 
     example_inputs, example_kwargs: the arguments of a call with the global batch, as for `autoparallel.plan`.
     memory_limit_bytes: per device; None: what a plan may take (see `autoparallel.plan`).
     search_s: seconds for a joint search beside the plans by hand; 0: none.
+    uneven: how much the devices' steps vary, by chance: standard deviation over mean, for parameter servers.
 
     Raises CaptureError, InputError, ClusterError, PlanError as `autoparallel.plan` does.
     """
@@ -128,6 +132,8 @@ def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: S
     check_call(model, example_inputs, example_kwargs)
     if isinstance(search_s, bool) or not isinstance(search_s, (int, float)) or not search_s >= 0:
         raise PlanError(f"search_s is {search_s!r}: give seconds, 0 or more")
+    if isinstance(uneven, bool) or not isinstance(uneven, (int, float)) or not 0 <= uneven <= 1:
+        raise PlanError(f"uneven is {uneven!r}: give the share by which steps vary, from 0 to 1")
     options = options_of({"optimizer": optimizer, "memory_limit_bytes": memory_limit_bytes})
     with collected_later():
         graph = capture(model, example_inputs or (), example_kwargs or {})
@@ -142,7 +148,8 @@ def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: S
                             memory_limit_bytes=memory_limit_bytes, optimizer=optimizer, time_limit_s=search_s)
     best = fastest(found)
     return Advice(cluster, limit, found, tuple(_techniques(found, best)), tuple(_changes(priced, found)), searched,
-                  _exports(best.plan) if best is not None and best.plan is not None else {})
+                  _exports(best.plan) if best is not None and best.plan is not None else {},
+                  _servers(graph, cluster, found, searched, uneven))
 
 
 @dataclass(frozen=True)
@@ -249,6 +256,15 @@ def _fastest_on(priced: _Priced, found: Sequence[Alternative]) -> Alternative | 
     return best
 
 
+def _servers(graph: OpGraph, cluster: Cluster, found: Sequence[Alternative], searched: Plan | None, uneven: float
+             ) -> ServerAdvice | None:
+    even = next((one.plan for one in found if str(one.by_hand) == f"dp={cluster.num_devices}"), None)
+    best = fastest(found)
+    step_s = min(best.step_s if best is not None else math.inf,
+                 searched.prediction.step_s if searched is not None else math.inf)
+    return None if even is None else server_advice(graph, cluster, even.prediction, step_s, uneven)
+
+
 def _exports(made: Plan) -> dict[str, Exported | str]:
     found: dict[str, Exported | str] = {}
     for name in sorted(FORMATS):
@@ -279,6 +295,8 @@ def print_advice(advice: Advice, console: ReportConsole) -> None:
         told = "nothing fits" if change.best is None else _priced_str(change.best)
         same = best is not None and change.best is not None and change.best.by_hand == best.by_hand
         console.print(f"twice the {change.what}: {told}" + (" (the same plan)" if same else ""))
+    if (servers := advice.servers) is not None:
+        console.print(f"parameter servers {'pay' if servers.pays else 'do not pay'}: {servers.why}")
     for name, made in advice.exports.items():
         if isinstance(made, str):
             console.print(f"{name}: cannot. {made}")

@@ -53,6 +53,11 @@ def plan(
     bucket_bytes: Annotated[float | None, typer.Option(help="of gradients or parameters that are sent together, "
                                                        "at most (25 MiB)")] = None,
     copies: Annotated[int | None, typer.Option(help="micro-batches that run interleaved at a time")] = None,
+    offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host, disk, auto")
+                       ] = None,
+    offload_fraction: Annotated[float | None, typer.Option(help="the share of them that moves, as 0.5")] = None,
+    host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
+    disk_limit: Annotated[str | None, typer.Option(help="of disk per device, for example 1TB")] = None,
     explain: Annotated[list[str] | None, typer.Option(help="an op, parameter or input: what its strategies "
                                                       "cost")] = None,
     alternatives: Annotated[int, typer.Option(min=0, help="so many other plans, by how much slower they are")] = 0,
@@ -93,7 +98,8 @@ def plan(
             schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
-            bucket_bytes=bucket_bytes, copies=copies, progress=progress,
+            bucket_bytes=bucket_bytes, copies=copies, offload=offload, offload_fraction=offload_fraction,
+            host_memory_limit_bytes=_bytes(host_memory_limit), disk_limit_bytes=_bytes(disk_limit), progress=progress,
         )
         if output is not None:  # first: what follows may fail
             made.save(output)
@@ -243,6 +249,8 @@ def advise(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     time_limit: Annotated[float, typer.Option(help="seconds for a joint search beside plans by hand; 0: none")] = 60.0,
+    uneven: Annotated[float, typer.Option(min=0, max=1, help="by how much workers' steps vary, for parameter servers; "
+                                          "0.3: 30 %")] = 0.0,
     output: Annotated[Path | None, typer.Option(help="a folder for the plan, and for its files by framework")] = None,
 ) -> None:
     """Say which of data, tensor, pipeline, ZeRO and recompute to use, what each costs, and what to write."""
@@ -253,7 +261,7 @@ def advise(
     machine = autoparallel.Cluster.load(cluster, num_devices=devices, software=software)
     network, args, kwargs = load_model(model, global_batch or 2 * devices, sequence_length, dtype)
     found = autoparallel.advise(network, machine, example_inputs=args, example_kwargs=kwargs, optimizer=optimizer,
-                                memory_limit_bytes=_bytes(memory_limit), search_s=time_limit)
+                                memory_limit_bytes=_bytes(memory_limit), search_s=time_limit, uneven=uneven)
     print_advice(found, ReportConsole())
     if output is not None and found.best is not None and found.best.plan is not None:
         output.mkdir(parents=True, exist_ok=True)
@@ -275,26 +283,36 @@ def import_(
 
 @app.command()
 def manifest(
-    words: Annotated[list[str], typer.Argument(metavar="PLAN.json -- COMMAND", help="the plan, and what a rank runs")],
+    words: Annotated[list[str], typer.Argument(metavar="[PLAN.json] -- COMMAND", help="the plan (none with --servers), "
+                                               "and what a rank runs")],
     to: Annotated[str, typer.Option(help="slurm, kubeflow, pytorchjob, jobset, skypilot, mpi or ranktable")],
     nodes: Annotated[int, typer.Option(min=1, help="hosts")] = 1,
     name: Annotated[str, typer.Option(help="of the job")] = "train",
     image: Annotated[str | None, typer.Option(help="container image with autoparallel and the script")] = None,
     hosts: Annotated[str | None, typer.Option(help="addresses a,b,... for mpi and ranktable")] = None,
-    gpus: Annotated[bool, typer.Option(help="whether each process takes a GPU")] = True,
+    gpus: Annotated[bool, typer.Option(help="whether each process (of servers' jobs: each worker) takes a GPU")] = True,
+    servers: Annotated[int, typer.Option(min=0, help="parameter servers, for kubeflow: a job of a scheduler, servers "
+                                         "and workers, without a plan")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="workers of --servers")] = 1,
+    claim: Annotated[str | None, typer.Option(help="PersistentVolumeClaim for the servers' checkpoint_dir")] = None,
     output: Annotated[Path | None, typer.Option(help="write it here instead of printing it")] = None,
 ) -> None:
     """Write the file with which a platform starts the plan's job.
 
     autoparallel manifest plan.json --to slurm --nodes 4 -- python train.py
+    autoparallel manifest --to kubeflow --servers 2 --workers 8 --image me/train:1 -- python train.py
     """
     from autoparallel.launch.manifest import Job, manifest
+    from autoparallel.launch.role_manifest import RoleJob, role_manifest
     from autoparallel.plans import Plan
 
     plan_cli.check_output(output)
-    job = Job(name, Plan.load(words[0]), str(Path(words[0]).resolve()), nodes, tuple(words[1:]), image, gpus,
-              tuple(hosts.split(",")) if hosts else ())
-    text = manifest(to, job)
+    if servers:
+        text = role_manifest(to, RoleJob(name, servers, workers, tuple(words), image, gpus, claim))
+    else:
+        job = Job(name, Plan.load(words[0]), str(Path(words[0]).resolve()), nodes, tuple(words[1:]), image, gpus,
+                  tuple(hosts.split(",")) if hosts else ())
+        text = manifest(to, job)
     if output is None:
         typer.echo(text, nl=False)
     else:

@@ -14,6 +14,7 @@
       MeshError             no process group, one that is closed, or a mesh that does not fit the world
       InputError            a call whose inputs do not fit the traced program
       PeerError             a call in which another rank failed (`rank`), or anything after such a call
+      ServerError           parameter servers that are told what cannot be, do not answer, or have lost their state
 
 Every message says what was given, what is required and what to write instead.
 """
@@ -36,6 +37,7 @@ __all__ = [
     "PlanError",
     "RuleError",
     "SearchError",
+    "ServerError",
     "TimelineError",
     "printable",
     "shown",
@@ -96,6 +98,10 @@ class InputError(AutoparallelError, ValueError):
 
 class BoundError(AutoparallelError, ValueError):
     """A call whose mask has more true elements than `autoparallel.bound` was told of."""
+
+
+class ServerError(AutoparallelError, RuntimeError):
+    """Parameter servers that cannot start, do not answer in time, or have lost their state."""
 
 
 class PeerError(AutoparallelError, RuntimeError):

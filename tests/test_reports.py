@@ -318,6 +318,17 @@ def test_the_doctor_finds_what_is_needed() -> None:
     assert not [one for one in found if one.needed and not one.works]
 
 
+@pytest.mark.parametrize(("bound", "of_all", "told"), [
+    (0.9, 0.8, "Proven within 11 % of the best sharding"), (0.3, 0.8, "Not proven near the best sharding"),
+    (0.9, 0.25, "at most 4 times as slow as the best"), (0.9, 0.8, "at most 25 % above any combination"),
+])
+def test_loose_bounds_are_called_so(plans: dict[str, Plan], bound: float, of_all: float, told: str) -> None:
+    plan = plans["searched"]
+    evidence = replace(plan.evidence, lower_bound_s=bound * plan.evidence.objective_s,
+                       step_bound_s=of_all * plan.prediction.step_s)
+    assert told in replace(plan, evidence=evidence).summary()
+
+
 def test_notebooks_show_the_summary_as_text(plans: dict[str, Plan]) -> None:
     odd = replace(plans["fsdp"], evidence=replace(plans["fsdp"].evidence, stop_reason="by hand <b>"))
     assert "&lt;b&gt;" in odd._repr_html_() and "<b>" not in odd._repr_html_()
@@ -325,7 +336,7 @@ def test_notebooks_show_the_summary_as_text(plans: dict[str, Plan]) -> None:
 
 @pytest.mark.parametrize(("devices", "host", "experts", "some"), [
     (8, 8, False, "dp=8,zero=3"),
-    (16, 8, False, "pp=2,micro_batch=1,tp=8,zero=1,recompute=selective,sequence_parallel"),
+    (16, 8, False, "pp=2,micro_batch=1,tp=8,zero=1,sequence_parallel,recompute=selective"),
     (16, 8, True, "dp=16,ep=8,zero=1"), (1, 8, True, "dp=1"), (12, 8, False, "dp=12"),
 ])
 def test_usual_recipes_use_all_devices(devices: int, host: int, experts: bool, some: str) -> None:

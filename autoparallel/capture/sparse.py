@@ -19,7 +19,8 @@ def refuse_sparse_gradients(node: Node) -> None:
                 f"{node.target} is called with {name}=True, which makes a sparse gradient{source_line(node)}\n"
                 "  Gradients are dense here, as parameters are.\n"
                 f"  Write {name}=False{layer}, and an optimizer of dense "
-                "gradients (SparseAdam takes sparse ones only: Adam, Adagrad), or freeze what it reads.")
+                "gradients (SparseAdam takes sparse ones only: Adam, Adagrad), or freeze what it reads; or put the "
+                "table on parameter servers, whose gradients are sparse (autoparallel.serve_parameters).")
 
 
 __all__ = ["refuse_sparse_gradients"]

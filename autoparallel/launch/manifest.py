@@ -19,7 +19,7 @@ from autoparallel.errors import LaunchError
 from autoparallel.launch.world import PLAN_FILE
 from autoparallel.plans import Plan
 
-_PORT = 29500
+PORT = 29500
 _PLAN_FOLDER = "/etc/autoparallel"
 _CONFIG_MAP_BYTES = 2**20  # Kubernetes' limit
 
@@ -39,9 +39,7 @@ class Job:
     hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", self.name):
-            raise LaunchError(f"the job's name {self.name!r} cannot be: lower-case letters, digits and dashes are "
-                              "required, a letter first, at most 63 of them")
+        check_name(self.name)
         if self.nodes < 1 or self.ranks % self.nodes:
             raise LaunchError(f"the plan is for {self.ranks} devices, which {self.nodes} hosts cannot share evenly")
         if not self.command:
@@ -76,7 +74,7 @@ def mpi(job: Job) -> str:
     return "\n".join([
         "#!/bin/bash", "set -euo pipefail", "hostfile=$(mktemp)", 'trap \'rm -f "$hostfile"\' EXIT',
         f"cat > \"$hostfile\" <<'HOSTS'\n{lines}\nHOSTS", f"export {PLAN_FILE}={shlex.quote(job.plan_file)}",
-        f"export MASTER_ADDR={shlex.quote(hosts[0])} MASTER_PORT=${{MASTER_PORT:-{_PORT}}}",
+        f"export MASTER_ADDR={shlex.quote(hosts[0])} MASTER_PORT=${{MASTER_PORT:-{PORT}}}",
         f'mpirun -n {job.ranks} --hostfile "$hostfile" --map-by slot --bind-to none -x {PLAN_FILE} -x MASTER_ADDR '
         f"-x MASTER_PORT {job.line}", ""])
 
@@ -96,23 +94,24 @@ def skypilot(job: Job) -> str:
     target = f"{_PLAN_FOLDER}/plan.json"
     run = ("torchrun --nnodes=$SKYPILOT_NUM_NODES --node-rank=$SKYPILOT_NODE_RANK "
            f"--nproc-per-node={job.per_node} --master-addr=$(echo \"$SKYPILOT_NODE_IPS\" | head -n1) "
-           f"--master-port={_PORT} --no-python {job.line}")
+           f"--master-port={PORT} --no-python {job.line}")
     resources = {**({"image_id": f"docker:{job.image}"} if job.image else {}),
                  **({"accelerators": f"{_device(job.plan)}:{job.per_node}"} if job.gpus else {})}
-    return _yaml({"name": job.name, "num_nodes": job.nodes, **({"resources": resources} if resources else {}),
-                  "file_mounts": {target: job.plan_file}, "envs": {PLAN_FILE: target}, "run": run})
+    return yaml_of({"name": job.name, "num_nodes": job.nodes, **({"resources": resources} if resources else {}),
+                    "file_mounts": {target: job.plan_file}, "envs": {PLAN_FILE: target}, "run": run})
 
 
 def kubeflow(job: Job) -> str:
     """A TrainJob for Kubeflow Trainer's runtime ``torch-distributed``, and a ConfigMap with the plan."""
-    trainer = {"image": _image(job), "command": ["torchrun", "--no-python", *job.command], "numNodes": job.nodes,
-               "numProcPerNode": job.per_node, "env": [_plan_variable()], **_resources(job, "resourcesPerNode")}
+    trainer = {"image": image_of(job.image), "command": ["torchrun", "--no-python", *job.command],
+               "numNodes": job.nodes, "numProcPerNode": job.per_node, "env": [_plan_variable()],
+               **_resources(job, "resourcesPerNode")}
     volume = {"name": "plan", "configMap": {"name": f"{job.name}-plan"}}
     container = {"name": "node", "volumeMounts": [{"name": "plan", "mountPath": _PLAN_FOLDER}]}
     pod = {"volumes": [volume], "containers": [container]}
     patch = {"manager": "autoparallel/manifest", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [
         {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]}}}}
-    return _yaml(_config_map(job), {
+    return yaml_of(_config_map(job), {
         "apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": {"name": job.name},
         "spec": {"runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime",
                                 "name": "torch-distributed"}, "trainer": trainer, "runtimePatches": [patch]}})
@@ -124,7 +123,7 @@ def pytorchjob(job: Job) -> str:
         job, "pytorch", ["torchrun", "--no-python", *job.command], [])}}
     replicas = {"Master": {"replicas": 1, **replica},
                 **({"Worker": {"replicas": job.nodes - 1, **replica}} if job.nodes > 1 else {})}
-    return _yaml(_config_map(job), {
+    return yaml_of(_config_map(job), {
         "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": {"name": job.name},
         "spec": {"nprocPerNode": str(job.per_node), "pytorchReplicaSpecs": replicas}})
 
@@ -134,12 +133,12 @@ def jobset(job: Job) -> str:
     index = {"name": "NODE_RANK", "valueFrom": {"fieldRef": {
         "fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}}
     command = ["torchrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.per_node}", "--node-rank=$(NODE_RANK)",
-               f"--master-addr={job.name}-workers-0-0.{job.name}", f"--master-port={_PORT}", "--no-python",
+               f"--master-addr={job.name}-workers-0-0.{job.name}", f"--master-port={PORT}", "--no-python",
                *job.command]
     pod = {**_pod(job, "node", command, [index]), "restartPolicy": "Never"}
     spec = {"parallelism": job.nodes, "completions": job.nodes, "completionMode": "Indexed", "backoffLimit": 0,
             "template": {"spec": pod}}
-    return _yaml(_config_map(job), {
+    return yaml_of(_config_map(job), {
         "apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": job.name},
         "spec": {"network": {"enableDNSHostnames": True, "subdomain": job.name},
                  "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": spec}}]}})
@@ -164,14 +163,15 @@ def _hosts(job: Job) -> Sequence[str]:
     return job.hosts
 
 
-def _image(job: Job) -> str:
-    if job.image is None:
+def image_of(image: str | None) -> str:
+    """Raises LaunchError where there is none."""
+    if image is None:
         raise LaunchError("containers need an image, with autoparallel and the script in it: --image registry/name:tag")
-    return job.image
+    return image
 
 
 def _pod(job: Job, container: str, command: Sequence[str], variables: Sequence[Any]) -> dict[str, Any]:
-    return {"containers": [{"name": container, "image": _image(job), "command": list(command),
+    return {"containers": [{"name": container, "image": image_of(job.image), "command": list(command),
                             "env": [_plan_variable(), *variables], **_resources(job, "resources"),
                             "volumeMounts": [{"name": "plan", "mountPath": _PLAN_FOLDER}]}],
             "volumes": [{"name": "plan", "configMap": {"name": f"{job.name}-plan"}}]}
@@ -203,10 +203,17 @@ def _device(plan: Plan) -> str:
                       "--no-gpus, and accelerators in the file")
 
 
-def _yaml(*documents: Mapping[str, Any]) -> str:
+def check_name(name: str) -> None:
+    """Raises LaunchError for a name that Kubernetes would not take."""
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name):
+        raise LaunchError(f"the job's name {name!r} cannot be: lower-case letters, digits and dashes are required, a "
+                          "letter first, at most 63 of them")
+
+
+def yaml_of(*documents: Mapping[str, Any]) -> str:
     import yaml
 
     return str(yaml.safe_dump_all(documents, sort_keys=False, width=120))
 
 
-__all__ = ["FORMATS", "Job", "manifest"]
+__all__ = ["FORMATS", "PORT", "Job", "check_name", "image_of", "manifest", "yaml_of"]

@@ -17,7 +17,7 @@ LEVELS = (
     ("api", "export"),
     ("compiler",),
     ("planning",),
-    ("runtime",),
+    ("runtime", "servers"),
     ("launch", "partition", "backends"),
     ("pricing",),
     ("lower",),

@@ -39,6 +39,7 @@ def _speed(speed: Speed) -> str:
 def _memory(memory: Memory) -> str:
     peak = bytes_str(memory.peak_bytes)
     host = f", and {bytes_str(memory.host_bytes)} of the host's memory" if memory.host_bytes else ""
+    host += f", and {bytes_str(memory.disk_bytes)} of disk" if memory.disk_bytes else ""
     if not memory.limit_bytes:
         fits = "" if memory.peak_bytes <= memory.device_bytes else "; does not fit"
         whole = f", of the {bytes_str(memory.device_bytes)} that it has{fits}" if memory.device_bytes else ""
@@ -65,6 +66,10 @@ def _sure(report: Report) -> Iterator[str]:
         yield f"Energy {count_str(speed.joules_per_step / 3.6e6)} kWh a step{per}."
 
 
+#: Gaps above this share are told as loose bounds.
+LOOSE = 0.5
+
+
 def _proof(proof: Proof) -> str:
     if not proof.searched:
         return f"Priced as given, not searched ({proof.reason})."
@@ -72,9 +77,15 @@ def _proof(proof: Proof) -> str:
         sharding = "How near the best sharding is was not proven"
     elif proof.within < 5e-5:
         sharding = "Proven the best sharding of this configuration, by its cost without overlap"
+    elif proof.within > LOOSE:
+        sharding = ("Not proven near the best sharding of this configuration (its cost without overlap is "
+                    f"{1 + proof.within:.2g} times the bound): more time may find a better one")
     else:
         sharding = (f"Proven within {percent_str(proof.within)} of the best sharding of this configuration, by its "
                     "cost without overlap")
     if proof.within_any is None:
         return f"{sharding}; other pipelines, micro-batches and recompute were not searched."
+    if proof.within_any > LOOSE:
+        return (f"{sharding}; the bound on all combinations is loose: this one is at most "
+                f"{1 + proof.within_any:.2g} times as slow as the best.")
     return f"{sharding}; at most {percent_str(proof.within_any)} above any combination."
