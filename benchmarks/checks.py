@@ -2,8 +2,8 @@
 
     python -m benchmarks.checks [--ranks 2] [--steps 40] [--step-ms 100]
 
-Checks: guards of the trace, replaced parameters, the call that the ranks make (`Together.agree`), and the comparison of
-inputs at its usual period.
+Checks: guards of the trace, replaced parameters (also of the original), transforms around the call, the call that the
+ranks make (`Together.agree`), and the comparison of inputs at its usual period.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
+from autoparallel.runtime import module
 from autoparallel.runtime.failing import Together
 from autoparallel.runtime.form import Forms
 from autoparallel.runtime.guards import Places
 from autoparallel.runtime.inputs import Inputs
+from autoparallel.runtime.originals import Originals
 
 
 class Layers(nn.Module):
@@ -49,6 +51,8 @@ def unchecked() -> Iterator[None]:
     """All checks of calls off."""
     with ExitStack() as off:
         for owner, name, instead in ((Together, "agree", lambda *a, **k: None), (Places, "check", lambda self: None),
+                                     (Originals, "check", lambda self: None),
+                                     (module, "refuse_transforms", lambda leaves: None),
                                      (Forms, "find", lambda self, key, leaves: self.first()),
                                      (Inputs, "are_compared", lambda self: False)):
             off.enter_context(patch.object(owner, name, instead))

@@ -284,7 +284,7 @@ def _profile(top: _Table, network: str, software: str | None) -> Profile | None:
                            f"apply, one of {', '.join(known_clusters())}")
     stated = top.raw("software", "a software profile", "none")
     wanted = stated if software is None else software
-    if wanted == "none":
+    if isinstance(wanted, str) and wanted == "none":
         return None
     return Profile.of(machine, check_software(wanted), NETWORKS.get(network.split()[0].lower(), "default"))
 

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import autoparallel
 from autoparallel import Cluster, Plan
-from autoparallel.errors import AutoparallelError
+from autoparallel.errors import AutoparallelError, ClusterError, InputError
 
 JUNK: dict[str, Callable[[], Any]] = {
     "None": lambda: None, "True": lambda: True, "-1": lambda: -1, "0": lambda: 0, "3.7": lambda: 3.7,
@@ -197,3 +197,15 @@ def test_bad_calls_raise_our_errors_and_change_nothing(world: World, seed: int, 
     wrong, refused = bad_calls(world, seed, count)
     assert not wrong, "\n".join(wrong)
     assert refused > count / 4
+
+
+@pytest.mark.parametrize("value", [10**30, -1e300, float("nan")])
+def test_a_number_to_pad_with_that_the_dtype_has_not(value: float) -> None:
+    rows = torch.ones(2, dtype=torch.float16 if value == -1e300 else torch.int64)
+    with pytest.raises(InputError, match="padded_to has"):
+        autoparallel.padded_to((4,), x=value)([{"x": rows}])
+
+
+def test_software_that_is_no_name() -> None:
+    with pytest.raises(ClusterError, match="unknown software"):
+        Cluster.load("h100-sxm", software=np.ones((2, 2)))  # type: ignore[arg-type]

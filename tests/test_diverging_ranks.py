@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,3 +162,28 @@ def test_a_stage_without_parameters_has_an_optimizer(ranks: Any, tmp_path: Path)
     for _, theirs, resumed, whole in found:
         torch.testing.assert_close(torch.tensor(theirs), torch.tensor([float(loss.detach()) for loss in losses]))
         assert resumed and whole
+
+
+def calls_of_two_threads() -> dict[int, tuple[str, str, int, float]]:
+    """Two parallel modules, each called by a thread of its own; the second thread comes first on rank 1."""
+    made = [autoparallel.compile(net(), mesh_of(2), example_inputs=(torch.zeros(8, 32),), baseline="ddp",
+                                 check_inputs=0) for _ in range(2)]
+    found: dict[int, tuple[str, str, int, float]] = {}
+
+    def call(number: int) -> None:
+        found[number] = said(lambda: made[number](torch.full((8, 32), float(number))))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in (0, 1)]
+    for thread in threads if torch.distributed.get_rank() == 0 else reversed(threads):
+        thread.start()
+        time.sleep(0.5)  # it holds the lock, and waits for the other rank
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_calls_of_two_threads_do_not_mix(ranks: Any) -> None:
+    """They are in another order on each rank: refused on both, where they waited for each other without end."""
+    for found in ranks(2).run(calls_of_two_threads, timeout_s=60):
+        assert found.keys() == {0, 1}
+        assert all(name == "InputError" and "ranks make different calls" in text for name, text, _, _ in found.values())

@@ -7,15 +7,17 @@ import os
 import threading
 from argparse import Namespace
 from array import array
-from collections import ChainMap, UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import is_grad_enabled as tells_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,6 +47,7 @@ class Base(nn.Module):
         self.table = {"a": 1.0}
         self.view, self.chained = MappingProxyType(self.table), ChainMap({}, {"a": 1.0})
         self.function: Callable[..., Any] = times
+        self.usual = defaultdict(partial(float, 1.0))
 
 
 class Model(Base):
@@ -54,11 +57,17 @@ class Model(Base):
         x = self.function(x) * self.GAIN * CONTEXT.get() * LOCAL.value * float(os.environ.get(VARIABLE, "1.0"))
         x = x * (3 if torch.are_deterministic_algorithms_enabled() else 1) * (5 if torch.is_anomaly_enabled() else 1)
         x = x * (7 if torch.get_float32_matmul_precision() == "high" else 1)
-        return x * (9 if torch.backends.mkldnn.enabled else 1)
+        x = x * (9 if torch.backends.mkldnn.enabled else 1) * (11 if torch.backends.cuda.matmul.allow_tf32 else 1)
+        x = x * (2 if tells_gradients() else 1)
+        x = x * (3 if torch.backends.cuda.flash_sdp_enabled() else 1) * (3 if torch.is_autocast_cache_enabled() else 1)
+        return x * (5 if torch.backends.mha.get_fastpath_enabled() else 1) * times.gain * self.usual["a"]
 
 
 def times(x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     return x * factor
+
+
+times.gain = 1.0  # type: ignore[attr-defined]
 
 
 def halved(x: torch.Tensor) -> torch.Tensor:
@@ -86,6 +95,13 @@ CHANGES: dict[str, Callable[[Model, pytest.MonkeyPatch], object]] = {
     "deterministic algorithms": lambda m, patch: torch.use_deterministic_algorithms(True),
     "anomaly detection": lambda m, patch: torch.autograd.set_detect_anomaly(True),
     "precision of products": lambda m, patch: torch.set_float32_matmul_precision("high"),
+    "default of a dict": lambda m, patch: (m.usual.clear(), setattr(m.usual, "default_factory", partial(float, 2.0))),
+    "field of a function": lambda m, patch: patch.setattr(times, "gain", 2.0),
+    "TF32 in products": lambda m, patch: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "attention's backend": lambda m, patch: torch.backends.cuda.enable_flash_sdp(False),
+    "fast path of attention": lambda m, patch: torch.backends.mha.set_fastpath_enabled(False),
+    "autocast's cache": lambda m, patch: torch.set_autocast_cache_enabled(False),
+    "gradients, by an imported function": lambda m, patch: torch._C._set_grad_enabled(False),
     "a backend's flag": lambda m, patch: patch.setattr(torch.backends.mkldnn, "enabled", False),
 }
 
@@ -104,6 +120,11 @@ def settings() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     torch.autograd.set_detect_anomaly(False)
     torch.set_float32_matmul_precision(precision)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.mha.set_fastpath_enabled(True)
+    torch.set_autocast_cache_enabled(True)
+    torch._C._set_grad_enabled(True)
     CONTEXT.set(1.0)
 
 

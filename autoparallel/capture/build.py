@@ -8,7 +8,7 @@ import re
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Node as FxNode
 
-from autoparallel.capture.dependencies import Dependencies, OthersDrawError, Recorder, is_users
+from autoparallel.capture.contents import is_users
+from autoparallel.capture.dependencies import Dependencies, Recorder, hooks_of_all
 from autoparallel.capture.export import trace
 from autoparallel.capture.graph import Node, OpGraph, Ref, TensorMeta, is_floating
+from autoparallel.capture.impure import OthersDrawError
 from autoparallel.capture.numbers import numbers_as_arguments, refuse_elsewhere
 from autoparallel.capture.passes.autocast import ambient, without_autocast
 from autoparallel.capture.passes.editing import module_path, source_line, source_of
@@ -110,6 +112,9 @@ def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
             with recorder.recording():
                 program = trace(model, args, kwargs, numbers)
         recorder.refuse_memory(program.graph)
+        with recorder.grown(program.graph) as name:
+            if name and not _is_traced_alike(program, lambda: trace(model, args, kwargs, numbers), recorder):
+                raise recorder.memory(f"adds to {name} and reads it")
         inline_modes(program.graph_module, autocast=autocast)
         return program
 
@@ -125,10 +130,24 @@ def _traced(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
     return recorded()
 
 
+def _is_traced_alike(program: ExportedProgram, again: Callable[[], ExportedProgram], recorder: Recorder) -> bool:
+    """Whether another trace of the model as the first one left it is the same program."""
+    try:
+        with recorder.recording():
+            return again().graph_module.code == program.graph_module.code
+    except CaptureError:
+        return False  # it reads tensors of the first trace
+
+
 def _look_at_hooks(model: torch.nn.Module) -> None:
     """Warn of forward hooks, which run while the model is traced. Raises CaptureError for backward hooks of modules,
-    which would never be called."""
+    which would never be called, and for hooks of all modules, which see the parallel module as well."""
     traced = []
+    if everywhere := hooks_of_all():
+        raise CaptureError("a hook of all modules is registered "
+                           f"({getattr(everywhere[0], '__qualname__', type(everywhere[0]).__name__)}), and a program "
+                           "has no modules to call it for\n  Remove it (the handle's remove()), or register it on the "
+                           "modules that it is for.")
     for path, module in model.named_modules():
         name = path or type(model).__name__
         if module._backward_hooks or module._backward_pre_hooks:

@@ -22,7 +22,8 @@ from torch import nn
 from torch.fx import Graph
 from torch.fx import Node as FxNode
 
-from autoparallel.capture.dependencies import is_users, recorder
+from autoparallel.capture.contents import is_users
+from autoparallel.capture.dependencies import recorder
 from autoparallel.errors import CaptureError
 
 aten = torch.ops.aten

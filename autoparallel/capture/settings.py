@@ -5,21 +5,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.backends import ContextProp
 
-#: Functions of torch; `torch.export` traces with gradients, whatever they are outside.
-_FUNCTIONS: Mapping[str, Callable[[], Any]] = {name: getattr(torch, name) for name in (
-    "is_grad_enabled", "is_inference_mode_enabled", "are_deterministic_algorithms_enabled",
-    "is_deterministic_algorithms_warn_only_enabled", "get_deterministic_debug_mode", "get_float32_matmul_precision",
-    "get_num_threads", "get_num_interop_threads", "is_anomaly_enabled", "is_anomaly_check_nan_enabled",
-    "is_warn_always_enabled")}
+#: Functions of torch by dotted name, with their owner; `torch.export` traces with gradients, whatever they are outside.
+_FUNCTIONS: Mapping[str, tuple[Any, Callable[[], Any]]] = {
+    **{name: (torch, getattr(torch, name)) for name in (
+        "is_grad_enabled", "is_inference_mode_enabled", "are_deterministic_algorithms_enabled",
+        "is_deterministic_algorithms_warn_only_enabled", "get_deterministic_debug_mode", "get_float32_matmul_precision",
+        "get_num_threads", "get_num_interop_threads", "is_anomaly_enabled", "is_anomaly_check_nan_enabled",
+        "is_warn_always_enabled", "is_autocast_cache_enabled", "initial_seed")},
+    "torch.backends.mha.get_fastpath_enabled": (torch.backends.mha, torch.backends.mha.get_fastpath_enabled)}
+#: Functions that torch's modules ask when a user asks for a setting of a backend.
+_WITHIN: Mapping[str, Callable[..., Any]] = {
+    name: getattr(torch._C, name) for name in dir(torch._C) if name.startswith("_get_") and any(p in name for p in (
+        "cublas", "cudnn", "_sdp", "blas", "linalg", "qengine", "fp32", "fill_uninitialized"))}
+#: The modules that do.
+_ASKING = ("torch.backends", "torch.utils.deterministic")
+#: Calls of those functions that a trace has seen, by name with arguments.
+_CALLS: dict[str, Callable[[], Any]] = {}
 _BACKENDS = "torch.backends."
 _GET = ContextProp.__get__
 #: What `torch.export` sets by itself.
-_OF_EXPORT = ("is_grad_enabled", "is_inference_mode_enabled", "torch.backends.mkldnn.enabled")
+_OF_EXPORT = ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_cache_enabled",
+              "torch.backends.mkldnn.enabled")
 
 #: (setting, value, globals of the function that asks) -> what it is told
 Ask = Callable[[str, Any, Mapping[str, Any]], Any]
@@ -27,8 +39,17 @@ Ask = Callable[[str, Any, Mapping[str, Any]], Any]
 
 def reader(name: str) -> Callable[[], Any]:
     """A function that reads a setting."""
-    found: Callable[[], Any] = _FUNCTIONS[name] if name in _FUNCTIONS else dict(_of_backends())[name].getter
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name][1]
+    found: Callable[[], Any] = _CALLS[name] if name in _CALLS else dict(_of_backends())[name].getter
     return found
+
+
+def function_of(value: Any) -> Callable[[], Any] | None:
+    """What a name stands for that a user has imported, `from torch import is_grad_enabled`: the function as it answers
+    while a model is traced; None for other values."""
+    return next((getattr(owner, name.rpartition(".")[2]) for name, (owner, function) in _FUNCTIONS.items()
+                 if value is function), None)
 
 
 def ambient() -> dict[str, Any]:
@@ -48,8 +69,10 @@ def answer(name: str, outside: Mapping[str, Any], inside: Any) -> Any:
 
 def install(ask: Ask) -> None:
     """Have ``ask`` answer all who read a setting."""
-    for name, function in _FUNCTIONS.items():
-        setattr(torch, name, _asking(ask, name, function))
+    for name, (owner, function) in _FUNCTIONS.items():
+        setattr(owner, name.rpartition(".")[2], _asking(ask, name, function))
+    for name, function in _WITHIN.items():
+        setattr(torch._C, name, _asking_within(ask, name, function))
     names = {id(setting): name for name, setting in _of_backends()}
 
     def get(setting: Any, *owner: Any) -> Any:
@@ -61,13 +84,27 @@ def install(ask: Ask) -> None:
 
 def remove() -> None:
     """Have torch answer again."""
-    for name, function in _FUNCTIONS.items():
-        setattr(torch, name, function)
+    for name, (owner, function) in _FUNCTIONS.items():
+        setattr(owner, name.rpartition(".")[2], function)
+    for name, function in _WITHIN.items():
+        setattr(torch._C, name, function)
     ContextProp.__get__ = _GET  # type: ignore[method-assign]
 
 
 def _asking(ask: Ask, name: str, function: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: ask(name, function(), sys._getframe(1).f_globals)
+
+
+def _asking_within(ask: Ask, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*args: Any) -> Any:
+        value, frame = function(*args), sys._getframe(1)
+        while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_ASKING):
+            frame = frame.f_back
+        setting = f"torch._C.{name}{args}"
+        _CALLS[setting] = partial(function, *args)
+        return ask(setting, value, frame.f_globals)
+
+    return asked
 
 
 def _of_backends() -> Iterator[tuple[str, Any]]:
@@ -80,4 +117,4 @@ def _of_backends() -> Iterator[tuple[str, Any]]:
                         yield f"{path}.{name}", setting
 
 
-__all__ = ["ambient", "answer", "install", "reader", "remove"]
+__all__ = ["ambient", "answer", "function_of", "install", "reader", "remove"]

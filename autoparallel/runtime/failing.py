@@ -229,6 +229,11 @@ def agree_on(call: object, described: Callable[[], tuple[str, str]] | None = Non
                      "with tensors of the same shapes and dtypes, in the same mode; nothing was run.")
 
 
+#: Held during a call of a parallel module: two threads would mix their collectives. Ranks whose threads come in another
+#: order find that in `agree_on`.
+one_at_a_time = threading.RLock()
+
+
 class Together:
     """The ranks of a mesh, whose calls fail together. ``groups``: closed on a failure; `own` adds to them."""
 

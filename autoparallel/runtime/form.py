@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autoparallel.backends import EAGER
 from autoparallel.capture import refuse_other_layouts
-from autoparallel.capture.dependencies import description
+from autoparallel.capture.contents import description
 from autoparallel.capture.numbers import is_number, is_usual
 from autoparallel.capture.passes import autocast
 from autoparallel.capture.tracing.hf_caches import cached_leaves

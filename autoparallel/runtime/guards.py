@@ -8,14 +8,11 @@ modules (`SharedAttributes`): setting one sets both.
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import FunctionType, MappingProxyType, MethodType
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -23,18 +20,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture.dependencies import (
-    HOOKS,
-    INTERNAL,
-    Dependencies,
-    Missing,
-    Variable,
-    description,
-    fields_of,
-    is_mutable,
-    parts_of_function,
-)
+from autoparallel.capture.contents import Missing, description, inside, is_mutable
+from autoparallel.capture.dependencies import INTERNAL, Dependencies, hooks_of_all
 from autoparallel.capture.settings import reader
+from autoparallel.capture.variables import HOOKS, Variable
 from autoparallel.errors import InputError, shown
 
 
@@ -165,9 +154,9 @@ class _Contents:
             if isinstance(container, (np.ndarray, bytearray, array)) or len(known) > _MOST_PARTS:
                 self.parts = None
             else:
-                inside = tuple(_inside(container))
-                self.parts.append((container, inside))
-                waiting += inside
+                found = tuple(inside(container))
+                self.parts.append((container, found))
+                waiting += found
 
     def hold(self) -> bool:
         if self.parts is not None and all(map(_has, self.parts)):
@@ -179,25 +168,9 @@ class _Contents:
 _MOST_PARTS = 1000
 
 
-def _inside(container: Any) -> Iterable[Any]:
-    """The contents of a mutable value (`capture.dependencies.is_mutable`)."""
-    if isinstance(container, (dict, MappingProxyType)):
-        return chain(container, container.values())
-    if isinstance(container, (list, tuple, set, frozenset, deque)):
-        return container
-    if isinstance(container, ContextVar):
-        return (container.get(Missing),)
-    if isinstance(container, partial):
-        return container.func, container.args, container.keywords
-    if isinstance(container, (FunctionType, staticmethod, classmethod)):
-        return parts_of_function(container)
-    fields = fields_of(container)
-    return chain(fields, fields.values())
-
-
 def _has(part: tuple[Any, tuple[Any, ...]]) -> bool:
     """Whether a container has the very objects that it had."""
-    now = tuple(_inside(part[0]))
+    now = tuple(inside(part[0]))
     return len(now) == len(part[1]) and all(map(is_, now, part[1]))
 
 
@@ -254,7 +227,7 @@ class Guards:
         now = map(dict.get, map(_namespace, self.holders), self.names, repeat(Missing))
         return (all(map(is_, now, self.values)) and all(contents.hold() for contents, _ in self.contents)
                 and all(map(_Seen.holds, self.variables)) and not any(hooks or was for hooks, was, _, _ in self.hooks)
-                and all(mode() == answer for mode, _, answer in self.modes)
+                and all(mode() == answer for mode, _, answer in self.modes) and not hooks_of_all()
                 and (self.strides is None or _strides(leaves) == self.strides))
 
     def failing(self, leaves: Sequence[Any]) -> Iterator[str]:
@@ -271,6 +244,8 @@ class Guards:
         for hooks, values, path, name in self.hooks:
             if len(hooks) != len(values) or (hooks and tuple(hooks.values()) != values):
                 yield f"{path or 'the model'} has other {name.strip('_').replace('_', ' ')}"
+        if hooks_of_all():
+            yield "there are hooks of all modules"
         for mode, name, answer in self.modes:
             if mode() != answer:
                 yield f"{name} was {answer}"

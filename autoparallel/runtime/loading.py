@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.modules.module import _IncompatibleKeys
 
 from autoparallel.errors import InputError
 from autoparallel.kernels.groups import MeshPosition
@@ -20,6 +21,7 @@ from autoparallel.runtime import initialise
 from autoparallel.runtime.agree import made_equally
 from autoparallel.runtime.failing import reached
 from autoparallel.runtime.inputs import digest, hash_of
+from autoparallel.runtime.load_hooks import Entries, entries_for
 
 _OF_ONE = ": one rank saved it, and all load it"
 _REMEDY = ("\n  Save and load by torch.distributed.checkpoint, or save whole tensors, which any rank can: value."
@@ -32,21 +34,27 @@ def load_state_dict(model: nn.Module, parallel: nn.Module, state: Mapping[str, A
                     device: torch.device, strict: bool) -> Any:
     """Load global tensors or DTensors by name; a pipeline stage takes its own. All ranks call this.
 
-    ``strict``: names that are missing, or that the original ``model`` does not have, are errors. Raises InputError on
+    ``strict``: names that are missing, or that the original ``model`` does not have, are errors. Hooks of modules are
+    called, and extra state is set, as torch does. Raises InputError on
     all ranks, with nothing changed, if a value cannot be loaded or ranks have different values.
     """
 
-    def check() -> tuple[dict[str, torch.Tensor], list[str], list[str], Mapping[str, torch.Tensor]]:
-        values, missing, unexpected = _checked(model, parallel, state, strict, position)
-        return values, missing, unexpected, initialise.lost_buffers(model, device)
+    def check() -> tuple[dict[str, torch.Tensor], Entries, _IncompatibleKeys, Mapping[str, torch.Tensor]]:
+        if not isinstance(state, Mapping):
+            raise InputError(f"a state dict is a mapping of names to tensors, not of type {type(state).__name__}")
+        entries = entries_for(model, parallel, state)
+        values, missing, unexpected = _checked(model, parallel, entries, strict, position)
+        return values, entries, _IncompatibleKeys(missing, unexpected), initialise.lost_buffers(model, device)
 
-    values, missing, unexpected, lost = made_equally("a state dict", check, lambda _: "")
+    values, entries, odd, lost = made_equally("a state dict", check, lambda _: "")
     _compare(values, position)
     for name, value in sorted(values.items()):  # one order on all ranks: redistribution of DTensors is collective
         initialise.set_value(parallel, name, value, device)
     for name, value in lost.items():
         initialise.set_value(parallel, name, value, device)
-    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+    for call in entries.afterwards:
+        call(odd)
+    return odd
 
 
 def load_original(model: nn.Module, state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
@@ -95,19 +103,19 @@ def _with_whole(state: Mapping[str, Any]) -> _StateDict:
     return made
 
 
-def _checked(model: nn.Module, parallel: nn.Module, state: Mapping[str, Any], strict: bool, position: MeshPosition
+def _checked(model: nn.Module, parallel: nn.Module, entries: Entries, strict: bool, position: MeshPosition
              ) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
     """(values to load on this rank by name, missing names, unexpected names). Raises InputError for invalid values."""
-    if not isinstance(state, Mapping):
-        raise InputError(f"a state dict is a mapping of names to tensors, not of type {type(state).__name__}")
+    state = entries.values
     here = dict((*parallel.named_parameters(remove_duplicate=False), *parallel.named_buffers(remove_duplicate=False)))
-    persistent = set(nn.Module.state_dict(parallel))
+    persistent = {*nn.Module.state_dict(parallel), *entries.extra}
     if odd := [name for name, value in state.items() if name in here and not isinstance(value, torch.Tensor)]:
         raise InputError(f"state dict has no tensors for {odd}: only tensors by name are loaded")
     if empty := [name for name in state if name in here and (state[name].is_meta or state[name].is_sparse)]:
         raise InputError(f"state dict has tensors on the meta device, or sparse ones, for {empty}: give dense ones, "
                          "with values")
-    missing, unexpected = sorted(persistent - set(state)), sorted(set(state) - set(here) - initialise.names_of(model))
+    missing, unexpected = sorted(persistent - set(state)), sorted(
+        set(state) - set(here) - initialise.names_of(model) - entries.extra)
     if strict and (missing or unexpected):
         raise InputError(f"state dict does not fit: missing {missing}, unexpected {unexpected}; "
                          "strict=False loads the rest")

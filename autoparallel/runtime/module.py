@@ -25,6 +25,7 @@ from autoparallel.runtime import (
     batches,
     data,
     initialise,
+    load_hooks,
     loading,
     placing,
     resume,
@@ -35,6 +36,7 @@ from autoparallel.runtime.calls import Calls
 from autoparallel.runtime.checkpoint import pretrained
 from autoparallel.runtime.checkpoint.job import Checkpoint, Job, Saving
 from autoparallel.runtime.clipping import check_arguments, clip_gradients
+from autoparallel.runtime.failing import one_at_a_time
 from autoparallel.runtime.form import Compile, Compiled
 from autoparallel.runtime.generation import generating
 from autoparallel.runtime.inputs import Inputs, local_batch
@@ -43,7 +45,7 @@ from autoparallel.runtime.offload.optimizer import Limits
 from autoparallel.runtime.profiling import Profile, profiled
 from autoparallel.runtime.state import State
 from autoparallel.runtime.verify import Verification, measure, undone
-from autoparallel.runtime.wrappers import refuse_composed
+from autoparallel.runtime.wrappers import refuse_composed, refuse_transforms
 
 #: Why torch.compile of a parallel module, or of what calls it, leaves its calls as they are.
 _OPAQUE = "a parallel module compiles its own program: autoparallel.compile(model, mesh, backend='inductor')"
@@ -105,20 +107,22 @@ class ParallelModule(nn.Module):
         """
         state = self._state
         state.together.check()
+        refuse_transforms(pytree.tree_leaves((args, kwargs)))
         with state.together.call():
             return state.inputs.taken(args, kwargs, self.mesh, state.device, compared, all_global=state.gathers)
 
     @torch.compiler.disable(reason=_OPAQUE)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state
-        args, kwargs = self.taken(args, kwargs, state.inputs.are_compared())
-        if not state.forms:
-            self.trace(args, kwargs)
-        if state.hybrid.stages > 1:
-            raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
-                             "parallel.step(...), which runs forward and backward of a whole step")
-        compiled = self.trace(args, kwargs, step=False, runs=True)
-        return self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
+        with one_at_a_time:
+            args, kwargs = self.taken(args, kwargs, state.inputs.are_compared())
+            if not state.forms:
+                self.trace(args, kwargs)
+            if state.hybrid.stages > 1:
+                raise InputError(f"the model is cut into {state.hybrid.stages} pipeline stages: call "
+                                 "parallel.step(...), which runs forward and backward of a whole step")
+            compiled = self.trace(args, kwargs, step=False, runs=True)
+            return self._calls.forward(compiled, pytree.tree_leaves(canonical_call(args, kwargs)))
 
     @torch.compiler.disable(reason=_OPAQUE)
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -129,13 +133,14 @@ class ParallelModule(nn.Module):
         lie on any rank. Under torch.no_grad only forward runs: the evaluation loss of a pipeline. If a rank fails, the
         others raise PeerError with its reason.
         """
-        args, kwargs = self.taken(args, kwargs, self._state.inputs.are_compared())
-        compiled = self.trace(args, kwargs, runs=True)
-        leaves = pytree.tree_leaves(canonical_call(args, kwargs))
-        if len(compiled.stages) > 1 and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            raise InputError("an input requires a gradient, and each rank would have only the part of its own pipeline "
-                             "stages\n  Give it detached, or run the model without a pipeline.")
-        return self._calls.step(compiled, leaves)
+        with one_at_a_time:
+            args, kwargs = self.taken(args, kwargs, self._state.inputs.are_compared())
+            compiled = self.trace(args, kwargs, runs=True)
+            leaves = pytree.tree_leaves(canonical_call(args, kwargs))
+            if len(compiled.stages) > 1 and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+                raise InputError("an input requires a gradient, and each rank would have only the part of its own "
+                                 "pipeline stages\n  Give it detached, or run the model without a pipeline.")
+            return self._calls.step(compiled, leaves)
 
     def verify(self, *args: Any, steps: int = 10, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
                ) -> Verification:
@@ -220,6 +225,11 @@ class ParallelModule(nn.Module):
         else:
             placing.check_conversion(fn, (*self.named_parameters(), *self.named_buffers()))
         return self
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raises InputError: the program is compiled already."""
+        raise InputError(f"{_OPAQUE}\n  Leave parallel.compile() out; torch.compile(parallel) leaves its calls as they "
+                         "are.")
 
     def manual_seed(self, seed: int) -> None:
         """Restart random ops (dropout) from this seed. Raises InputError on all ranks if they give different seeds."""
@@ -312,11 +322,14 @@ class ParallelModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load global tensors or DTensors by the original names; each rank takes its shards. All ranks call this.
 
+        Values are copied into the parameters in their dtype, also with ``assign`` once the parameters are placed.
+
         Raises InputError on all ranks, with nothing changed, for values that do not fit, DTensors that another rank
         saved, or values that differ over ranks.
         """
         state = self._state
         arguments.check_flag("strict", strict)
+        arguments.check_flag("assign", assign)
         if not state.forms:
             return loading.load_original(state.model, state_dict, strict, assign)
         state.together.agree("load_state_dict")
@@ -404,7 +417,9 @@ class ParallelModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         tracing.first_form(self._state)
-        return nn.Module.state_dict(self, *args, **kwargs)
+        found = nn.Module.state_dict(self, *args, **kwargs)
+        load_hooks.add_extra_state(self._state.model, self, found, kwargs.get("prefix", ""))
+        return found
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         refuse_composed(self.__dict__)

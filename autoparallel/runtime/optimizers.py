@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping
 from functools import cache
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.errors import InputError
+from autoparallel.runtime.dtensors import is_watched
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
+from autoparallel.runtime.originals import refuse_originals
 from autoparallel.runtime.shard_steps import step_shards, steps_shards
 from autoparallel.schedule.tiers import Offload
 
@@ -41,15 +41,8 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "it broadcasts whole parameters from the rank that steps them",
         "the optimizer itself, and zero_stage=1 of autoparallel.compile, which cuts its state"),
 }
-_meshes: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()  # by id: equal meshes are several
 _offloaded: MutableMapping[Tensor, Offload] = WeakIdKeyDictionary()
 _passed: WeakSet[torch.optim.Optimizer] = WeakSet()
-
-
-def refuse_on(mesh: DeviceMesh) -> None:
-    """Refuse such optimizers for parameters on this mesh from now on."""
-    _register()
-    _meshes[id(mesh)] = mesh
 
 
 def offload_states(parameters: Iterable[nn.Parameter], offload: Offload) -> None:
@@ -59,7 +52,8 @@ def offload_states(parameters: Iterable[nn.Parameter], offload: Offload) -> None
 
 
 @cache
-def _register() -> None:
+def look_at_steps() -> None:
+    """Refuse such optimizers from now on."""
     register_optimizer_step_pre_hook(_check)
 
 
@@ -68,7 +62,8 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _passed:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not any(isinstance(p, DTensor) and _meshes.get(id(p.device_mesh)) is not None for p in parameters):
+    if not any(is_watched(p) for p in parameters):
+        refuse_originals(optimizer, parameters)
         return
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
     ours = any(name.startswith("autoparallel.optim.") for name in names)
@@ -92,4 +87,4 @@ def _check_tier(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> 
                          "same options.")
 
 
-__all__ = ["offload_states", "refuse_on"]
+__all__ = ["look_at_steps", "offload_states"]

@@ -38,7 +38,10 @@ class PaddedTo:
 
     @staticmethod
     def _padded(row: torch.Tensor, length: int, value: float) -> torch.Tensor:
-        more = row.new_full((length - row.shape[0], *row.shape[1:]), value)
+        try:
+            more = row.new_full((length - row.shape[0], *row.shape[1:]), value)
+        except (RuntimeError, OverflowError) as error:
+            raise InputError(f"padded_to has {value}, which {row.dtype} has not: {error}") from error
         return torch.cat([row, more])
 
 

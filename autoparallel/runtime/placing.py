@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoparallel.errors import InputError
 from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
+from autoparallel.runtime.dtensors import watch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.initialise import as_dtensor, container
-from autoparallel.runtime.optimizers import offload_states, refuse_on
+from autoparallel.runtime.optimizers import look_at_steps, offload_states
+from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.state import State
 
@@ -26,7 +28,8 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     """
     model, mesh = state.model, state.mesh
     layouts, elsewhere = compiled.parameter_layouts, compiled.elsewhere
-    refuse_on(mesh)
+    watch(mesh)
+    look_at_steps()
     _make_shared_groups(state, sorted(set(compiled.shared.values())))
     everywhere = (INVARIANT,) * mesh.ndim
     state.parts = _make_parts(root, model)
@@ -59,13 +62,13 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     state.offload = compiled.plan.hybrid.offload
     if state.offload.is_away:
         offload_states((p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
-    state.attributes, state.places = SharedAttributes(state.parts), Places(root)
+    state.attributes, state.places, state.originals = SharedAttributes(state.parts), Places(root), Originals(model)
 
 
 def check_conversion(fn: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises InputError if ``fn`` changes the dtype or device of a placed tensor (``tensors``: name, tensor)."""
     for name, value in tensors:
-        made = fn(value)
+        made = fn(value.to_local().detach() if isinstance(value, DTensor) else value)
         if (made.dtype, made.device) != (value.dtype, value.device):
             raise InputError(f"{name} is {value.dtype} on {value.device}, and cannot become {made.dtype} on "
                              f"{made.device}: the program was compiled for what it is\n  Convert the model before "

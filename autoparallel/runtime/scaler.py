@@ -1,13 +1,12 @@
 """Gradient scaling (float16): an overflow on one rank counts on all ranks, under every plan.
 
 torch reduces the overflow flag only over the axes on which the first gradient is sharded. Here it is reduced over the
-whole mesh, and with `GradScaler` over all ranks, pipeline stages included. (The one file that touches DTensor's op
-handlers.)
+whole mesh, and with `GradScaler` over all ranks, pipeline stages included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -17,10 +16,10 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError
 from autoparallel.kernels.groups import MeshPosition
+from autoparallel.runtime.dtensors import set_handler
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _scale: ContextVar[torch.Tensor | None] = ContextVar("scale", default=None)
@@ -94,9 +93,6 @@ def make_torchs_right(position: MeshPosition) -> None:
 
 @cache
 def _replace_handler() -> None:
-    handlers: dict[Any, Callable[..., None]] = DTensor._op_dispatcher._custom_op_handlers
-    handle = handlers[_UNSCALE]
-
     def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         gradients, found_inf = args[0], args[1]
         mesh: DeviceMesh = gradients[0].device_mesh
@@ -104,9 +100,10 @@ def _replace_handler() -> None:
         if alone and id(mesh) in _STAGES:
             raise InputError("torch's GradScaler tells only the ranks of one pipeline stage that a gradient is "
                              "infinite, and the others would go on\n  Use autoparallel.GradScaler, which tells all.")
-        handle(op, args, kwargs)
+        assert torchs is not None
+        torchs(op, args, kwargs)
         if alone and len({gradient.placements for gradient in gradients}) > 1:
             for axis in range(mesh.ndim):
                 dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(axis))
 
-    handlers[_UNSCALE] = unscale
+    torchs = set_handler(_UNSCALE, unscale)

@@ -20,6 +20,7 @@ from autoparallel.runtime.form import Compile, Forms
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.inputs import Inputs
 from autoparallel.runtime.offload.optimizer import Limits
+from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.scaler import make_torchs_right
 from autoparallel.runtime.shared import Ranks
 from autoparallel.schedule.tiers import ON_DEVICE
@@ -46,6 +47,7 @@ class State:
         self.forms = Forms(self.max_forms)
         self.attributes: SharedAttributes | None = None
         self.places: Places | None = None
+        self.originals: Originals | None = None
         make_torchs_right(self.position)
         self.parts: dict[nn.Module, nn.Module] = {}
         self.calls_traced: dict[str, None] = {}
@@ -67,6 +69,11 @@ class State:
         memo.update({id(shared): shared for shared in (self.together, *self.shared_groups.values())})
         made.__dict__.update(deepcopy(self.__dict__, memo))
         return made
+
+    def __reduce__(self) -> Any:
+        raise InputError("a parallel module cannot be pickled: its programs and process groups are of this process\n"
+                         "  Save its state: parallel.save(folder, optimizer), parallel.save_pretrained(folder) or "
+                         "torch.distributed.checkpoint; pickle the model that it was made of.")
 
     def close(self) -> None:
         """Let go of the programs and of the process groups of this module's own."""

@@ -1,4 +1,5 @@
-"""Torch's wrappers of modules for data parallelism are refused: the module is parallel already.
+"""Torch's wrappers of modules for data parallelism, its tracers and transforms are refused: the module is parallel
+already, and a call of it is of many ranks.
 
 Each wrapper leaves a trace on the module before it changes anything: DDP reads an attribute, FSDP sets one, and
 fully_shard keeps a list of what was applied.
@@ -6,9 +7,15 @@ fully_shard keeps a list of what was applied.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autoparallel.errors import InputError
 
@@ -35,10 +42,27 @@ def refuse_composed(attributes: dict[str, Any]) -> None:
         raise _refusal(next(iter(applied)))
 
 
+def refuse_transforms(leaves: Sequence[Any]) -> None:
+    """Raises InputError for a call within a trace or a transform of torch.func, which would see this rank's part only.
+    ``leaves``: the call's arguments."""
+    dual = forward_ad._current_level >= 0 and any(
+        isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None for leaf in leaves)
+    traced = any(isinstance(leaf, (torch.fx.Proxy, FakeTensor)) for leaf in leaves)
+    within = ("torch.jit.trace" if torch.jit.is_tracing() else
+              "make_fx" if get_proxy_mode() is not None else
+              "a transform of torch.func (vmap, grad, jvp)" if peek_interpreter_stack() is not None else
+              "forward-mode differentiation" if dual else
+              "torch.fx or torch.export" if traced else "")
+    if within:
+        raise InputError(f"a parallel module is called within {within}, which would see one rank's part of it\n"
+                         "  Apply it to the original model, or within the model that you compile (torch.func.grad and "
+                         "vmap in forward are traced).")
+
+
 def _refusal(wrapper: str) -> InputError:
     return InputError(f"{wrapper} cannot wrap a parallel module, which shards its parameters and reduces its gradients "
                       "itself\n  Leave the wrapper out; to have what it does, write "
                       "autoparallel.compile(model, mesh, baseline=\"ddp\" or \"fsdp\").")
 
 
-__all__ = ["refuse_composed", "refuse_reading", "refuse_setting"]
+__all__ = ["refuse_composed", "refuse_reading", "refuse_setting", "refuse_transforms"]

@@ -37,6 +37,14 @@ def users_caller() -> str:
     return ""
 
 
+def is_called_by(path: str) -> bool:
+    """Whether a function of this file is running, and waits for the one that asks."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != path:
+        frame = frame.f_back
+    return frame is not None
+
+
 def statement_at(frame: FrameType, *kinds: type[Any]) -> Any:
     """The statement of these kinds (branch, assertion, loop) whose head the frame is at; None if it is at none."""
     line, _, column, _ = list(frame.f_code.co_positions())[frame.f_lasti // 2]

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo import _trace_wrapped_higher_order_op as wrapped
 from torch._functorch import eager_transforms
@@ -22,10 +23,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoparallel.capture.dependencies import is_users, recorder
+from autoparallel.capture.contents import is_users
+from autoparallel.capture.dependencies import recorder
 from autoparallel.capture.graph import is_floating
 from autoparallel.capture.passes.vmap_and_grad import gradient_as_op, gradient_of_function, pullback, pushforward
-from autoparallel.capture.tracing.frames import caller, users_caller
+from autoparallel.capture.tracing.frames import caller, is_called_by, users_caller
 from autoparallel.capture.tracing.masked_rows.control_flow import REGIONS
 from autoparallel.capture.tracing.masked_rows.dispatch import asked, tensors_of
 from autoparallel.capture.tracing.masked_rows.places import table_by_lengths
@@ -39,6 +41,7 @@ from autoparallel.ops.ctc import ctc_loss_as_op
 _BATCH_NORM = _BatchNorm.forward
 _ENGINE: Callable[..., Any] = torch.autograd._engine_run_backward
 _TRACING = torch.export.export.__code__
+_CHECKPOINTED = torch.utils.checkpoint.__file__
 
 
 @contextmanager
@@ -141,6 +144,9 @@ def _instead(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
 
 def _batch_norm(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
     """With ``momentum=None`` running statistics are means over all batches, whose number is a tensor."""
+    if norm.training and norm.track_running_stats and is_called_by(_CHECKPOINTED):
+        warnings.warn(f"{type(norm).__name__} is in a checkpoint: its running statistics count each batch once, where "
+                      "torch counts it again when it recomputes the forward", stacklevel=2)
     if norm.momentum is not None or not (norm.training and norm.track_running_stats):
         return _BATCH_NORM(norm, x)
     norm._check_input_dim(x)

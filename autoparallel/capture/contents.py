@@ -1,0 +1,290 @@
+"""Values that a forward reads beside its arguments: their contents, and whether these are the same later."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import queue
+import random
+import sys
+import threading
+from argparse import Namespace
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+ATOMS = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size)
+NUMBERS = (float, complex)  # 0.0 equals -0.0, and a NaN nothing
+_DEPTH, _NODES, _BYTES = 8, 5_000, 1 << 20  # of a description; larger values are compared by identity
+_CONTAINERS = (list, dict, MappingProxyType, set, tuple, deque, bytearray, array, ContextVar, functools.partial,
+               np.ndarray)
+_FUNCTIONS = (FunctionType, staticmethod, classmethod)
+#: Classes of Python's own whose attributes are their content.
+_WITH_FIELDS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, type(os.environ))
+_NOT_USERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autoparallel", "builtins"})
+
+
+class Missing:
+    """In place of the value of an attribute or variable that is not there."""
+
+
+class Same:
+    """A value that is equal to itself only."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def description(value: Any) -> object:
+    """A value that is equal for two values if and only if no program can tell them apart: plain values, containers and
+    objects by their contents; tensors, modules, functions and all else by identity."""
+    return _described(value, _DEPTH, [_NODES])
+
+
+def _described(value: Any, depth: int, left: list[int]) -> object:
+    kind = type(value)
+    if kind in ATOMS or value is Missing:
+        return kind, value
+    if kind in NUMBERS:
+        return kind, repr(value)
+    if isinstance(value, Enum):
+        return kind, value.name
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype != object and value.nbytes <= _BYTES:
+        return kind, value.dtype.str, value.shape, value.tobytes()
+    left[0] -= 1
+    if depth and left[0] > 0:
+        if kind is slice:
+            value = (value.start, value.stop, value.step)
+        if isinstance(value, (tuple, list, deque)):
+            return kind, tuple(_described(v, depth - 1, left) for v in value)
+        if isinstance(value, _FUNCTIONS):
+            return kind, Same(value), *(_described(v, depth - 1, left) for v in parts_of_function(value))
+        if isinstance(value, (bytearray, array)):
+            return kind, bytes(value)
+        if isinstance(value, ContextVar):
+            return kind, _described(value.get(Missing), depth - 1, left)
+        if isinstance(value, (dict, MappingProxyType)):
+            made = getattr(value, "default_factory", None)  # of a defaultdict
+            return kind, _described(made, depth - 1, left), tuple(
+                (_described(k, depth - 1, left), _described(v, depth - 1, left)) for k, v in value.items())
+        if isinstance(value, (set, frozenset)):
+            return kind, frozenset(_described(v, depth - 1, left) for v in value)
+        if kind is functools.partial:
+            return kind, tuple(_described(v, depth - 1, left) for v in (value.func, value.args, value.keywords))
+        if has_fields(value):
+            return kind, _described(fields_of(value), depth - 1, left)
+    if kind.__hash__ not in (None, object.__hash__, torch.Tensor.__hash__):
+        return kind, value  # what Python has made equal by value: a path, a range, a decimal
+    return Same(value)
+
+
+def parts_of_function(function: Any) -> tuple[Any, ...]:
+    """What may be replaced in a function that stays the same object, as IPython's autoreload does."""
+    if isinstance(function, FunctionType):
+        return function.__code__, function.__defaults__, function.__kwdefaults__, vars(function)
+    return function.__func__,  # of a static method or a class method
+
+
+def has_fields(value: Any) -> bool:
+    """Whether a value is a plain object of the user's (a config), whose attributes are its content."""
+    kind: Any = type(value)
+    if isinstance(value, _WITH_FIELDS):
+        return True
+    home = kind.__module__.partition(".")[0]
+    others = isinstance(value, (type, FunctionType, MethodType, ModuleType, nn.Module, torch.Tensor))
+    return (hasattr(value, "__dict__") or bool(_slots(kind))) and not others and home not in _NOT_USERS
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object that `has_fields`, those in slots too."""
+    kind: Any = type(value)
+    slots = {name: getattr(value, name) for name in _slots(kind) if hasattr(value, name)}
+    if isinstance(value, threading.local):  # this thread's
+        return {**vars(value), **slots}
+    return {**object.__getattribute__(value, "__dict__"), **slots} if hasattr(value, "__dict__") else slots
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: Any) -> tuple[str, ...]:
+    """Names of the slots of a class."""
+    return tuple(name for owner in kind.__mro__ for name, member in vars(owner).items()
+                 if isinstance(member, MemberDescriptorType) and name != "__dict__")
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether a value can become another one and stay the same object."""
+    return isinstance(value, (*_CONTAINERS, *_FUNCTIONS)) or has_fields(value)
+
+
+def is_users(namespace: Mapping[str, Any]) -> bool:
+    """Whether a function with these globals is neither torch's, nor Python's, nor ours."""
+    return str(namespace.get("__name__", "")).partition(".")[0] not in _NOT_USERS
+
+
+
+def inside(container: Any) -> Iterable[Any]:
+    """The contents of a mutable value (`is_mutable`)."""
+    if isinstance(container, (dict, MappingProxyType)):
+        return chain(container, container.values(), (getattr(container, "default_factory", None),))
+    if isinstance(container, (list, tuple, set, frozenset, deque)):
+        return container
+    if isinstance(container, ContextVar):
+        return (container.get(Missing),)
+    if isinstance(container, functools.partial):
+        return container.func, container.args, container.keywords
+    if isinstance(container, _FUNCTIONS):
+        return parts_of_function(container)
+    fields = fields_of(container)
+    return chain(fields, fields.values())
+
+
+class Inventory:
+    """The containers that can be reached from a model's attributes and variables, with what is in them; of the user's
+    objects by fields of these names."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._held: dict[int, tuple[str, bool, Any, Any]] = {}
+        self._moving: dict[int, Any] = {}
+
+    def add(self, name: str, root: Any, owned: bool) -> Any:
+        """Hold what is in ``root``; ``owned``: it is the model's own. Returns a value in it that `is_moving`, or
+        Missing."""
+        if id(root) not in self._moving and (is_mutable(root) or is_moving(root)):
+            self._moving[id(root)] = self._hold(name, root, owned)
+        return self._moving.get(id(root), Missing)
+
+    def _hold(self, name: str, root: Any, owned: bool) -> Any:
+        waiting, known = [root], set[int]()
+        moving: Any = Missing
+        while waiting and len(known) < _MOST:
+            value = waiting.pop()
+            moving = value if is_moving(value) else moving
+            if id(value) in known or not is_mutable(value):
+                continue
+            known.add(id(value))
+            if id(value) not in self._held:
+                self._held[id(value)] = name, owned, value, _copied(value)
+            waiting.extend(self._parts(value))
+        return moving
+
+    def _parts(self, value: Any) -> Iterable[Any]:
+        if isinstance(value, _FLAT):
+            return ()
+        if isinstance(value, (*_CONTAINERS, *_FUNCTIONS, *_WITH_FIELDS)):
+            return inside(value)
+        return [part for name, part in fields_of(value).items() if name in self._names]
+
+    def changes(self) -> list[Change]:
+        """Of the containers that have other contents now."""
+        return [Change(name, owned, value, before, now) for name, owned, value, before in self._held.values()
+                if not _is_equal(before, now := _copied(value))]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A container, ``value``, with what was in it and what is, and the attribute or variable that it is reached by.
+    ``owned``: by an attribute of the model; others may be other threads' as well."""
+
+    name: str
+    owned: bool
+    value: Any
+    before: Any
+    now: Any
+
+
+def restore(changes: Iterable[Change]) -> None:
+    """Put back what was in containers; those that cannot be written to stay."""
+    for change in changes:
+        value, before = change.value, change.before
+        if isinstance(value, np.ndarray):
+            value[...] = np.frombuffer(before, value.dtype).reshape(value.shape)
+        elif isinstance(value, bytearray):
+            value[:] = before
+        elif isinstance(value, array):
+            value[:] = array(value.typecode, before)
+        elif isinstance(value, (list, deque)):
+            value.clear()
+            value.extend(before)
+        elif isinstance(value, (dict, set)):
+            value.clear()
+            value.update(before)
+        elif hasattr(value, "__dict__") and isinstance(before, dict):
+            kind: Any = type(value)
+            vars(value).clear()
+            vars(value).update({n: v for n, v in before.items() if n not in _slots(kind)})
+            for name in [n for n in _slots(kind) if n in before]:
+                setattr(value, name, before[name])
+
+
+def _copied(container: Any) -> Any:
+    """What is in a container: a dict by name or key, a list or a set, bytes."""
+    if isinstance(container, (np.ndarray, bytearray, array)):
+        flat = container.nbytes <= _BYTES if isinstance(container, np.ndarray) else True
+        return bytes(container.tobytes() if not isinstance(container, bytearray) else container) if flat else b""
+    if isinstance(container, (dict, MappingProxyType)):
+        return dict(container)
+    if isinstance(container, set):
+        return set(container)
+    if has_fields(container):
+        return dict(fields_of(container))
+    return list(inside(container))
+
+
+def _is_equal(before: Any, now: Any) -> bool:
+    if isinstance(before, (bytes, set)):
+        return bool(before == now)
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(map(_is_same, before.values(), map(now.get, before)))
+    return len(before) == len(now) and all(map(_is_same, before, now))
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    return before is now or (is_plain(before) and is_plain(now) and description(before) == description(now))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or the like."""
+    return type(value) in (*ATOMS, *NUMBERS)
+
+
+def is_moving(value: Any) -> bool:
+    """Whether a value gives another one each time it is asked: an iterator, a queue, a generator of random numbers
+    (not Python's and numpy's own, which are watched), or a method of one."""
+    if isinstance(value, (BuiltinMethodType, MethodType, MethodWrapperType)):
+        value = value.__self__
+    return (isinstance(value, _MOVING) and not isinstance(value, (io.IOBase, torch.Tensor, nn.Module))
+            and value is not PYTHONS and value is not _NUMPYS)
+
+
+_FLAT = (np.ndarray, bytearray, array)
+_MOST = 5_000  # containers in one attribute
+_MOVING = (Iterator, random.Random, np.random.Generator, np.random.RandomState, queue.Queue, queue.SimpleQueue)
+PYTHONS: Any = getattr(random.random, "__self__", None)
+_NUMPYS: Any = getattr(np.random.rand, "__self__", None)

@@ -1,0 +1,193 @@
+"""Variables that functions of a model may read: globals, attributes of classes, cells of closures."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel.capture.contents import Missing, is_moving, is_mutable, is_plain, is_users
+from autoparallel.capture.impure import ASKING, may_ask
+from autoparallel.capture.settings import function_of
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A global of a module, an attribute of a class or a cell of a closure that functions of the model read."""
+
+    name: str
+    holder: Any  # a namespace with ``get``, or a cell
+
+    def value(self) -> Any:
+        if type(self.holder) is not CellType:
+            return self.holder.get(self.name, Missing)
+        try:
+            return self.holder.cell_contents
+        except ValueError:
+            return Missing
+
+    def set(self, value: Any) -> None:
+        """Set the variable, of a module or of a closure."""
+        if type(self.holder) is CellType:
+            self.holder.cell_contents = value
+        elif isinstance(self.holder, dict):
+            self.holder[self.name] = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        return self  # functions are not copied, nor are the variables that they read
+
+
+@dataclass(frozen=True)
+class Read:
+    """Variables that a model's functions may read, those that stand for a function of torch that tells a setting, all
+    names in their code, and whether they may ask a clock or the machine's chance."""
+
+    variables: tuple[Variable, ...]
+    settings: tuple[Variable, ...]
+    names: Collection[str]
+    may_ask: bool
+
+
+def read_by(model: nn.Module) -> Read:
+    """Globals, class attributes and cells that the model's functions may read: those that are named in the code of
+    forward, of hooks, and of the functions and methods that these name in turn."""
+    found = _Names()
+    for module in model.modules():
+        found.add_class(type(module))
+        for value in vars(module).values():
+            if isinstance(value, (FunctionType, MethodType, functools.partial)):
+                found.add(value)
+        for hooks in HOOKS[:2]:
+            for hook in vars(module)[hooks].values():
+                found.add(hook)
+    found.add_name("forward")
+    found.add_name("__call__")
+    found.run()
+    for kind in {type(module): None for module in model.modules()}:  # installed ones' too: libraries replace forwards
+        namespace = vars(next(owner for owner in kind.__mro__ if "forward" in vars(owner)))
+        found.variables[id(namespace), "forward"] = Variable("forward", namespace)
+    return Read(tuple(found.variables.values()), tuple(found.settings), found.names, found.may_ask)
+
+
+class _Names:
+    """Follows names through the code of functions, without running it."""
+
+    def __init__(self) -> None:
+        self.variables: dict[tuple[int, str], Variable] = {}
+        self.names: dict[str, None] = {}
+        self.owners: dict[type, Mapping[str, Any]] = {}
+        self.kinds: dict[type, None] = {}
+        self.modules: dict[int, Mapping[str, Any]] = {}
+        self.seen: set[int] = set()
+        self.waiting: list[Any] = []
+        self.settings: list[Variable] = []
+        self.may_ask = False
+
+    def add(self, function: Any) -> None:
+        self.waiting.append(function)
+
+    def add_name(self, name: str) -> None:
+        if name not in self.names:
+            self.names[name] = None
+            self.may_ask = self.may_ask or name in ASKING
+            for namespace in [*self.owners.values(), *self.modules.values()]:
+                if name in namespace:
+                    self._value(namespace, name)
+
+    def add_class(self, kind: type) -> None:
+        """A class whose attributes of the names met so far, and later, may be read."""
+        self.kinds[kind] = None
+        for owner in kind.__mro__:
+            if owner is not nn.Module and owner not in self.owners and is_users({"__name__": owner.__module__}):
+                namespace = self.owners[owner] = vars(owner)
+                for name in [n for n in self.names if n in namespace]:
+                    self._value(namespace, name)
+
+    def run(self) -> None:
+        while self.waiting:
+            self._function(inspect.unwrap(_plain_function(self.waiting.pop())))
+        if not self.names.keys().isdisjoint(("environ", "getenv")):
+            self.variables[id(vars(os)), "environ"] = Variable("environ", vars(os))
+        for kind in self.kinds:
+            self._hidden_by_subclasses([self.owners[owner] for owner in kind.__mro__ if owner in self.owners])
+
+    def _hidden_by_subclasses(self, namespaces: Sequence[Mapping[str, Any]]) -> None:
+        """Attributes of a class that one of the classes before it, in order of search, may be given."""
+        hidden = [(variable.name, place) for place, namespace in enumerate(namespaces)
+                  for variable in list(self.variables.values()) if variable.holder is namespace]
+        for name, place in hidden:
+            for before in namespaces[:place]:
+                self.variables.setdefault((id(before), name), Variable(name, before))
+
+    def _function(self, function: Any) -> None:
+        if not isinstance(function, FunctionType) or id(function) in self.seen or not is_users(function.__globals__):
+            return
+        self.seen.add(id(function))
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            variable = Variable(name, cell)
+            self._follow(variable.value(), variable)
+        for code in _codes(function.__code__):
+            for name in code.co_names:
+                self.add_name(name)
+                if name in function.__globals__:
+                    self._value(function.__globals__, name)
+
+    def _value(self, namespace: Mapping[str, Any], name: str) -> None:
+        self._follow(namespace[name], Variable(name, namespace))
+
+    def _follow(self, value: Any, variable: Variable) -> None:
+        self.may_ask = self.may_ask or may_ask(value)
+        if function_of(value) is not None:
+            self.settings.append(variable)
+        if isinstance(value, (FunctionType, MethodType, staticmethod, classmethod, property, functools.partial,
+                              functools.cached_property)):
+            if not _is_installed(variable.holder) and variable.name != "__init__":  # another one may be put there
+                self.variables[id(variable.holder), variable.name] = variable
+            self.add(value)
+        elif isinstance(value, type):
+            if value.__module__ != "builtins" and is_users({"__name__": value.__module__}):
+                self.add_class(value)
+        elif isinstance(value, ModuleType):
+            namespace = vars(value)
+            if is_users(namespace) and id(namespace) not in self.modules:
+                self.modules[id(namespace)] = namespace
+                for name in [n for n in self.names if n in namespace]:
+                    self._value(namespace, name)
+        elif not variable.name.startswith("__") and (
+                is_plain(value) or isinstance(value, torch.Tensor)
+                or ((is_mutable(value) or is_moving(value)) and not _is_installed(variable.holder))):
+            self.variables[id(variable.holder), variable.name] = variable
+
+
+def _is_installed(namespace: Any) -> bool:
+    """Whether a module is of an installed library, whose module-level tables are assumed not to change between
+    calls."""
+    if not isinstance(namespace, Mapping):
+        return False
+    home = namespace if "__name__" in namespace else vars(sys.modules.get(namespace.get("__module__", ""), object))
+    return "site-packages" in str(home.get("__file__"))
+
+
+def _plain_function(value: Any) -> Any:
+    """The function in a method, property or partial."""
+    for name in ("__func__", "fget", "func"):
+        while (inner := getattr(value, name, None)) is not None:
+            value = inner
+    return value
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)

@@ -1,0 +1,234 @@
+"""A parallel module's parameters are copies on the mesh: what is done to the originals, or to a DTensor as if it were a
+plain tensor, is refused or told, and state dicts pass through the modules' hooks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import autoparallel
+from autoparallel.errors import CaptureError, InputError
+from tests.support.ranks import mesh_of
+
+X = torch.linspace(-1, 1, 24).view(4, 6)
+
+
+class Scaled(nn.Module):
+    """Its scale is in its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 6), 1.0
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+class Renamed(nn.Linear):
+    """Reads files of an older version, where the weight was transposed."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if f"{prefix}kernel" in state_dict:
+            state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}kernel").t()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        with torch.no_grad():
+            self.bias.mul_(2)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scaled, self.last = nn.Linear(6, 6), Scaled(), Renamed(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.scaled(self.first(x)).tanh())
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def pair(mesh: Any) -> tuple[Any, Any]:
+    """A model, and the parallel module that was made of it and called."""
+    torch.manual_seed(0)
+    model = Net()
+    return model, autoparallel.compile(model, mesh, example_inputs=(X,))
+
+
+def assign_data(model: Any, parallel: Any) -> None:
+    parallel.first.bias.data = parallel.first.bias.data * 2
+
+
+def assign_from_vector(model: Any, parallel: Any) -> None:
+    nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in model.parameters())), parallel.parameters())
+
+
+def step_the_original(model: Any, parallel: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel(X).sum().backward()
+    optimizer.step()
+
+
+def tie_the_original(model: Any, parallel: Any) -> None:
+    model.first.bias = model.last.bias
+    parallel(X)
+
+
+def replace_a_part(model: Any, parallel: Any) -> None:
+    model.first = nn.Identity()
+    parallel(X)
+
+
+def in_forward_mode(model: Any, parallel: Any) -> None:
+    with forward_ad.dual_level():
+        parallel(forward_ad.make_dual(X, X))
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "data": (assign_data, "assigning to the data of a DTensor"),
+    "vector": (assign_from_vector, "assigning to the data of a DTensor"),
+    "optimizer of the original": (step_the_original, "SGD has parameters of the model that was given to compile"),
+    "tied original": (tie_the_original, "first has another bias than when it was compiled"),
+    "part of the original": (replace_a_part, "the model has another first than when it was compiled"),
+    "pickle": (lambda m, p: pickle.dumps(p), "cannot be pickled"),
+    "compile()": (lambda m, p: p.compile(), "Leave parallel.compile() out"),
+    "make_fx": (lambda m, p: make_fx(lambda x: p(x))(X), "within make_fx"),
+    "jit": (lambda m, p: torch.jit.trace(p, X), "within torch.jit.trace"),
+    "vmap": (lambda m, p: torch.func.vmap(p)(X[None]), "within a transform of torch.func"),
+    "forward mode": (in_forward_mode, "within forward-mode differentiation"),
+    "meta": (lambda m, p: p.to("meta"), "cannot become torch.float32 on meta"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_changes_that_a_copy_does_not_see_are_refused(pair: tuple[Any, Any], name: str) -> None:
+    change, said = REFUSED[name]
+    with pytest.raises(InputError) as found:
+        change(*pair)
+    assert said in str(found.value)
+
+
+def test_an_optimizer_of_a_model_that_is_trained_itself_steps_it(pair: tuple[Any, Any]) -> None:
+    model, _ = pair
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.first.bias.detach().clone()
+    model(X).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.first.bias, before)
+
+
+def test_share_memory_shares_the_shards(pair: tuple[Any, Any]) -> None:
+    model, parallel = pair
+    parallel.share_memory()
+    assert parallel.first.bias.to_local().is_shared()
+    torch.testing.assert_close(parallel(X), model(X))
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    handler = Warnings()
+    logging.getLogger("autoparallel").addHandler(handler)
+    yield handler.lines
+    logging.getLogger("autoparallel").removeHandler(handler)
+
+
+def test_values_written_to_the_original_are_told_once(pair: tuple[Any, Any], warned: list[str]) -> None:
+    model, parallel = pair
+    with torch.no_grad():
+        model.first.bias.zero_()
+    parallel(X)
+    parallel(X)
+    assert [line for line in warned if "was written to" in line] == [
+        "first.bias of the Net that was compiled was written to: its parallel module has values of its own, which stay "
+        "as they are (parallel.load_state_dict(...) sets them)"]
+
+
+def test_parameters_of_two_parallel_modules_are_told(pair: tuple[Any, Any], mesh: Any, warned: list[str]) -> None:
+    model, _ = pair
+    other = nn.Sequential(model.first, nn.ReLU())
+    autoparallel.compile(other, mesh, example_inputs=(X,))
+    assert any(line.startswith("0.weight of Sequential is also a parameter of a Net") for line in warned)
+
+
+def test_hooks_of_all_modules_are_refused(pair: tuple[Any, Any]) -> None:
+    hook = nn.modules.module.register_module_forward_hook(lambda module, given, made: None)
+    try:
+        with pytest.raises(CaptureError, match="a hook of all modules is registered"):
+            pair[1](X)
+    finally:
+        hook.remove()
+    torch.testing.assert_close(pair[1](X), pair[0](X))
+
+
+def test_state_dicts_pass_through_hooks_methods_and_extra_state(pair: tuple[Any, Any]) -> None:
+    model, parallel = pair
+    torch.manual_seed(1)
+    saved = Net()
+    saved.scaled.scale = 3.0
+    state = saved.state_dict()
+    state["last.kernel"] = state.pop("last.weight").t()
+    called: list[str] = []
+    for one in (model, expected := copy.deepcopy(model)):
+        one.first.register_load_state_dict_pre_hook(
+            lambda module, values, prefix, *args: values.update({f"{prefix}bias": values[f"{prefix}bias"] + 1}))
+    parallel.first.register_load_state_dict_post_hook(lambda module, odd: called.append(type(module).__name__))
+    found, right = parallel.load_state_dict(state), expected.load_state_dict(state)
+    assert (found, called) == (right, ["Linear"])
+    assert parallel.scaled.scale == 3.0 and parallel.state_dict()["scaled._extra_state"] == {"scale": 3.0}
+    torch.testing.assert_close(parallel(X), expected(X))
+
+
+def test_a_models_own_extra_state_is_in_its_state_dict(mesh: Any) -> None:
+    parallel: Any = autoparallel.compile(Scaled(), mesh, example_inputs=(X,))
+    parallel.scale = 2.0
+    state = parallel.state_dict()
+    parallel.scale = 5.0
+    parallel.load_state_dict(state)
+    assert parallel.scale == 2.0
+
+
+def numbers_of_parts() -> list[str]:
+    """What asking a DTensor output, or a number made of it, for a Python number raises."""
+    parallel: Any = autoparallel.compile(nn.Linear(6, 3), mesh_of(2), baseline="ddp")
+    made, said = parallel(X), []
+    for number in (lambda: made.sum().item(), lambda: float(made.max()), lambda: bool((made > 0).all())):
+        try:
+            said.append(str(number()))
+        except InputError as error:
+            said.append(str(error).splitlines()[0])
+    assert isinstance(made.sum().full_tensor().item(), float)
+    return said
+
+
+def test_python_numbers_of_a_part_are_refused(ranks: Any) -> None:
+    for said in ranks(2).run(numbers_of_parts, timeout_s=60):
+        assert all("a Python number is asked of a DTensor []" in line for line in said), said
