@@ -14,6 +14,7 @@ from autoparallel.partition import place_cuts, split_batch, stages_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, predict
 from autoparallel.pricing.overlap_simulation import hidden_s
+from autoparallel.pricing.step_cost import Exposed
 from autoparallel.search import Edge, Node, Problem, evaluate
 from autoparallel.search.model.problem import Repeats
 from autoparallel.strategies.space import StrategySpace
@@ -63,7 +64,7 @@ def test_equivalent_ops_share_one_price(case_name: str, hybrid: Hybrid) -> None:
         assert node.usages is None or np.array_equal(node.usages, alone.usages)
     assert [node.name for node in made.nodes] == [decision.name for decision in space.decisions]
     assert np.array_equal(made.intervals, whole.intervals) and np.array_equal(made.ends, whole.ends)
-    hiding, alone = (p.exposing((0.5, 0.25)) for p in (pricer, other))
+    hiding, alone = (p.exposing(Exposed(0.5, 0.25, 0.125)) for p in (pricer, other))
     for edge, one in zip(hiding.full_like(made).edges, alone.full().edges, strict=True):
         assert np.array_equal(edge.costs, one.costs)
     for seed in range(3):
