@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from autoparallel.planning.options import (
     check_axes,
     check_call,
     check_cluster,
+    check_disk_path,
     check_joint,
     options_of,
     with_options,
@@ -64,6 +66,10 @@ def plan(
     reduce_dtype: str | None = None,
     bucket_bytes: float | None = None,
     copies: int | None = None,
+    offload: str | None = None,
+    offload_fraction: float | None = None,
+    host_memory_limit_bytes: float | None = None,
+    disk_limit_bytes: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """The best plan for one training step of ``model`` on ``cluster``; the model may be on the meta device.
@@ -95,7 +101,8 @@ def plan(
                  "baseline": baseline, "micro_batches": micro_batches, "pipeline_stages": pipeline_stages,
                  "stage_replicas": stage_replicas, "schedule": schedule, "recompute": recompute,
                  "zero_stage": zero_stage, "reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes,
-                 "copies": copies}
+                 "copies": copies, "offload": offload, "offload_fraction": offload_fraction,
+                 "disk_limit_bytes": disk_limit_bytes, "host_memory_limit_bytes": host_memory_limit_bytes}
         if taken := sorted(name for name, value in given.items() if value is not None and value is not False):
             raise PlanError(f"{', '.join(taken)} belong to a training step: leave them out, or leave out phase, "
                             "objective, context and concurrent")
@@ -130,6 +137,7 @@ def compile(
     max_forms: int = 64,
     peer_timeout_s: float = 60.0,
     backend: str = "eager",
+    disk_path: str | PathLike[str] | None = None,
     search: str = "auto",
     pins: Mapping[str, Any] | None = None,
     baseline: str | None = None,
@@ -146,6 +154,10 @@ def compile(
     reduce_dtype: str | None = None,
     bucket_bytes: float | None = None,
     copies: int | None = None,
+    offload: str | None = None,
+    offload_fraction: float | None = None,
+    host_memory_limit_bytes: float | None = None,
+    disk_limit_bytes: float | None = None,
     progress: Progress | None = None,
 ) -> ParallelModule:
     """``model`` on ``mesh``: called like the original, computing the same numbers on all its devices together.
@@ -170,6 +182,7 @@ def compile(
         AOTAutograd with its collectives (in buckets, overlapped) and compiled, which takes a minute or more at the
         first call; "auto", Inductor on GPUs with Triton and eager elsewhere; "aot_eager", the traced graphs without
         Inductor, to find a fault. Compiled graphs have no double backward, and no backward with retain_graph.
+    disk_path: the folder for what is on disk (``offload="disk"``), on a disk of each rank's machine.
     max_forms: compiled programs to keep, of calls of different forms; the least recently used is dropped.
     peer_timeout_s: a rank whose process shows no sign of life for so many seconds (stopped, hung, its machine gone) is
         named in a PeerError on the others; one whose process has ended, in a few seconds.
@@ -192,12 +205,14 @@ def compile(
     if plan and (decided := sorted(name for name in DECIDED_BY_A_PLAN if getattr(chosen, name) is not None)):
         raise PlanError(f"the plan decides {', '.join(decided)}: leave them out, or leave out the plan and search for "
                         "another")
+    check_disk_path(disk_path, chosen, plan)
     given = example_inputs is not None or example_kwargs is not None
     from autoparallel.runtime.failing import naming_peers
 
     with naming_peers():
         return compiler.compile(model, mesh, (example_inputs or (), example_kwargs or {}) if given else None, taken,
-                                plan, cluster, chosen, backend, max_forms, peer_timeout_s)
+                                plan, cluster, chosen, backend, max_forms, peer_timeout_s,
+                                None if disk_path is None else Path(disk_path))
 
 
 __all__ = ["compile", "plan"]

@@ -53,6 +53,11 @@ def plan(
     bucket_bytes: Annotated[float | None, typer.Option(help="of gradients or parameters that are sent together, "
                                                        "at most (25 MiB)")] = None,
     copies: Annotated[int | None, typer.Option(help="micro-batches that run interleaved at a time")] = None,
+    offload: Annotated[str | None, typer.Option(help="optimizer states on: none (the device), host, disk, auto")
+                       ] = None,
+    offload_fraction: Annotated[float | None, typer.Option(help="the share of them that moves, as 0.5")] = None,
+    host_memory_limit: Annotated[str | None, typer.Option(help="of host memory per device, for example 200GiB")] = None,
+    disk_limit: Annotated[str | None, typer.Option(help="of disk per device, for example 1TB")] = None,
     explain: Annotated[list[str] | None, typer.Option(help="an op, parameter or input: what its strategies "
                                                       "cost")] = None,
     alternatives: Annotated[int, typer.Option(min=0, help="so many other plans, by how much slower they are")] = 0,
@@ -93,7 +98,8 @@ def plan(
             schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
-            bucket_bytes=bucket_bytes, copies=copies, progress=progress,
+            bucket_bytes=bucket_bytes, copies=copies, offload=offload, offload_fraction=offload_fraction,
+            host_memory_limit_bytes=_bytes(host_memory_limit), disk_limit_bytes=_bytes(disk_limit), progress=progress,
         )
         if output is not None:  # first: what follows may fail
             made.save(output)

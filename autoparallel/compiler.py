@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def plan(model: nn.Module, cluster: Cluster, args: Sequence[Any], kwargs: Mappin
 
 def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inputs: Inputs, plan: Plan | None,
             cluster: Cluster | str | Path | None, options: Options, backend: str, max_forms: int,
-            peer_timeout_s: float) -> ParallelModule:
+            peer_timeout_s: float, disk_path: Path | None) -> ParallelModule:
     """The model on a mesh, as `autoparallel.compile`; traced now if there is an ``example`` call."""
     import torch.distributed as dist
 
@@ -62,10 +63,16 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
     from autoparallel.runtime.failing import agree_on, reached
     from autoparallel.runtime.mesh import check_mesh, cluster_of
     from autoparallel.runtime.module import ParallelModule
+    from autoparallel.runtime.offload.files import check_folder
+    from autoparallel.runtime.offload.optimizer import Limits
 
     if dist.is_initialized():
         with reached():
             agree_on("autoparallel.compile", limit_s=peer_timeout_s)
+        if disk_path is not None:
+            made_equally("a disk_path", partial(check_folder, disk_path), lambda _: "")
+    if disk_path is None:
+        options = replace(options, tiers=("host",))
     if isinstance(mesh, int) and example is not None and plan is None:
         plan = _plan_on_devices(model, mesh, cluster, inputs.of_all(*example, mesh), options)
         options = options.without_decided()
@@ -87,7 +94,8 @@ def compile(model: nn.Module, mesh: DeviceMesh | int, example: Call | None, inpu
                            lambda made: f"{made.whole.fingerprint} {how}", lines=lambda made: made.whole.described())
         return _compile_call(micro, position, machine, options, how, given, placed, runs_by)
 
-    parallel = ParallelModule(model, position, hybrid, compile_call, inputs, max_forms)
+    parallel = ParallelModule(model, position, hybrid, compile_call, inputs, max_forms,
+                              Limits.of(options.host_memory_limit_bytes, options.disk_limit_bytes, disk_path))
     if example is not None:
         parallel.trace(*parallel.taken(*example))
     return parallel

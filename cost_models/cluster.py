@@ -324,7 +324,9 @@ class Group:
 class Host:
     """What devices of one host share or reach besides each other; 0 means not known.
 
-    Rates per device and direction, while all devices of the host move data.
+    Rates per device and direction, while all devices of the host move data; ``memory_bandwidth_bytes_per_s`` of reads
+    and writes together. ``shared_memory`` (1 or 0): devices compute in the host's memory, so that nothing is copied
+    between them for the host to step it.
     """
 
     memory_bytes: float = 0.0
@@ -332,6 +334,8 @@ class Host:
     from_device_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
     disk_write_bytes_per_s: float = 0.0
+    memory_bandwidth_bytes_per_s: float = 0.0
+    shared_memory: float = 0.0
 
     def __post_init__(self) -> None:
         for what, value in vars(self).items():

@@ -32,7 +32,7 @@ import numpy as np
 
 from cost_models.cluster import Cluster, Device, Group, Link
 from cost_models.compute import op_time_s
-from cost_models.errors import ClusterError
+from cost_models.offload import known_rate
 
 Bytes = Any
 
@@ -85,11 +85,7 @@ def copy_s(nbytes: Bytes, device: Device) -> Any:
 def host_copy_s(nbytes: Bytes, cluster: Cluster, to_device: bool) -> Any:
     """Moving ``nbytes`` between a device's memory and its host's, while all devices of the host do. Raises ClusterError
     where the cluster does not say how fast that is."""
-    name = "to_device_bytes_per_s" if to_device else "from_device_bytes_per_s"
-    rate = getattr(cluster.host, name)
-    if not rate:
-        raise ClusterError(f"cluster {cluster.name} does not say how fast copies to and from its hosts are: add "
-                           f"{name} to [host] of its description")
+    rate = known_rate(cluster, "to_device_bytes_per_s" if to_device else "from_device_bytes_per_s")
     return cluster.device.launch_s + np.asarray(nbytes, dtype=float) / rate
 
 

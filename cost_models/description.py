@@ -46,6 +46,8 @@ _HOST = {
     "from_device_bytes_per_s": "bytes per second and device from device to host memory",
     "disk_read_bytes_per_s": "bytes per second and device read from the host's disk",
     "disk_write_bytes_per_s": "bytes per second and device written to the host's disk",
+    "memory_bandwidth_bytes_per_s": "bytes per second and device that the host's processors read and write in memory",
+    "shared_memory": "1 if the devices' memory is the host's, else 0",
 }
 
 

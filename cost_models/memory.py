@@ -142,12 +142,20 @@ def optimizer_step_s(num_elements: Any, dtype: str, optimizer: str, device: Devi
 
     ``num_elements`` are those whose state this rank holds. Fused: no launches (torch.optim's foreach and fused paths).
     """
+    speed = device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency
+    return np.asarray(num_elements, dtype=float) * step_bytes(dtype, optimizer) / speed
+
+
+def step_bytes(dtype: str, optimizer: str) -> float:
+    """Bytes of an element that an optimizer step reads and writes.
+
+    >>> step_bytes("megatron-bfloat16", "adamw")    # gradient, master and moments in float32, the parameter written
+    30.0
+    """
     kept, how = precision(dtype), recipe(optimizer)
     parameter, state = _item_bytes(kept.parameter), _item_bytes(kept.state)
     master = 2 * ITEM_BYTES[kept.master] if kept.master else parameter
-    moved = _item_bytes(kept.gradient) + parameter + master + 2 * (how.num_states + how.num_factored) * state
-    speed = device.memory_bandwidth_bytes_per_s * device.memory_bandwidth_efficiency
-    return np.asarray(num_elements, dtype=float) * moved / speed
+    return float(_item_bytes(kept.gradient) + parameter + master + 2 * (how.num_states + how.num_factored) * state)
 
 
 def peak_bytes(starts: Any, ends: Any, nbytes: Any) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import guide, output_of
+from tests.support.launching import ROOT, guide, output_of
 from tests.support.tiers import slow
 
 pytestmark = pytest.mark.ranks
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.mark.parametrize(("page", "number"), [
     ("transformers.md", 0), slow("transformers.md", 1), slow("lightning.md", 0), slow("export.md", 0),
-    slow("inference.md", 0), ("parameter-servers.md", 0)])
+    slow("inference.md", 0), slow("offload.md", 0), ("parameter-servers.md", 0)])
 def test_a_guides_script(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for needed in {"transformers.md": ("accelerate", "transformers"), "lightning.md": ("lightning",)}.get(page, ()):
         pytest.importorskip(needed)
@@ -31,3 +32,8 @@ def test_a_guides_script(page: str, number: int, tmp_path: Path, monkeypatch: py
         lines.append(next(line for line in output_of(command, ACCELERATE_USE_CPU="1").splitlines() if "final" in line))
     four, one = ([float(word) for word in line.split()[1:]] for line in lines)
     assert len(four) >= 1 and four == pytest.approx(one, rel=1e-3)
+
+
+def test_figures_of_the_guide_to_offloaded_states() -> None:
+    failed, tried = doctest.testfile(str(ROOT / "docs/guides/offload.md"), module_relative=False)
+    assert failed == 0 and tried

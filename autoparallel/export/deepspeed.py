@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from autoparallel.errors import PlanError
-from autoparallel.export.degrees import Degrees, Lost
+from autoparallel.export.degrees import Degrees, Lost, states_lost
 from autoparallel.plans import Plan
 
 FILE = "ds_config.json"
@@ -20,7 +20,8 @@ def deepspeed(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]]
     config: dict[str, Any] = {
         "train_batch_size": degrees.batch, "train_micro_batch_size_per_gpu": degrees.micro_batch,
         "gradient_accumulation_steps": degrees.roles.micro_batches,
-        "zero_optimization": {"stage": hand.zero, **({"overlap_comm": True} if hand.zero else {})}}
+        "zero_optimization": {"stage": hand.zero, **({"overlap_comm": True} if hand.zero else {}),
+                              **_offloaded(plan, degrees)}}
     if plan.model.dtype in ("bfloat16", "float16"):
         config["bf16" if plan.model.dtype == "bfloat16" else "fp16"] = {"enabled": True}
     if plan.hybrid.reduce_dtype is not None:
@@ -36,7 +37,17 @@ def deepspeed(plan: Plan, degrees: Degrees) -> tuple[dict[str, str], list[Lost]]
         config["pipeline"] = {"stages": hand.pp, "partition": "best"}
     if hand.recompute in ("full", "offload"):
         config["activation_checkpointing"] = {"cpu_checkpointing": hand.recompute == "offload"}
-    return {FILE: json.dumps(config, indent=2) + "\n"}, _lost(degrees)
+    lost = [states_lost(plan)] if plan.hybrid.offload.is_away and not _offloaded(plan, degrees) else []
+    return {FILE: json.dumps(config, indent=2) + "\n"}, [*lost, *_lost(degrees)]
+
+
+def _offloaded(plan: Plan, degrees: Degrees) -> dict[str, Any]:
+    """Where the file says that optimizer states are: on the host with ZeRO, a part of them with ZeRO-3."""
+    away, zero = plan.hybrid.offload, degrees.hand.zero
+    if away.states != "host" or not zero or (away.fraction < 1 and zero < 3):
+        return {}
+    return {"offload_optimizer": {"device": "cpu", "pin_memory": True,
+                                  **({"ratio": away.fraction} if away.fraction < 1 else {})}}
 
 
 def _check(plan: Plan, d: Degrees) -> None:

@@ -164,4 +164,10 @@ def more_reductions_s(plan: Plan, roles: Roles) -> float:
     return once * (roles.micro_batches - 1)
 
 
-__all__ = ["Degrees", "Lost", "degrees_of", "more_reductions_s"]
+def states_lost(plan: Plan) -> Lost:
+    """Optimizer states that leave the device in the plan, and not in the export."""
+    where = {"host": "in the host's memory", "disk": "on disk"}[plan.hybrid.offload.states]
+    return Lost(f"optimizer states {where}", "on the devices, in more of their memory")
+
+
+__all__ = ["Degrees", "Lost", "degrees_of", "more_reductions_s", "states_lost"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from autoparallel.errors import PlanError, shown
 from autoparallel.export.accelerate import accelerate
 from autoparallel.export.deepspeed import deepspeed
-from autoparallel.export.degrees import Degrees, Lost, degrees_of
+from autoparallel.export.degrees import Degrees, Lost, degrees_of, states_lost
 from autoparallel.export.fsdp2 import fsdp2
 from autoparallel.export.megatron import megatron
 from autoparallel.export.torchtitan import torchtitan
@@ -58,6 +58,8 @@ def export_plan(plan: Plan, to: str) -> Exported:
         raise PlanError(f"unknown format {shown(to)}; there are {', '.join(sorted(FORMATS))}")
     degrees = degrees_of(plan)
     files, lost = FORMATS[to](plan, degrees)
+    if plan.hybrid.offload.is_away and to != "deepspeed":    # whose file says it, where it can
+        lost = [states_lost(plan), *lost]
     return Exported(to, files, (*degrees.lost, *lost), degrees.hand)
 
 

@@ -13,6 +13,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer, equal_stages_s
 from autoparallel.pricing.prediction import fixed_s
 from autoparallel.schedule.in_flight import in_flight
+from autoparallel.schedule.tiers import Offload
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
@@ -24,8 +25,8 @@ class CandidateBounds:
                  ) -> None:
         self.reduced_model, self.cluster, self.optimizer = reduced_model, cluster, optimizer
         self.limit, self.batch = limit_bytes, batch
-        #: By recompute mode, of which there are four.
-        self._live: dict[str, Mapping[tuple[str, bool], float]] = {}
+        #: By recompute mode, of which there are four, and tier of states.
+        self._live: dict[tuple[str, Offload], Mapping[tuple[str, bool], float]] = {}
         #: By number of shards, of which candidates have a few dozen.
         self._least: dict[int, tuple[float, float]] = {}
 
@@ -33,7 +34,7 @@ class CandidateBounds:
         """A lower bound of peak bytes: state and tensors live between forward and backward, divided evenly over all
         devices."""
         h = candidate.hybrid
-        kept = self._kept(h.recompute)
+        kept = self._kept(h)
         chunks = range(0, h.stages, h.pipeline_ranks)
         copies = sum(in_flight(h, stage) for stage in chunks) / len(chunks)
         always = kept["state", True] / h.pipeline_ranks + kept["state", False]
@@ -63,14 +64,16 @@ class CandidateBounds:
         full, few = (math.log2(max(1.0, factor)) for factor in factors)
         return abs(math.log2(inner / min(host, math.prod(shape)))) + few + 4 * full
 
-    def _kept(self, recompute: str) -> Mapping[tuple[str, bool], float]:
+    def _kept(self, hybrid: Hybrid) -> Mapping[tuple[str, bool], float]:
         """Bytes of the whole program that live between forward and backward, by ("state" or "micro_batch", whether
         inside blocks)."""
-        if recompute not in self._live:
+        key = hybrid.recompute, hybrid.offload
+        if key not in self._live:
             space = self._whole
             inside = self.reduced_model.inside(space)
             pricer = SpacePricer(self._whole_prices(1), counts=ExecutionCounts(
-                space, Hybrid(recompute=recompute), multiplicities=self.reduced_model.counts(space)))
+                space, Hybrid(recompute=hybrid.recompute, offload=hybrid.offload),
+                multiplicities=self.reduced_model.counts(space)))
             found = dict.fromkeys(itertools.product(("state", "micro_batch"), (True, False)), 0.0)
             for decision, node in zip(space.decisions, pricer.full().nodes, strict=True):
                 if node.interval[0] <= len(space) < node.interval[1]:
@@ -79,8 +82,8 @@ class CandidateBounds:
                     found["state" if state else "micro_batch", inside[decision.index]] += count * float(
                         node.usages.min()
                     )
-            self._live[recompute] = found
-        return self._live[recompute]
+            self._live[key] = found
+        return self._live[key]
 
     def _least_compute(self, shards: int) -> tuple[float, float]:
         """Seconds (forward, backward) of the program's ops, each divided evenly into ``shards``."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from autoparallel.errors import PlanError
 from autoparallel.plans import Hybrid
 from autoparallel.schedule.step_config import BUCKET_BYTES
+from autoparallel.schedule.tiers import ON_DEVICE, Offload
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 
@@ -32,6 +33,7 @@ class Fixed:
     reduce_dtype: str | None = None
     bucket_bytes: float = BUCKET_BYTES
     copies: int | None = None
+    offload: Offload = ON_DEVICE
 
 
 #: The step configuration and the stage mesh.
@@ -147,7 +149,8 @@ class CandidateSpace:
         with suppress(PlanError):
             yield Hybrid(micro_batches, stages, ranks, schedule, zero_stage=zero, recompute=recompute,
                          reduce_dtype=self.fixed.reduce_dtype, replicas=self.fixed.replicas,
-                         bucket_bytes=self.fixed.bucket_bytes, copies=self.fixed.copies or copies)
+                         bucket_bytes=self.fixed.bucket_bytes, offload=self.fixed.offload,
+                         copies=self.fixed.copies or copies)
 
     def _schedules(self, ranks: int) -> list[tuple[str, int]]:
         """The first round's schedules and their numbers of stages."""

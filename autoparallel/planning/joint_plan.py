@@ -35,7 +35,7 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
     stages = None if options.pipeline_stages is None and options.stage_replicas is None else options.stages
     fixed = Fixed(options.micro_batches, stages, options.schedule, options.recompute, options.zero_stage,
                   tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
-                  **options.reductions)
+                  **options.given)
 
     split = cache(partial(split_batch, graph))
 

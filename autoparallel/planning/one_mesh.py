@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ from autoparallel.planning.block_summary import block_layouts
 from autoparallel.planning.candidates import First
 from autoparallel.planning.departures import departures, told
 from autoparallel.planning.facts import facts_of
+from autoparallel.planning.offloading import first_that_fits
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.study import TIME_LIMIT_S, Study
@@ -185,6 +187,9 @@ def plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, optio
 
     Raises InfeasibleError (that of the plain step) if nothing fits; PinError, SearchError.
     """
+    if options.offload == "auto":
+        return first_that_fits(options, cluster, lambda chosen: plan_call(space, micro, cluster, chosen, placed,
+                                                                          replace(hybrid, offload=chosen.tier)))
     try:
         return plan_in(space, micro, cluster, options, placed, hybrid)
     except InfeasibleError as error:
@@ -268,7 +273,7 @@ def _plan_of(
         decision.name: names[kind] for decision, kind in zip(space.decisions, which.tolist(), strict=True)
     }
     prediction = predict(pricer, problem, strategies, judged.peak_bytes, stages.sent_bytes(space, strategies))
-    _check_host(prediction, pricer.prices.cluster)
+    _check_tiers(prediction, pricer.prices.cluster, pricer.counts.hybrid, options)
     return Plan(
         fingerprint=space.graph.fingerprint,
         mesh_shape=space.mesh_shape,
@@ -298,13 +303,22 @@ def _record(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     return replace(found, stages=stage_seconds(pricer, problem, strategies, sends))
 
 
-def _check_host(prediction: Prediction, cluster: Cluster) -> None:
-    """Raises InfeasibleError if the offloaded bytes exceed a device's share of its host's memory."""
-    share = cluster.host.memory_bytes / min(cluster.links[0].num_devices, cluster.num_devices)
-    if share and prediction.host_bytes > share:
-        raise InfeasibleError(f"recompute='offload' needs {prediction.host_bytes:.3g} bytes of the host's memory for "
-                              f"each device, and {cluster.name} has {share:.3g}: take more micro-batches or "
-                              "recompute='full'")
+def _check_tiers(prediction: Prediction, cluster: Cluster, hybrid: Hybrid, options: Options) -> None:
+    """Raises InfeasibleError if what leaves a device exceeds its share of its host's memory, or a limit of the
+    options."""
+    share = cluster.host.memory_bytes / min(cluster.links[0].num_devices, cluster.num_devices) or math.inf
+    host = share if options.host_memory_limit_bytes is None else options.host_memory_limit_bytes
+    disk = math.inf if options.disk_limit_bytes is None else options.disk_limit_bytes
+    what = f"offload={hybrid.offload.states!r}" if hybrid.offload.is_away else "recompute='offload'"
+    if prediction.host_bytes > host:
+        given = f"{cluster.name} has" if host == share else "host_memory_limit_bytes is"
+        raise InfeasibleError(f"{what} needs {prediction.host_bytes:.3g} bytes of the host's memory for each device, "
+                              f"and {given} {host:.3g}: take "
+                              + ("more devices, zero_stage=1 or more, or offload='disk'" if hybrid.offload.is_away else
+                                 "more micro-batches or recompute='full'"))
+    if prediction.disk_bytes > disk:
+        raise InfeasibleError(f"{what} needs {prediction.disk_bytes:.3g} bytes of disk for each device, and "
+                              f"disk_limit_bytes is {disk:.3g}: take more devices or zero_stage=1 or more")
 
 
 def _placed_choices(space: StrategySpace, placed: Mapping[str, Layout]) -> dict[int, np.ndarray]:

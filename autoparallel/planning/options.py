@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
+from os import PathLike
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,10 +30,11 @@ from autoparallel.errors import (
 )
 from autoparallel.planning.baselines import NAMES
 from autoparallel.planning.by_hand import ByHand
-from autoparallel.plans import Hybrid
+from autoparallel.plans import Hybrid, Plan
 from autoparallel.schedule.step_config import BUCKET_BYTES, RECOMPUTE, REDUCE_DTYPES, SCHEDULES
+from autoparallel.schedule.tiers import ON_DEVICE, Offload, largest_tile
 from autoparallel.search import SEARCHES, Progress
-from cost_models import Cluster
+from cost_models import Cluster, memory
 from cost_models.accuracy import usable_bytes
 
 #: A line for each option, in the docstrings of `plan` and `compile`.
@@ -56,13 +58,23 @@ OPTIONS = """
     reduce_dtype: the dtype in which gradients are summed ("float32", "bfloat16", "float16"); None: the parameter's.
     bucket_bytes: of a bucket of parameter gathers and gradient reductions, at most; None: 25 MiB.
     copies: micro-batches that run interleaved, so that one's activations are sent while another computes (1: none).
+    offload: the tier of optimizer states between steps: "none" (the device), "host" memory, "disk", or "auto": the
+        first of these with which a plan fits into the devices' memory. `ParallelModule.optimizer` steps them.
+    offload_fraction: the share of each parameter's elements whose states are there; None: all ("auto": of the host, as
+        few quarters as memory requires).
+    host_memory_limit_bytes: of host memory for what leaves each device, or for tiles of what is on disk; None: its
+        share of the host's.
+    disk_limit_bytes: of disk for what leaves each device; None: no limit in a plan, what is free in a run.
     progress: called during the search with its best cost and bound (`autoparallel.search.solve`).
 """
 
 
 #: Options that a ready plan leaves no room for.
 DECIDED_BY_A_PLAN = frozenset({"pins", "baseline", "micro_batches", "pipeline_stages", "stage_replicas", "schedule",
-                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies"})
+                               "recompute", "zero_stage", "reduce_dtype", "bucket_bytes", "copies", "offload",
+                               "offload_fraction"})
+#: Of these, those that a plan by hand leaves open.
+_BESIDE_BY_HAND = {"reduce_dtype", "bucket_bytes", "offload", "offload_fraction"}
 
 
 @dataclass(frozen=True)
@@ -85,8 +97,13 @@ class Options:
     reduce_dtype: str | None = None
     bucket_bytes: float | None = None
     copies: int | None = None
+    offload: str | None = None
+    offload_fraction: float | None = None
+    host_memory_limit_bytes: float | None = None
+    disk_limit_bytes: float | None = None
     progress: Progress | None = None
     by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone
+    tiers: Sequence[str] = field(default=("host", "disk"), metadata={"internal": True})  # that "auto" may take
 
     @property
     def stages(self) -> int:
@@ -105,13 +122,23 @@ class Options:
         zero_stage = (2 if micro_batches == 1 else 1) if self.zero_stage is None else self.zero_stage
         return Hybrid(micro_batches, self.stages, pipeline_ranks, self.schedule or "1f1b", zero_stage=zero_stage,
                       recompute="none" if self.recompute in (None, "auto") else self.recompute,
-                      replicas=self.replicas, copies=self.copies or 1, **self.reductions)
+                      replicas=self.replicas, copies=self.copies or 1, **self.given)
 
     @property
-    def reductions(self) -> dict[str, Any]:
-        """The fields of `Hybrid` that say how gradients are reduced; the search does not choose them."""
-        return {"reduce_dtype": self.reduce_dtype,
+    def given(self) -> dict[str, Any]:
+        """The fields of `Hybrid` that the search does not choose: how gradients are reduced, where states live."""
+        return {"reduce_dtype": self.reduce_dtype, "offload": self.tier,
                 "bucket_bytes": BUCKET_BYTES if self.bucket_bytes is None else self.bucket_bytes}
+
+    @property
+    def tier(self) -> Offload:
+        """The tier of optimizer states; of "auto" the first, the device."""
+        if self.offload in (None, "none", "auto"):
+            return ON_DEVICE
+        limit = math.inf if self.host_memory_limit_bytes is None or self.offload != "disk" else \
+            self.host_memory_limit_bytes
+        states = memory.recipe(self.optimizer).num_states
+        return Offload(str(self.offload), self.offload_fraction or 1.0, largest_tile(limit, states))
 
     def without_decided(self) -> Options:
         """The options for calls of another form than a plan's: without those that the plan decides."""
@@ -142,10 +169,23 @@ def check_joint(joint: Any, options: Options, axis_names: Sequence[str] | None) 
         raise PlanError("joint=True picks the axes and the plan: leave out axis_names and baseline")
 
 
+def check_disk_path(disk_path: Any, options: Options, plan: Plan | None) -> None:
+    """Raises PlanError for a ``disk_path`` that is no path, or that is missing or given in vain."""
+    if disk_path is not None and (not isinstance(disk_path, (str, PathLike)) or not str(disk_path)):
+        raise PlanError(f"disk_path is {shown(disk_path)}: give the path of a folder, a str or a pathlib.Path")
+    tier = plan.hybrid.offload.states if plan else options.tier.states
+    if tier == "disk" and disk_path is None:
+        raise PlanError("optimizer states go to disk, and disk_path is not given: give a folder of a local disk, "
+                        "autoparallel.compile(..., disk_path='/local/disk')")
+    if disk_path is not None and tier != "disk" and (plan or options.offload != "auto"):
+        raise PlanError(f"disk_path={str(disk_path)!r} is of optimizer states on disk, and they stay on the {tier}: "
+                        "leave it out, or give offload='disk' or 'auto'")
+
+
 def with_plan_by_hand(options: Options, by_hand: Any, num_devices: int, **given: Any) -> Options:
     """The options with a plan by hand for so many devices. Raises PlanError if it is none, or if something that it
     decides is ``given`` or among the options."""
-    given |= {name: getattr(options, name) for name in DECIDED_BY_A_PLAN - {"reduce_dtype", "bucket_bytes"}}
+    given |= {name: getattr(options, name) for name in DECIDED_BY_A_PLAN - _BESIDE_BY_HAND}
     if taken := sorted(name for name, value in given.items() if value):
         raise PlanError(f"by_hand decides {', '.join(taken)}: leave them out, or leave out by_hand and search")
     return replace(options, by_hand=ByHand.of(by_hand).on(num_devices))
@@ -188,6 +228,9 @@ def options_of(given: Mapping[str, Any]) -> Options:
                 raise _ERRORS.get(name, PlanError)(f"unknown {name} {shown(value)}; there are {list(wanted)}")
         elif not wanted.holds(value):
             raise _ERRORS.get(name, PlanError)(f"{name} is {shown(value)}: give {wanted.text}")
+    if given.get("offload_fraction") is not None and given.get("offload") not in ("host", "disk"):
+        raise PlanError(f"offload_fraction={given['offload_fraction']} is of offload='host' or 'disk', and offload is "
+                        f"{shown(given.get('offload'))}: give one of these, or leave offload_fraction out")
     return Options(**given)
 
 
@@ -234,6 +277,10 @@ _WANTED: Mapping[str, tuple[Any, ...] | _Wanted] = {
     "reduce_dtype": REDUCE_DTYPES,
     "bucket_bytes": _Wanted("bytes of a bucket as a number, 0 or more", _is_amount),
     "copies": _COUNT,
+    "offload": ("none", "host", "disk", "auto"),
+    "offload_fraction": _Wanted("a share above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
+    "host_memory_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),
+    "disk_limit_bytes": _Wanted("bytes per device as a number, 0 or more", _is_amount),
     "progress": _Wanted("a function", callable),
 }
 #: Keywords of only one of `plan` and `compile`, when given to the other: the owner, and what to write.
@@ -252,6 +299,7 @@ _ELSEWHERE = {
     "max_forms": "compile, whose module keeps programs",
     "backend": "compile: a plan is for any of them",
     "check_inputs": "compile, whose module compares what its ranks are called with",
+    "disk_path": "compile, on whose machines the folder is",
     "plan": "compile, which runs it: autoparallel.compile(model, mesh, plan=plan)",
 }
 _ERRORS: Mapping[str, type[AutoparallelError]] = {"search": SearchError, "pins": PinError}

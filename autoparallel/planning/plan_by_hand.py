@@ -21,7 +21,7 @@ def plan_by_hand(graph: OpGraph, cluster: Cluster, options: Options, hand: ByHan
     """The plan of a person, whose parameters and activations are laid out by the roles of its axes."""
     check_sequences(graph, hand)
     batch = batch_size(graph) if hand.needs_batch else 1
-    hybrid = replace(hand.hybrid(batch), **options.reductions)
+    hybrid = replace(hand.hybrid(batch), **options.given)
     if hybrid.micro_batches > 1 and loss_output(graph) is None:
         raise InputError(f"by_hand: {hybrid.micro_batches} micro-batches need a scalar loss: return the loss from the "
                          "model, alone, first in a tuple, or as `loss` of a structure; or leave out micro_batch")

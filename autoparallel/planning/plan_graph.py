@@ -13,6 +13,7 @@ from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchEr
 from autoparallel.garbage import collected_later
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
+from autoparallel.planning.offloading import first_that_fits
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.planning.usual import usual_plan
@@ -27,6 +28,9 @@ USUAL_SHARE = 0.25
 def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
                joint: bool, options: Options) -> Plan:
     """The plan that `autoparallel.plan` returns, with the same arguments and errors."""
+    if options.offload == "auto":
+        return first_that_fits(options, cluster,
+                               lambda chosen: plan_graph(graph, cluster, mesh_shape, axis_names, joint, chosen))
     if options.by_hand is not None:
         return plan_by_hand(graph, cluster, options, options.by_hand)
     if joint:

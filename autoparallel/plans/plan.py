@@ -65,8 +65,9 @@ class Prediction:
     of these ``ahead_s`` since hosts launch kernels ahead, the rest since communication overlaps with compute.
     ``fixed_s``: of a step and of its micro-batches that no op takes (the framework's own). ``p50``, ``p90``: relative
     errors of the step time that half, and nine in ten, predictions of the kind stay under, and their ``basis``
-    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none). ``host_bytes``: saved tensors
-    in the host's memory (recompute="offload"). ``repeated_ops``: ops without a rule, repeated on every rank.
+    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none). ``host_bytes``: of the host's
+    memory for saved tensors (recompute="offload") and optimizer states, or for tiles of those on disk; ``disk_bytes``:
+    of optimizer states on disk. ``repeated_ops``: ops without a rule, repeated on every rank.
     """
 
     forward_s: float
@@ -88,6 +89,7 @@ class Prediction:
     basis: str = ""
     limit_bytes: float = 0.0
     ahead_s: float = 0.0
+    disk_bytes: float = 0.0
 
     @property
     def hidden_communication_s(self) -> float:

@@ -56,7 +56,8 @@ class _Ahead:
 
 @dataclass
 class _Parts:
-    """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``once``: the seconds that do not
+    """Seconds of one step and bytes, on each of the ``ranks`` ranks of a stage. ``tier_bytes``: of optimizer states in
+    their tier, if that is not the device; ``host_bytes``: of offloaded activations. ``once``: the seconds that do not
     depend on the number of micro-batches, ``once_forward`` those of them in forward. ``again``: recompute.
     ``by_class``: compute of ops by their class. ``outside``: by how much launches prolong ops outside of blocks. All of
     these are in the others too, and so are ``ahead_forward`` and ``ahead_backward``."""
@@ -76,6 +77,7 @@ class _Parts:
     live_bytes: float = 0.0
     always_bytes: float = 0.0
     host_bytes: float = 0.0
+    tier_bytes: float = 0.0
     by_class: dict[str, float] = field(default_factory=dict)
     repeated: list[int] = field(default_factory=list)
     ranks: int = 1
@@ -134,7 +136,8 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         collectives=tuple(CollectiveUse(k, a, d, int(n), b, s, p) for (k, a, d, p), (n, b, s) in sorted(found.items())
                           if k in COLLECTIVES or " in " in k),
         repeated_ops=tuple(str(nodes[decisions[index].node]) for index in sorted(set(mean.repeated))),
-        host_bytes=max(s.host_bytes for s in by_rank),
+        host_bytes=max(s.host_bytes + pricer.costs.states.host_bytes(s.tier_bytes) for s in by_rank),
+        disk_bytes=max(s.tier_bytes for s in by_rank) if hybrid.offload.states == "disk" else 0.0,
         waiting_s=(max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0) + waited,
         hidden_s=max(0.0, hidden),
         ahead_s=min(max(0.0, ahead), max(0.0, hidden)),
@@ -209,7 +212,8 @@ def _virtual(hybrid: Hybrid) -> int:
 def _together(stages: Sequence[_Parts]) -> _Parts:
     made = _Parts(repeated=[index for s in stages for index in s.repeated])
     for name in ("forward", "backward", "optimizer", "forward_communication", "backward_communication", "once",
-                 "once_forward", "again", "outside", "state_bytes", "live_bytes", "always_bytes", "host_bytes"):
+                 "once_forward", "again", "outside", "state_bytes", "live_bytes", "always_bytes", "host_bytes",
+                 "tier_bytes"):
         setattr(made, name, sum(getattr(s, name) for s in stages))
     for stage in stages:
         made.ahead_forward.add(stage.ahead_forward)
@@ -309,6 +313,7 @@ def _add_decisions(pricer: SpacePricer, strategies: Sequence[Strategy], stages: 
             elif decision.kind == "parameter":
                 _add_parameter(pricer, index, number, count, stage, found)
                 stage.state_bytes += count * float(pricer.costs.decision_bytes(index)[number])
+                stage.tier_bytes += count * float(pricer.costs.states.tier_bytes(strategy_set)[number])
 
 
 def _add_op(pricer: SpacePricer, index: int, number: int, count: int, place: int, stage: _Parts, found: Found) -> None:

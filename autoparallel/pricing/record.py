@@ -160,7 +160,9 @@ def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarr
             meta = s.output_metas[0]
             elements = space.spaces(meta).local_elements[s.outputs[0][numbers[decision.index]]]
             state = training_state(elements, pricer.prices.kept(meta), pricer.prices.optimizer)
-            scale = whole / float(state.total) if whole and state.total else 0.0
+            away = float(pricer.costs.states.tier_bytes(s)[numbers[decision.index]])
+            here = float(state.total) - away
+            scale = whole / here if whole and here else 0.0
             own = min(scale, 1.0) * float(state.parameters), min(scale, 1.0) * float(state.gradients)
             found[decision.index, :3] = *own, max(0.0, whole - sum(own))
         else:

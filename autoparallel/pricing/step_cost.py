@@ -14,6 +14,7 @@ from autoparallel.pricing.equivalence import Equivalence
 from autoparallel.pricing.memo import Memo
 from autoparallel.pricing.op_costs import dtype_name, share_of_work
 from autoparallel.pricing.redistribution_costs import PricedStep
+from autoparallel.pricing.state_prices import StatePrices
 from autoparallel.pricing.unit_costs import Prices
 from autoparallel.strategies.space import Strategy, StrategySet, TensorUse
 from cost_models import collectives, compute
@@ -66,6 +67,7 @@ class StepCosts:
     def __init__(self, prices: Prices, counts: ExecutionCounts, exposed: Exposed = ALL_EXPOSED) -> None:
         self.prices, self.counts, self.space, self.exposed = prices, counts, prices.space, exposed
         self.kinds, self.memo = Equivalence(prices, counts), Memo()
+        self.states = StatePrices(prices, counts.hybrid.offload)
 
     # --- seconds of decisions ---------------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class StepCosts:
             return cost._replace(backward=times[1] * self.shared_read_s(index))
         if kind == "parameter":
             some = self.counts.multiplicities[index]
-            return cost._replace(summed=some * self.shared_s(index), update=some * self.prices.parameter_s(s))
+            return cost._replace(summed=some * self.shared_s(index), update=some * self.states.update_s(s))
         return cost
 
     def shared_bytes(self, index: int) -> np.ndarray:
@@ -137,13 +139,14 @@ class StepCosts:
     # --- bytes of decisions -----------------------------------------------------------------------------------------
 
     def decision_bytes(self, index: int) -> np.ndarray:
-        """Bytes of one copy of a decision's results (for a parameter its whole training state), by strategy."""
+        """Bytes of one copy of a decision's results (for a parameter its training state, but for what is on the host or
+        disk), by strategy."""
         s, kind = self.space.strategy_sets[index], self.space.decisions[index].kind
         return self.memo.once(("bytes", id(s), kind), lambda: self._bytes_of(s, kind))
 
     def _bytes_of(self, s: StrategySet, kind: str) -> np.ndarray:
         if kind == "parameter":
-            return self.prices.parameter_bytes(s) + self._sums_bytes(s.output_metas[0], s.outputs[0])
+            return self.states.device_bytes(s) + self._sums_bytes(s.output_metas[0], s.outputs[0])
         total = self.prices.exchanged_bytes(s)
         if kind in ("shared_read", "output", "update") or (s.rule is not None and s.rule.alias):
             return total

@@ -158,10 +158,13 @@ class Prices:
                 total = total + np.where((s.array == number).any(axis=1), copies, 0.0)
         return total
 
+    def elements(self, strategy_set: StrategySet) -> np.ndarray:
+        """Elements of a parameter on the fullest rank, by strategy."""
+        return self.space.spaces(strategy_set.output_metas[0]).local_elements[strategy_set.outputs[0]]
+
     def parameter_bytes(self, strategy_set: StrategySet) -> np.ndarray:
         """Bytes of parameter, gradient and optimizer state on the fullest rank, by strategy."""
-        (meta,), (numbers,) = strategy_set.output_metas, strategy_set.outputs
-        elements = self.space.spaces(meta).local_elements[numbers]
+        (meta,), elements = strategy_set.output_metas, self.elements(strategy_set)
         if not (meta.requires_grad and self.training):
             return elements * meta.dtype.itemsize
         return memory.training_bytes(elements, self.kept(meta), self.optimizer)
@@ -173,10 +176,9 @@ class Prices:
 
     def parameter_s(self, strategy_set: StrategySet) -> np.ndarray:
         """Seconds of the optimizer's update on the fullest rank, by strategy."""
-        (meta,), (numbers,) = strategy_set.output_metas, strategy_set.outputs
+        (meta,), elements = strategy_set.output_metas, self.elements(strategy_set)
         if not (meta.requires_grad and self.training):
-            return np.zeros(len(numbers))
-        elements = self.space.spaces(meta).local_elements[numbers]
+            return np.zeros(len(elements))
         seconds = memory.optimizer_step_s(elements, self.kept(meta), self.optimizer, self.device)
         if (profile := self.cluster.profile) is None:
             return seconds

@@ -38,6 +38,8 @@ from autoparallel.runtime.clipping import check_arguments, clip_gradients
 from autoparallel.runtime.form import Compile, Compiled
 from autoparallel.runtime.generation import generating
 from autoparallel.runtime.inputs import Inputs, local_batch
+from autoparallel.runtime.offload import making
+from autoparallel.runtime.offload.optimizer import Limits
 from autoparallel.runtime.profiling import Profile, profiled
 from autoparallel.runtime.state import State
 from autoparallel.runtime.verify import Verification, measure, undone
@@ -57,9 +59,9 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(self, model: nn.Module, position: groups.MeshPosition, hybrid: Hybrid, compile_call: Compile,
-                 inputs: Inputs, max_forms: int) -> None:
+                 inputs: Inputs, max_forms: int, limits: Limits) -> None:
         super().__init__()
-        self._state = State(model, position, hybrid, compile_call, inputs, max_forms)
+        self._state = State(model, position, hybrid, compile_call, inputs, max_forms, limits)
         self._calls = Calls(self, self._state)
         self.training = model.training
         if callable(getattr(type(model), "generate", None)):
@@ -170,6 +172,24 @@ class ParallelModule(nn.Module):
         with undone(self):
             return profiled(lambda: self.step(*args, **kwargs), lambda: self._calls.modules(compiled), compiled, path,
                             ranks, position, self._state.device)
+
+    def optimizer(self, kind: type[torch.optim.Optimizer], params: Any = None, *, tile_bytes: int | None = None,
+                  prefetch: bool = True, **options: Any) -> torch.optim.Optimizer:
+        """An optimizer of this module's parameters whose states live where the plan says (``offload``).
+
+            optimizer = parallel.optimizer(torch.optim.AdamW, lr=3e-4, weight_decay=0.1)
+
+        kind: a class of torch.optim; where states leave the device an element-wise one.
+        params: parameters or groups of them, as torch takes them; None: all.
+        tile_bytes: of the parameters that are stepped at once, a multiple of 4096; None: the plan's, which are 64 MiB,
+            or less by its limit of host memory. States on disk take three times that for each state.
+        prefetch: read the next tile and write the one before while one is stepped.
+        options: of ``kind``; ``fused=True`` unless they name a kernel, where states are stepped on the host.
+
+        All ranks call this. Raises InputError on all ranks, before any state is made, where states do not fit into the
+        limits of `autoparallel.compile` or onto the disk.
+        """
+        return making.optimizer(self, self._state, kind, params, tile_bytes, prefetch, options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``; returns the norm before scaling.

@@ -6,18 +6,22 @@ with an alternative. (torch has a global hook for optimizers' steps, none for th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from functools import cache
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.errors import InputError
+from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
 from autoparallel.runtime.shard_steps import step_shards, steps_shards
+from autoparallel.schedule.tiers import Offload
 
 #: Class -> (reason, what to write instead).
 REFUSED: Mapping[str, tuple[str, str]] = {
@@ -38,6 +42,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "the optimizer itself, and zero_stage=1 of autoparallel.compile, which cuts its state"),
 }
 _meshes: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()  # by id: equal meshes are several
+_offloaded: MutableMapping[Tensor, Offload] = WeakIdKeyDictionary()
 _passed: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
@@ -45,6 +50,12 @@ def refuse_on(mesh: DeviceMesh) -> None:
     """Refuse such optimizers for parameters on this mesh from now on."""
     _register()
     _meshes[id(mesh)] = mesh
+
+
+def offload_states(parameters: Iterable[nn.Parameter], offload: Offload) -> None:
+    """Refuse, from now on, optimizers that would keep the states of these parameters on the device."""
+    for parameter in parameters:
+        _offloaded[parameter] = offload
 
 
 @cache
@@ -65,9 +76,20 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if name in REFUSED and not ours:
             why, write = REFUSED[name]
             raise InputError(f"{names[0]} cannot step parameters that lie on a mesh: {why}\n  Write {write}.")
+    if not isinstance(optimizer, OffloadedOptimizer):
+        _check_tier(optimizer, parameters)
     if steps_shards(type(optimizer)):
         step_shards(optimizer)
     _passed.add(optimizer)
 
 
-__all__ = ["refuse_on"]
+def _check_tier(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
+    away = next((_offloaded[p] for p in parameters if p in _offloaded), None)
+    if away is not None:
+        kind = type(optimizer).__name__
+        raise InputError(f"the plan keeps optimizer states on the {away.states}, and "
+                         f"{kind} would keep them on the device\n  Write parallel.optimizer({kind}, ...), with the "
+                         "same options.")
+
+
+__all__ = ["offload_states", "refuse_on"]

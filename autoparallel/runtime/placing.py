@@ -15,7 +15,7 @@ from autoparallel.layout import INVARIANT, Layout, local_shape, to_torch
 from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.initialise import as_dtensor, container
-from autoparallel.runtime.optimizers import refuse_on
+from autoparallel.runtime.optimizers import offload_states, refuse_on
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.state import State
 
@@ -56,6 +56,9 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                 owner._buffers[leaf] = placed[id(buffer)]
                 if leaf in owner_module._non_persistent_buffers_set:
                     owner._non_persistent_buffers_set.add(leaf)
+    state.offload = compiled.plan.hybrid.offload
+    if state.offload.is_away:
+        offload_states((p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
     state.attributes, state.places = SharedAttributes(state.parts), Places(root)
 
 

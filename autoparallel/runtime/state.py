@@ -19,8 +19,10 @@ from autoparallel.runtime.failing import Closed, Together
 from autoparallel.runtime.form import Compile, Forms
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.inputs import Inputs
+from autoparallel.runtime.offload.optimizer import Limits
 from autoparallel.runtime.scaler import make_torchs_right
 from autoparallel.runtime.shared import Ranks
+from autoparallel.schedule.tiers import ON_DEVICE
 
 
 @dataclass
@@ -35,6 +37,7 @@ class State:
     compile_call: Compile
     inputs: Inputs
     max_forms: int
+    limits: Limits
 
     def __post_init__(self) -> None:
         self.mesh = self.position.mesh
@@ -51,6 +54,7 @@ class State:
         self.shared_groups: dict[Ranks, dist.ProcessGroup] = {}
         self.calls = 0
         self.nothing: nn.Parameter | None = None  # of an optimizer on a pipeline stage without parameters
+        self.offload = ON_DEVICE  # of the first form's plan
         self.gathers = self.whole_outputs = False
         self.seed = initialise.shared_seed(torch.initial_seed())
         self.device = torch.device(self.mesh.device_type)

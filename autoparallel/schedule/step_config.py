@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from autoparallel.errors import PlanError, shown
+from autoparallel.schedule.tiers import ON_DEVICE, Offload
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,8 @@ class Hybrid:
     (None: all). ``reduce_dtype``: the dtype in which gradients are summed over ranks, and over micro-batches if it is
     more precise than the parameter's (None: the parameter's). ``bucket_bytes``: the largest bucket of parameter gathers
     and gradient reductions (a single larger parameter is allowed). ``copies``: micro-batches that run interleaved at a
-    time (multi-copy): one's activations are sent while another computes, for the activations of so many.
+    time (multi-copy): one's activations are sent while another computes, for the activations of so many. ``offload``:
+    where the optimizer's states live.
     """
 
     micro_batches: int = 1
@@ -58,6 +60,7 @@ class Hybrid:
     replicas: tuple[int, ...] = ()
     bucket_bytes: float = BUCKET_BYTES
     copies: int = 1
+    offload: Offload = ON_DEVICE
 
     def __post_init__(self) -> None:
         for name in ("micro_batches", "stages", "pipeline_ranks", "copies"):

@@ -35,6 +35,8 @@ def main(
     models: Annotated[str, typer.Option(help="which, with commas between")] = ",".join(SUBJECTS),
     plans: Annotated[int | None, typer.Option(help="at most so many beside the two searches; all by default")] = None,
     hybrid: Annotated[bool, typer.Option("--hybrid", help="hybrid plans and the joint search's only")] = False,
+    copies: Annotated[bool, typer.Option("--copies", help="tensor-parallel plans with micro-batches one after the "
+                                         "other and interleaved, and the joint search's only")] = False,
     launches: Annotated[int, typer.Option(help="fresh processes so often")] = 2,
     steps: Annotated[int, typer.Option(help="steps measured per plan and launch")] = 5,
     clusters: Annotated[Path | None, typer.Option(help="write the calibrated descriptions into this folder")] = None,
@@ -56,9 +58,9 @@ def main(
                 with network(topology) as built:
                     calibration = _calibrated(built, folder, console)
                     calibrations.append(calibration)
+                    wanted = specs(topology.num_ranks, plans, hybrid, copies)
                     for name in models.split(","):
-                        rows += _measured(built, name, calibration, folder, specs(topology.num_ranks, plans, hybrid),
-                                          launches, steps, console)
+                        rows += _measured(built, name, calibration, folder, wanted, launches, steps, console)
                     if dropped := built.drops():
                         raise EmulationError(f"{dropped} packets were dropped: what was measured is worth nothing")
     finally:  # what was measured is kept where a later model fails

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -80,6 +81,15 @@ def hybrid(num_ranks: int) -> Iterator[Spec]:
     yield _piped(num_ranks, (1,), 8, "ddp", "1f1b")
 
 
+def interleaved(num_ranks: int) -> Iterator[Spec]:
+    """Tensor-parallel plans with micro-batches one after the other, and interleaved (multi-copy)."""
+    shapes = [(num_ranks,), *([(num_ranks // 2, 2)] if num_ranks > 2 else [])]
+    for shape, name in itertools.product(shapes, ("tensor_parallel", "sequence_parallel")):
+        for turns, copies in ((1, 1), (2, 1), (2, 2)):
+            options = {"mesh_shape": shape, "micro_batches": turns, "copies": copies, "baseline": name, "zero_stage": 1}
+            yield Spec(f"{name} {_text(shape)}, {turns} turns, {copies} copies", "hybrid", options)
+
+
 def _zero(num_ranks: int, turns: int, stage: int, **more: Any) -> Spec:
     options = {"mesh_shape": (num_ranks,), "micro_batches": turns, "zero_stage": stage, "baseline": "fsdp", **more}
     return Spec(f"zero {stage} {num_ranks}, {turns} turns{_recomputed(more)}", "hybrid", options)
@@ -101,10 +111,12 @@ def _text(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def specs(num_ranks: int, most: int | None = None, only_hybrid: bool = False) -> list[Spec]:
+def specs(num_ranks: int, most: int | None = None, only_hybrid: bool = False, only_copies: bool = False) -> list[Spec]:
     """The searches, then plain and hybrid plans in turn, at most so many of these together. ``only_hybrid``: those
-    and the joint search."""
+    and the joint search; ``only_copies``: `interleaved` and the joint search."""
     joint = Spec(JOINT, "joint", {"joint": True})
+    if only_copies:
+        return [joint, *list(interleaved(num_ranks))[:most]]
     if only_hybrid:
         return [joint, *list(hybrid(num_ranks))[:most]]
     sides = [list(plain(num_ranks)), list(hybrid(num_ranks))]

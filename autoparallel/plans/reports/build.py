@@ -57,7 +57,7 @@ def rates(work: Workload, step_s: float) -> tuple[float, float | None, float | N
 
 
 def _memory(p: Prediction, record: Record | None) -> Memory:
-    plain = p.peak_bytes, p.limit_bytes, p.state_bytes, p.activation_bytes, p.host_bytes
+    plain = p.peak_bytes, p.limit_bytes, p.state_bytes, p.activation_bytes, p.host_bytes, p.disk_bytes
     if record is None or record.memory is None or not record.memory.num_bytes:
         return Memory(*plain, (("parameters, gradients and optimizer state", p.state_bytes),
                                ("activations at the end of forward", p.activation_bytes)),

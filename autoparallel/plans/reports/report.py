@@ -55,6 +55,7 @@ class Memory:
     state_bytes: float
     activation_bytes: float
     host_bytes: float
+    disk_bytes: float
     kinds: tuple[tuple[str, float], ...] = ()
     fullest: str = ""
     device_bytes: float = 0.0

@@ -39,6 +39,7 @@ def _speed(speed: Speed) -> str:
 def _memory(memory: Memory) -> str:
     peak = bytes_str(memory.peak_bytes)
     host = f", and {bytes_str(memory.host_bytes)} of the host's memory" if memory.host_bytes else ""
+    host += f", and {bytes_str(memory.disk_bytes)} of disk" if memory.disk_bytes else ""
     if not memory.limit_bytes:
         fits = "" if memory.peak_bytes <= memory.device_bytes else "; does not fit"
         whole = f", of the {bytes_str(memory.device_bytes)} that it has{fits}" if memory.device_bytes else ""

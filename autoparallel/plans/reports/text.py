@@ -123,6 +123,8 @@ def _memory(report: Report) -> Table:
         table.add_row("that tensors may take", bytes_str(memory.limit_bytes))
     if memory.host_bytes:
         table.add_row("in the host's memory", bytes_str(memory.host_bytes))
+    if memory.disk_bytes:
+        table.add_row("on disk", bytes_str(memory.disk_bytes))
     return table
 
 

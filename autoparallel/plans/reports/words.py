@@ -176,6 +176,9 @@ def _settings(plan: Plan) -> Iterator[str]:
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}
         some = f"{len(h.recompute_blocks)} of " if h.recompute_blocks is not None else "all "
         yield f"{how} on {some}{len(every)} blocks"
+    if h.offload.is_away:
+        some = "" if h.offload.fraction == 1 else f"{h.offload.fraction:.0%} of "
+        yield f"{some}optimizer states {'in the memory of the host' if h.offload.states == 'host' else 'on disk'}"
     if h.reduce_dtype:
         yield f"gradients summed in {h.reduce_dtype}"
 

@@ -1,0 +1,1 @@
+"""Optimizer states on the host or on disk."""

@@ -1,0 +1,36 @@
+"""`ParallelModule.optimizer`: an optimizer with its states in the plan's tier, made on all ranks or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoparallel.errors import InputError, shown
+from autoparallel.runtime import tracing
+from autoparallel.runtime.agree import made_equally
+from autoparallel.runtime.arguments import check_flag
+from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
+from autoparallel.runtime.state import State
+
+
+def optimizer(parallel: nn.Module, state: State, kind: type[torch.optim.Optimizer], params: Any, tile_bytes: int | None,
+              prefetch: bool, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """As `ParallelModule.optimizer` says."""
+    tracing.first_form(state)
+    check_flag("prefetch", prefetch)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise InputError(f"the optimizer is {shown(kind)}: give a class of torch.optim, as torch.optim.AdamW")
+    chosen = list(parallel.parameters() if params is None else params)
+    if not state.offload.is_away:
+        return kind(chosen, **options)
+    if any(p.is_meta for p in parallel.parameters()):
+        raise InputError("parameters are on the meta device, and have no values: call init_weights(), load_pretrained "
+                         "or load_state_dict before the optimizer is made")
+    away = state.offload if tile_bytes is None else replace(state.offload, tile_bytes=tile_bytes)
+    state.together.agree("optimizer")
+    return made_equally("an optimizer", lambda: OffloadedOptimizer(kind, chosen, options, away, state.limits, prefetch),
+                        lambda made: f"{kind.__qualname__} {away}")

@@ -1,0 +1,393 @@
+"""An optimizer of torch whose states are on the host or on disk between steps, and are stepped on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autoparallel.errors import InputError, shown
+from autoparallel.runtime.offload.stores import Disk, Memory, Store
+from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
+from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
+from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, Offload, buffer_bytes, padded
+
+#: Optimizers with a fused kernel for the host.
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What states on one rank may take: bytes of host memory and of disk (inf: any), and the folder of its files."""
+
+    host_bytes: float = math.inf
+    disk_bytes: float = math.inf
+    disk_path: Path | None = None
+
+    @staticmethod
+    def of(host_bytes: float | None, disk_bytes: float | None, disk_path: Path | None) -> Limits:
+        """None: no limit."""
+        return Limits(math.inf if host_bytes is None else host_bytes, math.inf if disk_bytes is None else disk_bytes,
+                      disk_path)
+
+
+class _Part:
+    """Regions of all shards in one store, in tiles that step on one device."""
+
+    def __init__(self, regions: Sequence[Region], tile_bytes: int, make: Callable[[int], Store], on_host: bool) -> None:
+        self.regions, self.tiles, self.on_host = regions, tiles_of(regions, tile_bytes), on_host
+        self.store = make(self.tiles[-1].end)
+
+
+class _Entries(Mapping[str, Any]):
+    """The state of a parameter by name, as torch's optimizers keep it in ``state[parameter]``; read from its tier when
+    asked for."""
+
+    def __init__(self, optimizer: OffloadedOptimizer, number: int) -> None:
+        self._optimizer, self._number = optimizer, number
+
+    def __getitem__(self, name: str) -> Any:
+        return self._optimizer._value(self._number, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._optimizer._names_of(self._number))
+
+    def __len__(self) -> int:
+        return len(self._optimizer._names_of(self._number))
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Steps of ``kind``, an element-wise optimizer of torch, on this rank's shards, tile by tile on the host.
+
+    ``offload``: the tier of its states, and its tiles. ``prefetch``: the next tile is fetched, and the one before
+    written, while a tile is stepped. Parameter groups, schedulers, ``state_dict`` and
+    ``load_state_dict`` are those of ``kind``; numbers are too, to the bit, where it steps on the CPU with the same
+    kernel (``fused=True`` is taken if ``kind`` has it and the options name none). Raises InputError.
+    """
+
+    def __init__(self, kind: Any, params: Any, options: Mapping[str, Any], offload: Offload,
+                 limits: Limits, prefetch: bool = True) -> None:
+        _check(kind, options)
+        self._sealed, self._broken = False, ""
+        super().__init__(params, {})
+        self._take_options(kind, options)
+        self.offload, self._prefetch = offload, prefetch
+        self.kind: Any = kind
+        self._parameters = [p for group in self.param_groups for p in group["params"]]
+        self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._names = [names_of(kind, group, torch.float32) for group in self.param_groups]
+        self._scalars: dict[int, dict[str, Any]] = {}  # by parameter that has states
+        self._parts = self._divided(limits)
+        self._sealed = True
+
+    def _take_options(self, kind: Any, options: Mapping[str, Any]) -> None:
+        """Give the groups the options of ``kind``, and its defaults, as its constructor checks them."""
+        floating = all(p.is_floating_point() for group in self.param_groups for p in group["params"])
+        named = {"fused", "foreach"} & {*options, *(key for group in self.param_groups for key in group)}
+        chosen = {"fused": True} if floating and not named and issubclass(kind, FUSED) else {}
+        groups = [{**group, "params": [torch.empty(0, dtype=p.dtype) for p in group["params"]]}
+                  for group in self.param_groups]
+        template = kind(groups, **options, **chosen)
+        for group, full in zip(self.param_groups, template.param_groups, strict=True):
+            group.update({key: value for key, value in full.items() if key != "params"})
+        self.defaults = template.defaults
+
+    def _divided(self, limits: Limits) -> list[_Part]:
+        """The shards in two parts: the offloaded one, and what stays on the device."""
+        sizes, widths = [_local(p).numel() for p in self._parameters], [p.element_size() for p in self._parameters]
+        moved = [int(self.offload.moved(size, width)) for size, width in zip(sizes, widths, strict=True)]
+        names = list(dict.fromkeys(name for _, elements in self._names for name in elements))
+        device, tile_bytes = _local(self._parameters[0]).device, self.offload.tile_bytes
+
+        def make(num_bytes: int) -> Store:
+            if self.offload.states == "host":
+                return Memory(names, num_bytes, torch.device("cpu"), "host")
+            assert limits.disk_path is not None
+            return Disk(names, num_bytes, tile_bytes, limits.disk_path)
+
+        away = regions_of([(0, count) for count in moved], widths)
+        self._check_limits(limits, len(names), int(padded(max(r.end for r in away), BLOCK_BYTES)))
+        parts = [_Part(away, tile_bytes, make, on_host=True)]
+        if any(count < size for count, size in zip(moved, sizes, strict=True)):
+            rest = regions_of(list(zip(moved, sizes, strict=True)), widths)
+            parts.insert(0, _Part(rest, 2**62, lambda size: Memory(names, size, device, "device"), on_host=False))
+        return parts
+
+    def _check_limits(self, limits: Limits, count: int, num_bytes: int) -> None:
+        on_disk = self.offload.states == "disk"
+        host = count * (buffer_bytes(num_bytes, self.offload.tile_bytes) if on_disk else num_bytes)
+        for name, needed, limit in (("host_memory_limit_bytes", host, limits.host_bytes),
+                                    ("disk_limit_bytes", count * num_bytes if on_disk else 0, limits.disk_bytes)):
+            if needed > limit:
+                what = "tiles of optimizer states" if on_disk and name.startswith("host") else "optimizer states"
+                raise InputError(f"{what} need {needed:,.0f} bytes on this rank, and {name} is {limit:,.0f}: give at "
+                                 "least that, or plan with more devices, a smaller offload_fraction or another tier")
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient; returns what ``closure`` does. An error half way leaves
+        parameters of both states: later steps are refused until a checkpoint is loaded."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_whole()
+        gradients = [_gradient(p) for p in self._parameters]
+        made: dict[int, dict[str, Any]] = {}
+        try:
+            for part in self._parts:
+                for tile, work in self._fetched(part, gradients):
+                    self._step_tile(part, tile, work, made)
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+        self._made(made)
+        return loss
+
+    def _fetched(self, part: _Part, gradients: Sequence[Tensor | None]) -> Iterator[tuple[Tile, list[_Work]]]:
+        """Each tile with its states, parameters and gradients; written back when the next is asked for."""
+        def fetch(tile: Tile) -> list[_Work]:
+            part.store.read(tile, any(region.parameter in self._scalars for region in tile.regions))
+            return [_Work(region, _local(self._parameters[region.parameter]), gradients[region.parameter],
+                          part.on_host) for region in tile.regions]
+
+        def put(tile: Tile, work: Sequence[_Work]) -> None:
+            for one in work:
+                one.put()
+            part.store.write(tile)
+
+        if not self._prefetch or len(part.tiles) == 1:
+            for tile in part.tiles:
+                work = fetch(tile)
+                yield tile, work
+                put(tile, work)
+            return
+        puts: list[Future[None]] = []
+        with ThreadPoolExecutor(1, "autoparallel-fetch") as reader, ThreadPoolExecutor(1, "autoparallel-put") as writer:
+            ahead = reader.submit(fetch, part.tiles[0])
+            for number, tile in enumerate(part.tiles):
+                work = ahead.result()
+                if number + 1 < len(part.tiles):
+                    if number + 1 >= BUFFERS:
+                        puts[number + 1 - BUFFERS].result()  # which has used the same memory
+                    ahead = reader.submit(fetch, part.tiles[number + 1])
+                yield tile, work
+                puts.append(writer.submit(put, tile, work))
+            for written in puts:
+                written.result()
+
+    def _step_tile(self, part: _Part, tile: Tile, work: Sequence[_Work], made: dict[int, dict[str, Any]]) -> None:
+        """Let an optimizer of ``kind`` step the tile's regions, with their states; what parameters have then, but for
+        states in the store, is added to ``made``."""
+        groups = [{**{key: value for key, value in group.items() if key not in ("params", "param_names")},
+                   "params": [one.parameter for one in work if self._group_of[one.region.parameter] == number]}
+                  for number, group in enumerate(self.param_groups)]
+        inner = self.kind([group for group in groups if group["params"]])
+        views = [part.store.views(tile, one.region, one.parameter.dtype) for one in work]
+        for one, states in zip(work, views, strict=True):
+            if (known := self._scalars.get(one.region.parameter)) is not None:
+                own = {name: states[name] for name in self._elements_of(one.region.parameter)}
+                inner.state[one.parameter] = {**{key: _copied(value) for key, value in known.items()}, **own}
+        inner.step()
+        for one, states in zip(work, views, strict=True):
+            if one.parameter.grad is None:
+                continue
+            found = inner.state[one.parameter]
+            for name in self._elements_of(one.region.parameter):
+                if found[name].data_ptr() != states[name].data_ptr():
+                    states[name].copy_(found[name])
+            made[one.region.parameter] = {key: value for key, value in found.items() if key not in states}
+
+    def _made(self, made: Mapping[int, dict[str, Any]]) -> None:
+        for number, scalars in made.items():
+            self._scalars[number] = scalars
+            self.state[self._parameters[number]] = _Entries(self, number)
+
+    # --- states -----------------------------------------------------------------------------------------------------
+
+    def _elements_of(self, number: int) -> Sequence[str]:
+        """Names of the states of a parameter that have a value for each element."""
+        return self._names[self._group_of[number]][1]
+
+    def _names_of(self, number: int) -> Sequence[str]:
+        return (*self._scalars[number], *self._elements_of(number))
+
+    def _value(self, number: int, name: str) -> Any:
+        """A state of a parameter: a number, or a tensor sharded as the parameter."""
+        if name in self._scalars[number]:
+            return self._scalars[number][name]
+        self._check_whole()
+        parameter = self._parameters[number]
+        parts = [part.store.whole(part.regions[number], parameter.dtype)[name] for part in self._parts]
+        local = _local(parameter)
+        flat = parts[0] if len(parts) == 1 else torch.cat([part.to(local.device) for part in reversed(parts)])
+        return _as(parameter, flat.view(local.shape))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. Tensors of states in one tier are views of it: of files mapped into memory, if they are on
+        disk."""
+        self._check_whole()
+        found = super().state_dict()
+        return {**found, "state": {key: dict(entries) for key, entries in found["state"].items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As torch's: states are copied into their tier. Raises InputError, with nothing changed, for states of other
+        names, shapes or placements than this optimizer's."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        if len(keys) != len(self._parameters):
+            raise InputError(f"the state dict is of {len(keys)} parameters, and the optimizer has "
+                             f"{len(self._parameters)}: load what an optimizer of the same parameters has saved")
+        states = {number: dict(state_dict["state"][key]) for number, key in enumerate(keys)
+                  if state_dict["state"].get(key)}
+        for number, entries in states.items():
+            self._check_entries(number, entries)
+        super().load_state_dict({**state_dict, "state": {}})
+        self._broken = "load_state_dict did not end"
+        for part in self._parts:
+            for tile in part.tiles:
+                self._load_tile(part, tile, states)
+        self._broken, self._scalars = "", {}
+        self._made({number: self._scalars_in(number, entries) for number, entries in states.items()})
+
+    def _load_tile(self, part: _Part, tile: Tile, states: Mapping[int, Mapping[str, Any]]) -> None:
+        for region in tile.regions:
+            for name, view in part.store.views(tile, region, self._parameters[region.parameter].dtype).items():
+                if name in (entries := states.get(region.parameter, {})):
+                    view.copy_(_local(entries[name]).reshape(-1)[region.start : region.stop])
+        part.store.write(tile)
+
+    def _scalars_in(self, number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+        scalars = {name: _copied(value) for name, value in entries.items() if name not in self._elements_of(number)}
+        if "step" in scalars and self.param_groups[self._group_of[number]].get("fused"):
+            scalars["step"] = torch.as_tensor(scalars["step"], dtype=torch.float32, device="cpu")
+        return scalars
+
+    def _check_entries(self, number: int, entries: Mapping[str, Any]) -> None:
+        scalars, elements = self._names[self._group_of[number]]
+        if set(entries) != {*scalars, *elements}:
+            raise InputError(f"the state of parameter {number} has {sorted(entries)}, and {self.kind.__name__} with "
+                             f"these options keeps {sorted((*scalars, *elements))}: load what it has saved")
+        for name in elements:
+            value, parameter = entries[name], self._parameters[number]
+            if value.shape != parameter.shape or getattr(value, "placements", None) != getattr(
+                    parameter, "placements", None) or _local(value).shape != _local(parameter).shape:
+                raise InputError(f"{name} of parameter {number} is {_told(value)}, and the parameter "
+                                 f"{_told(parameter)}: load states of the same plan, or a checkpoint by parallel.load, "
+                                 "which fits any")
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of states by tier on this rank ("device", "host", "disk"), counted by storages and files; on the host
+        with the tiles of states on disk. On a machine without accelerators device and host are the same memory."""
+        found = dict.fromkeys(("device", "host", "disk"), 0)
+        for part in self._parts:
+            for tier, num_bytes in part.store.tier_bytes().items():
+                found[tier] += num_bytes
+        return found
+
+    def close(self) -> None:
+        """Free states and their files; later steps raise InputError."""
+        self._broken = "the optimizer was closed"
+        for part in self._parts:
+            part.store.close()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._sealed:
+            raise InputError("the states of an offloaded optimizer are laid out when it is made: give all parameter "
+                             "groups to parallel.optimizer(kind, groups, ...)")
+        super().add_param_group(param_group)
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise InputError(f"the optimizer's states are not whole ({self._broken}): load the last checkpoint with a "
+                             "new optimizer, parallel.load(folder, parallel.optimizer(...))")
+
+
+class _Work:
+    """The parameter and gradient of a region where they are stepped: views of the shard, or copies on the host."""
+
+    def __init__(self, region: Region, local: Tensor, gradient: Tensor | None, on_host: bool) -> None:
+        self.region, self._local = region, local
+        self._is_copy = not local.is_contiguous() or (on_host and local.device.type != "cpu")
+        self.parameter = self._taken(local)
+        if gradient is not None:
+            self.parameter.grad = self._taken(gradient)
+
+    def _taken(self, value: Tensor) -> Tensor:
+        flat = value.detach().reshape(-1)[self.region.start : self.region.stop]
+        return _host_copy(flat) if self._is_copy else flat
+
+    def put(self) -> None:
+        """Write a copied parameter back to the shard."""
+        if self._is_copy and self.parameter.grad is not None:
+            flat = self._local.detach().reshape(-1)
+            flat[self.region.start : self.region.stop].copy_(self.parameter)
+            if not self._local.is_contiguous():
+                self._local.detach().copy_(flat.view(self._local.shape))
+
+
+def names_of(kind: Any, group: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the states that ``kind`` keeps: numbers of a parameter, and tensors of its shape. Found by two steps of
+    a parameter of two elements."""
+    parameter = torch.zeros(2, dtype=dtype)
+    hyper = {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
+    optimizer = kind([{**hyper, "params": [parameter]}])
+    for _ in range(2):
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    state = {key: value for key, value in optimizer.state[parameter].items() if value is not None}
+    elements = tuple(key for key, value in state.items() if isinstance(value, Tensor) and value.dim())
+    return tuple(key for key in state if key not in elements), elements
+
+
+def _check(kind: Any, options: Mapping[str, Any]) -> None:
+    write = f"take one of {', '.join(one.__name__ for one in ELEMENTWISE)} of torch.optim, or offload='none'"
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise InputError(f"the optimizer is {shown(kind)}: give a class of torch.optim, as torch.optim.AdamW")
+    if not steps_shards(kind):
+        raise InputError(f"{kind.__name__} is not element-wise, or steps in its own way, and its states cannot be "
+                         f"stepped in tiles on the host: {write}")
+    for name in ("capturable", "differentiable"):
+        if options.get(name):
+            raise InputError(f"{name}=True is of optimizers on the device: leave it out, or take offload='none'")
+
+
+def _local(value: Tensor) -> Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """This rank's shard of the gradient, as the parameter is sharded."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return None if gradient is None else _local(gradient)
+
+
+def _as(parameter: Tensor, local: Tensor) -> Tensor:
+    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
+
+
+def _host_copy(value: Tensor) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _told(value: Tensor) -> str:
+    return f"of shape {tuple(value.shape)}, {getattr(value, 'placements', 'not on a mesh')}"
+
+
+__all__ = ["Limits", "OffloadedOptimizer", "names_of"]

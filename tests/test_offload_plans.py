@@ -1,0 +1,167 @@
+"""Tiers of optimizer states in plans: seconds, bytes of each tier, the choice of one, limits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import autoparallel
+from autoparallel.errors import ClusterError, InfeasibleError, PlanError
+from autoparallel.planning.offloading import first_that_fits
+from autoparallel.planning.options import Options
+from autoparallel.plans import Plan
+from autoparallel.schedule.tiers import BLOCK_BYTES, BUFFERS, TILE_BYTES, Offload
+from cost_models import Cluster, offload
+from cost_models.memory import optimizer_step_s, step_bytes
+from tests.support.models import CASES
+
+PLAIN = Cluster.load("a100-sxm", num_devices=4, software="none")
+CPU = Cluster.load("local-cpu", num_devices=4)
+
+
+def planned(cluster: Cluster = PLAIN, case: str = "llama", **options: Any) -> Plan:
+    args, kwargs = CASES[case].inputs(8)
+    return autoparallel.plan(CASES[case].build(), cluster, example_inputs=args, example_kwargs=kwargs,
+                             **{"mesh_shape": (4,), **options})
+
+
+def test_known_answers() -> None:
+    """ZeRO-Infinity's bandwidths at 70 TFLOP/s, and CPU Adam's bytes."""
+    peak = 70e12
+    assert offload.efficiency(offload.parameter_intensity(1024, 1), 70e9, peak) == pytest.approx(0.506, abs=5e-4)
+    assert offload.efficiency(offload.state_intensity(1024, 2), 1.5e12, peak) == pytest.approx(0.917, abs=1e-3)
+    assert offload.efficiency(offload.checkpoint_intensity(2048, 1), 2e9, peak) == pytest.approx(0.584, abs=5e-4)
+    assert step_bytes("megatron-bfloat16", "adamw") == 30
+    fast = replace(PLAIN, host=replace(PLAIN.host, memory_bandwidth_bytes_per_s=100e9))
+    assert offload.host_step(1e9, "megatron-bfloat16", "adamw", fast).step_s == pytest.approx(0.30)
+
+
+def test_a_host_step_by_hand() -> None:
+    """2^30 elements in float32: 8 bytes down, 4 up, 28 in host memory; 8 of states from disk and back."""
+    host, count = PLAIN.host, 2**30
+    step = offload.host_step(count, "float32", "adamw", PLAIN, on_disk=True)
+    assert step.step_s == pytest.approx(28 * count / host.memory_bandwidth_bytes_per_s)
+    assert step.fetch_s == pytest.approx(
+        8 * count / host.from_device_bytes_per_s + 8 * count / host.disk_read_bytes_per_s)
+    assert step.put_s == pytest.approx(4 * count / host.to_device_bytes_per_s + 8 * count / host.disk_write_bytes_per_s)
+    assert step.total_s == max(step.fetch_s, step.step_s, step.put_s)
+    here = offload.host_step(count, "float32", "adamw", CPU)      # stepped in place
+    assert here.total_s == here.step_s == pytest.approx(optimizer_step_s(count, "float32", "adamw", CPU.device))
+
+
+@pytest.mark.parametrize(("tier", "fraction"), [("host", 1.0), ("host", 0.5), ("disk", 1.0)])
+def test_states_leave_the_device_in_a_plan(tier: str, fraction: float) -> None:
+    there = planned(zero_stage=1)
+    away = planned(zero_stage=1, offload=tier, offload_fraction=fraction)
+    assert away.strategies == there.strategies and away.hybrid.offload == Offload(tier, fraction)
+    states = there.prediction.state_bytes / 4 * 2        # of parameter, gradient and two moments
+    moved = there.prediction.state_bytes - away.prediction.state_bytes
+    assert moved == pytest.approx(fraction * states, rel=0.02)
+    assert there.prediction.peak_bytes - away.prediction.peak_bytes == pytest.approx(moved)
+    on_disk = tier == "disk"
+    assert away.prediction.disk_bytes == pytest.approx(moved if on_disk else 0)
+    assert away.prediction.host_bytes == pytest.approx(min(BUFFERS * 2 * TILE_BYTES, BUFFERS * moved) if on_disk else
+                                                       moved, rel=0.05, abs=BUFFERS * 2 * BLOCK_BYTES)
+    elements = moved / 8 / fraction
+    by_hand = offload.host_step(fraction * elements, "float32", "adamw", PLAIN, on_disk).total_s
+    rest = (1 - fraction) * there.prediction.optimizer_s
+    assert away.prediction.optimizer_s == pytest.approx(by_hand + rest, rel=0.02)
+    text = away.report()
+    assert ("on disk" in text) == on_disk and "optimizer states" in text
+    assert away.known is not None and away.known.memory is not None
+    kinds = dict(zip(away.known.memory.kinds, zip(*away.known.memory.num_bytes, strict=True), strict=True))
+    assert max(kinds.get("optimizer state", (0.0,))) == pytest.approx((1 - fraction) * states, rel=0.05, abs=200)
+    assert Plan.from_json(away.to_json()).hybrid == away.hybrid
+
+
+def test_auto_takes_a_tier_only_where_memory_binds() -> None:
+    options = {"zero_stage": 1, "recompute": "none", "time_limit_s": 5.0}
+    whole = planned(**options, offload="auto")
+    assert whole.hybrid.offload == Offload() and whole.strategies == planned(**options).strategies
+    with pytest.raises(InfeasibleError) as error:
+        planned(**options, memory_limit_bytes=0)
+    assert error.value.needed_bytes is not None
+    limit = error.value.needed_bytes - 0.4 * whole.prediction.state_bytes / 2
+    some = planned(**options, offload="auto", memory_limit_bytes=limit)
+    assert some.hybrid.offload == Offload("host", 0.5) and some.prediction.peak_bytes <= limit
+    assert "states in device memory do not fit" in some.evidence.stop_reason
+
+
+@pytest.mark.parametrize(("fits", "tier", "fraction"), [
+    ({"none": 1.0}, "device", 1.0), ({"host": 1.0}, "host", 1.0), ({"host": 0.75}, "host", 0.75),
+    ({"host": 0.1}, "host", 0.25), ({"disk": 1.0, "host": 2.0}, "disk", 1.0)])
+def test_the_order_of_tiers(fits: dict[str, float], tier: str, fraction: float) -> None:
+    """``fits``: tiers with the least share of states with which a plan fits."""
+    plan = planned(CPU)
+
+    def make(options: Options) -> Plan:
+        if options.tier.fraction < fits.get(str(options.offload), 9.0):
+            raise InfeasibleError("too much")
+        return replace(plan, hybrid=replace(plan.hybrid, offload=options.tier))
+
+    assert first_that_fits(Options(offload="auto"), CPU, make).hybrid.offload == Offload(tier, fraction)
+    if tier == "disk":
+        with pytest.raises(InfeasibleError, match="too much \\(offload='host': too much\\)"):
+            first_that_fits(Options(offload="auto", tiers=("host",)), CPU, make)
+
+
+def test_limits_of_a_plan() -> None:
+    with pytest.raises(InfeasibleError, match="host_memory_limit_bytes is 10: take more devices"):
+        planned(offload="host", host_memory_limit_bytes=10)
+    with pytest.raises(InfeasibleError, match="disk_limit_bytes is 10"):
+        planned(offload="disk", disk_limit_bytes=10)
+    unknown = replace(PLAIN, host=replace(PLAIN.host, disk_read_bytes_per_s=0.0))
+    with pytest.raises(ClusterError, match="add disk_read_bytes_per_s to"):
+        planned(unknown, offload="disk")
+    with pytest.raises(PlanError, match="offload is 'none'"):
+        planned(offload="none", offload_fraction=0.5)
+    with pytest.raises(PlanError, match="disk_path belongs to"):
+        planned(disk_path="/tmp")
+    with pytest.raises(PlanError, match="unknown tier 'tape'"):
+        Offload("tape")
+
+
+def test_an_older_plan_file_has_its_states_on_the_device() -> None:
+    data = json.loads(planned().to_json())
+    assert data["hybrid"].pop("offload") == {"states": "device", "fraction": 1.0, "tile_bytes": TILE_BYTES}
+    assert Plan.from_json(json.dumps(data)).hybrid.offload == Offload()
+
+
+def test_tiles_keep_to_the_limit_of_host_memory() -> None:
+    """Three tiles of two moments."""
+    plan = planned(offload="disk", host_memory_limit_bytes=60_000)
+    assert plan.hybrid.offload.tile_bytes == 8192 and plan.prediction.host_bytes == BUFFERS * 2 * 8192
+    with pytest.raises(PlanError, match="give a multiple of 4096"):
+        Offload("disk", tile_bytes=1000)
+
+
+def test_by_hand() -> None:
+    plan = planned(mesh_shape=None, by_hand="dp=4,zero=1", offload="host")
+    assert plan.hybrid.offload == Offload("host") and plan.prediction.host_bytes > 0
+
+
+def test_exports_say_it_or_that_it_is_lost() -> None:
+    plan = planned(mesh_shape=None, by_hand="dp=4,zero=3,micro_batch=1", offload="host", offload_fraction=0.5)
+    made = autoparallel.export_plan(plan, "deepspeed")
+    assert json.loads(made.files["ds_config.json"])["zero_optimization"]["offload_optimizer"] == {
+        "device": "cpu", "pin_memory": True, "ratio": 0.5}
+    assert all("optimizer states" not in lost.what for lost in made.lost)
+    disk = replace(plan, hybrid=replace(plan.hybrid, offload=Offload("disk")))
+    for one, to in ((plan, "fsdp2"), (plan, "torchtitan"), (plan, "megatron"), (plan, "accelerate"),
+                    (disk, "deepspeed")):
+        assert "optimizer states" in "".join(lost.what for lost in autoparallel.export_plan(one, to).lost), to
+
+
+def test_half_precision_has_its_master_on_the_host() -> None:
+    """By software that keeps one: 12 bytes of a parameter leave the device."""
+    cluster = Cluster.load("a100-sxm", num_devices=4, software="megatron-core")
+    model, args, kwargs = CASES["llama"].build().to(torch.bfloat16), *CASES["llama"].inputs(8)
+    there, away = (autoparallel.plan(model, cluster, example_inputs=args, example_kwargs=kwargs, mesh_shape=(4,),
+                                     zero_stage=1, offload=tier) for tier in ("none", "host"))
+    count = sum(p.numel() for p in model.parameters())
+    assert away.prediction.host_bytes == pytest.approx(12 * count / 4, rel=0.05)
+    assert there.prediction.state_bytes - away.prediction.state_bytes == pytest.approx(away.prediction.host_bytes)
