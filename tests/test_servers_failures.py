@@ -71,7 +71,7 @@ def test_a_killed_server_goes_on_where_it_was(staleness: int, durability: str, e
 
 
 def test_a_killed_worker_is_an_error_that_names_it() -> None:
-    with ServedJob(2, 2, lost_after_s=2.0) as job:
+    with ServedJob(2, 2, lost_after_s=5.0) as job:
         for worker in range(2):
             job.start("worker", worker, counting)
         job.wait_for("at-1")
@@ -83,7 +83,7 @@ def test_a_killed_worker_is_an_error_that_names_it() -> None:
 
 def test_no_step_is_completed_without_a_killed_worker(tmp_path: Path) -> None:
     """Where its loss is an error, the resumed job makes the step again: a mean of the pushes there were is wrong."""
-    settings: dict[str, Any] = {"checkpoint_dir": tmp_path, "lost_after_s": 1.0}
+    settings: dict[str, Any] = {"checkpoint_dir": tmp_path, "lost_after_s": 5.0}
     with ServedJob(2, 2, **settings) as job:
         for worker in range(2):
             job.start("worker", worker, weighing)
@@ -98,7 +98,7 @@ def test_no_step_is_completed_without_a_killed_worker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("staleness", [0, slow(2)])
 def test_others_go_on_without_a_killed_worker(staleness: int) -> None:
-    with ServedJob(2, 3, staleness=staleness, lost_after_s=2.0, on_worker_loss="continue") as job:
+    with ServedJob(2, 3, staleness=staleness, lost_after_s=5.0, on_worker_loss="continue") as job:
         for worker in range(3):
             job.start("worker", worker, counting)
         job.wait_for("at-1")
@@ -161,7 +161,7 @@ def test_waits_have_limits_and_name_who_is_missing() -> None:
 
 @pytest.mark.slow
 def test_a_stopped_worker_that_comes_back_is_refused() -> None:
-    with ServedJob(1, 2, lost_after_s=2.0, on_worker_loss="continue") as job:
+    with ServedJob(1, 2, lost_after_s=5.0, on_worker_loss="continue") as job:
         job.start("worker", 0, counting, 60, 0.15)
         stopped = job.start("worker", 1, counting)
         job.wait_for("at-1")
@@ -180,9 +180,9 @@ def test_a_stopped_worker_that_comes_back_is_refused() -> None:
 
 def test_training_goes_on_without_the_scheduler() -> None:
     """Workers that compute for longer than ``lost_after_s`` are still known to live."""
-    with ServedJob(2, 2, lost_after_s=2.0) as job:
+    with ServedJob(2, 2, lost_after_s=5.0) as job:
         for worker in range(2):
-            job.start("worker", worker, counting, 3, 3.5)
+            job.start("worker", worker, counting, 3, 7.0)
         job.wait_for("acknowledged-0")
         job.kill("scheduler", 0)
         assert [job.result(worker)["acknowledged"] for worker in range(2)] == [3, 3]
