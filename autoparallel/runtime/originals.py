@@ -40,6 +40,8 @@ class Originals:
         self.values = [value for table in self.before for value in table.values()]
         self.parameters = dict(model.named_parameters())
         self.versions = self._versions()
+        for gone in _MODELS.keys() - _COPIED.keys():
+            del _MODELS[gone]
         for name, parameter in self.parameters.items():
             other = _MODELS.get(id(parameter), lambda: None)() if _is_copied(parameter) else None
             if other is not None and other is not model and dist.get_rank() == 0:
