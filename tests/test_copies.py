@@ -16,11 +16,12 @@ from cost_models import Cluster
 from tests.support.launch_order import check_order
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
     ("gpt2", (2, 2), Hybrid(2, zero_stage=1, copies=2)), ("llama", (4,), Hybrid(4, zero_stage=0, copies=2)),
-    ("bert", (2, 2), Hybrid(4, zero_stage=1, copies=4)), ("mlp", (4,), Hybrid(2, zero_stage=0, copies=2)),
+    slow("bert", (2, 2), Hybrid(4, zero_stage=1, copies=4)), ("mlp", (4,), Hybrid(2, zero_stage=0, copies=2)),
 ], ids=str)
 def test_simulated_collectives_of_copies_are_those_of_the_run(
     case_name: str, mesh_shape: tuple[int, ...], hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
@@ -73,7 +74,7 @@ def difference_from_one_at_a_time(case_name: str, mesh_shape: tuple[int, ...], o
 
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "options"),
-                         [*WAYS, *(pytest.param(*way, marks=pytest.mark.slow) for way in MORE_WAYS)], ids=str)
+                         [*WAYS, *(slow(*way) for way in MORE_WAYS)], ids=str)
 def test_copies_compute_what_one_after_the_other_does(ranks: Any, case_name: str, mesh_shape: tuple[int, ...],
                                                       options: dict[str, Any]) -> None:
     """Dropout draws the same numbers; sums are in another order."""

@@ -165,6 +165,7 @@ def test_a_memory_limit_too_small_says_which_would_do() -> None:
         planned(memory_limit_bytes=needed * 0.5)
 
 
+@pytest.mark.slow
 def test_a_memory_limit_that_pins_exceed_names_them() -> None:
     """Only the pin that keeps a parameter whole, and what would do without it."""
     with pytest.raises(InfeasibleError) as caught:

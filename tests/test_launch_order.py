@@ -26,6 +26,7 @@ from tests.support.captured import graph_of, plan_of
 from tests.support.launch_order import check_order
 from tests.support.models import CASES
 from tests.support.programs import named
+from tests.support.tiers import slow
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=8)
 
@@ -42,7 +43,7 @@ def strategies_of(case_name: str, space: StrategySpace, options: dict[str, Any])
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
     ("mlp", (2, 2), Hybrid()), ("gpt2", (2, 2), Hybrid()), ("bert", (4,), Hybrid(bucket_bytes=0)),
     ("resnet", (2, 2), Hybrid(bucket_bytes=20_000)), ("mixtral", (2, 2), Hybrid(bucket_bytes=20_000)),
-    ("gpt2", (4,), Hybrid(recompute="full")), ("llama", (2, 2), Hybrid(recompute="full", bucket_bytes=20_000)),
+    ("gpt2", (4,), Hybrid(recompute="full")), slow("llama", (2, 2), Hybrid(recompute="full", bucket_bytes=20_000)),
     ("gpt2", (2, 2), Hybrid(2, zero_stage=1)), ("llama", (4,), Hybrid(3, zero_stage=0, bucket_bytes=20_000)),
     ("gpt2", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),  # gathers of no use are left out
     ("llama", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),

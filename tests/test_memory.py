@@ -185,6 +185,7 @@ def test_bytes_are_as_predicted(ranks: Any, case_name: str, mesh_shape: tuple[in
     assert predicted_activations == pytest.approx(max(same), rel=tolerance)
 
 
+@pytest.mark.slow
 def test_offload_trades_memory_for_copies() -> None:
     """Priced by the rates of the host, which must have room for what waits there."""
     machine = Cluster.load("h100-sxm", num_devices=4)

@@ -78,6 +78,7 @@ def test_states_leave_the_device_in_a_plan(tier: str, fraction: float) -> None:
     assert Plan.from_json(away.to_json()).hybrid == away.hybrid
 
 
+@pytest.mark.slow
 def test_auto_takes_a_tier_only_where_memory_binds() -> None:
     options = {"zero_stage": 1, "recompute": "none", "time_limit_s": 5.0}
     whole = planned(**options, offload="auto")

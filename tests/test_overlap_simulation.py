@@ -18,6 +18,7 @@ from autoparallel.planning import one_mesh
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import COMPUTE, RankStep, StepTasks
 from autoparallel.pricing.rank_reads import Message, Timed
+from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster, Device, Link
 from tests.support.captured import graph_of, plan_of
@@ -76,7 +77,7 @@ def test_pipelines_hide_reductions_of_the_last_backward(options: dict[str, Any])
 def test_only_uses_of_parameters_cost_otherwise_with_overlap() -> None:
     space = StrategySpace(graph_of("llama"), (4, 2))
     prices = Prices(space, Cluster.load("h100-sxm", num_devices=8, software="none"))
-    whole, some = SpacePricer(prices), SpacePricer(prices, exposed=(0.3, 0.4))
+    whole, some = SpacePricer(prices), SpacePricer(prices, exposed=Exposed(0.3, 0.4))
     problem, made, anew = whole.full(), some.full_like(whole.full()), some.full()
     assert all(np.array_equal(a, b) for a, b in zip(made.costs, anew.costs, strict=True))
     assert all(np.array_equal(a, b) for a, b in zip(made.usages, anew.usages, strict=True))
@@ -117,7 +118,7 @@ def test_a_plan_says_if_the_second_search_found_nothing(monkeypatch: pytest.Monk
     solve = one_mesh.solve
 
     def only_the_first(problem: Any, search: str, left: float, pricer: SpacePricer, *rest: Any) -> Any:
-        if pricer.costs.exposed != (1.0, 1.0):
+        if pricer.costs.exposed != ALL_EXPOSED:
             raise SearchError("no plan that fits was found")
         return solve(problem, search, left, pricer, *rest)
 

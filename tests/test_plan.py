@@ -150,7 +150,8 @@ def test_the_objective_is_the_price_of_the_plan(case_name: str, options: dict[st
     assert made.evidence.lower_bound_s <= judged.objective * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("search", ["recursive", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ilp", "exact"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("search", ["recursive", "ilp", "exact"])
 def test_every_search_plans_what_is_too_wide_for_elimination(search: str) -> None:
     made, auto = planned("bert", (2, 2, 2), "local-cpu", search=search), wide_plan()
     assert made.evidence.lower_bound_s <= made.evidence.objective_s <= 1.05 * auto.evidence.objective_s

@@ -56,7 +56,7 @@ def usual_plan(graph: OpGraph, cluster: Cluster, options: Options, seconds: floa
             with suppress(AutoparallelError):
                 hand = ByHand.of(text).on(cluster.num_devices)
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
-                may_fit = least_bytes(hand, weights) <= limit and (clock.now() < ends or not fits)
+                may_fit = least_bytes(hand, weights) <= limit and (clock.now() < ends or (seconds > 0 and not fits))
                 if may_fit and (hybrid, hand.mesh) not in hybrids and _allowed(hybrid, options):
                     hybrids.add((hybrid, hand.mesh))
                     plain = Options(optimizer=options.optimizer, reduce_dtype=options.reduce_dtype,
