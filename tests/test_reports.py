@@ -52,7 +52,7 @@ def test_the_parts_of_a_report_add_up(plans: dict[str, Plan], name: str) -> None
     plan, report = plans[name], report_of(plans[name])
     assert sum(time.seconds for time in report.times if not time.beside) == pytest.approx(plan.prediction.step_s)
     assert sum(count for _, count in report.memory.kinds) == pytest.approx(plan.prediction.peak_bytes, rel=1e-4)
-    assert sum(use.seconds for use in report.collectives) == pytest.approx(
+    assert plan.hybrid.pipeline_ranks * sum(use.seconds for use in report.collectives) == pytest.approx(
         sum(use.seconds for use in plan.prediction.collectives))
     assert {use.purpose for use in report.collectives} <= {"parameters", "gradients", "activations"}
     assert report.speed.unit == "tokens"
@@ -316,6 +316,14 @@ def test_the_doctor_finds_what_is_needed() -> None:
     found = list(findings())
     assert {"torch", "planning", "process groups (gloo)"} <= {one.what for one in found}
     assert not [one for one in found if one.needed and not one.works]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_collectives_of_a_rank_add_up_to_its_communication(plans: dict[str, Plan], name: str) -> None:
+    """In pipelines too, where a plan has the sums over ranks. (Slicing and padding are communication's, too.)"""
+    p, told = plans[name].prediction, report_of(plans[name]).collectives
+    communication_s = p.forward_communication_s + p.backward_communication_s
+    assert 0.95 * communication_s < sum(use.seconds for use in told) <= communication_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("bound", "of_all", "told"), [

@@ -159,7 +159,8 @@ def more_reductions_s(plan: Plan, roles: Roles) -> float:
     """Seconds by which a step is longer, without overlap, if gradients are reduced after each micro-batch instead of
     once."""
     axes = {axis.name for axis in roles.axes if axis.role in ("data", "expert")}
-    once = sum(use.seconds for use in plan.prediction.collectives if use.direction == "backward" and use.axis in axes
+    uses = plan.prediction.collectives_on_a_rank(plan.hybrid.pipeline_ranks)
+    once = sum(use.seconds for use in uses if use.direction == "backward" and use.axis in axes
                and use.kind in ("reduce_scatter", "all_reduce"))
     return once * (roles.micro_batches - 1)
 

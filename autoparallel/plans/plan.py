@@ -44,7 +44,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CollectiveUse:
-    """The collectives of one kind, axis, direction and purpose in a step: number, bytes per rank, predicted seconds.
+    """The collectives of one kind, axis, direction and purpose in a step: number, bytes per rank, predicted seconds;
+    in a pipeline summed over the ranks of its axis (`Prediction.collectives_on_a_rank`).
     ``purpose``: what they move, "parameters", "gradients" (of parameters) or "activations" (and their gradients)."""
 
     kind: str
@@ -90,6 +91,11 @@ class Prediction:
     limit_bytes: float = 0.0
     ahead_s: float = 0.0
     disk_bytes: float = 0.0
+
+    def collectives_on_a_rank(self, pipeline_ranks: int) -> tuple[CollectiveUse, ...]:
+        """The collectives of one rank, in the mean over those of the pipeline; numbers are rounded up."""
+        return tuple(replace(use, count=-(-use.count // pipeline_ranks), num_bytes=use.num_bytes / pipeline_ranks,
+                             seconds=use.seconds / pipeline_ranks) for use in self.collectives)
 
     @property
     def hidden_communication_s(self) -> float:

@@ -157,7 +157,8 @@ class ParallelModule(nn.Module):
         assert compiled.cluster is not None
         with undone(self):
             measured = measure(lambda: self.step(*args, **kwargs), self._state.device, steps, optimizer)
-        return Verification(compiled.plan.prediction, measured, compiled.cluster)
+        return Verification(compiled.plan.prediction, measured, compiled.cluster,
+                            compiled.plan.hybrid.pipeline_ranks)
 
     def profile(self, path: str | PathLike[str], /, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any
                 ) -> Profile:

@@ -48,11 +48,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verification:
-    """A plan's prediction beside what its steps took. ``print`` shows both; `save` writes the corrected cluster."""
+    """A plan's prediction, on so many ranks of a pipeline, beside what its steps took. ``print`` shows both; `save`
+    writes the corrected cluster."""
 
     predicted: Prediction
     measured: Measured
     cluster: Cluster
+    pipeline_ranks: int = 1
 
     @property
     def error(self) -> float:
@@ -115,10 +117,11 @@ class Verification:
         p, m = self.predicted, self.measured
         yield "forward and backward", self.predicted_s, m.step_s
         yield "  compute", p.forward_s + p.backward_s, m.compute_s
-        of_parameters = sum(use.seconds for use in p.collectives if use.purpose != "activations")
+        uses = p.collectives_on_a_rank(self.pipeline_ranks)
+        of_parameters = sum(use.seconds for use in uses if use.purpose != "activations")
         hidden = min(1.0, p.hidden_s / of_parameters) if of_parameters else 0.0
         predicted = defaultdict[str, float](float)
-        for use in p.collectives:
+        for use in uses:
             predicted[use.kind] += use.seconds * (1 - hidden * (use.purpose != "activations"))
         for kind in sorted({*predicted, *m.collectives}):
             calls = m.collectives.get(kind)

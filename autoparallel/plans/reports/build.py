@@ -22,7 +22,7 @@ def report_of(plan: Plan) -> Report:
     found = Report(
         ("", "", ""), title(plan, axes), plan.cluster, plan.fingerprint, axes, _departures(axes),
         _speed(p, record.workload if record else None), _memory(p, record), times,
-        exposed_s / p.step_s if p.step_s else 0.0, tuple(_collectives(p, labels)), block_rows(plan, axes),
+        exposed_s / p.step_s if p.step_s else 0.0, tuple(_collectives(plan, labels)), block_rows(plan, axes),
         _proof(plan), tuple(plan.pins.items()), plan.hybrid.cuts,
         plan.hybrid.recompute_blocks or (), p.repeated_ops, record,
     )
@@ -80,10 +80,10 @@ def times_of(p: Prediction) -> tuple[Time, ...]:
     )
 
 
-def _collectives(p: Prediction, labels: dict[str, str]) -> list[Collectives]:
-    """By purpose, the most expensive first."""
+def _collectives(plan: Plan, labels: dict[str, str]) -> list[Collectives]:
+    """Of one rank, by purpose, the most expensive first."""
     found = [Collectives(use.purpose, use.kind, labels.get(use.axis, use.axis), use.direction, use.count, use.num_bytes,
-                         use.seconds) for use in p.collectives]
+                         use.seconds) for use in plan.prediction.collectives_on_a_rank(plan.hybrid.pipeline_ranks)]
     order = {purpose: number for number, purpose in enumerate(PURPOSES)}
     return sorted(found, key=lambda use: (order.get(use.purpose, len(order)), -use.seconds))
 

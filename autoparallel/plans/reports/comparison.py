@@ -50,7 +50,7 @@ def _seconds(what: str, ours_s: float, theirs_s: float) -> Row:
 
 
 def _purpose(purpose: str, ours: Report, theirs: Report) -> Row | None:
-    """Communication of one purpose, before overlap: in a pipeline summed over its ranks, so without savings."""
+    """Communication of one purpose, before overlap, so without savings."""
     totals = [sum(use.seconds for use in one.collectives if use.purpose == purpose) for one in (ours, theirs)]
     if not purpose or not any(totals):
         return None

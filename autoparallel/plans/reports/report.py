@@ -77,7 +77,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Collectives of one purpose, kind, axis and direction in a step."""
+    """Collectives of one purpose, kind, axis and direction in a step of one rank, in the mean over a pipeline's."""
 
     purpose: str
     kind: str

@@ -35,8 +35,8 @@ def predicted_parts(plan: Plan) -> dict[str, float]:
     if record is None or not record.compute_s:
         return {}
     products_s, attention_s = (record.compute_s.get(kind, 0.0) for kind in ("matmul", "attention"))
-    ranks = plan.hybrid.pipeline_ranks
-    by_purpose = {name: sum(use.seconds for use in p.collectives if use.purpose == purpose) / ranks
+    uses = p.collectives_on_a_rank(plan.hybrid.pipeline_ranks)
+    by_purpose = {name: sum(use.seconds for use in uses if use.purpose == purpose)
                   for purpose, name in COLLECTIVES.items()}
     rest_s = p.forward_communication_s + p.backward_communication_s - sum(by_purpose.values())
     return {PRODUCTS: products_s, ATTENTION: attention_s,
