@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.support.processes import started
 from tests.support.ranks import RankPool, pool_of, stop_pools
@@ -58,6 +60,14 @@ def plans() -> dict[str, Plan]:
     from tests.support.reported import plans_by_name
 
     return plans_by_name()
+
+
+@pytest.fixture(scope="module")
+def mesh_of_one() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone, with its process group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoparallel
@@ -61,19 +59,12 @@ class Net(nn.Module):
         return self.last(self.scaled(self.first(x)).tanh())
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def pair(mesh: Any) -> tuple[Any, Any]:
+def pair(mesh_of_one: Any) -> tuple[Any, Any]:
     """A model, and the parallel module that was made of it and called."""
     torch.manual_seed(0)
     model = Net()
-    return model, autoparallel.compile(model, mesh, example_inputs=(X,))
+    return model, autoparallel.compile(model, mesh_of_one, example_inputs=(X,))
 
 
 def assign_data(model: Any, parallel: Any) -> None:
@@ -172,10 +163,11 @@ def test_values_written_to_the_original_are_told_once(pair: tuple[Any, Any], war
         "as they are (parallel.load_state_dict(...) sets them)"]
 
 
-def test_parameters_of_two_parallel_modules_are_told(pair: tuple[Any, Any], mesh: Any, warned: list[str]) -> None:
+def test_parameters_of_two_parallel_modules_are_told(pair: tuple[Any, Any], mesh_of_one: Any,
+                                                     warned: list[str]) -> None:
     model, _ = pair
     other = nn.Sequential(model.first, nn.ReLU())
-    autoparallel.compile(other, mesh, example_inputs=(X,))
+    autoparallel.compile(other, mesh_of_one, example_inputs=(X,))
     assert any(line.startswith("0.weight of Sequential is also a parameter of a Net") for line in warned)
 
 
@@ -207,8 +199,8 @@ def test_state_dicts_pass_through_hooks_methods_and_extra_state(pair: tuple[Any,
     torch.testing.assert_close(parallel(X), expected(X))
 
 
-def test_a_models_own_extra_state_is_in_its_state_dict(mesh: Any) -> None:
-    parallel: Any = autoparallel.compile(Scaled(), mesh, example_inputs=(X,))
+def test_a_models_own_extra_state_is_in_its_state_dict(mesh_of_one: Any) -> None:
+    parallel: Any = autoparallel.compile(Scaled(), mesh_of_one, example_inputs=(X,))
     parallel.scale = 2.0
     state = parallel.state_dict()
     parallel.scale = 5.0

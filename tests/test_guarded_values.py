@@ -16,10 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import is_grad_enabled as tells_gradients
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import autoparallel
 
@@ -106,13 +104,6 @@ CHANGES: dict[str, Callable[[Model, pytest.MonkeyPatch], object]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.fixture
 def settings() -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
@@ -129,11 +120,11 @@ def settings() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_item_1_values_that_change_between_calls(mesh: Any, settings: None, change: str,
+def test_item_1_values_that_change_between_calls(mesh_of_one: Any, settings: None, change: str,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = Model(), torch.randn(8, 4)
-    parallel = autoparallel.compile(model, mesh, example_inputs=(x,))
+    parallel = autoparallel.compile(model, mesh_of_one, example_inputs=(x,))
     before = model(x)
     torch.testing.assert_close(parallel(x), before)
     CHANGES[change](model, monkeypatch)

@@ -1,4 +1,4 @@
-"""Values that a forward reads beside its arguments: their contents, and whether these are the same later."""
+"""Contents of the values that a forward reads besides its arguments: described, compared and restored."""
 
 from __future__ import annotations
 
@@ -147,7 +147,6 @@ def is_users(namespace: Mapping[str, Any]) -> bool:
     return str(namespace.get("__name__", "")).partition(".")[0] not in _NOT_USERS
 
 
-
 def inside(container: Any) -> Iterable[Any]:
     """The contents of a mutable value (`is_mutable`)."""
     if isinstance(container, (dict, MappingProxyType)):
@@ -220,7 +219,7 @@ class Change:
 
 
 def restore(changes: Iterable[Change]) -> None:
-    """Put back what was in containers; those that cannot be written to stay."""
+    """Restore the earlier contents of containers; read-only ones keep theirs."""
     for change in changes:
         value, before = change.value, change.before
         if isinstance(value, np.ndarray):

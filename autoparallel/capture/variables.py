@@ -49,8 +49,8 @@ class Variable:
 
 @dataclass(frozen=True)
 class Read:
-    """Variables that a model's functions may read, those that stand for a function of torch that tells a setting, all
-    names in their code, and whether they may ask a clock or the machine's chance."""
+    """Variables that a model's functions may read; variables that name a function of torch which reports a setting; all
+    names in the functions' code; whether they may read a clock or the operating system's random numbers."""
 
     variables: tuple[Variable, ...]
     settings: tuple[Variable, ...]
@@ -59,8 +59,8 @@ class Read:
 
 
 def read_by(model: nn.Module) -> Read:
-    """Globals, class attributes and cells that the model's functions may read: those that are named in the code of
-    forward, of hooks, and of the functions and methods that these name in turn."""
+    """Globals, class attributes and cells that the model's functions may read: those named in the code of forward and
+    hooks, and of the functions and methods named there."""
     found = _Names()
     for module in model.modules():
         found.add_class(type(module))

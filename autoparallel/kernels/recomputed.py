@@ -81,9 +81,10 @@ def _unused(_: None) -> torch.Tensor:
     raise AssertionError("backward goes through the first run only")
 
 
-def host_copy(value: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, pinned and asynchronous for a GPU tensor."""
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value, non_blocking=True)
+def host_copy(value: torch.Tensor, wait: bool = False) -> torch.Tensor:
+    """A copy in host memory, pinned for a GPU tensor; asynchronous there, unless to ``wait``, as who reads it on the
+    host must."""
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value, non_blocking=not wait)
 
 
 @contextmanager

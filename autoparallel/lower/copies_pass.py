@@ -1,8 +1,8 @@
 """Multi-copy: several micro-batches run interleaved, so that one's activations travel while another computes.
 
 The program of a micro-batch is cut where activations are redistributed by communication; `schedule/interleaving.py`
-has the order in which the copies take turns. A step of a copy is begun at the end of its turn, and awaited where its
-next turn begins:
+has the order of the copies' segments. A step is begun at the end of a segment, and awaited where the copy's next
+segment begins:
 
     forward     copy 0: compute, begin    copy 1: compute, begin    copy 0: await, compute, begin    copy 1: await, ...
 
@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from autoparallel.kernels.async_communication import begin_gathers, begin_reductions, begin_step, end, end_step
 from autoparallel.kernels.rng import random_op, random_op_of_copy
 from autoparallel.layout import COLLECTIVES
-from autoparallel.schedule.interleaving import rounds_of, turns
+from autoparallel.schedule.interleaving import rounds_of, segment_order
 
 
 def interleaved(module: GraphModule, shared: int, copies: int) -> GraphModule:
@@ -42,7 +42,7 @@ def interleaved(module: GraphModule, shared: int, copies: int) -> GraphModule:
             writer.copy(node, copy, f"{node.name}_{copy}")
     ops = [node for node in nodes if node.op == "call_function"]
     segments = _segments(ops, writer.alike)
-    for number, copy in turns(len(segments), copies):
+    for number, copy in segment_order(len(segments), copies):
         writer.write(segments[number], copy)
     results = module.graph.output_node().args[0]
     writer.graph.output(tuple(writer.arguments(results, copy) for copy in range(copies)))
@@ -52,7 +52,7 @@ def interleaved(module: GraphModule, shared: int, copies: int) -> GraphModule:
 
 @dataclass
 class _Segment:
-    """What one copy does in a turn: await ``awaited``, run ``body``, begin ``begun``."""
+    """A segment of one copy's program: await ``awaited``, run ``body``, begin ``begun``."""
 
     awaited: Sequence[FxNode] = ()
     body: list[FxNode] = field(default_factory=list)

@@ -92,7 +92,8 @@ class CandidateBounds:
             for decision in space.decisions:
                 if decision.kind == "op":
                     count = self.reduced_model.stands_for.get(decision.name, 1)
-                    price = (prices.host_and_device(decision.index) or [prices.op_of(decision.index)])[-1]
+                    apart = prices.host_and_device(decision.index)
+                    price = prices.op_of(decision.index) if apart is None else apart[1]  # of the device alone
                     found[0] += count * float(price.forward_s.min())
                     found[1] += count * float(price.backward_s.min())
             self._least[shards] = (found[0], found[1])

@@ -1,4 +1,4 @@
-"""The simulation of micro-batches that run interleaved (multi-copy), in the turns of `schedule/interleaving.py`."""
+"""The simulation of micro-batches that run interleaved (multi-copy), in the order of `schedule/interleaving.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from autoparallel.pricing.rank_reads import RankReads, Timed, TimedStep
-from autoparallel.schedule.interleaving import rounds_of, turns
+from autoparallel.schedule.interleaving import rounds_of, segment_order
 
 #: What happens at a decision.
 At = Callable[[int], None]
@@ -23,7 +23,7 @@ class Tasks(Protocol):
 
 
 class _Segment(NamedTuple):
-    """The work of one copy in a turn: await ``awaited``, compute the decisions from ``start`` to ``stop`` (excluded)
+    """A segment of one copy's program: await ``awaited``, compute the decisions from ``start`` to ``stop`` (excluded)
     and the steps ``local``, begin ``begun``."""
 
     awaited: Sequence[TimedStep]
@@ -33,8 +33,8 @@ class _Segment(NamedTuple):
     begun: Sequence[TimedStep]
 
 
-class Turns:
-    """The turns of ``copies`` micro-batches of one round, whose programs have ``decisions`` decisions."""
+class InterleavedRound:
+    """A round of ``copies`` micro-batches at a time, whose programs have ``decisions`` decisions each."""
 
     def __init__(self, reads: RankReads, decisions: int, copies: int) -> None:
         self.copies, self.segments = copies, _segments(reads, decisions)
@@ -43,7 +43,7 @@ class Turns:
         """Forward of one of ``count`` rounds. ``until``: cumulative seconds of all rounds before each decision;
         ``before`` is called for the ``marked`` decisions, which copies share."""
         share, pending = count * self.copies, [list[int]() for _ in range(self.copies)]
-        for number, copy in turns(len(self.segments), self.copies):
+        for number, copy in segment_order(len(self.segments), self.copies):
             segment, done = self.segments[number], self.segments[number].start
             step.wait(pending[copy])
             for index in _marks(segment, marked, number) if copy == 0 else ():
@@ -56,12 +56,12 @@ class Turns:
 
     def backward(self, step: Tasks, until: Sequence[float], count: int, marked: Collection[int],
                  calls: tuple[At, At, At]) -> None:
-        """Backward of one of ``count`` rounds: the turns in reverse order. ``calls``: as `RankStep._backward` takes
+        """Backward of one of ``count`` rounds, in reverse order. ``calls``: as `RankStep._backward` takes
         ``before``, ``after`` and ``arrived``; the first copy to come needs a parameter, the last one completes its
         gradient."""
         before, after, arrived = calls
         share, pending = count * self.copies, [list[int]() for _ in range(self.copies)]
-        for number, copy in reversed(list(turns(len(self.segments), self.copies))):
+        for number, copy in reversed(list(segment_order(len(self.segments), self.copies))):
             segment = self.segments[number]
             done = segment.stop
             step.wait(pending[copy])

@@ -20,7 +20,7 @@ import numpy as np
 
 from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
-from autoparallel.pricing.interleaved_copies import Turns
+from autoparallel.pricing.interleaved_copies import InterleavedRound
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
     COMPUTE,
@@ -202,7 +202,8 @@ class RankStep:
         self.copies = self.counts.hybrid.copies
         self.rounds = self.counts.micro_batches_on(stages[0]) // self.copies
         self.count = 1 if self.reads.equivalent else self.rounds
-        self.turns = Turns(self.reads, len(self.space), self.copies) if self.copies > 1 else None
+        self.interleaved = (InterleavedRound(self.reads, len(self.space), self.copies)
+                            if self.copies > 1 else None)
 
     def communication(self) -> list[Launch | Wait]:
         """The launches and waits of a whole step, in the order in which the rank makes them."""
@@ -339,8 +340,8 @@ class RankStep:
 
     def _forward(self, step: StepTasks, marked: Collection[int] = (), before: Callable[[int], None] = _nothing) -> None:
         """One forward pass; calls ``before`` at the marked decisions."""
-        if self.turns is not None:
-            return self.turns.forward(step, self._forward_s, self.count, marked, before)
+        if self.interleaved is not None:
+            return self.interleaved.forward(step, self._forward_s, self.count, marked, before)
         until, done = self._forward_s, 0
         for index in sorted({*marked, *self.reads.sent}):
             step.compute((until[index] - until[done]) / self.count, ("forward", done, index))
@@ -355,8 +356,8 @@ class RankStep:
                   after: Callable[[int], None] = _nothing, arrived: Callable[[int], None] = _nothing) -> None:
         """One backward pass; calls ``before``, ``arrived`` (where an op has made its parameters' gradients) and
         ``after`` at the marked decisions."""
-        if self.turns is not None:
-            return self.turns.backward(step, self._backward_s, self.count, marked, (before, after, arrived))
+        if self.interleaved is not None:
+            return self.interleaved.backward(step, self._backward_s, self.count, marked, (before, after, arrived))
         until, done = self._backward_s, len(self.space)
         for index in sorted({*marked, *self.reads.sent, *self._recomputed}, reverse=True):
             step.compute((until[done] - until[index + 1]) / self.count, ("backward", done - 1, index + 1))

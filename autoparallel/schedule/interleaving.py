@@ -1,8 +1,8 @@
-"""The order in which interleaved micro-batches (multi-copy) take turns.
+"""The order in which interleaved micro-batches (multi-copy) run.
 
 Each copy's program is a sequence of segments: compute, ended by redistribution steps of activations that communicate.
-In a turn a copy awaits the steps that it began in its last turn, computes one segment, and begins the next steps, which
-travel during the other copies' turns. Backward takes the same turns in reverse order.
+The copies alternate. A copy awaits the steps that ended its previous segment, computes one segment, and begins the
+steps that end it, which travel while the other copies compute. Backward runs the same order in reverse.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TypeVar
 Step = TypeVar("Step")
 
 
-def turns(segments: int, copies: int) -> Iterator[tuple[int, int]]:
-    """(segment, copy) of each turn, in order.
+def segment_order(segments: int, copies: int) -> Iterator[tuple[int, int]]:
+    """Pairs (segment, copy) in the order in which they run.
 
-        >>> list(turns(segments=2, copies=2))
+        >>> list(segment_order(segments=2, copies=2))
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
     return itertools.product(range(segments), range(copies))

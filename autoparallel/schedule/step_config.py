@@ -116,7 +116,7 @@ class Hybrid:
                             "without a pipeline only; leave out one of the two")
         if self.recompute != "none":
             raise PlanError(f"copies={self.copies} with recompute={self.recompute!r}: recomputed blocks run as one "
-                            "piece, so micro-batches cannot take turns inside; leave out one of the two")
+                            "piece, so micro-batches cannot interleave inside; leave out one of the two")
 
     def _check_replicas(self) -> None:
         of = f"replicas {list(self.replicas)}"

@@ -149,6 +149,4 @@ def _owned(table: Table, first: int, server: int, servers: int) -> torch.Tensor:
     return rows[(server - first) % servers::servers]
 
 
-
-
 __all__ = ["DENSE", "SPARSE", "Shard", "Table", "Update", "digest_of", "initial_rows", "made_table"]

@@ -85,9 +85,9 @@ def interleaved(num_ranks: int) -> Iterator[Spec]:
     """Tensor-parallel plans with micro-batches one after the other, and interleaved (multi-copy)."""
     shapes = [(num_ranks,), *([(num_ranks // 2, 2)] if num_ranks > 2 else [])]
     for shape, name in itertools.product(shapes, ("tensor_parallel", "sequence_parallel")):
-        for turns, copies in ((1, 1), (2, 1), (2, 2)):
-            options = {"mesh_shape": shape, "micro_batches": turns, "copies": copies, "baseline": name, "zero_stage": 1}
-            yield Spec(f"{name} {_text(shape)}, {turns} turns, {copies} copies", "hybrid", options)
+        for count, copies in ((1, 1), (2, 1), (2, 2)):
+            options = {"mesh_shape": shape, "micro_batches": count, "copies": copies, "baseline": name, "zero_stage": 1}
+            yield Spec(f"{name} {_text(shape)}, {count} micro-batches, {copies} copies", "hybrid", options)
 
 
 def _zero(num_ranks: int, turns: int, stage: int, **more: Any) -> Spec:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autoparallel.errors import InputError, shown
+from autoparallel.kernels.recomputed import host_copy
 from autoparallel.runtime.offload.stores import Disk, Memory, Store
 from autoparallel.runtime.offload.tiles import Region, Tile, regions_of, tiles_of
 from autoparallel.runtime.shard_steps import ELEMENTWISE, steps_shards
@@ -325,7 +326,7 @@ class _Work:
 
     def _taken(self, value: Tensor) -> Tensor:
         flat = value.detach().reshape(-1)[self.region.start : self.region.stop]
-        return _host_copy(flat) if self._is_copy else flat
+        return host_copy(flat, wait=True) if self._is_copy else flat
 
     def put(self) -> None:
         """Write a copied parameter back to the shard."""
@@ -376,10 +377,6 @@ def _gradient(parameter: Tensor) -> Tensor | None:
 
 def _as(parameter: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
-
-
-def _host_copy(value: Tensor) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda).copy_(value)
 
 
 def _copied(value: Any) -> Any:

@@ -57,10 +57,10 @@ class Memory:
                       for name in names}
 
     def read(self, tile: Tile, filled: bool) -> None:
-        pass
+        """Nothing to do: the states are in memory."""
 
     def write(self, tile: Tile) -> None:
-        pass
+        """Nothing to do: `views` are the states themselves."""
 
     def views(self, tile: Tile, region: Region, dtype: torch.dtype) -> States:
         return self.whole(region, dtype)
