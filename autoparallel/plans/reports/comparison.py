@@ -4,28 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from autoparallel.plans.answers import Choice
+from autoparallel.plans.answers import Choice, Comparison, Row
+from autoparallel.plans.record import Alternative
 from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a comparison; ``saved_s``: seconds that the first plan saves (None: no time)."""
-
-    what: str
-    texts: tuple[str, str]
-    saved_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two plans, named, line by line."""
-
-    names: tuple[str, str]
-    rows: tuple[Row, ...]
 
 
 def compare(ours: Report, theirs: Report, names: tuple[str, str] = ("this plan", "the other")) -> Comparison:
@@ -69,6 +52,21 @@ def _parts(ours: Report, theirs: Report) -> list[Row]:
     return found
 
 
+def other_row(report: Report, one: Alternative) -> tuple[str, str, str, str, str]:
+    """Another plan beside the report's: its name, step, by how much it is slower, peak memory, and the first of its
+    differences."""
+    more = f", and {len(one.differences) - 3} more" if len(one.differences) > 3 else ""
+    differs = "; ".join(one.differences[:3]) + more
+    name = f"by hand {one.by_hand}" if one.by_hand else one.title or "the same, other layouts"
+    slower = percent_str(one.step_s / report.speed.step_s - 1) if report.speed.step_s else "-"
+    limit = report.memory.limit_bytes or report.memory.device_bytes
+    if limit and one.peak_bytes > limit:
+        slower += ", does not fit"
+    elif report.speed.not_told_apart([one.step_s]):
+        slower += ", within the error"
+    return name, seconds_str(one.step_s), slower, bytes_str(one.peak_bytes), differs
+
+
 def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
     """Strategies of a decision, the chosen one first: (name, seconds with all else unchanged, seconds of the best plan
     with it, lower bound); those of others as differences from the chosen one."""
@@ -90,4 +88,4 @@ def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-__all__ = ["Comparison", "Row", "compare", "explained"]
+__all__ = ["compare", "explained", "other_row"]
