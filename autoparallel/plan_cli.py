@@ -238,9 +238,11 @@ def progress_line(phase: str, best_s: float, bound_s: float, left_s: float | Non
     """How far the search is, in a line."""
     left = "" if left_s is None else f", {max(0.0, left_s):.0f} s left"
     if best_s == float("inf"):
-        return f"search ({phase}): no plan yet, none below {bound_s:.4g} s{left}; Ctrl-C ends the search"
+        below = f", none below {bound_s:.4g} s" if bound_s > -float("inf") else ""
+        return f"search ({phase}): no plan yet{below}{left}; Ctrl-C ends the search"
     gap = (best_s - bound_s) / best_s if best_s > 0 else 0.0
-    return f"search ({phase}): best {best_s:.4g} s, bound {bound_s:.4g} s, gap {gap:.2%}{left}; Ctrl-C takes the best"
+    bound = f", bound {bound_s:.4g} s, gap {gap:.2%}" if bound_s > -float("inf") else ""
+    return f"search ({phase}): best {best_s:.4g} s{bound}{left}; Ctrl-C takes the best"
 
 
 def check_output(path: Path | None, option: str = "--output") -> None:

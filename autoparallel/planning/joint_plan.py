@@ -43,7 +43,7 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
         micro, end = split(candidate.hybrid.micro_batches), clock.now() + seconds
 
         def plan_as(hybrid: Hybrid, first: First | None, seconds: float) -> Plan:
-            within = replace(options, time_limit_s=seconds, search=search)
+            within = replace(options, time_limit_s=seconds, search=search, progress=None)
             return plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first)
 
         made = plan_as(candidate.hybrid, candidate.first, seconds)
@@ -66,7 +66,7 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
         return in_full(candidate, min(options.time_limit_s / RECOMPUTE_TRIES, deadline - clock.now()))
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
-                           options.time_limit_s, in_full)
+                           options.time_limit_s, in_full, options.progress)
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
         micro = split(best.hybrid.micro_batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,11 +23,11 @@ from autoparallel.planning.usual import UsualPlans, pricing_of, usual_plans
 from autoparallel.plans import Plan
 from autoparallel.plans.record import Record
 from autoparallel.plans.reports.asked import alternative_of
-from autoparallel.search import clock
+from autoparallel.search import Progress, clock
 from cost_models import Cluster
 
-#: The share of a joint search's time limit in which usual plans by hand are priced.
-USUAL_SHARE = 0.25
+#: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned.
+USUAL_SHARE, PLAIN_SHARE = 0.25, 0.125
 
 
 def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
@@ -80,29 +81,56 @@ def _plan_plainly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
 
 
 def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
-    """The joint search's plan, or a usual plan by hand that the options allow, if that is faster.
+    """The joint search's plan, or what is faster of a usual plan by hand and the best plan of a plain step, as far as
+    the options allow these.
 
-    The search may have had too little time. The usual plans are priced in the first quarter of the time limit, as many
-    as it is enough for."""
+    The joint search plans few combinations in full, and may have had too little time. The usual plans are priced in
+    `USUAL_SHARE` of the time limit, as many as it is enough for; then a plain step is planned in `PLAIN_SHARE` of it,
+    if one of them fits."""
     ends = clock.now() + options.time_limit_s
     usual = UsualPlans({}, {}, options.limit_bytes(cluster))
     if mesh_shape is None and not options.pins:
         usual = usual_plans(graph, cluster, options, options.time_limit_s * USUAL_SHARE)
-    within = replace(options, time_limit_s=max(0.0, ends - clock.now()))
+    others = [usual.fastest[1]] if usual.fastest is not None else []
+    if usual.plain_fits and options.is_open:
+        others += _plain(graph, cluster, options)
+    best = min(others, key=lambda plan: plan.prediction.step_s, default=None)
+    tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
+    within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
     try:
         found = plan_jointly(graph, cluster, mesh_shape, within)
     except (InfeasibleError, SearchError):
-        if usual.fastest is None:
+        if best is None:
             raise
-        return _noting(usual, _as_found(usual.fastest[1], usual.limit_bytes, None))
-    if usual.fastest is None or found.prediction.step_s <= usual.fastest[1].prediction.step_s:
+        return _noting(usual, _as_found(best, usual.limit_bytes, None))
+    if best is None or found.prediction.step_s <= best.prediction.step_s:
         return _noting(usual, found)
-    return _noting(usual, _as_found(usual.fastest[1], usual.limit_bytes, found))
+    return _noting(usual, _as_found(best, usual.limit_bytes, found))
+
+
+def _below(progress: Progress | None, known_s: float) -> Progress | None:
+    """``progress``, told of ``known_s`` until something better is found; at once, if that is finite."""
+    if progress is None:
+        return None
+    if known_s < math.inf:
+        progress("usual plans", known_s, -math.inf)
+    return lambda phase, best_s, bound_s: progress(phase, min(best_s, known_s), bound_s)
+
+
+def _plain(graph: OpGraph, cluster: Cluster, options: Options) -> list[Plan]:
+    """The best plan of a plain step, if one is found, over the meshes for which the time is enough: first those whose
+    last axis is nearest to the devices of a host."""
+    seconds, host = options.time_limit_s * PLAIN_SHARE, min(cluster.links[0].num_devices, cluster.num_devices)
+    shapes = sorted(mesh_shapes(cluster.num_devices), key=lambda shape: abs(math.log(shape[-1] / host)))
+    each = replace(options, time_limit_s=seconds / 2, progress=None)
+    with suppress(InfeasibleError, SearchError), collected_later():
+        return [best_of(graph, cluster, shapes, None, each, clock.now() + seconds)]
+    return []
 
 
 def _as_found(plan: Plan, limit_bytes: float, slower: Plan | None) -> Plan:
-    """A usual plan by hand as the answer of a joint search that found a ``slower`` one, or none: with the memory limit,
-    and with the search's bound on the step of any plan."""
+    """A plan as the answer of a joint search that found a ``slower`` one, or none: with the memory limit, and with the
+    search's bound on the step of any plan."""
     prediction = replace(plan.prediction, limit_bytes=limit_bytes)
     if slower is None:
         return replace(plan, prediction=prediction)
@@ -114,7 +142,7 @@ def _as_found(plan: Plan, limit_bytes: float, slower: Plan | None) -> Plan:
 
 
 def _after(plan: Plan, recorder: Callable[[], Record], slower: Plan) -> Record:
-    """The record of a usual plan by hand, with what the joint search tried, and its best plan."""
+    """The record of a plan, with what the joint search tried, and its best plan."""
     tried, record = slower.known, recorder()
     if tried is None:
         return record

@@ -61,6 +61,12 @@ class UsualPlans:
                    if plan.prediction.peak_bytes <= self.limit_bytes]
         return min(fitting, key=lambda item: item[1].prediction.step_s, default=None)
 
+    @property
+    def plain_fits(self) -> bool:
+        """Whether one of them fits that runs the batch as a whole, without pipeline and recompute."""
+        return any(plan.prediction.peak_bytes <= self.limit_bytes for plan in self.priced.values()
+                   if plan.hybrid.micro_batches == plan.hybrid.stages == 1 and plan.hybrid.recompute == "none")
+
     def noted(self, record: Record, plan: Plan) -> Record:
         """The record of ``plan`` with these plans as alternatives, fastest first, and its comparison with the
         fastest of them."""

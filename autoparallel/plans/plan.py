@@ -222,7 +222,8 @@ class Plan:
         return strategy
 
     def summary(self) -> str:
-        """Three lines: what plan this is, in the field's words; how fast, and how full the memory; how sure."""
+        """A line each: what plan this is, in the field's words; how fast, and how full the memory; where the time goes,
+        and how sure that is; why no other, if others are known."""
         from autoparallel.plans.reports.build import report_of
 
         return "\n".join(report_of(self).summary)

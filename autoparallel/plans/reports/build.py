@@ -29,7 +29,12 @@ def report_of(plan: Plan) -> Report:
 
 
 def _departures(axes: Iterable[AxisWords]) -> tuple[str, ...]:
-    return tuple(f"{text} (axis {axis.label})" for axis in axes for text in axis.departures)
+    found: dict[str, list[str]] = {}
+    for axis in axes:
+        for text in axis.departures:
+            found.setdefault(text, []).append(axis.label)
+    return tuple(f"{text} ({'axis' if len(labels) == 1 else 'axes'} {', '.join(labels)})"
+                 for text, labels in found.items())
 
 
 def _speed(p: Prediction, work: Workload | None) -> Speed:
