@@ -62,7 +62,8 @@ def plan(
     explain: Annotated[list[str] | None, typer.Option(help="an op, parameter or input: what its strategies "
                                                       "cost")] = None,
     alternatives: Annotated[int, typer.Option(min=0, help="so many other plans, by how much slower they are")] = 0,
-    sensitivity: Annotated[bool, typer.Option(help="what half or twice the bandwidth or memory would mean")] = False,
+    sensitivity: Annotated[bool, typer.Option(help="what half or twice the bandwidth or memory would mean (--html: "
+                                              "always)")] = False,
     time_limit: Annotated[float, typer.Option(help="seconds for the search, mostly CPU time")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
     html: plan_cli.Html = None,
@@ -102,6 +103,7 @@ def plan(
         )
         if output is not None:  # first: what follows may fail
             made.save(output)
+        sensitivity = sensitivity or (html is not None and made.study is not None)
         if explain or alternatives or sensitivity:
             progress.says("answers")
             made = ask(made, explain or (), alternatives, sensitivity)
