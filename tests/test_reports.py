@@ -17,6 +17,7 @@ import autoparallel
 from autoparallel.capture import capture
 from autoparallel.cli import app, main
 from autoparallel.errors import PlanError
+from autoparallel.partition import Splits
 from autoparallel.planning import plan_graph
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.joint_plan import plan_jointly
@@ -410,13 +411,13 @@ def test_usual_recipes_use_all_devices(devices: int, host: int, experts: bool, s
 def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:
     with torch.device("meta"):
         model, ids = Transformer(), torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
-    graph, cluster = capture(model, (ids, ids), {}), Cluster.load("h100-sxm", num_devices=4)
-    text, plan = usual_plans(graph, cluster, Options()).fastest
+    split, cluster = Splits(capture(model, (ids, ids), {})), Cluster.load("h100-sxm", num_devices=4)
+    text, plan = usual_plans(split, cluster, Options()).fastest
     assert text in recipes(4, 4) and plan.evidence.stop_reason.startswith("by hand")
-    found = usual_plans(graph, cluster, Options()).priced.values()
+    found = usual_plans(split, cluster, Options()).priced.values()
     assert plan.prediction.step_s == min(one.prediction.step_s for one in found)
-    _, smaller = usual_plans(graph, cluster, Options(memory_limit_bytes=plan.prediction.peak_bytes - 1)).fastest
+    _, smaller = usual_plans(split, cluster, Options(memory_limit_bytes=plan.prediction.peak_bytes - 1)).fastest
     assert smaller.prediction.peak_bytes < plan.prediction.peak_bytes
     assert smaller.prediction.step_s >= plan.prediction.step_s
-    none = usual_plans(graph, cluster, Options(memory_limit_bytes=1.0))
+    none = usual_plans(split, cluster, Options(memory_limit_bytes=1.0))
     assert none.fastest is None and set(none.too_large) == set(recipes(4, 4))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoparallel.capture import OpGraph
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError, PlanError
-from autoparallel.partition import split_batch
+from autoparallel.partition import Splits
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.departures import check_sequences
@@ -17,8 +16,9 @@ from autoparallel.plans import Plan
 from cost_models import Cluster
 
 
-def plan_by_hand(graph: OpGraph, cluster: Cluster, options: Options, hand: ByHand) -> Plan:
+def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand) -> Plan:
     """The plan of a person, whose parameters and activations are laid out by the roles of its axes."""
+    graph = split.graph
     check_sequences(graph, hand)
     batch = batch_size(graph) if hand.needs_batch else 1
     hybrid = replace(hand.hybrid(batch), **options.given)
@@ -27,7 +27,7 @@ def plan_by_hand(graph: OpGraph, cluster: Cluster, options: Options, hand: ByHan
                          "model, alone, first in a tuple, or as `loss` of a structure; or leave out micro_batch")
     shape, names, _ = hand.mesh
     try:
-        micro = split_batch(graph, hybrid.micro_batches)
+        micro = split(hybrid.micro_batches)
     except InfeasibleError as error:
         raise PlanError(f"by_hand: {hybrid.micro_batches} micro-batches: {error} In by_hand that is micro_batch="
                         f"{batch // (hand.dp or 1)}") from error
