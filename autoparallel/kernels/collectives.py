@@ -8,6 +8,7 @@ differentiated twice. The table of actions is in `autoparallel.layout.redistribu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,7 +33,13 @@ def _no_word(error: RuntimeError) -> None:
 on_failure: Callable[[RuntimeError], None] = _no_word
 
 
+#: Called before each collective of a program, in the thread that issues it (set by the runtime); None: nothing is.
+before: ContextVar[Callable[[], None] | None] = ContextVar("before", default=None)
+
+
 def _begin(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Finish:
+    if (wait := before.get()) is not None:
+        wait()
     try:
         pending = op(sent, *args, **kwargs)
     except RuntimeError as error:

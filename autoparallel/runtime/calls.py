@@ -69,7 +69,7 @@ class Calls:
     def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Sequence[Any]:
         """Forward of a form with one stage and one micro-batch; returns this rank's local outputs."""
         state, program, space = self._state, compiled.program, compiled.space
-        with groups.use(state.axes):
+        with groups.use(state.axes), state.together.beside():
             local = initialise.local_shards(
                 [
                     local_input(leaves[int(decision.path)], state.mesh, layout, state.device)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import call_text, canonical_call
 from autoparallel.errors import CaptureError, InputError
@@ -60,10 +61,17 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
     if compiled is None or runs:
         known: tuple[Any, ...] = (state.forms.number(compiled), *(leaves[n] for n in compiled.numbers)) \
             if compiled is not None else (*map(form_text, leaves), state.modes(), state.trainable())
-        state.together.agree((step, torch.is_grad_enabled(), known), partial(_text_of, state, args, kwargs, step, key))
+        ask = state.together.ask if compiled is not None and runs and _computes_first(compiled, leaves) \
+            else state.together.agree
+        ask((step, torch.is_grad_enabled(), known), partial(_text_of, state, args, kwargs, step, key))
     if compiled is None:
         compiled = _compiled(module, state, key, leaves, spec, plain)
     return compiled
+
+
+def _computes_first(compiled: Compiled, leaves: Sequence[Any]) -> bool:
+    """Whether a call may begin while ranks still compare it: all that it sends goes through `kernels.collectives`."""
+    return compiled.sends_by_kernels and not any(isinstance(leaf, DTensor) for leaf in leaves)
 
 
 def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, plain: bool
