@@ -122,8 +122,8 @@ def main() -> None:
     found = mp.get_context("spawn").SimpleQueue()
     mp.spawn(measured, (given.ranks, store.port, given.steps, given.step_ms, given.depth, found), given.ranks)
     result = found.get()
-    result |= {"ranks": given.ranks, "steps": given.steps, "load_average": os.getloadavg()[0], "torch": torch.__version__,
-               "date": datetime.date.today().isoformat()}
+    result |= {"ranks": given.ranks, "steps": given.steps, "load_average": os.getloadavg()[0],
+               "torch": torch.__version__, "date": datetime.date.today().isoformat()}
     print(json.dumps(result))
 
 
