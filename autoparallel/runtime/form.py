@@ -71,6 +71,12 @@ class Compiled:
         return self.backend == EAGER and self.plan.hybrid.is_plain and all(
             isinstance(op, torch._ops.OpOverload) and op.namespace in _SILENT for op in ops)
 
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers (dropout)."""
+        return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+                   for node in self.space.graph.of_kind("op"))
+
     @property
     def numbers(self) -> tuple[int, ...]:
         """The leaves of a call that are numbers which the programs read at each call."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import call_text, canonical_call
@@ -88,8 +89,9 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
         _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
                      state.forms.compiled + 1, call, why)
     try:
-        compiled = state.compile_call(state.model, args, kwargs, state.layouts, plain and not state.hybrid.is_plain,
-                                      numbers)
+        with saved_tensors_hooks(_as_it_is, _as_it_is):  # the user's are of what runs, not of what is traced
+            compiled = state.compile_call(state.model, args, kwargs, state.layouts,
+                                          plain and not state.hybrid.is_plain, numbers)
     except CaptureError as error:
         if state.calls_traced:
             error.args = (f"{error}\n  Traced before: {'; '.join(state.calls_traced)}",)
@@ -103,6 +105,10 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
     _log_numbers(state, compiled, args, kwargs)
     state.calls_traced[call] = None
     return compiled
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _log_numbers(state: State, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
