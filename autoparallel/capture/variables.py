@@ -89,11 +89,13 @@ def read_by(model: nn.Module) -> Read:
     found.add_name("forward")
     found.add_name("__call__")
     found.run()
+    namespaces: dict[type, Mapping[str, Any]] = dict(found.owners)
     for kind in {type(module): None for module in model.modules()}:  # installed ones' too: libraries replace forwards
         for name in ("forward", "__call__", "__getattr__"):
             for owner in kind.__mro__:
-                found.variables[id(vars(owner)), name] = Variable(name, vars(owner))
-                if name in vars(owner):
+                namespace = namespaces.setdefault(owner, vars(owner))
+                found.variables[id(namespace), name] = Variable(name, namespace)
+                if name in namespace:
                     break
     return Read(tuple(found.variables.values()), tuple(found.settings), found.names, found.may_ask, found.bypasses)
 
