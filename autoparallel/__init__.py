@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autoparallel.sizing import Sizing, size
     from cost_models import Cluster
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _HOMES = {
     "Advice": "autoparallel.advice",
     "advise": "autoparallel.advice",

@@ -21,6 +21,7 @@ from autoparallel.planning.options import (
     check_cluster,
     check_disk_path,
     check_joint,
+    compared_by_hand,
     options_of,
     with_options,
     with_plan_by_hand,
@@ -46,6 +47,7 @@ def plan(
     axis_names: Sequence[str] | None = None,
     joint: bool = False,
     by_hand: str | Mapping[str, Any] | ByHand | None = None,
+    compare_by_hand: str | Mapping[str, Any] | ByHand | None = None,
     objective: str | None = None,
     phase: str | None = None,
     context: int | None = None,
@@ -87,6 +89,8 @@ def plan(
         `autoparallel.planning.by_hand`; `autoparallel.import_plan` reads them from other frameworks' files), whether it
         fits into the devices' memory or not (a ``memory_limit_bytes`` is checked). Sequences are dim 1 of inputs and
         activations to cp and sequence_parallel.
+    compare_by_hand: a plan as in ``by_hand``, or "usual" for the fastest of the usual ones on so many devices, with
+        which the plan's report compares it, part by part (a joint search does that with the usual ones anyway).
     phase: plan inference by a transformers model instead of a training step: "prefill" (a prompt) or "decode" (one
         token more), without gradients and optimizer state, with a static cache of keys and values as input and output.
     context: tokens that a sequence's cache has room for; the prompt's length in prefill.
@@ -98,6 +102,7 @@ def plan(
     """
     if phase is not None or objective is not None or context is not None or concurrent is not None:
         given = {"example_inputs": example_inputs, "example_kwargs": example_kwargs, "joint": joint, "by_hand": by_hand,
+                 "compare_by_hand": compare_by_hand,
                  "baseline": baseline, "micro_batches": micro_batches, "pipeline_stages": pipeline_stages,
                  "stage_replicas": stage_replicas, "schedule": schedule, "recompute": recompute,
                  "zero_stage": zero_stage, "reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes,
@@ -119,6 +124,8 @@ def plan(
     if by_hand is not None:
         chosen = with_plan_by_hand(chosen, by_hand, cluster.num_devices,
                                    mesh_shape=mesh_shape, axis_names=axis_names, joint=joint)
+    if compare_by_hand is not None:
+        chosen = compared_by_hand(chosen, compare_by_hand, cluster.num_devices)
     return compiler.plan(model, cluster, example_inputs or (), example_kwargs or {}, mesh_shape, axis_names, joint,
                          chosen)
 

@@ -41,7 +41,8 @@ def plan(
     by_hand: Annotated[str | None, typer.Option(help="price this plan: dp=8,tp=8,pp=4,micro_batch=1,... or @file of "
                                                 "Megatron-LM, DeepSpeed, accelerate or torchtitan")] = None,
     compare_by_hand: Annotated[str | None, typer.Option(help="compare our plan with this one (or @file), or with the "
-                                                        "'usual' one for so many devices")] = None,
+                                                        "'usual' one for so many devices (the default), or 'none'")
+                               ] = None,
     joint: Annotated[bool, typer.Option(help="search pipeline, micro-batches, ZeRO and recompute too")] = False,
     pipeline_stages: Annotated[int | None, typer.Option(help="pipeline stages (on the mesh's first axis)")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="parts of the batch, one after the other")] = None,
@@ -61,7 +62,8 @@ def plan(
     explain: Annotated[list[str] | None, typer.Option(help="an op, parameter or input: what its strategies "
                                                       "cost")] = None,
     alternatives: Annotated[int, typer.Option(min=0, help="so many other plans, by how much slower they are")] = 0,
-    sensitivity: Annotated[bool, typer.Option(help="what half or twice the bandwidth or memory would mean")] = False,
+    sensitivity: Annotated[bool, typer.Option(help="what half or twice the bandwidth or memory would mean (--html: "
+                                              "always)")] = False,
     time_limit: Annotated[float, typer.Option(help="seconds for the search, mostly CPU time")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
     html: plan_cli.Html = None,
@@ -72,10 +74,6 @@ def plan(
 ) -> None:
     """Plan one training step; needs no devices and loads no weights."""
     import autoparallel
-    from autoparallel.capture import capture
-    from autoparallel.planning.by_hand import ByHand
-    from autoparallel.planning.options import Options
-    from autoparallel.planning.usual import usual_plan
     from autoparallel.plans.reports.asked import ask
 
     plan_cli.check_output(output)
@@ -87,15 +85,17 @@ def plan(
         raise InputError(f"--mesh {mesh} has {_product(shape)} devices and --devices says {count}: give one of them")
     machine = autoparallel.Cluster.load(cluster, num_devices=count, software=software)
     by_hand, compare_by_hand = _by_hand(by_hand), _by_hand(compare_by_hand)
-    if compare_by_hand not in (None, "usual"):
-        ByHand.of(compare_by_hand).on(count)
+    if compare_by_hand is None and by_hand is None and baseline is None:
+        compare_by_hand = "usual"
+    elif compare_by_hand == "none":
+        compare_by_hand = None
     network, args, kwargs = load_model(model, global_batch or 2 * count, sequence_length, dtype)
     with plan_cli.Progress(time_limit, quiet) as progress:
         made = autoparallel.plan(
             network, machine, example_inputs=args, example_kwargs=kwargs, mesh_shape=shape, search=search,
             memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, baseline=baseline, time_limit_s=time_limit,
-            joint=joint, by_hand=by_hand, pipeline_stages=pipeline_stages, micro_batches=micro_batches,
-            schedule=schedule,
+            joint=joint, by_hand=by_hand, compare_by_hand=compare_by_hand, pipeline_stages=pipeline_stages,
+            micro_batches=micro_batches, schedule=schedule,
             stage_replicas=_sizes(stage_replicas, "the stages' ranks", ",", "1,3"),
             zero_stage=zero_stage, recompute=recompute, reduce_dtype=reduce_dtype,
             bucket_bytes=bucket_bytes, copies=copies, offload=offload, offload_fraction=offload_fraction,
@@ -103,6 +103,7 @@ def plan(
         )
         if output is not None:  # first: what follows may fail
             made.save(output)
+        sensitivity = sensitivity or (html is not None and made.study is not None)
         if explain or alternatives or sensitivity:
             progress.says("answers")
             made = ask(made, explain or (), alternatives, sensitivity)
@@ -110,19 +111,7 @@ def plan(
                 typer.echo("no other plan was found in the time", err=True)
             if output is not None:
                 made.save(output)
-        theirs = None
-        if compare_by_hand == "usual":
-            progress.says("usual plans by hand")
-            limits = Options(memory_limit_bytes=_bytes(memory_limit), optimizer=optimizer, reduce_dtype=reduce_dtype,
-                             bucket_bytes=bucket_bytes)
-            compare_by_hand, theirs = usual_plan(capture(network, args, kwargs), machine, limits)
-        elif compare_by_hand is not None:
-            progress.says("the plan by hand")
-            theirs = autoparallel.plan(network, machine, example_inputs=args, example_kwargs=kwargs,
-                                       optimizer=optimizer, by_hand=compare_by_hand, reduce_dtype=reduce_dtype,
-                                       bucket_bytes=bucket_bytes)
-    plan_cli.tell(made, details, as_json, quiet, html, trace,
-                  None if theirs is None or compare_by_hand is None else (theirs, f"by hand {compare_by_hand}"))
+    plan_cli.tell(made, details, as_json, quiet, html, trace)
     if output is not None and not (quiet or as_json):
         typer.echo(f"plan written to {output}")
 

@@ -25,7 +25,7 @@ Html = Annotated[Path | None, typer.Option(help="write the report here, as one p
 Trace = Annotated[Path | None, typer.Option(help="write the predicted step here, for ui.perfetto.dev")]
 Details = Annotated[bool, typer.Option("--details", help="every op and collective")]
 AsJson = Annotated[bool, typer.Option("--json", help="the report as JSON on stdout (docs/report_schema.md)")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="the three lines of the summary only")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="the summary only")]
 #: Seconds between two lines of progress where there is no terminal.
 EVERY_S = 10.0
 
@@ -60,11 +60,9 @@ def show(plan: PlanFile, html: Html = None, trace: Trace = None, details: Detail
     tell(Plan.load(plan), details, as_json, quiet, html, trace)
 
 
-def tell(plan: Plan, details: bool, as_json: bool, quiet: bool, html: Path | None, trace: Path | None,
-         other: tuple[Plan, str] | None = None) -> None:
-    """Print the report of a plan, beside an ``other`` with its name, and write page and trace."""
+def tell(plan: Plan, details: bool, as_json: bool, quiet: bool, html: Path | None, trace: Path | None) -> None:
+    """Print the report of a plan, and write page and trace."""
     from autoparallel.plans.reports.build import report_of
-    from autoparallel.plans.reports.comparison import compare
     from autoparallel.plans.reports.data import report_json
 
     if html is not None:
@@ -82,13 +80,13 @@ def tell(plan: Plan, details: bool, as_json: bool, quiet: bool, html: Path | Non
         text.print_summary(report, console)
         return
     text.print_report(report, console, details)
-    if other is not None:
-        console.print(text.comparison_table(compare(report, report_of(other[0]), ("this plan", other[1]))))
     if report.record is not None:
+        for found in report.record.comparisons:
+            console.print(text.comparison_table(found))
         for name, choices in report.record.explanations.items():
             console.print(text.explanation(name, choices))
         if report.record.alternatives:
-            console.print(text.alternatives_table(report.speed, report.record.alternatives))
+            console.print(text.alternatives_table(report, details))
         if report.record.sensitivities:
             console.print(text.sensitivities(report.speed.step_s, report.record.sensitivities))
     for path, what in ((html, "page"), (trace, "trace")):
@@ -153,10 +151,9 @@ def alternatives(plan: PlanFile) -> None:
     from autoparallel.plans.reports import text
     from autoparallel.plans.reports.build import report_of
 
-    found = _record(plan).alternatives
-    if not found:
+    if not _record(plan).alternatives:
         raise _not_asked(plan, "other plans", "--alternatives 3")
-    text.ReportConsole().print(text.alternatives_table(report_of(_load(plan)).speed, found))
+    text.ReportConsole().print(text.alternatives_table(report_of(_load(plan)), details=True))
 
 
 def sensitivity(plan: PlanFile) -> None:
@@ -241,9 +238,11 @@ def progress_line(phase: str, best_s: float, bound_s: float, left_s: float | Non
     """How far the search is, in a line."""
     left = "" if left_s is None else f", {max(0.0, left_s):.0f} s left"
     if best_s == float("inf"):
-        return f"search ({phase}): no plan yet, none below {bound_s:.4g} s{left}; Ctrl-C ends the search"
+        below = f", none below {bound_s:.4g} s" if bound_s > -float("inf") else ""
+        return f"search ({phase}): no plan yet{below}{left}; Ctrl-C ends the search"
     gap = (best_s - bound_s) / best_s if best_s > 0 else 0.0
-    return f"search ({phase}): best {best_s:.4g} s, bound {bound_s:.4g} s, gap {gap:.2%}{left}; Ctrl-C takes the best"
+    bound = f", bound {bound_s:.4g} s, gap {gap:.2%}" if bound_s > -float("inf") else ""
+    return f"search ({phase}): best {best_s:.4g} s{bound}{left}; Ctrl-C takes the best"
 
 
 def check_output(path: Path | None, option: str = "--output") -> None:

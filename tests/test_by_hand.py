@@ -148,7 +148,7 @@ def test_the_command_line_compares_with_a_plan_by_hand() -> None:
     config = Path(__file__).parents[1] / "benchmarks/configs/small-llama.json"
     told = CliRunner().invoke(app, ["plan", str(config), "--mesh", "4", "--sequence-length", "128", "--software",
                                     "torch-compile", "--compare-by-hand", "tp=4"])
-    assert told.exit_code == 0 and "this plan beside by hand tp=4" in told.stdout
+    assert told.exit_code == 0 and "this plan beside by hand dp=1,tp=4" in told.stdout
     assert "Tensor parallel 4" in told.stdout
 
 

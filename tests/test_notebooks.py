@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-LIMIT_S = 420  # half a minute of CPU; machines are shared
+LIMIT_S = 180
 #: Executes the code cells in order in one namespace; a traceback names the cell. What is asked for is the last line.
 RUNNER = """
 import json, sys, nbformat

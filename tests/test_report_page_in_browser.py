@@ -78,6 +78,49 @@ def test_the_page_is_accessible(tmp_path: Path, by_hand: str, dark: bool) -> Non
     assert found["dark"] == dark
 
 
+#: Uses the page by pointer and keyboard, and leaves what it shows then in the document.
+USED = """
+window.addEventListener('load', () => {
+  const chart = document.getElementById('timeline1'), told = {}, said = () =>
+    document.getElementById('timeline1-said').textContent;
+  const press = (key) => chart.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
+  press('ArrowRight'); told.first = said(); press('ArrowRight'); told.second = said();
+  press('ArrowLeft'); told.again = said();
+  const box = chart.querySelectorAll('rect:has(title)')[4];
+  box.dispatchEvent(new PointerEvent('pointermove', {bubbles: true})); told.pointed = said();
+  told.box = box.querySelector('title').textContent;
+  const width = () => chart.getBoundingClientRect().width, before = width();
+  press('+'); told.plus = width() / before; press('-'); told.minus = width() / before;
+  document.querySelector('[data-zoom="2"]').click(); document.querySelector('[data-zoom="2"]').click();
+  told.clicked = width() / before; press('0'); told.all = width() / before;
+  const button = document.querySelector('button[data-axis]');
+  button.click(); told.pressed = button.getAttribute('aria-pressed');
+  told.group = Array.from(document.querySelectorAll('.device.first b')).map((one) => one.textContent).join(',');
+  button.click(); told.released = document.querySelectorAll('.device.first').length;
+  const out = document.createElement('pre');
+  out.id = 'used'; out.textContent = JSON.stringify(told); document.body.append(out);
+});
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+def test_pictures_are_read_and_zoomed_by_pointer_and_keyboard(tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    text = re.sub(r"<meta http-equiv=.Content-Security-Policy.[^>]*>", "", page(made(by_hand="dp=2,tp=2,zero=1")))
+    (tmp_path / "used.html").write_text(text.replace("</body>", f"<script>{USED}</script></body>"))
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
+         f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'used.html'}"],
+        capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r'<pre id="used">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr[-1000:]
+    told = json.loads(html.unescape(found[1]))
+    assert told["first"] == told["again"] != told["second"] and told["pointed"] == told["box"]
+    assert told["plus"] == pytest.approx(2, rel=0.02) and told["minus"] == pytest.approx(1, rel=0.02)
+    assert told["clicked"] == pytest.approx(4, rel=0.02) and told["all"] == pytest.approx(1, rel=0.02)
+    assert (told["pressed"], told["group"], told["released"]) == ("true", "0,2", 0)
+
+
 @pytest.mark.parametrize(("words", "limit_s"), [(["--help"], 0.5), (["show", "plan.json"], 1.0)])
 def test_the_command_line_answers_quickly(tmp_path: Path, words: list[str], limit_s: float) -> None:
     """The best of five, in processor time: other work on the machine does not count. Neither imports torch."""

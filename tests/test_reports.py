@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from typer.testing import CliRunner
 import autoparallel
 from autoparallel.capture import capture
 from autoparallel.cli import app, main
-from autoparallel.errors import InfeasibleError, PlanError
+from autoparallel.errors import PlanError
+from autoparallel.planning import plan_graph
 from autoparallel.planning.by_hand import ByHand
+from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.options import Options
-from autoparallel.planning.usual import recipes, usual_plan
+from autoparallel.planning.usual import recipes, usual_plans
 from autoparallel.plans import Plan
 from autoparallel.plans.record import Alternative, Trial, check_record
 from autoparallel.plans.reports import text
@@ -93,7 +96,7 @@ def test_price_and_energy(plans: dict[str, Plan], tmp_path: Path) -> None:
     assert report.speed.price_per_step == pytest.approx(2.5 * hours)
     assert report.speed.price_per_1e12 == pytest.approx(2.5 * hours / TOKENS * 1e12)
     assert report.speed.joules_per_step == pytest.approx(1000 * 3600 * hours)
-    assert "Price " in report.summary[2] and "kWh" in report.summary[2]
+    assert "Price " in report.summary[1] and "kWh" in report.summary[1]
     assert "Price " not in plans["fsdp"].summary()
 
 
@@ -113,7 +116,7 @@ def test_the_other_lines_say_how_fast_how_full_and_how_sure(plans: dict[str, Pla
     assert fast.startswith(f"{seconds_str(p.step_s)} a step (p90 {seconds_str(p.step_s * (1 + p.p90))}) = ")
     assert "tokens/s per device" in fast and "% MFU" in fast
     assert f"{bytes_str(p.peak_bytes)} of {bytes_str(p.limit_bytes)} (margin " in fast
-    assert "Communication exposed" in sure and "best sharding" in sure
+    assert sure.startswith("Of the step: compute ") and "communication exposed" in sure and "best sharding" in sure
     assert "not searched" in plans["fsdp"].summary().split("\n")[2]
 
 
@@ -123,13 +126,62 @@ def test_plans_within_the_error_of_predictions_are_called_so(plans: dict[str, Pl
     assert record is not None
     others = tuple(Alternative(factor * step_s, 1.0, ("x: a -> b",)) for factor in (1.02, 1.1, 1.3))
     close = replace(plan, prediction=replace(plan.prediction, p50=0.05), record=replace(record, alternatives=others))
-    assert "Another plan is within the error of predictions (5.0 %): the next is 2.0 % slower." in close.summary()
+    assert "the same with other layouts" in close.summary() and "2.0 % slower" in close.summary()
+    assert "Within the error of predictions (5.0 %): 1 of them." in close.summary()
     wide = replace(close, prediction=replace(plan.prediction, p50=0.2))
-    assert "2 other plans are within the error" in wide.summary()
+    assert "Within the error of predictions (20 %): 2 of them." in wide.summary()
     exact = replace(close, prediction=replace(plan.prediction, p50=0.01))
-    assert "within the error" not in exact.summary()
-    cells = list(text.alternatives_table(report_of(close).speed, others).columns[1].cells)
-    assert cells == ["2.0 %, within the error", "10 %", "30 %"], cells
+    assert "Within the error" not in exact.summary()
+    table = text.alternatives_table(report_of(close))
+    assert list(table.columns[2].cells) == ["2.0 %, within the error", "10 %", "30 %"]
+    assert list(table.columns[0].cells) == ["the same, other layouts: x: a -> b"] * 3
+
+
+def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:
+    plan = plans["searched"]
+    step_s, peak, record = plan.prediction.step_s, plan.prediction.peak_bytes, plan.record
+    assert record is not None and len(plan.summary().split("\n")) == 3
+    others = (Alternative(1.2 * step_s, 1.0, (), "Data parallel 4", "dp=4"),
+              Alternative(0.9 * step_s, 4 * peak, (), "Tensor parallel 4", "tp=4"),
+              Alternative(1.5 * step_s, 1.0, (), "Pipeline parallel 4"))
+    told = replace(plan, prediction=replace(plan.prediction, limit_bytes=2 * peak),
+                   record=replace(record, alternatives=others)).summary().split("\n")[3]
+    assert told.startswith("Why no other: the usual plan by hand dp=4") and "20 % slower" in told
+    assert f"tp=4 needs {bytes_str(4 * peak)}" in told
+    assert "the next that the search found: pipeline parallel 4" in told and "50 % slower" in told
+
+
+def test_usual_plans_are_compared_and_kept_in_the_file(tmp_path: Path) -> None:
+    plan = made(compare_by_hand="usual")
+    found = plan.record.comparisons[0]
+    assert found.names[0] == "this plan" and found.names[1].startswith("by hand dp=4")
+    (step,) = [row for row in found.rows if row.what == "whole step"]
+    usual = min((one for one in plan.record.alternatives if one.by_hand), key=lambda one: one.step_s)
+    assert step.saved_s == pytest.approx(usual.step_s - plan.prediction.step_s)
+    parts = [row.saved_s for row in found.rows if row.saved_s is not None and row is not step]
+    assert sum(parts) == pytest.approx(step.saved_s, abs=1e-9)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again.record.comparisons == plan.record.comparisons
+    assert f"Beside the plan {found.names[1]}" in page(again)
+    assert json.loads(report_json(report_of(again)))["record"]["comparisons"][0]["names"] == list(found.names)
+    told = CliRunner().invoke(app, ["show", str(tmp_path / "plan.json")])
+    assert f"this plan beside {found.names[1]}" in " ".join(told.stdout.split())
+
+
+def test_a_usual_plan_that_a_joint_search_returns_is_not_called_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slower(*args: Any, **options: Any) -> Plan:
+        found = plan_jointly(*args, **options)
+        return replace(found, prediction=replace(found.prediction, waiting_s=1.0))
+
+    monkeypatch.setattr(plan_graph, "plan_jointly", slower)
+    monkeypatch.setattr(plan_graph, "_plain", lambda *_: [])
+    plan = made(joint=True)
+    assert plan.evidence.stop_reason.startswith("by hand: dp=4")
+    report = report_of(plan)
+    assert not report.proof.searched and report.proof.combinations is not None
+    assert "A usual plan (by hand: dp=4" in plan.summary() and "Proven" not in plan.summary()
+    assert report.memory.limit_bytes > 0 and any(not one.by_hand for one in plan.record.alternatives)
 
 
 def test_jobs_that_do_not_fit_are_reported(plans: dict[str, Plan]) -> None:
@@ -359,10 +411,12 @@ def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:
     with torch.device("meta"):
         model, ids = Transformer(), torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
     graph, cluster = capture(model, (ids, ids), {}), Cluster.load("h100-sxm", num_devices=4)
-    text, plan = usual_plan(graph, cluster, Options())
+    text, plan = usual_plans(graph, cluster, Options()).fastest
     assert text in recipes(4, 4) and plan.evidence.stop_reason.startswith("by hand")
-    _, smaller = usual_plan(graph, cluster, Options(memory_limit_bytes=plan.prediction.peak_bytes - 1))
+    found = usual_plans(graph, cluster, Options()).priced.values()
+    assert plan.prediction.step_s == min(one.prediction.step_s for one in found)
+    _, smaller = usual_plans(graph, cluster, Options(memory_limit_bytes=plan.prediction.peak_bytes - 1)).fastest
     assert smaller.prediction.peak_bytes < plan.prediction.peak_bytes
     assert smaller.prediction.step_s >= plan.prediction.step_s
-    with pytest.raises(InfeasibleError, match="no usual plan by hand fits"):
-        usual_plan(graph, cluster, Options(memory_limit_bytes=1.0))
+    none = usual_plans(graph, cluster, Options(memory_limit_bytes=1.0))
+    assert none.fastest is None and set(none.too_large) == set(recipes(4, 4))

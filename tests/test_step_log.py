@@ -13,7 +13,9 @@ import torch
 
 import autoparallel
 from autoparallel.errors import InputError
+from autoparallel.kernels.collectives import Waited
 from autoparallel.plans import Plan
+from autoparallel.runtime import step_log
 from autoparallel.runtime.step_log import StepLine
 from tests.support.ranks import RankPool
 
@@ -58,6 +60,31 @@ def test_writers_get_each_line(plan: Plan, tmp_path: Path) -> None:
     told = [json.loads(text) for text in file.read_text().splitlines()]
     assert [one["steps"] for one in told] == [3, 5] and told[1]["mfu"] == lines[1].mfu
     assert ("autoparallel/step_s", 1.0, 5) in scalars
+
+
+def test_exposed_communication_is_told_where_collectives_were_awaited(plan: Plan, monkeypatch: pytest.MonkeyPatch
+                                                                     ) -> None:
+    meter = Waited()
+    monkeypatch.setattr(step_log, "waited", meter)
+    log = autoparallel.StepLog(plan, every=2)
+    lines = []
+    for _ in range(5):
+        meter.calls, meter.seconds = meter.calls + 3, meter.seconds + 0.25
+        lines += [line] if (line := log.step()) is not None else []
+    assert [line.exposed_s for line in lines] == [0.25, 0.25]
+    assert lines[0].plan_exposed_s == plan.prediction.exposed_s
+    assert "communication exposed 250 ms (plan" in str(lines[0])
+    assert run(plan, [1.0] * 3, every=1)[0].exposed_s is None    # nothing was awaited
+
+
+def test_lines_go_to_the_trackers_of_an_accelerator(plan: Plan) -> None:
+    from autoparallel.integrations import AcceleratorWriter
+
+    told: list[tuple[dict[str, float], int]] = []
+    tracker = SimpleNamespace(log=lambda values, step: told.append((values, step)))
+    run(plan, [1.0] * 3, every=2, writers=[AcceleratorWriter(tracker)])  # type: ignore[arg-type]
+    ((values, step),) = told
+    assert step == 3 and values["autoparallel/step_s"] == 1.0 and "autoparallel/unit" not in values
 
 
 def test_a_run_slower_than_nine_in_ten_predictions_were_off_warns_once(plan: Plan, caplog: pytest.LogCaptureFixture
@@ -112,16 +139,18 @@ def test_every_is_a_number_of_steps(plan: Plan, every: object) -> None:
         autoparallel.StepLog(plan, every=every)  # type: ignore[arg-type]
 
 
-def _train() -> tuple[bool, int]:
+def _train() -> tuple[bool, int, bool]:
     torch.manual_seed(0)
-    parallel = autoparallel.compile(torch.nn.Linear(8, 4), 2, cluster="local-cpu")
+    parallel = autoparallel.compile(torch.nn.Linear(8, 4), 2, cluster="local-cpu", baseline="ddp")
     log = autoparallel.StepLog(parallel, every=1)
     lines = []
     for _ in range(3):
         parallel(torch.ones(4, 8)).sum().backward()
         lines.append(log.step())
-    return parallel.plan.record is not None, sum(line is not None for line in lines)
+    exposed_s = log.last.exposed_s if log.last is not None else None
+    return (parallel.plan.record is not None, sum(line is not None for line in lines),
+            exposed_s is not None and 0 < exposed_s <= log.last.step_s)
 
 
 def test_all_ranks_know_the_work_and_rank_0_tells(ranks: Callable[[int], RankPool]) -> None:
-    assert ranks(2).run(_train, timeout_s=200.0) == [(True, 2), (True, 0)]
+    assert ranks(2).run(_train, timeout_s=200.0) == [(True, 2, True), (True, 0, False)]

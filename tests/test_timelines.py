@@ -46,6 +46,17 @@ def test_the_order_of_micro_batches_is_torchs(group: int, chunks: int, count: in
 
 
 @pytest.mark.parametrize("name", PIPELINES)
+def test_exposed_communication_of_micro_batches_has_a_row(plans: dict[str, Plan], name: str) -> None:
+    plan, line = plans[name], timeline_of(plans[name])
+    stages = plan.record.stages
+    wanted = plan.hybrid.micro_batches * sum(s.forward_communication_s + s.backward_communication_s for s in stages)
+    rows = {number for number, row in enumerate(line.rows) if row.stream == "exposed communication"}
+    drawn = sum(box.end_s - box.start_s for box in line.boxes if box.row in rows)
+    assert drawn == pytest.approx(wanted) and len(rows) == (plan.hybrid.pipeline_ranks if wanted else 0)
+    assert all(s.forward_communication_s <= s.forward_s and s.backward_communication_s <= s.backward_s for s in stages)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
 def test_each_micro_batch_runs_once_on_each_stage(plans: dict[str, Plan], name: str) -> None:
     hybrid = plans[name].hybrid
     actions = [action for rank in range(hybrid.pipeline_ranks) for action in _order(hybrid, rank)]

@@ -9,6 +9,7 @@ from autoparallel.errors import InputError
 
 #: Name -> (file, what it needs installed).
 _HOMES = {
+    "AcceleratorWriter": ("accelerator", "accelerate"),
     "AutoparallelTrainer": ("trainer", "trainer"),
     "AutoparallelTraining": ("trainer", "trainer"),
     "AutoparallelAccelerator": ("accelerator", "accelerate"),
@@ -17,8 +18,8 @@ _HOMES = {
     "AutoparallelStrategy": ("lightning", "lightning"),
     "AutoparallelTrainerLog": ("trainer_log", "trainer"),
 }
-__all__ = ["AutoparallelAccelerator", "AutoparallelFabricStrategy", "AutoparallelLightningLog", "AutoparallelStrategy",
-           "AutoparallelTrainer", "AutoparallelTrainerLog", "AutoparallelTraining"]
+__all__ = ["AcceleratorWriter", "AutoparallelAccelerator", "AutoparallelFabricStrategy", "AutoparallelLightningLog",
+           "AutoparallelStrategy", "AutoparallelTrainer", "AutoparallelTrainerLog", "AutoparallelTraining"]
 
 
 def __getattr__(name: str) -> Any:

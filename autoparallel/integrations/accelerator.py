@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,23 @@ from autoparallel.integrations.batches import first_batches, joined_loader
 from autoparallel.integrations.prepared import Call, Preparation, move_optimizer
 from autoparallel.runtime.module import ParallelModule
 from autoparallel.runtime.scaler import GradScaler
+from autoparallel.runtime.step_log import StepLine
 
 _FOLDER = "autoparallel"
 _OTHERS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class AcceleratorWriter:
+    """Sends the lines of a `StepLog` to the trackers of an Accelerator: ``StepLog(model, writers=[AcceleratorWriter(
+    accelerator)])``. Lines are of rank 0, on which accelerate's trackers log."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+
+    def write(self, line: StepLine) -> None:
+        values = {f"autoparallel/{name}": value for name, value in asdict(line).items()
+                  if name != "steps" and isinstance(value, (int, float))}
+        self.accelerator.log(values, step=line.steps)
 
 
 class AutoparallelAccelerator(Accelerator):

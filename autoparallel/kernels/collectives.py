@@ -7,8 +7,10 @@ differentiated twice. The table of actions is in `autoparallel.layout.redistribu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +39,18 @@ on_failure: Callable[[RuntimeError], None] = _no_word
 before: ContextVar[Callable[[], None] | None] = ContextVar("before", default=None)
 
 
+@dataclass
+class Waited:
+    """How often, and for how many seconds, this process has waited for collectives of tensors on the CPU: time in which
+    it computes nothing. Devices of their own wait without the host."""
+
+    calls: int = 0
+    seconds: float = 0.0
+
+
+waited = Waited()
+
+
 def _begin(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Finish:
     if (wait := before.get()) is not None:
         wait()
@@ -47,11 +61,16 @@ def _begin(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Finish:
         raise
 
     def finish() -> torch.Tensor:
+        started = time.perf_counter()
         try:
             return _c10d.wait_tensor(pending)
         except RuntimeError as error:
             on_failure(error)
             raise
+        finally:
+            if sent.device.type == "cpu":
+                waited.calls += 1
+                waited.seconds += time.perf_counter() - started
 
     return finish
 

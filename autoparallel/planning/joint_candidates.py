@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -50,17 +50,19 @@ class Survey:
     @property
     def without_plan(self) -> int:
         """The number of candidates without a plan that fits (none exists, or the estimate's search ran out of time)."""
-        return sum(c.estimate_s == math.inf for c in self.candidates)
+        return sum(math.isinf(c.estimate_s) for c in self.candidates)
 
 
 class JointSearch:
     """Estimates the candidates for one program on one cluster.
 
-    ``known``: the candidates estimated so far, by combination. ``space`` enumerates candidates, ``bounds`` has their
-    lower bounds.
+    ``known``: the candidates estimated so far, by combination; ``tell`` is called with their number after each.
+    ``space`` enumerates candidates, ``bounds`` has their lower bounds.
     """
 
-    def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float) -> None:
+    def __init__(self, graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float,
+                 tell: Callable[[int], None] = lambda count: None) -> None:
+        self.tell = tell
         self.known: dict[Combination, Candidate] = {}
         self.cluster, self.optimizer, self.limit = cluster, optimizer, limit_bytes
         self.reduced_model: ReducedModel = reduced_model(graph)
@@ -135,7 +137,7 @@ class JointSearch:
         best_s = min((c.estimate_s for c in self.known.values()), default=math.inf)
         tried |= self.known
         may_fit = [c for c in tried.values() if self.bounds.least_bytes(c) <= self.limit]
-        left = sum(c.key not in self.known and self.bounds.floor(c) < best_s for c in may_fit)
+        left = sum(c.key not in self.known and bool(self.bounds.floor(c) < best_s) for c in may_fit)
         estimated = [c for c in self.known.values() if not c.is_bound]
         bound_s = min((self.bounds.floor(_keeping_all(c)) for c in may_fit), default=math.inf)
         return Survey(tuple(sorted(estimated, key=lambda c: c.estimate_s)), len(tried) - left - len(estimated), left,
@@ -158,6 +160,7 @@ class JointSearch:
         while most > 0 and clock.now() < deadline and (candidate := order.next(best, patience)) is not None:
             most -= 1
             made = self.known[candidate.key] = self.estimate(candidate, best)
+            self.tell(len(self.known))
             order.learn(made)
             best = min(best, made.estimate_s)
 

@@ -16,7 +16,7 @@ from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
 from autoparallel.planning.options import Options
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.planning.stage_replicas import is_uneven, on_several_ranks
-from autoparallel.plans import Hybrid, Plan
+from autoparallel.plans import Combinations, Hybrid, Plan
 from autoparallel.plans.answers import Choice, Sensitivity, Study
 from autoparallel.plans.record import Alternative, Record, Trial
 from autoparallel.plans.reports.asked import alternative_of
@@ -43,7 +43,7 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
         micro, end = split(candidate.hybrid.micro_batches), clock.now() + seconds
 
         def plan_as(hybrid: Hybrid, first: First | None, seconds: float) -> Plan:
-            within = replace(options, time_limit_s=seconds, search=search)
+            within = replace(options, time_limit_s=seconds, search=search, progress=None)
             return plan_on(micro, cluster, candidate.mesh_shape, None, within, hybrid, first)
 
         made = plan_as(candidate.hybrid, candidate.first, seconds)
@@ -66,7 +66,7 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
         return in_full(candidate, min(options.time_limit_s / RECOMPUTE_TRIES, deadline - clock.now()))
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
-                           options.time_limit_s, in_full)
+                           options.time_limit_s, in_full, options.progress)
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
         micro = split(best.hybrid.micro_batches)
@@ -74,14 +74,13 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
         blocks = stages_of(space, micro.loss, best.hybrid).blocks(space)
         best = fewest_recomputed(best, blocks, partial(with_blocks, best), deadline)
     evidence, seen = best.evidence, found.survey
-    reason = (f"{evidence.stop_reason} on the best of {len(seen.candidates)} combinations ({seen.without_plan} without "
-              f"a plan that fits); {seen.pruned} more bounded away, {seen.left} left for lack of time; "
-              f"{found.planned} planned in full")
+    counts = Combinations(len(seen.candidates), seen.without_plan, found.planned, seen.pruned, seen.left)
     seconds = {**evidence.seconds, "joint": clock.now() - started}
     others = tuple(alternative_of(best, other) for other in found.runners_up)
     recorder = None if best.recorder is None else partial(_with_others, best.recorder, found.trials, others)
     study = None if best.study is None else _JointStudy(best.study, found.runners_up)
-    return replace(best, evidence=replace(evidence, stop_reason=reason, seconds=seconds, step_bound_s=seen.bound_s),
+    return replace(best, evidence=replace(evidence, seconds=seconds, step_bound_s=seen.bound_s,
+                                          combinations=counts),
                    recorder=recorder, study=study)
 
 

@@ -17,7 +17,7 @@ from autoparallel.planning.candidates import Candidate, Fixed
 from autoparallel.planning.joint_candidates import JointSearch, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
-from autoparallel.search import NotRepairedError, clock
+from autoparallel.search import NotRepairedError, Progress, clock
 from cost_models import Cluster
 
 #: Smallest time limit of the final full search.
@@ -55,19 +55,27 @@ class InFull(Protocol):
 
 def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
-    in_full: InFull,
+    in_full: InFull, progress: Progress | None = None,
 ) -> JointResult:
     """The best plan over all combinations that ``fixed`` leaves open.
 
     Candidates are estimated, and the best of them get trial plans until no estimate beats the best trial plan. A second
     round does the same with what the trial plans have shown. The remaining time goes to a full search from the best
-    ones. Raises InfeasibleError if nothing fits, or nothing was planned in time.
+    ones. ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
+    combinations. Raises InfeasibleError if nothing fits, or nothing was planned in time.
     """
-    started = clock.now()
-    search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes)
-    trials = _TrialPlans(in_full, search.estimate)
+    started, bound_s = clock.now(), -math.inf
+
+    def tell(phase: str) -> None:
+        if progress is not None:
+            progress(phase, trials.best_s, bound_s)
+
+    search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
+                         lambda count: tell(f"{count} combinations estimated"))
+    trials = _TrialPlans(in_full, search.estimate, tell)
     for share_of_estimates, share_of_trials in ROUNDS:
         survey = search.run(started + share_of_estimates * time_limit_s)
+        bound_s = survey.bound_s
         trials.add(survey.candidates)
         trials.run(started + share_of_trials * time_limit_s)
         search.known.update({c.key: c for c in trials.updated()})
@@ -126,8 +134,9 @@ class _TrialPlans:
     with less memory.
     """
 
-    def __init__(self, in_full: InFull, estimate: Callable[[Candidate, float], Candidate]) -> None:
-        self.in_full, self.estimate = in_full, estimate
+    def __init__(self, in_full: InFull, estimate: Callable[[Candidate, float], Candidate],
+                 tell: Callable[[str], None] = lambda phase: None) -> None:
+        self.in_full, self.estimate, self.tell = in_full, estimate, tell
         self.left: list[Candidate] = []
         self.best: Plan | None = None
         self.failure: AutoparallelError | None = None
@@ -154,11 +163,12 @@ class _TrialPlans:
     def told(self, survey: Survey) -> Iterator[Trial]:
         """The combinations for the report: planned for the whole model, and only estimated."""
         planned = {candidate.key for candidate in self.plans}
+        failed = {candidate.key for candidate, seconds in self.trial_s.items() if seconds == math.inf}
         for candidate, made in self.plans.items():
             yield Trial(str(candidate), made.prediction.step_s, made.prediction.peak_bytes)
         for candidate in survey.candidates:
             if candidate.key not in planned and not candidate.is_bound and candidate.estimate_s < math.inf:
-                yield Trial(str(candidate), candidate.estimate_s, estimated=True)
+                yield Trial(str(candidate), candidate.estimate_s, estimated=True, too_large=candidate.key in failed)
 
     def runners_up(self) -> Iterator[Plan]:
         """The best plans of other combinations than the best plan's, best first, at most `MOST_KEPT`."""
@@ -256,4 +266,5 @@ class _TrialPlans:
         if made.prediction.step_s < self.best_s:
             self.best = made
         self.plans[candidate] = replace(made, study=None, recorder=None)
+        self.tell(f"{len(self.plans)} combinations planned in full")
         return made.prediction.step_s

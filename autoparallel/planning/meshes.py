@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from autoparallel.partition import split_batch
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
+from autoparallel.search import clock
 from cost_models import Cluster
 
 
@@ -32,12 +34,14 @@ def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> l
 
 
 def best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
-            options: Options) -> Plan:
+            options: Options, deadline: float = math.inf) -> Plan:
     """The fastest plan over mesh shapes; shapes on which nothing fits, or the pipeline cannot run, are passed over
-    while another one does."""
+    while another one does. After ``deadline`` (of `search.clock`) no other shape is begun."""
     plans: list[Plan] = []
     failures: list[AutoparallelError] = []
     for shape in shapes:
+        if clock.now() >= deadline and (plans or failures):
+            break
         try:
             plans.append(_plan_of_shape(graph, cluster, shape, axis_names, options))
         except (InfeasibleError, PlanError) as error:

@@ -125,7 +125,7 @@ def plan_in(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options
             SpacePricer(prices, limit, allowed, counts=pricer.counts),
         )
         return _plan_of(pricer, pricer.full(), solution, strategies, options, laps, stages, micro)
-    if first is None:
+    if options.search != "local":  # which is of trial plans
         solution = _faster_hiding(pricer, problem, solution, options, laps)
     make = partial(_plan_of, pricer, problem, options=options, laps=laps, stages=stages, micro=micro)
     elsewhere = partial(_elsewhere, pricer, solution, micro, options, placed, stages)

@@ -102,7 +102,8 @@ class Options:
     host_memory_limit_bytes: float | None = None
     disk_limit_bytes: float | None = None
     progress: Progress | None = None
-    by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone
+    by_hand: ByHand | None = field(default=None, metadata={"internal": True})  # of `plan` alone, and the next
+    compare_by_hand: ByHand | str | None = field(default=None, metadata={"internal": True})  # a str is "usual"
     tiers: Sequence[str] = field(default=("host", "disk"), metadata={"internal": True})  # that "auto" may take
 
     @property
@@ -180,6 +181,12 @@ def check_disk_path(disk_path: Any, options: Options, plan: Plan | None) -> None
     if disk_path is not None and tier != "disk" and (plan or options.offload != "auto"):
         raise PlanError(f"disk_path={str(disk_path)!r} is of optimizer states on disk, and they stay on the {tier}: "
                         "leave it out, or give offload='disk' or 'auto'")
+
+
+def compared_by_hand(options: Options, given: Any, devices: int) -> Options:
+    """The options with ``compare_by_hand``, for so many devices. Raises PlanError for what is no plan by hand."""
+    usual = isinstance(given, str) and given == "usual"
+    return replace(options, compare_by_hand="usual" if usual else ByHand.of(given).on(devices))
 
 
 def with_plan_by_hand(options: Options, by_hand: Any, num_devices: int, **given: Any) -> Options:

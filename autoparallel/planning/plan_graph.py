@@ -2,35 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from autoparallel.capture import OpGraph
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchError
 from autoparallel.garbage import collected_later
+from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.offloading import first_that_fits
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
-from autoparallel.planning.usual import usual_plan
+from autoparallel.planning.usual import UsualPlans, pricing_of, usual_plans
 from autoparallel.plans import Plan
-from autoparallel.search import clock
+from autoparallel.plans.record import Record
+from autoparallel.plans.reports.asked import alternative_of
+from autoparallel.search import Progress, clock
 from cost_models import Cluster
 
-#: The share of a joint search's time limit in which usual plans by hand are priced.
-USUAL_SHARE = 0.25
+#: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned.
+USUAL_SHARE, PLAIN_SHARE = 0.25, 0.125
 
 
 def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
                joint: bool, options: Options) -> Plan:
     """The plan that `autoparallel.plan` returns, with the same arguments and errors."""
+    made = _planned(graph, cluster, mesh_shape, axis_names, joint, options)
+    hand = options.compare_by_hand
+    if isinstance(hand, ByHand):
+        theirs = plan_by_hand(graph, cluster, pricing_of(options, hand), hand)
+        return _noting(UsualPlans({str(hand): theirs}, {}, math.inf), made)
+    if hand is not None and (made.evidence.combinations is None or mesh_shape is not None or options.pins):
+        free = Options(memory_limit_bytes=options.memory_limit_bytes, memory_confidence=options.memory_confidence,
+                       optimizer=options.optimizer, reduce_dtype=options.reduce_dtype,
+                       bucket_bytes=options.bucket_bytes)
+        made = _noting(usual_plans(graph, cluster, free, options.time_limit_s * USUAL_SHARE), made)
+    return made
+
+
+def _planned(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
+             joint: bool, options: Options) -> Plan:
     if options.offload == "auto":
         return first_that_fits(options, cluster,
-                               lambda chosen: plan_graph(graph, cluster, mesh_shape, axis_names, joint, chosen))
+                               lambda chosen: _planned(graph, cluster, mesh_shape, axis_names, joint, chosen))
     if options.by_hand is not None:
         return plan_by_hand(graph, cluster, options, options.by_hand)
     if joint:
@@ -61,32 +81,84 @@ def _plan_plainly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
 
 
 def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
-    """The joint search's plan, or a usual plan by hand that the options allow, if that is faster.
+    """The joint search's plan, or what is faster of a usual plan by hand and the best plan of a plain step, as far as
+    the options allow these.
 
-    The search may have had too little time. The usual plans are priced in the first quarter of the time limit, as many
-    as it is enough for."""
+    The joint search plans few combinations in full, and may have had too little time. The usual plans are priced in
+    `USUAL_SHARE` of the time limit, as many as it is enough for; then a plain step is planned in `PLAIN_SHARE` of it,
+    if one of them fits."""
     ends = clock.now() + options.time_limit_s
-    usual: tuple[str, Plan] | None = None
+    usual = UsualPlans({}, {}, options.limit_bytes(cluster))
     if mesh_shape is None and not options.pins:
-        with suppress(InfeasibleError):
-            usual = usual_plan(graph, cluster, options, options.time_limit_s * USUAL_SHARE)
-    within = replace(options, time_limit_s=max(0.0, ends - clock.now()))
+        usual = usual_plans(graph, cluster, options, options.time_limit_s * USUAL_SHARE)
+    others = [usual.fastest[1]] if usual.fastest is not None else []
+    if usual.plain_fits and options.is_open:
+        others += _plain(graph, cluster, options)
+    best = min(others, key=lambda plan: plan.prediction.step_s, default=None)
+    tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
+    within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
     try:
         found = plan_jointly(graph, cluster, mesh_shape, within)
     except (InfeasibleError, SearchError):
-        if usual is None:
+        if best is None:
             raise
-        return _as_found(*usual, "the joint search found none")
-    if usual is None or found.prediction.step_s <= usual[1].prediction.step_s:
-        return found
-    reason = f"faster than what the joint search found ({found.evidence.stop_reason})"
-    return _as_found(*usual, reason, found.evidence.step_bound_s)
+        return _noting(usual, _as_found(best, usual.limit_bytes, None))
+    if best is None or found.prediction.step_s <= best.prediction.step_s:
+        return _noting(usual, found)
+    return _noting(usual, _as_found(best, usual.limit_bytes, found))
 
 
-def _as_found(text: str, plan: Plan, reason: str, bound_s: float | None = None) -> Plan:
-    """A usual plan by hand as the answer, with the reason in its evidence, and a bound on the step of any plan."""
-    evidence = replace(plan.evidence, stop_reason=f"the usual plan by hand {text}: {reason}", step_bound_s=bound_s)
-    return replace(plan, evidence=evidence)
+def _below(progress: Progress | None, known_s: float) -> Progress | None:
+    """``progress``, told of ``known_s`` until something better is found; at once, if that is finite."""
+    if progress is None:
+        return None
+    if known_s < math.inf:
+        progress("usual plans", known_s, -math.inf)
+    return lambda phase, best_s, bound_s: progress(phase, min(best_s, known_s), bound_s)
+
+
+def _plain(graph: OpGraph, cluster: Cluster, options: Options) -> list[Plan]:
+    """The best plan of a plain step, if one is found, over the meshes for which the time is enough: first those whose
+    last axis is nearest to the devices of a host."""
+    seconds, host = options.time_limit_s * PLAIN_SHARE, min(cluster.links[0].num_devices, cluster.num_devices)
+    shapes = sorted(mesh_shapes(cluster.num_devices), key=lambda shape: abs(math.log(shape[-1] / host)))
+    each = replace(options, time_limit_s=seconds / 2, progress=None)
+    with suppress(InfeasibleError, SearchError), collected_later():
+        return [best_of(graph, cluster, shapes, None, each, clock.now() + seconds)]
+    return []
+
+
+def _as_found(plan: Plan, limit_bytes: float, slower: Plan | None) -> Plan:
+    """A plan as the answer of a joint search that found a ``slower`` one, or none: with the memory limit, and with the
+    search's bound on the step of any plan."""
+    prediction = replace(plan.prediction, limit_bytes=limit_bytes)
+    if slower is None:
+        return replace(plan, prediction=prediction)
+    searched = slower.evidence
+    evidence = replace(plan.evidence, step_bound_s=searched.step_bound_s, combinations=searched.combinations,
+                       seconds={**searched.seconds, **plan.evidence.seconds})
+    recorder = None if plan.recorder is None else partial(_after, plan, plan.recorder, slower)
+    return replace(plan, prediction=prediction, evidence=evidence, recorder=recorder)
+
+
+def _after(plan: Plan, recorder: Callable[[], Record], slower: Plan) -> Record:
+    """The record of a plan, with what the joint search tried, and its best plan."""
+    tried, record = slower.known, recorder()
+    if tried is None:
+        return record
+    return replace(record, trials=tried.trials, search=tried.search,
+                   alternatives=(alternative_of(plan, slower), *tried.alternatives))
+
+
+def _noting(usual: UsualPlans, plan: Plan) -> Plan:
+    """The plan, whose record also has the usual plans by hand."""
+    if plan.recorder is None or not usual.priced:
+        return plan
+    return replace(plan, recorder=partial(_noted, usual, plan, plan.recorder))
+
+
+def _noted(usual: UsualPlans, plan: Plan, recorder: Callable[[], Record]) -> Record:
+    return usual.noted(recorder(), plan)
 
 
 def _plan_fitting(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,

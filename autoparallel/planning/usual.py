@@ -1,19 +1,22 @@
-"""The usual plan by hand: the fastest that fits of those which people write first for a number of devices."""
+"""Usual plans by hand: those which people write first for a number of devices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from autoparallel.capture import OpGraph
-from autoparallel.errors import AutoparallelError, InfeasibleError
+from autoparallel.errors import AutoparallelError
 from autoparallel.garbage import collected_later
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
 from autoparallel.planning.plan_by_hand import plan_by_hand
 from autoparallel.plans import Hybrid, Plan
+from autoparallel.plans.record import Alternative, Record
+from autoparallel.plans.reports.asked import alternative_of, with_comparison
 from autoparallel.search import clock
 from cost_models import Cluster
 
@@ -42,12 +45,47 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
         yield f"pp={stages},virtual=4,micro_batch=1,{tensor},recompute=full"
 
 
-def usual_plan(graph: OpGraph, cluster: Cluster, options: Options, seconds: float = math.inf) -> tuple[str, Plan]:
-    """The fastest of `recipes` that ``options`` allow and that fits into their memory limit, and its text. Recipes that
-    the model does not allow, or whose weights and gradients do not fit, are passed over; once one fits, none is begun
-    after so many seconds. Raises InfeasibleError if none fits."""
+@dataclass(frozen=True)
+class UsualPlans:
+    """Usual plans by hand, by their texts: those ``priced`` (also if they exceed ``limit_bytes`` on a device), and the
+    bytes that others need at least, which are more (``too_large``)."""
+
+    priced: Mapping[str, Plan]
+    too_large: Mapping[str, float]
+    limit_bytes: float
+
+    @property
+    def fastest(self) -> tuple[str, Plan] | None:
+        """The text and plan of the fastest that fits."""
+        fitting = [(text, plan) for text, plan in self.priced.items()
+                   if plan.prediction.peak_bytes <= self.limit_bytes]
+        return min(fitting, key=lambda item: item[1].prediction.step_s, default=None)
+
+    @property
+    def plain_fits(self) -> bool:
+        """Whether one of them fits that runs the batch as a whole, without pipeline and recompute."""
+        return any(plan.prediction.peak_bytes <= self.limit_bytes for plan in self.priced.values()
+                   if plan.hybrid.micro_batches == plan.hybrid.stages == 1 and plan.hybrid.recompute == "none")
+
+    def noted(self, record: Record, plan: Plan) -> Record:
+        """The record of ``plan`` with these plans as alternatives, fastest first, and its comparison with the
+        fastest of them."""
+        seen, found = {_figures(plan)}, list[Alternative]()
+        for text, other in sorted(self.priced.items(), key=lambda item: item[1].prediction.step_s):
+            if _figures(other) not in seen:
+                seen.add(_figures(other))
+                found.append(alternative_of(plan, other, text))
+        record = replace(record, alternatives=(*record.alternatives, *found))
+        if self.fastest is None or _figures(self.fastest[1]) == _figures(plan):
+            return record
+        return with_comparison(record, plan, self.fastest[1], f"by hand {self.fastest[0]}")
+
+
+def usual_plans(graph: OpGraph, cluster: Cluster, options: Options, seconds: float = math.inf) -> UsualPlans:
+    """`recipes` that ``options`` allow, priced. Those that the model does not allow are passed over; once one fits,
+    none is begun after so many seconds."""
     ends, limit = clock.now() + seconds, options.limit_bytes(cluster)
-    found, hybrids = dict[str, Plan](), set[tuple[Hybrid, object]]()
+    found, too_large, hybrids = dict[str, Plan](), dict[str, float](), set[tuple[Hybrid, object]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
     weights = sum(node.outputs[0].num_bytes for node in graph.of_kind("parameter"))
     fits = False
@@ -56,22 +94,28 @@ def usual_plan(graph: OpGraph, cluster: Cluster, options: Options, seconds: floa
             with suppress(AutoparallelError):
                 hand = ByHand.of(text).on(cluster.num_devices)
                 hybrid = hand.hybrid(batch_size(graph) if hand.needs_batch else 1)
-                may_fit = least_bytes(hand, weights) <= limit and (clock.now() < ends or (seconds > 0 and not fits))
-                if may_fit and (hybrid, hand.mesh) not in hybrids and _allowed(hybrid, options):
+                if (hybrid, hand.mesh) in hybrids or not _allowed(hybrid, options):
+                    continue
+                if (least := least_bytes(hand, weights)) > limit:
+                    too_large[text] = least
+                elif clock.now() < ends or (seconds > 0 and not fits):
                     hybrids.add((hybrid, hand.mesh))
-                    plain = Options(optimizer=options.optimizer, reduce_dtype=options.reduce_dtype,
-                                    bucket_bytes=options.bucket_bytes, by_hand=hand, offload=options.offload,
-                                    offload_fraction=options.offload_fraction,
-                                    host_memory_limit_bytes=options.host_memory_limit_bytes,
-                                    disk_limit_bytes=options.disk_limit_bytes,
-                                    time_limit_s=min(Options.time_limit_s, ends - clock.now()))
-                    found[text] = plan_by_hand(graph, cluster, plain, hand)
+                    found[text] = plan_by_hand(graph, cluster, pricing_of(options, hand, ends - clock.now()), hand)
                     fits = fits or found[text].prediction.peak_bytes <= limit
-    fitting = {text: made for text, made in found.items() if made.prediction.peak_bytes <= limit}
-    if not fitting:
-        raise InfeasibleError(f"no usual plan by hand fits in {limit:,.0f} bytes a device, of {len(found)} priced: "
-                              "name one to compare with, as --compare-by-hand dp=8,tp=8,pp=4")
-    return min(fitting.items(), key=lambda item: item[1].prediction.step_s)
+    return UsualPlans(found, too_large, limit)
+
+
+def pricing_of(options: Options, hand: ByHand, left_s: float = math.inf) -> Options:
+    """The options that prices of a plan by hand depend on, without a memory limit."""
+    return Options(optimizer=options.optimizer, reduce_dtype=options.reduce_dtype, bucket_bytes=options.bucket_bytes,
+                   by_hand=hand, offload=options.offload, offload_fraction=options.offload_fraction,
+                   host_memory_limit_bytes=options.host_memory_limit_bytes, disk_limit_bytes=options.disk_limit_bytes,
+                   time_limit_s=min(Options.time_limit_s, left_s))
+
+
+def _figures(plan: Plan) -> tuple[object, ...]:
+    """Mesh, step and memory, which plans share that run the same program."""
+    return plan.mesh_shape, round(plan.prediction.step_s, 9), round(plan.prediction.peak_bytes)
 
 
 def least_bytes(hand: ByHand, weights: float) -> float:
@@ -94,4 +138,4 @@ def _allowed(hybrid: Hybrid, options: Options) -> bool:
         value is None or getattr(hybrid, name) == value for name, value in asked.items())
 
 
-__all__ = ["recipes", "usual_plan"]
+__all__ = ["UsualPlans", "pricing_of", "recipes", "usual_plans"]

@@ -41,6 +41,23 @@ class Sensitivity:
     none_found: bool = False
 
 
+@dataclass(frozen=True)
+class Row:
+    """One line of a comparison; ``saved_s``: seconds that the first plan saves (None: no time)."""
+
+    what: str
+    texts: tuple[str, str]
+    saved_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two plans, named, line by line."""
+
+    names: tuple[str, str]
+    rows: tuple[Row, ...]
+
+
 class Study(Protocol):
     """Answers questions about a plan by searching its problem again."""
 

@@ -26,11 +26,30 @@ Strategies = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
+class Combinations:
+    """How a joint search dealt with the combinations of pipeline, mesh, micro-batches, ZeRO and recompute: those
+    ``estimated`` on the model of reduced depth (``without_plan``: of these, those for which no plan that fits was
+    found), ``planned`` for the whole model, ``ruled_out`` by bounds of time or memory, ``left`` for lack of time."""
+
+    estimated: int
+    without_plan: int
+    planned: int
+    ruled_out: int
+    left: int
+
+    def __str__(self) -> str:
+        parts = [f"{self.estimated} estimated" + (f" ({self.without_plan} of them without a plan that fits)"
+                                                  if self.without_plan else ""),
+                 f"{self.planned} planned in full", f"{self.ruled_out} ruled out by bounds"]
+        return ", ".join([*parts, f"{self.left} left for lack of time"] if self.left else parts)
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The quality of the search's result: objective and lower bound, in seconds of the additive cost, and their gap.
 
     ``seconds``: planning time by phase. ``step_bound_s``: a lower bound of the step over all combinations that a joint
-    search enumerated (None: no joint search).
+    search enumerated, and ``combinations`` (None: no joint search).
     """
 
     solver: str
@@ -40,6 +59,7 @@ class Evidence:
     stop_reason: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     step_bound_s: float | None = None
+    combinations: Combinations | None = None
 
 
 @dataclass(frozen=True)
@@ -202,7 +222,8 @@ class Plan:
         return strategy
 
     def summary(self) -> str:
-        """Three lines: what plan this is, in the field's words; how fast, and how full the memory; how sure."""
+        """A line each: what plan this is, in the field's words; how fast, and how full the memory; where the time goes,
+        and how sure that is; why no other, if others are known."""
         from autoparallel.plans.reports.build import report_of
 
         return "\n".join(report_of(self).summary)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autoparallel.errors import PlanError
-from autoparallel.plans.answers import Choice, Sensitivity
+from autoparallel.plans.answers import Choice, Comparison, Sensitivity
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Workload:
     that it computes). ``hardware_flops``: as the devices run them, with recompute and with work that several ranks
     repeat. ``peak_flops_per_s``: of one device, for ``dtype``, that of most of these FLOPs. ``price_per_hour`` and
     ``watts``: of one device; 0 is not known. ``links``: by mesh axis, the slowest link that its groups cross.
-    ``host_devices``: devices joined by the innermost link.
+    ``host_devices``: devices joined by the innermost link. ``link_names``: the machine's links, innermost first.
     """
 
     unit: str
@@ -40,13 +40,15 @@ class Workload:
     price_per_hour: float = 0.0
     watts: float = 0.0
     links: Mapping[str, str] = field(default_factory=dict)
+    link_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StageSeconds:
     """Seconds of one stage of a pipeline: forward and backward of a micro-batch, what is done once per step, and
     sending one micro-batch to the next stage. ``state_bytes`` stay for the step (parameters, gathered ones
-    too, gradients, optimizer state, buffers), ``activation_bytes`` for each micro-batch in flight."""
+    too, gradients, optimizer state, buffers), ``activation_bytes`` for each micro-batch in flight.
+    ``forward_communication_s``, ``backward_communication_s``: of those seconds, exposed communication."""
 
     forward_s: float
     backward_s: float
@@ -54,6 +56,8 @@ class StageSeconds:
     send_s: float
     state_bytes: float
     activation_bytes: float
+    forward_communication_s: float = 0.0
+    backward_communication_s: float = 0.0
 
 
 #: A task of a rank: name, stream, start and end in seconds, and the numbers of the tasks of other streams that it
@@ -94,21 +98,25 @@ class Redistribution:
 @dataclass(frozen=True)
 class Trial:
     """A combination that was planned in full (or, with ``estimated``, on the model of reduced depth): step seconds, and
-    bytes of the fullest rank (0: not known)."""
+    bytes of the fullest rank (0: not known). ``too_large``: planned in full, no plan that fits was found."""
 
     what: str
     step_s: float
     peak_bytes: float = 0.0
     estimated: bool = False
+    too_large: bool = False
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another plan: its step time and memory, and in what it differs, a line each."""
+    """Another plan: its step time and memory, in what it differs, a line each, and its ``title`` in the field's words
+    ("": that of the plan). ``by_hand``: the text of a usual plan by hand ("": the search found it)."""
 
     step_s: float
     peak_bytes: float
     differences: tuple[str, ...]
+    title: str = ""
+    by_hand: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,8 +125,9 @@ class Record:
     one. ``redistributions``: of one block of each kind, and outside blocks. ``trials``: combinations that were tried.
     ``search``: (seconds since the start, phase, best, bound) after each phase. ``compute_s``: seconds of a step's
     matrix products ("matmul") and attention ("attention"), forward and backward, on a rank (the mean over a
-    pipeline's). ``alternatives``, ``sensitivities`` and ``explanations`` (by name of the decision) are answers that
-    were asked for."""
+    pipeline's). ``alternatives``: other plans that planning found, or that were asked for; ``comparisons``: with plans
+    by hand, line by line. ``sensitivities`` and ``explanations`` (by name of the decision) are answers that were asked
+    for."""
 
     workload: Workload
     spans: tuple[Span, ...] = ()
@@ -131,6 +140,7 @@ class Record:
     sensitivities: tuple[Sensitivity, ...] = ()
     explanations: Mapping[str, tuple[Choice, ...]] = field(default_factory=dict)
     compute_s: Mapping[str, float] = field(default_factory=dict)
+    comparisons: tuple[Comparison, ...] = ()
 
 
 def check_record(record: Record) -> None:

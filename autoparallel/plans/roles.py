@@ -11,11 +11,13 @@
     | expert     | each rank has experts; everything else as data                                             |
     | replicated | all ranks compute the same                                                                 |
 
-The role of an axis is that of most of its products and attentions; those with another are its departures.
+The role of an axis is that of most of the weights whose products it cuts (attention and other ops without a weight
+count as one element); products with another are its departures.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -186,7 +188,10 @@ def _role(op: str, strategy: str, layout: str) -> str:
 
 
 def _axis(plan: Plan, products: list[Product], axis: int) -> AxisRole:
-    votes = Counter(product.roles[axis] for product in products if product.op not in _EXPERTS)
+    votes = Counter[str]()
+    for product in products:
+        if product.op not in _EXPERTS:
+            votes[product.roles[axis]] += 1 + math.prod(plan.model.parameters.get(f"{product.module}.weight", (0,)))
     role = max(ROLES, key=lambda one: votes[one]) if votes else _role_of_inputs(plan, axis)
     experts = [product for product in products if product.op in _EXPERTS]
     cut = any(product.strategies[axis] in ("e", "dispatch") for product in experts)

@@ -279,8 +279,12 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
         forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
         share = forward / (s.total - s.once) if s.total > s.once else 0.0
         saved = max(0.0, s.live_bytes - s.always_bytes) / max(1, held)
+        each = whole_s / (s.total - s.once) / count if s.total > s.once else 0.0
+        once_backward = max(0.0, s.once - s.once_forward - s.optimizer)
+        exchanged = (max(0.0, s.forward_communication - s.once_forward),
+                     max(0.0, s.backward_communication - once_backward))
         found.append(StageSeconds(share * whole_s / count, (1 - share) * whole_s / count, s.once, send_s,
-                                  s.always_bytes, saved))
+                                  s.always_bytes, saved, *(each * seconds for seconds in exchanged)))
     return tuple(found)
 
 

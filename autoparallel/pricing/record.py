@@ -43,7 +43,7 @@ def workload(pricer: SpacePricer, strategies: Sequence[Strategy]) -> Workload:
         unit, count * hybrid.micro_batches, float(parameters), model * hybrid.micro_batches, run * hybrid.micro_batches,
         dtype, compute.peak_flops_per_s("matmul", dtype, cluster.device), math.prod(sizes), cluster.device.name,
         cluster.device.memory_bytes, min(cluster.links[0].num_devices, cluster.num_devices),
-        cluster.device.price_per_hour, cluster.device.watts, groups,
+        cluster.device.price_per_hour, cluster.device.watts, groups, tuple(link.name for link in cluster.links),
     )
 
 
@@ -188,7 +188,10 @@ def _sampled(pricer: SpacePricer, live: np.ndarray) -> MemoryProfile:
 
     def name(place: int) -> str:
         index = min(max(place if place < count else 2 * count - place, 0), count - 1)
-        where = space.blocks[index] or space.decisions[index].name
+        node = space.graph.nodes[space.decisions[index].node]
+        where = space.blocks[index] or node.module_path or f"outside modules, {space.decisions[index].name}"
+        if index >= count - 1:
+            return "end of forward" if place < count else "beginning of backward"
         return f"{'forward' if place < count else 'backward'} {where}"
 
     return MemoryProfile(tuple(KINDS[k] for k in kept), tuple(map(name, places)),

@@ -1,4 +1,5 @@
-"""A line for every so many steps of a run: seconds of a step, tokens per second, MFU, memory beside the plan's."""
+"""A line for every so many steps of a run: seconds of a step, tokens per second, MFU, exposed communication and memory
+beside the plan's."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from autoparallel.errors import InputError, shown
+from autoparallel.kernels.collectives import waited
 from autoparallel.plans import Plan
 from autoparallel.plans.reports.build import rates, times_of
 from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, seconds_str
@@ -30,8 +32,9 @@ _LOG = logging.getLogger(__name__)
 class StepLine:
     """``steps`` counted so far; mean seconds of a step since the last line, and ``over_plan``, their ratio to the
     plan's less 1; tokens or samples (``unit``) per second of all devices, and MFU (None: the plan does not know the
-    work); peak bytes that tensors took on this rank's device (None: not counted there), and the plan's. All by the plan
-    of the first form of call, and its batch."""
+    work); seconds of a step in which this rank waited for collectives (``exposed_s``; None: not counted, on devices
+    other than the CPU and in compiled graphs), and the plan's; peak bytes that tensors took on this rank's device
+    (None: not counted there), and the plan's. All by the plan of the first form of call, and its batch."""
 
     steps: int
     step_s: float
@@ -42,6 +45,8 @@ class StepLine:
     mfu: float | None = None
     peak_bytes: float | None = None
     plan_bytes: float = 0.0
+    exposed_s: float | None = None
+    plan_exposed_s: float = 0.0
 
     def __str__(self) -> str:
         parts = [f"step {self.steps}: {seconds_str(self.step_s)} ({self.over_plan:+.1%} of the plan)"]
@@ -49,9 +54,21 @@ class StepLine:
             parts.append(f"{count_str(self.per_s)} {self.unit}/s")
         if self.mfu is not None:
             parts.append(f"{percent_str(self.mfu)} MFU")
+        if self.exposed_s is not None:
+            parts.append(f"communication exposed {seconds_str(self.exposed_s)} (plan "
+                         f"{seconds_str(self.plan_exposed_s)})")
         if self.peak_bytes is not None:
             parts.append(f"peak {bytes_str(self.peak_bytes)} (plan {bytes_str(self.plan_bytes)})")
         return ", ".join(parts)
+
+
+class _Mark(NamedTuple):
+    """The end of a step: its number, the time, and waits for collectives and their seconds so far."""
+
+    steps: int
+    at_s: float
+    waits: int
+    waited_s: float
 
 
 class Writer(Protocol):
@@ -112,7 +129,7 @@ class StepLog:
             raise InputError(f"writers is {shown(writers)}: give a list, for example [JsonLines(path)]")
         self.parallel, self.every, self.writers, self.clock = parallel, every, tuple(writers), clock
         self.steps, self.warned = 0, False
-        self._marks: list[tuple[int, float]] = []
+        self._marks: list[_Mark] = []
         self.last: StepLine | None = None
 
     def step(self) -> StepLine | None:
@@ -122,8 +139,8 @@ class StepLog:
         self.steps += 1
         if self.steps == 1 or (self.steps - 1) % self.every == 0:
             _finish()
-            self._marks.append((self.steps, self.clock()))
-        if len(self._marks) < 2 or self._marks[-1][0] != self.steps:
+            self._marks.append(_Mark(self.steps, self.clock(), waited.calls, waited.seconds))
+        if len(self._marks) < 2 or self._marks[-1].steps != self.steps:
             return None
         self.last = self._line()
         _LOG.info("%s", self.last)
@@ -136,11 +153,13 @@ class StepLog:
         return self.parallel if isinstance(self.parallel, Plan) else self.parallel.plan
 
     def _line(self) -> StepLine:
-        (before, started), (now, ended) = self._marks[-2:]
-        step_s, plan = (ended - started) / (now - before), self._plan()
-        p, record = plan.prediction, plan.record
+        before, now = self._marks[-2:]
+        steps, plan = now.steps - before.steps, self._plan()
+        step_s, p, record = (now.at_s - before.at_s) / steps, plan.prediction, plan.record
+        exposed_s = (now.waited_s - before.waited_s) / steps if now.waits > before.waits else None
         found = StepLine(self.steps, step_s, p.step_s, step_s / p.step_s - 1 if p.step_s else 0.0,
-                         peak_bytes=_peak_bytes(), plan_bytes=p.peak_bytes)
+                         peak_bytes=_peak_bytes(), plan_bytes=p.peak_bytes, exposed_s=exposed_s,
+                         plan_exposed_s=p.exposed_s)
         if record is None or not step_s:
             return found
         per_s, mfu, _ = rates(record.workload, step_s)
@@ -149,7 +168,7 @@ class StepLog:
     def _warn(self) -> None:
         """Once: where the median of the lines so far is off the plan by more than `Prediction.p90`."""
         p = self._plan().prediction
-        lines = [(b - a) / (n - m) for (m, a), (n, b) in pairwise(self._marks)]
+        lines = [(b.at_s - a.at_s) / (b.steps - a.steps) for a, b in pairwise(self._marks)]
         over = statistics.median(lines) / p.step_s - 1 if p.step_s else 0.0
         if not self.warned and p.p90 and abs(over) > p.p90:
             self.warned = True

@@ -7,7 +7,10 @@ from dataclasses import replace
 
 from autoparallel.errors import PlanError
 from autoparallel.plans.plan import Plan
-from autoparallel.plans.record import Alternative
+from autoparallel.plans.record import Alternative, Record
+from autoparallel.plans.reports.build import report_of
+from autoparallel.plans.reports.comparison import compare
+from autoparallel.plans.reports.words import axis_words, title
 
 
 def ask(plan: Plan, explain: Sequence[str] = (), alternatives: int = 0, sensitivity: bool = False) -> Plan:
@@ -23,20 +26,29 @@ def ask(plan: Plan, explain: Sequence[str] = (), alternatives: int = 0, sensitiv
         record = replace(record, explanations={**record.explanations,
                                                **{name: tuple(plan.explain(name)) for name in explain}})
     if alternatives:
-        record = replace(record, alternatives=tuple(alternative_of(plan, other)
-                                                    for other in plan.alternatives(alternatives)))
+        found = [alternative_of(plan, other) for other in plan.alternatives(alternatives)]
+        record = replace(record, alternatives=(*found, *(one for one in record.alternatives if one.by_hand)))
     if sensitivity:
         record = replace(record, sensitivities=tuple(plan.sensitivity()))
     return replace(plan, record=record)
 
 
-def alternative_of(plan: Plan, other: Plan) -> Alternative:
-    """Another plan by its differences, without the line that counts them; on another mesh by the step's configuration
-    alone, since all strategies are others there."""
+def with_comparison(record: Record, plan: Plan, other: Plan, name: str) -> Record:
+    """The record of ``plan`` with its comparison with ``other``."""
+    ours = report_of(replace(plan, record=record))
+    return replace(record, comparisons=(*record.comparisons, compare(ours, report_of(other), ("this plan", name))))
+
+
+def alternative_of(plan: Plan, other: Plan, by_hand: str = "") -> Alternative:
+    """Another plan by its title and its differences; on another mesh by those of the step's configuration alone, since
+    all strategies are others there. Stage cuts and recomputed blocks are left out: they follow from the rest.
+    ``by_hand``: its text, of a plan by hand."""
     lines = plan.diff(other).split("\n")[1:]
-    if plan.mesh_shape != other.mesh_shape:
-        lines = [line for line in lines if line.split(":")[0] not in plan.strategies]
-    return Alternative(other.prediction.step_s, other.prediction.peak_bytes, tuple(lines))
+    said = {"cuts", "recompute_blocks", *(plan.strategies if plan.mesh_shape != other.mesh_shape else ())}
+    lines = [line for line in lines if line.split(":")[0] not in said]
+    own, its = (title(one, axis_words(one, None)) for one in (plan, other))
+    return Alternative(other.prediction.step_s, other.prediction.peak_bytes, tuple(lines), "" if its == own else its,
+                       by_hand)
 
 
-__all__ = ["alternative_of", "ask"]
+__all__ = ["alternative_of", "ask", "with_comparison"]

@@ -18,11 +18,10 @@ def report_of(plan: Plan) -> Report:
     axes = axis_words(plan, record.workload if record else None)
     labels = {axis.name: axis.label for axis in axes}
     times = times_of(p)
-    exposed_s = next(time.seconds for time in times if time.part == "exposed communication")
     found = Report(
-        ("", "", ""), title(plan, axes), plan.cluster, plan.fingerprint, axes, _departures(axes),
+        (), title(plan, axes), plan.cluster, plan.fingerprint, axes, _departures(axes),
         _speed(p, record.workload if record else None), _memory(p, record), times,
-        exposed_s / p.step_s if p.step_s else 0.0, tuple(_collectives(plan, labels)), block_rows(plan, axes),
+        p.exposed_s / p.step_s if p.step_s else 0.0, tuple(_collectives(plan, labels)), block_rows(plan, axes),
         _proof(plan), tuple(plan.pins.items()), plan.hybrid.cuts,
         plan.hybrid.recompute_blocks or (), p.repeated_ops, record,
     )
@@ -30,7 +29,12 @@ def report_of(plan: Plan) -> Report:
 
 
 def _departures(axes: Iterable[AxisWords]) -> tuple[str, ...]:
-    return tuple(f"{text} (axis {axis.label})" for axis in axes for text in axis.departures)
+    found: dict[str, list[str]] = {}
+    for axis in axes:
+        for text in axis.departures:
+            found.setdefault(text, []).append(axis.label)
+    return tuple(f"{text} ({'axis' if len(labels) == 1 else 'axes'} {', '.join(labels)})"
+                 for text, labels in found.items())
 
 
 def _speed(p: Prediction, work: Workload | None) -> Speed:
@@ -95,7 +99,7 @@ def _proof(plan: Plan) -> Proof:
     within_any = step_s / e.step_bound_s - 1 if e.step_bound_s and 0 < e.step_bound_s <= step_s else None
     phases = tuple((name, seconds) for name, seconds in e.seconds.items() if not name.startswith("search:"))
     return Proof(searched, e.solver, e.objective_s, e.lower_bound_s, e.stop_reason,
-                 None if within is None else max(0.0, within), within_any, e.step_bound_s, phases)
+                 None if within is None else max(0.0, within), within_any, e.step_bound_s, phases, e.combinations)
 
 
 __all__ = ["rates", "report_of", "times_of"]

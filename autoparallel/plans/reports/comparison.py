@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from autoparallel.plans.answers import Choice
+from autoparallel.plans.answers import Choice, Comparison, Row
+from autoparallel.plans.record import Alternative
 from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a comparison; ``saved_s``: seconds that the first plan saves (None: no time)."""
-
-    what: str
-    texts: tuple[str, str]
-    saved_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two plans, named, line by line."""
-
-    names: tuple[str, str]
-    rows: tuple[Row, ...]
+OUTSIDE = "outside blocks"
 
 
 def compare(ours: Report, theirs: Report, names: tuple[str, str] = ("this plan", "the other")) -> Comparison:
@@ -58,15 +44,49 @@ def _purpose(purpose: str, ours: Report, theirs: Report) -> Row | None:
 
 
 def _parts(ours: Report, theirs: Report) -> list[Row]:
-    """Parts of blocks that are cut by something else."""
-    found = []
-    tables = [{(block.title, row.part): " x ".join(dict.fromkeys(row.cut_by))
-               for block in one.blocks for row in block.rows} for one in (ours, theirs)]
-    for key in dict.fromkeys((*tables[0], *tables[1])):
-        texts = tables[0].get(key, "-"), tables[1].get(key, "-")
-        if texts[0] != texts[1]:
-            found.append(Row(f"{key[1]} of {key[0]} cut by", texts))
+    """Parts of the repeated blocks, and of what is outside them, that are cut by something else."""
+    tables = [_cuts(one) for one in (ours, theirs)]
+    return [Row(f"{part} {where} cut by", texts) for where, part in dict.fromkeys((*tables[0], *tables[1]))
+            if len(set(texts := (_counted(tables[0].get((where, part))), _counted(tables[1].get((where, part)))))) > 1]
+
+
+def _cuts(report: Report) -> dict[tuple[str, str], Counter[str]]:
+    """By place and part: what it is cut by on the axes, and in how many blocks."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for block in report.blocks:
+        where = block.title if block.title == OUTSIDE else "of the blocks"
+        for row in block.rows:
+            found.setdefault((where, row.part), Counter())[" x ".join(dict.fromkeys(row.cut_by))] += block.count
     return found
+
+
+def _counted(cuts: Counter[str] | None) -> str:
+    """The most frequent ways first, two of them.
+
+    >>> _counted(Counter({"batch": 30, "weights": 2}))
+    'batch (30 blocks), weights (2 blocks)'
+    """
+    if not cuts:
+        return "-"
+    if len(cuts) == 1:
+        return next(iter(cuts))
+    said = [f"{cut} ({count} block{'' if count == 1 else 's'})" for cut, count in cuts.most_common(2)]
+    return ", ".join([*said, "..."] if len(cuts) > 2 else said)
+
+
+def other_row(report: Report, one: Alternative) -> tuple[str, str, str, str, str]:
+    """Another plan beside the report's: its name, step, by how much it is slower, peak memory, and the first of its
+    differences."""
+    more = f", and {len(one.differences) - 3} more" if len(one.differences) > 3 else ""
+    differs = "; ".join(one.differences[:3]) + more
+    name = f"by hand {one.by_hand.replace(',', ', ')}" if one.by_hand else one.title or "the same, other layouts"
+    slower = percent_str(one.step_s / report.speed.step_s - 1) if report.speed.step_s else "-"
+    limit = report.memory.limit_bytes or report.memory.device_bytes
+    if limit and one.peak_bytes > limit:
+        slower += ", does not fit"
+    elif report.speed.not_told_apart([one.step_s]):
+        slower += ", within the error"
+    return name, seconds_str(one.step_s), slower, bytes_str(one.peak_bytes), differs
 
 
 def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
@@ -90,4 +110,4 @@ def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-__all__ = ["Comparison", "Row", "compare", "explained"]
+__all__ = ["compare", "explained", "other_row"]

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from autoparallel.plans.reports.comparison import Comparison
+from autoparallel.plans.answers import Comparison
 from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.step_parts import TraceComparison
 

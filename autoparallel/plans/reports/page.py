@@ -15,9 +15,10 @@ from autoparallel.errors import PlanError, printable
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.reports import diagrams, pictures, units
 from autoparallel.plans.reports.build import report_of
-from autoparallel.plans.reports.comparison import explained
+from autoparallel.plans.reports.comparison import explained, other_row
 from autoparallel.plans.reports.glossary import GLOSSARY
 from autoparallel.plans.reports.report import Report
+from autoparallel.plans.reports.summary import LOOSE
 from autoparallel.plans.reports.timeline import timeline_of
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ def page(plan: Plan) -> str:
     style, script = (_text(name) for name in ("page.css", "page.js"))
     return _template().render(
         report=report, style=style, script=script, policy=_policy(style, script), glossary=GLOSSARY,
-        pictures=_pictures(report), timelines=_timelines(plan, report), hosts=_hosts(report), flows=_flows(report),
-        explained=explained,
+        pictures=_pictures(plan, report), timelines=_timelines(plan, report), hosts=_hosts(report),
+        flows=_flows(report), explained=explained, loose=LOOSE,
+        others=[(one, other_row(report, one)) for one in report.record.alternatives] if report.record else [],
     )
 
 
@@ -96,7 +98,7 @@ def _timelines(plan: Plan, report: Report) -> list[pictures.Picture]:
         return [pictures.Picture(0, 0, (), note=str(error))]
 
 
-def _pictures(report: Report) -> dict[str, pictures.Picture]:
+def _pictures(plan: Plan, report: Report) -> dict[str, pictures.Picture]:
     """The pictures that the plan's record has numbers for."""
     found = dict[str, pictures.Picture]()
     record = report.record
@@ -104,6 +106,8 @@ def _pictures(report: Report) -> dict[str, pictures.Picture]:
         return found
     if record.memory is not None and record.memory.at:
         found["memory"] = pictures.memory_picture(record.memory, report.memory.limit_bytes)
+    if record.stages:
+        found["held"] = pictures.pipeline_memory_picture(timeline_of(plan), report.memory.limit_bytes)
     if record.trials:
         found["trials"] = pictures.scatter_picture(record.trials, report.memory.limit_bytes)
     if len(record.search) >= LEAST_POINTS:

@@ -15,9 +15,11 @@ from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 MOST_BOXES, MOST_POINTS = 5000, 300
 #: A limit of so many times the peak is above the picture.
 FAR = 2.0
-#: Rows of a timeline; with more, sends have none.
-MOST_ROWS = 16
+#: Rows of a timeline; with more, each rank of a pipeline has one.
+MOST_ROWS = 24
 WIDTH, HEIGHT, ROW = 1000.0, 300.0, 24.0
+#: The height of the strip below the axis, for points without a place on it.
+BELOW = 24.0
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,11 @@ def timeline_pictures(line: Timeline, step_s: float) -> list[Picture]:
     """Rows of boxes: the whole step, or, of more than `MOST_BOXES`, its beginning and its end."""
     note = (f"Simulated: {seconds_str(line.total_s)}; predicted: {seconds_str(step_s)}, with what the framework takes "
             "once a step.")
-    left_out = {number for number, row in enumerate(line.rows) if row.stream == "send"} \
-        if len(line.rows) > MOST_ROWS else set()
+    left_out = {number for number, row in enumerate(line.rows) if row.stream != "compute"} \
+        if len(line.rows) > MOST_ROWS and line.pipelined else set()
     boxes = [box for box in line.boxes if box.end_s > box.start_s and box.row not in left_out]
-    note += " Sends are left out." if left_out else ""
+    note += " Sends and exposed communication are left out." if left_out else \
+        " A micro-batch's exposed communication is drawn in one piece, at its end." if line.pipelined else ""
     if len(boxes) <= MOST_BOXES:
         return [_window(line, boxes, (0.0, line.total_s), left_out, note)]
     half = MOST_BOXES // 2
@@ -118,29 +121,72 @@ def memory_picture(memory: MemoryProfile, limit_bytes: float) -> Picture:
                    f"The limit, {bytes_str(limit_bytes)}, lies above the picture." if far else "")
 
 
+def pipeline_memory_picture(line: Timeline, limit_bytes: float) -> Picture:
+    """Bytes on the fullest rank of a pipeline over the step's schedule: what stays, activations above it, and the
+    limit."""
+    rank, points = max(enumerate(line.held), key=lambda item: max(held for _, held in item[1]))
+    stays, peak = min(held for _, held in points), max(held for _, held in points)
+    far = limit_bytes > FAR * peak
+    top, across = 1.05 * (peak if far else max(peak, limit_bytes)) or 1.0, WIDTH / (line.total_s or 1.0)
+    corners = [(0.0, stays)]
+    for (at, held), (_, before) in zip(points[1:], points, strict=False):  # it changes at once, and stays until then
+        corners += [(at, before), (at, held)]
+    corners.append((line.total_s, points[-1][1]))
+
+    def placed(at_s: float, held: float) -> tuple[float, float]:
+        return _round(at_s * across), _round(HEIGHT - held / top * HEIGHT)
+
+    shapes = [Shape("m0", f"parameters, gradients and optimizer state: {bytes_str(stays)}", 0.0,
+                    _round(HEIGHT - stays / top * HEIGHT), WIDTH, _round(stays / top * HEIGHT)),
+              Shape("m1", f"activations: at most {bytes_str(peak - stays)}", points=(
+                  placed(0.0, stays), *(placed(*corner) for corner in corners), placed(line.total_s, stays)))]
+    if limit_bytes and not far:
+        shapes.append(Shape("limit", f"limit {bytes_str(limit_bytes)}", 0.0, HEIGHT - limit_bytes / top * HEIGHT, WIDTH,
+                            1.5))
+    every = max(1, len(points) // MOST_POINTS)
+    shapes += [Shape("reading", f"{seconds_str(at_s)}: {bytes_str(held)}", placed(at_s, held)[0] - 1.5, 0.0, 3.0,
+                     HEIGHT) for at_s, held in points[::every]]
+    marks = tuple(Mark(share * WIDTH, seconds_str(share * line.total_s) if share else "0")
+                  for share in (0.0, 0.25, 0.5, 0.75, 1.0))
+    note = f"Rank {rank} of the pipeline, the fullest." + (
+        f" The limit, {bytes_str(limit_bytes)}, lies above the picture." if far else "")
+    return Picture(WIDTH, HEIGHT, tuple(shapes), marks, tuple(_marks(top, HEIGHT, bytes_str)), (),
+                   ("parameters, gradients, optimizer state", "activations"), note)
+
+
 def scatter_picture(trials: Sequence[Trial], limit_bytes: float) -> Picture:
-    """Step time (right) against memory (up) of the combinations tried; those of unknown memory on the lower edge. The
-    Pareto front: nothing is both faster and smaller."""
+    """Step time (right) against memory (up) of the combinations tried; those of which only the time was estimated lie
+    below the axis. The Pareto front: nothing is both faster and smaller."""
     some = sorted(trials, key=lambda trial: (trial.estimated, trial.step_s))[:MOST_POINTS]
     fast = min(trial.step_s for trial in some)
     slow = max([trial.step_s for trial in some if trial.step_s <= 4 * fast] + [fast * 1.01])
     top = max([trial.peak_bytes for trial in some] + [limit_bytes]) * 1.05 or 1.0
-    front, shapes = _front(some), list[Shape]()
+    front, shapes, floor = _front(some), list[Shape](), HEIGHT - BELOW
     for trial in some:
         if trial.step_s > slow:
             continue
         kind = "estimated" if trial.estimated else "front" if trial in front else "planned"
-        known = bytes_str(trial.peak_bytes) if trial.peak_bytes else "memory not known"
-        shapes.append(Shape(kind, f"{trial.what}: {seconds_str(trial.step_s)}, {known} ({kind})",
+        height = trial.peak_bytes / top * (floor - 8) if trial.peak_bytes else -BELOW / 2
+        shapes.append(Shape(kind, f"{trial.what}: {seconds_str(trial.step_s)}, {_known(trial)}",
                             _round(10 + (trial.step_s - fast) / (slow - fast) * (WIDTH - 20)),
-                            _round(HEIGHT - 8 - trial.peak_bytes / top * (HEIGHT - 16)), 6.0))
+                            _round(floor - height), 6.0))
     if limit_bytes:
-        shapes.append(Shape("limit", f"limit {bytes_str(limit_bytes)}", 0.0,
-                            HEIGHT - 8 - limit_bytes / top * (HEIGHT - 16), WIDTH, 1.5))
+        shapes.append(Shape("limit", f"limit {bytes_str(limit_bytes)}", 0.0, floor - limit_bytes / top * (floor - 8),
+                            WIDTH, 1.5))
     left = len(trials) - sum(shape.kind != "limit" for shape in shapes)
+    note = f"{left} combinations that are slower, or more than {MOST_POINTS}, are not drawn. " if left else ""
+    if any(not trial.peak_bytes for trial in some):
+        note += "Below the axis: only the time is estimated, on a model of fewer blocks; the memory is not known."
     marks = tuple(Mark(10 + share * (WIDTH - 20), seconds_str(fast + share * (slow - fast))) for share in (0, 0.5, 1))
-    return Picture(WIDTH, HEIGHT, tuple(shapes), marks, tuple(_marks(top, HEIGHT, bytes_str)), (), _kinds(shapes),
-                   f"{left} combinations that are slower, or more than {MOST_POINTS}, are not drawn." if left else "")
+    return Picture(WIDTH, HEIGHT, tuple(shapes), marks, tuple(_marks(top, floor - 8, bytes_str, BELOW)), (),
+                   _kinds(shapes), note.strip())
+
+
+def _known(trial: Trial) -> str:
+    """The memory of a combination, or why it is not known."""
+    if trial.too_large:
+        return "estimated; planned in full, no plan that fits was found"
+    return f"{bytes_str(trial.peak_bytes)} (planned)" if trial.peak_bytes else "estimated, memory not known"
 
 
 def _front(trials: Iterable[Trial]) -> set[Trial]:
@@ -191,10 +237,10 @@ def tornado_picture(found: Sequence[Sensitivity], step_s: float) -> Picture:
                    ("slower", "faster"))
 
 
-def _marks(most: float, length: float, text: Callable[[float], str]) -> Iterator[Mark]:
-    """Five marks from nothing to the most."""
+def _marks(most: float, length: float, text: Callable[[float], str], below: float = 0.0) -> Iterator[Mark]:
+    """Five marks from nothing, at the height ``below``, to the most."""
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        yield Mark(_round(share * length), text(share * most) if share else "0")
+        yield Mark(_round(below + share * length), text(share * most) if share else "0")
 
 
 def _kinds(shapes: Iterable[Shape]) -> tuple[str, ...]:
@@ -205,4 +251,5 @@ def _round(value: float) -> float:
     return round(value, 2)
 
 
-__all__ = ["Picture", "memory_picture", "scatter_picture", "search_picture", "timeline_pictures", "tornado_picture"]
+__all__ = ["Picture", "memory_picture", "pipeline_memory_picture", "scatter_picture", "search_picture",
+           "timeline_pictures", "tornado_picture"]

@@ -39,12 +39,15 @@ class Plots:
         return _figure(pictures.timeline_pictures(line, self.plan.prediction.step_s), "The predicted step")
 
     def memory(self) -> Figure:
-        """Memory of the fullest rank by kind, along forward and backward, with the limit."""
+        """Memory of the fullest rank by kind, along forward and backward, with the limit; of a pipeline also over its
+        schedule."""
         report = report_of(self.plan)
         if report.record is None or report.record.memory is None or not report.record.memory.at:
             raise PlanError("the plan does not tell its memory along the step: plan again with this version")
-        return _figure([pictures.memory_picture(report.record.memory, report.memory.limit_bytes)],
-                       "Memory of the fullest rank")
+        some = [pictures.memory_picture(report.record.memory, report.memory.limit_bytes)]
+        if report.record.stages:
+            some.append(pictures.pipeline_memory_picture(timeline_of(self.plan), report.memory.limit_bytes))
+        return _figure(some, "Memory of the fullest rank")
 
     def pareto(self) -> Figure:
         """Step time against memory of the combinations that a joint search tried, with the Pareto front."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autoparallel.plans.plan import Combinations
 from autoparallel.plans.record import Record
 from autoparallel.plans.reports.blocks import BlockRows
 from autoparallel.plans.reports.words import AxisWords
@@ -93,7 +94,7 @@ class Proof:
     """How good the plan is known to be. ``searched``: a search made it, rather than a person or a rule.
     ``within``: its additive cost is at most so much above that of the best sharding, as a share (None: nothing was
     proven). ``within_any``: its step above any combination (None: no joint search). ``reason``: why the search
-    ended."""
+    ended. ``combinations``: how a joint search dealt with them."""
 
     searched: bool
     solver: str
@@ -104,15 +105,17 @@ class Proof:
     within_any: float | None
     step_bound_s: float | None
     phases: tuple[tuple[str, float], ...]
+    combinations: Combinations | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """A plan for people. ``summary``: three lines. ``exposed_share``: communication that nothing hides, of the step.
+    """A plan for people. ``summary``: three lines, and a fourth where other plans are known. ``exposed_share``:
+    communication that nothing hides, of the step.
     ``cuts``: the ops at which pipeline stages 1, 2, ... begin. ``recomputed``: the blocks that recompute, if not all.
     ``record``: what planning kept (None: an older plan file)."""
 
-    summary: tuple[str, str, str]
+    summary: tuple[str, ...]
     title: str
     cluster: str
     fingerprint: str
@@ -130,6 +133,10 @@ class Report:
     recomputed: tuple[str, ...]
     repeated_ops: tuple[str, ...]
     record: Record | None
+
+    def seconds_of(self, part: str) -> float:
+        """Seconds of the parts of the step with this name."""
+        return sum(time.seconds for time in self.times if time.part == part)
 
 
 __all__ = ["PURPOSES", "Collectives", "Memory", "Proof", "Report", "Speed", "Time"]

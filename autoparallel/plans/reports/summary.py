@@ -1,20 +1,27 @@
-"""The first three lines of every report: what plan, how fast and how full, how sure."""
+"""The first lines of every report: what plan, how fast and how full, how sure, and why no other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autoparallel.plans.record import Alternative
 from autoparallel.plans.reports.report import Memory, Proof, Report, Speed
 from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, seconds_str
+
+#: Parts of a step below this share are left out of the summary, but for exposed communication.
+LEAST_SHARE = 0.005
+#: Gaps above this share are told as loose bounds.
+LOOSE = 0.5
 
 
 def summary(report: Report) -> Report:
     """The report with its summary."""
-    first = f"{report.title}." + _unusual(report)
-    second = f"{_speed(report.speed)}; {_memory(report.memory)}."
-    third = " ".join(_sure(report))
-    return replace(report, summary=(first, second, third))
+    lines = (f"{report.title}." + _unusual(report),
+             " ".join([f"{_speed(report.speed)}; {_memory(report.memory)}.", *_costs(report.speed)]),
+             " ".join([_where(report), _proof(report.proof)]),
+             _others(report))
+    return replace(report, summary=tuple(line for line in lines if line))
 
 
 def _unusual(report: Report) -> str:
@@ -22,6 +29,9 @@ def _unusual(report: Report) -> str:
         return ""
     more = f", and {len(report.departures) - 2} more" if len(report.departures) > 2 else ""
     return f" Unusual: {'; '.join(report.departures[:2])}{more}."
+
+
+# ------------------------------------------------------------------------------------------------- fast, full, dear
 
 
 def _speed(speed: Speed) -> str:
@@ -49,14 +59,7 @@ def _memory(memory: Memory) -> str:
     return f"{peak} of {bytes_str(memory.limit_bytes)} ({room}){host}"
 
 
-def _sure(report: Report) -> Iterator[str]:
-    yield f"Communication exposed {percent_str(max(0.0, report.exposed_share))} of the step."
-    yield _proof(report.proof)
-    speed = report.speed
-    if near := speed.not_told_apart([one.step_s for one in report.record.alternatives] if report.record else ()):
-        many = f"{len(near)} other plans are" if len(near) > 1 else "Another plan is"
-        yield (f"{many} within the error of predictions ({percent_str(speed.p50)}): the next is "
-               f"{percent_str(max(0.0, near[0] / speed.step_s - 1))} slower.")
+def _costs(speed: Speed) -> Iterator[str]:
     if speed.price_per_step is not None:
         per = f", {count_str(speed.price_per_1e12)} per 1e12 {speed.unit}" if speed.price_per_1e12 else ""
         yield f"Price {count_str(speed.price_per_step)} a step{per}."
@@ -66,26 +69,82 @@ def _sure(report: Report) -> Iterator[str]:
         yield f"Energy {count_str(speed.joules_per_step / 3.6e6)} kWh a step{per}."
 
 
-#: Gaps above this share are told as loose bounds.
-LOOSE = 0.5
+def _where(report: Report) -> str:
+    """The shares of the step: compute, exposed communication, waits and the framework."""
+    share = {name: sum(report.seconds_of(part) for part in parts) / (report.speed.step_s or 1.0)
+             for name, parts in (("compute", ("forward compute", "backward compute", "optimizer",
+                                              "less what hosts launch ahead")),
+                                 ("bubbles and waits", ("bubbles, sends, waits",)),
+                                 ("framework", ("framework, once a step",)))}
+    said = [f"{name} {percent_str(value)}" for name, value in share.items() if value >= LEAST_SHARE]
+    said.insert(1, f"communication exposed {percent_str(max(0.0, report.exposed_share))}")
+    return f"Of the step: {', '.join(said)}."
+
+
+# ----------------------------------------------------------------------------------------------------- how sure
 
 
 def _proof(proof: Proof) -> str:
-    if not proof.searched:
-        return f"Priced as given, not searched ({proof.reason})."
-    if proof.within is None:
-        sharding = "How near the best sharding is was not proven"
-    elif proof.within < 5e-5:
-        sharding = "Proven the best sharding of this configuration, by its cost without overlap"
-    elif proof.within > LOOSE:
-        sharding = ("Not proven near the best sharding of this configuration (its cost without overlap is "
-                    f"{1 + proof.within:.2g} times the bound): more time may find a better one")
+    if proof.searched:
+        said = _sharding(proof.within)
+    elif proof.combinations is not None:
+        said = f"A usual plan ({proof.reason}), faster than all that the joint search planned"
     else:
-        sharding = (f"Proven within {percent_str(proof.within)} of the best sharding of this configuration, by its "
-                    "cost without overlap")
+        return f"Priced as given, not searched ({proof.reason})."
     if proof.within_any is None:
-        return f"{sharding}; other pipelines, micro-batches and recompute were not searched."
+        other = "" if proof.combinations is not None else \
+            "; other pipelines, micro-batches and recompute were not searched"
+        return f"{said}{other}."
     if proof.within_any > LOOSE:
-        return (f"{sharding}; the bound on all combinations is loose: this one is at most "
+        return (f"{said}; the bound on all combinations is loose: this one is at most "
                 f"{1 + proof.within_any:.2g} times as slow as the best.")
-    return f"{sharding}; at most {percent_str(proof.within_any)} above any combination."
+    return f"{said}; at most {percent_str(proof.within_any)} above any combination."
+
+
+def _sharding(within: float | None) -> str:
+    if within is None:
+        return "How near the best sharding is was not proven"
+    if within < 5e-5:
+        return "Proven the best sharding of this configuration, by its cost without overlap"
+    if within > LOOSE:
+        return ("Not proven near the best sharding of this configuration (its cost without overlap is "
+                f"{1 + within:.2g} times the bound): more time may find a better one")
+    return (f"Proven within {percent_str(within)} of the best sharding of this configuration, by its cost without "
+            "overlap")
+
+
+# -------------------------------------------------------------------------------------------------- why no other
+
+
+def _others(report: Report) -> str:
+    """The fastest other plan that the search found and the usual ones by hand, as far as they were priced."""
+    others = report.record.alternatives if report.record is not None else ()
+    by_hand = [one for one in others if one.by_hand]
+    fit = [one for one in by_hand if _fits(report.memory, one.peak_bytes)]
+    large = [one for one in by_hand if one not in fit]
+    parts = [_slower(report.speed, one, "the usual plan by hand ") for one in fit[:1]]
+    parts += [f"{one.by_hand} needs {bytes_str(one.peak_bytes)}" for one in large[:1]]
+    found = [one for one in others if not one.by_hand]
+    parts += [_slower(report.speed, one, "the next that the search found: ") for one in found[:1]]
+    if not parts:
+        return ""
+    near = report.speed.not_told_apart(one.step_s for one in others if _fits(report.memory, one.peak_bytes))
+    error = f" Within the error of predictions ({percent_str(report.speed.p50)}): {len(near)} of them." if near else ""
+    return f"Why no other: {'; '.join(parts)}.{error}"
+
+
+def _fits(memory: Memory, peak_bytes: float) -> bool:
+    limit = memory.limit_bytes or memory.device_bytes
+    return not limit or peak_bytes <= limit
+
+
+def _slower(speed: Speed, one: Alternative, what: str) -> str:
+    """The name of another plan, and by how much it is slower."""
+    title = f"{one.title[:1].lower()}{one.title[1:]}" or "the same with other layouts"
+    name = f"{what}{one.by_hand or title}"
+    slower = one.step_s / speed.step_s - 1 if speed.step_s else 0.0
+    by = f"{percent_str(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
+    return f"{name}, {seconds_str(one.step_s)}, {by}"
+
+
+__all__ = ["summary"]

@@ -11,12 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autoparallel.errors import printable
-from autoparallel.plans.answers import Choice, Sensitivity
+from autoparallel.plans.answers import Choice, Comparison, Sensitivity
 from autoparallel.plans.plan import Plan
-from autoparallel.plans.record import Alternative
 from autoparallel.plans.reports.build import report_of
-from autoparallel.plans.reports.comparison import Comparison, explained
-from autoparallel.plans.reports.report import Collectives, Report, Speed
+from autoparallel.plans.reports.comparison import explained, other_row
+from autoparallel.plans.reports.report import Collectives, Report
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
 #: Lines of the details of a block, at most.
@@ -43,7 +42,7 @@ def text_report(plan: Plan, width: int = 100, details: bool = False) -> str:
 
 
 def print_summary(report: Report, console: ReportConsole) -> None:
-    """The three lines."""
+    """The first lines."""
     for number, line in enumerate(report.summary):
         console.print(line, style="" if number else "bold")
 
@@ -80,8 +79,13 @@ def print_report(report: Report, console: ReportConsole, details: bool = False) 
 def _print_proof(report: Report, console: ReportConsole) -> None:
     proof = report.proof
     gap = "" if proof.within is None else f", at most {percent_str(proof.within)} above it"
-    console.print(f"search ({proof.solver}): {seconds_str(proof.objective_s)} without overlap, lower bound "
-                  f"{seconds_str(proof.lower_bound_s)}{gap}; {proof.reason}")
+    if proof.searched:
+        console.print(f"search ({proof.solver}): {seconds_str(proof.objective_s)} without overlap, lower bound "
+                      f"{seconds_str(proof.lower_bound_s)}{gap}; {proof.reason}")
+    else:
+        console.print(f"not searched: {proof.reason}")
+    if proof.combinations is not None:
+        console.print(f"combinations: {proof.combinations}")
     if proof.step_bound_s is not None:
         console.print(f"no combination's step is below {seconds_str(proof.step_bound_s)} (ops divided evenly, no "
                       "communication)")
@@ -130,9 +134,9 @@ def _memory(report: Report) -> Table:
 
 def _collectives(uses: Sequence[Collectives], details: bool) -> Table:
     """By purpose, kind and axis; with details also by direction."""
-    columns = ("moves", "collective", "axis", *(("direction",) if details else ()), "count", "bytes per rank", "time")
-    table = _table("collectives in one step (gradients of unsharded parameters in buckets)", columns,
-                   right=("count", "bytes per rank", "time"))
+    columns = ("moves", "collective", "axis", *(("direction",) if details else ()), "tensors", "bytes per rank", "time")
+    table = _table("collectives in one step, by the tensors moved (those of one bucket travel together and share its "
+                   "time)", columns, right=("tensors", "bytes per rank", "time"))
     rows: dict[tuple[str, ...], list[Collectives]] = {}
     for use in uses:
         key = (use.purpose or "not known", use.kind, use.axis, *((use.direction,) if details else ()))
@@ -200,16 +204,16 @@ def explanation(name: str, choices: Sequence[Choice]) -> Table:
     return table
 
 
-def alternatives_table(speed: Speed, found: Sequence[Alternative]) -> Table:
-    """Other plans, by how much slower they are, whether predictions are that exact, and the first of their
-    differences."""
-    table = _table("other plans", ("step", "slower by", "peak memory", "differs in"), right=("step", "slower by"))
-    near = speed.not_told_apart(one.step_s for one in found)
-    for one in found:
-        more = f", and {len(one.differences) - 3} more" if len(one.differences) > 3 else ""
-        slower = percent_str(one.step_s / speed.step_s - 1) if speed.step_s else "-"
-        table.add_row(seconds_str(one.step_s), f"{slower}, within the error" if one.step_s in near else slower,
-                      bytes_str(one.peak_bytes), "; ".join(one.differences[:3]) + more)
+def alternatives_table(report: Report, details: bool = False) -> Table:
+    """Other plans, by how much slower they are and whether predictions are that exact; with ``details`` also the first
+    of their differences."""
+    table = _table("other plans", ("plan", "step", "slower by", "peak memory", *(("differs in",) if details else ())),
+                   right=("step", "slower by", "peak memory"))
+    for one in report.record.alternatives if report.record is not None else ():
+        name, *figures, differs = other_row(report, one)
+        same = not (one.by_hand or one.title)  # then the differences are what tells it apart
+        name = f"{name}: {differs}" if same and not details else name
+        table.add_row(name, *figures, *((differs,) if details else ()))
     return table
 
 

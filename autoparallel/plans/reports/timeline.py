@@ -3,7 +3,8 @@
 Without a pipeline it is that of one rank, as the prediction simulates it, stretched evenly to the predicted step: hosts
 that launch kernels late, or ahead of the device, change the whole step and no single task. With one, each rank's
 micro-batches are simulated from the seconds of its stages (`plans.record.StageSeconds`) in the order of the schedule;
-the prediction itself is in closed form, and differs a little (`Timeline.total_s` beside the step).
+the prediction itself is in closed form, and differs a little (`Timeline.total_s` beside the step). A micro-batch's
+exposed communication, which happens between its ops, is drawn in one piece at its end.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from autoparallel.plans.record import Record, StageSeconds
 from autoparallel.schedule.step_config import Hybrid
 
 SAID = {"F": "forward", "B": "backward", "W": "weight gradients"}
+#: The stream of communication that nothing hides, in a pipeline.
+EXPOSED = "exposed communication"
 #: The kinds of boxes by the beginnings of their names.
 KINDS = (("gather", "gather"), ("reduce", "reduce"), ("gradients of activations", "exchange"),
          ("activations", "exchange"), ("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"),
@@ -55,6 +58,10 @@ class Timeline:
     boxes: tuple[Box, ...]
     total_s: float
     held: tuple[tuple[tuple[float, float], ...], ...] = ()
+
+    @property
+    def pipelined(self) -> bool:
+        return len({row.rank for row in self.rows}) > 1
 
 
 def timeline_of(plan: Plan) -> Timeline:
@@ -107,7 +114,7 @@ def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
     from cost_models.timeline import Task, simulate
 
     orders = [list(_order(hybrid, rank)) for rank in range(hybrid.pipeline_ranks)]
-    tasks, names = list[Task](), list[str]()
+    tasks, names, exchanged = list[Task](), list[str](), dict[int, float]()
     number = {(rank, *action): 0 for rank, actions in enumerate(orders) for action in actions}
     where = {action: rank for rank, actions in enumerate(orders) for action in actions}
     sends = _issue(stages, hybrid, orders, number)
@@ -116,6 +123,7 @@ def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
             after = _before(kind, stage, micro, hybrid.stages, where, number, sends)
             tasks.append(Task(_seconds(kind, stages[stage], hybrid), "compute", after, rank))
             names.append(f"{SAID[kind]} of micro-batch {micro}, stage {stage}")
+            exchanged[len(tasks) - 1] = _exchanged_s(kind, stages[stage])
             if (rank, kind, stage, micro) in sends:
                 sent_s = stages[stage if kind == "F" else stage - 1].send_s
                 tasks.append(Task(sent_s, "send", (len(tasks) - 1,), rank))
@@ -124,12 +132,21 @@ def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
         tasks.append(Task(once_s, "compute", (), rank))
         names.append("once per step: parameters, gradients, optimizer")
     line = simulate(tasks)
-    rows = tuple(Row(rank, stream) for rank in range(len(orders)) for stream in ("compute", "send"))
-    boxes = tuple(Box(name, kind_of(name), 2 * task.rank + (task.stream == "send"), float(start_s), float(end_s),
-                      tuple(n for n in task.after if (tasks[n].rank, tasks[n].stream) != (task.rank, task.stream)))
-                  for name, task, start_s, end_s in zip(names, tasks, line.start_s, line.end_s, strict=True))
-    return Timeline(rows, boxes, line.total_s, tuple(_held_by(rank, actions, stages, boxes)
-                                                     for rank, actions in enumerate(orders)))
+    streams = ("compute", EXPOSED, "send") if any(exchanged.values()) else ("compute", "send")
+    rows = tuple(Row(rank, stream) for rank in range(len(orders)) for stream in streams)
+    boxes = [Box(name, kind_of(name), len(streams) * task.rank + streams.index(task.stream), float(start_s),
+                 float(end_s), tuple(n for n in task.after
+                                     if (tasks[n].rank, tasks[n].stream) != (task.rank, task.stream)))
+             for name, task, start_s, end_s in zip(names, tasks, line.start_s, line.end_s, strict=True)]
+    held = tuple(_held_by(len(streams) * rank, actions, stages, boxes) for rank, actions in enumerate(orders))
+    boxes += [Box(f"{EXPOSED} in {box.name}", "exchange", box.row + 1, max(box.start_s, box.end_s - seconds), box.end_s)
+              for box, seconds in ((boxes[at], seconds) for at, seconds in exchanged.items()) if seconds]
+    return Timeline(rows, tuple(boxes), line.total_s, held)
+
+
+def _exchanged_s(kind: str, stage: StageSeconds) -> float:
+    """Exposed communication of a forward or backward; that of the gradients of weights runs once a step."""
+    return {"F": stage.forward_communication_s, "B": stage.backward_communication_s}.get(kind, 0.0)
 
 
 def _seconds(kind: str, stage: StageSeconds, hybrid: Hybrid) -> float:
@@ -211,12 +228,12 @@ def _interleaved(hybrid: Hybrid, rank: int, own: Sequence[int]) -> Iterator[tupl
         yield ("W", *action("B", step)[1:])
 
 
-def _held_by(rank: int, actions: Sequence[tuple[str, int, int]], stages: Sequence[StageSeconds], boxes: Sequence[Box]
+def _held_by(row: int, actions: Sequence[tuple[str, int, int]], stages: Sequence[StageSeconds], boxes: Sequence[Box]
              ) -> tuple[tuple[float, float], ...]:
-    """The memory of a pipeline rank in time: state, and activations from forward to the end of the last part of
-    backward."""
+    """The memory of a pipeline rank, whose compute is in this row, in time: state, and activations from forward to the
+    end of the last part of backward."""
     last = "W" if any(kind == "W" for kind, _, _ in actions) else "B"
-    own = [box for box in boxes if box.row == 2 * rank and box.kind in ("forward", "backward")]
+    own = [box for box in boxes if box.row == row and box.kind in ("forward", "backward")]
     held = sum(stages[stage].state_bytes for stage in {stage for _, stage, _ in actions})
     points = [(0.0, held)]
     for (kind, stage, _), box in zip(actions, own, strict=True):

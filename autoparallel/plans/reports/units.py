@@ -17,23 +17,31 @@ def duration_str(seconds: float) -> str:
 
 
 def seconds_str(seconds: float) -> str:
-    """Seconds with three digits and a unit: 12.3 ms."""
+    """Seconds with three digits (or all before the point) and a unit: 12.3 ms."""
     if seconds < 0:
         return f"-{seconds_str(-seconds)}"
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    scale, unit = next(((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+                        if seconds >= scale), (1e-9, "ns"))
+    return f"{_three(seconds / scale)} {unit}"
 
 
 def bytes_str(count: float) -> str:
-    """Bytes with three digits and a binary unit: 1.25 GiB."""
+    """Bytes with three digits (or all before the point) and a binary unit.
+
+    >>> bytes_str(1.25 * 2**30), bytes_str(1010 * 2**20)
+    ('1.25 GiB', '1010 MiB')
+    """
     if count < 0:
         return f"-{bytes_str(-count)}"
     for scale, unit in ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
         if count >= scale:
-            return f"{count / scale:.3g} {unit}"
+            return f"{_three(count / scale)} {unit}"
     return f"{count:.0f} B"
+
+
+def _three(number: float) -> str:
+    """A number with three digits, or all those before the point."""
+    return f"{number:.0f}" if number >= 999.5 else f"{number:.3g}"
 
 
 def count_str(count: float) -> str:

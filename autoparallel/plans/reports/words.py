@@ -13,8 +13,10 @@ from autoparallel.plans.roles import AxisRole, roles_of
 
 ZERO = {1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3 (FSDP)"}
 PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "context parallel",
-            "expert": "expert parallel", "replicated": "computed by every rank"}
+            "expert": "data and expert parallel", "replicated": "computed by every rank"}
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B", "zero_bubble": "zero bubble"}
+#: The training state that no rank has whole, by ZeRO stage.
+_SHARDED = {1: "optimizer states", 2: "gradients and optimizer states", 3: "parameters"}
 #: Modules named in a departure, at most.
 MOST_NAMES = 5
 _GENERIC = re.compile(r"axis\d+|devices")
@@ -70,7 +72,7 @@ def _labels(axes: Iterable[AxisRole]) -> list[str]:
 def _words(axis: AxisRole, zero_stage: int) -> str:
     text = PARALLEL[axis.role]
     if axis.shards:
-        text += f", parameters in shards ({ZERO[zero_stage or 1]})"
+        text += f", {_SHARDED[zero_stage or 1]} in shards ({ZERO[zero_stage or 1]})"
     if axis.sequence:
         text += ", norms along the sequence"
     if axis.experts and axis.role != "expert":
