@@ -1,4 +1,4 @@
-"""What the checks of a call cost: steps with all of them on and off, in turn, in one run.
+"""What the checks of a call cost: pairs of steps with all of them on and off, in an order drawn anew, in one run.
 
     python -m benchmarks.checks [--ranks 2] [--steps 40] [--step-ms 100]
 
@@ -12,9 +12,10 @@ import argparse
 import datetime
 import json
 import os
+import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -50,7 +51,7 @@ class Layers(nn.Module):
 def unchecked() -> Iterator[None]:
     """All checks of calls off."""
     with ExitStack() as off:
-        for owner, name, instead in ((Together, "agree", lambda *a, **k: None), (Places, "check", lambda self: None),
+        for owner, name, instead in ((Together, "ask", lambda *a, **k: None), (Places, "check", lambda self: None),
                                      (Originals, "check", lambda self: None),
                                      (module, "refuse_transforms", lambda leaves: None),
                                      (Forms, "find", lambda self, key, leaves: self.first()),
@@ -59,13 +60,23 @@ def unchecked() -> Iterator[None]:
         yield
 
 
+def summary(on: Sequence[tuple[float, float]], off: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Medians of pairs of steps, each run one after the other: seconds without checks, and of the checks."""
+    found = {}
+    for name, with_s, without_s in zip(("", "cpu_"), zip(*on, strict=True), zip(*off, strict=True), strict=True):
+        found[f"{name}off_s"] = off_s = statistics.median(without_s)
+        found[f"{name}checks_s"] = checks_s = statistics.median(a - b for a, b in zip(with_s, without_s, strict=True))
+        found[f"{name}share"] = checks_s / off_s
+    return found
+
+
 def measured(rank: int, ranks: int, port: int, steps: int, step_ms: float, depth: int, found: Any) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, is_master=False), rank=rank,
                             world_size=ranks, timeout=datetime.timedelta(seconds=120))
-    width, batch = 256, 64
+    width = 256
     parallel = autoparallel.compile(Layers(width, depth), init_device_mesh("cpu", (ranks,)), baseline="ddp")
     seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
 
@@ -79,20 +90,23 @@ def measured(rank: int, ranks: int, port: int, steps: int, step_ms: float, depth
             parallel.step(x)
             return time.perf_counter() - began[0], time.process_time() - began[1]
 
-    while True:  # a batch for which a step takes as long as asked, by the CPU's time: others may use the machine
-        x = torch.randn(batch, width)
-        taken = torch.tensor(statistics.median(step(x, True)[1] for _ in range(5)))
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        if float(taken) > 0.6e-3 * step_ms or batch > 2**16:
-            break
-        batch *= 2
+    def batch_of(step_s: float) -> int:
+        """A batch with which a step takes so long by the clock."""
+        seconds = torch.tensor([statistics.median(step(torch.randn(rows, width), True)[0] for _ in range(9))
+                                for rows in (64, 512)])
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        least, more = seconds.tolist()
+        return max(8, 64 + round((step_s - least) / (more - least) * (512 - 64)) // 8 * 8)
+
+    batch = batch_of(1e-3 * step_ms)
+    x, order = torch.randn(batch, width), random.Random(0)
+    for _ in range(5):
+        step(x, True)
     for _ in range(steps):
-        for on in (True, False):
+        for on in order.sample([True, False], 2):
             seconds[on].append(step(x, on))
     if rank == 0:
-        clock, cpu = zip(*seconds[True], strict=True), zip(*seconds[False], strict=True)
-        (on_s, on_cpu_s), (off_s, off_cpu_s) = (tuple(map(statistics.median, times)) for times in (clock, cpu))
-        found.put({"batch": batch, "on_s": on_s, "off_s": off_s, "on_cpu_s": on_cpu_s, "off_cpu_s": off_cpu_s})
+        found.put({"batch": batch} | summary(seconds[True], seconds[False]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -108,9 +122,7 @@ def main() -> None:
     found = mp.get_context("spawn").SimpleQueue()
     mp.spawn(measured, (given.ranks, store.port, given.steps, given.step_ms, given.depth, found), given.ranks)
     result = found.get()
-    result |= {"ranks": given.ranks, "steps": given.steps, "share": result["on_s"] / result["off_s"] - 1,
-               "checks_s": result["on_s"] - result["off_s"],
-               "cpu_share": result["on_cpu_s"] / result["off_cpu_s"] - 1, "load_average": os.getloadavg()[0],
+    result |= {"ranks": given.ranks, "steps": given.steps, "load_average": os.getloadavg()[0],
                "torch": torch.__version__, "date": datetime.date.today().isoformat()}
     print(json.dumps(result))
 

@@ -54,6 +54,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.scaled, self.last = nn.Linear(6, 6), Scaled(), Renamed(6, 6)
+        self.register_buffer("count", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.scaled(self.first(x)).tanh())
@@ -100,6 +101,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "data": (assign_data, "assigning to the data of a DTensor"),
     "vector": (assign_from_vector, "assigning to the data of a DTensor"),
     "optimizer of the original": (step_the_original, "SGD has parameters of the model that was given to compile"),
+    "converted original": (lambda m, p: (m.double(), p(X)), "was converted to another dtype"),
     "tied original": (tie_the_original, "first has another bias than when it was compiled"),
     "part of the original": (replace_a_part, "the model has another first than when it was compiled"),
     "pickle": (lambda m, p: pickle.dumps(p), "cannot be pickled"),
@@ -159,8 +161,51 @@ def test_values_written_to_the_original_are_told_once(pair: tuple[Any, Any], war
     parallel(X)
     parallel(X)
     assert [line for line in warned if "was written to" in line] == [
-        "first.bias of the Net that was compiled was written to: its parallel module has values of its own, which stay "
-        "as they are (parallel.load_state_dict(...) sets them)"]
+        "of the Net that was compiled, first.bias was written to: its parallel module has values of its own, which "
+        "stay as they are (parallel.load_state_dict(...) sets them)"]
+
+
+def put_data(model: Any) -> None:
+    model.first.bias.data = torch.zeros_like(model.first.bias)
+
+
+#: What is done to the original, and what a warning says of it.
+TOLD: dict[str, tuple[Callable[[Any], object], str]] = {
+    "data": (put_data, "first.bias was written to"),
+    "buffer": (lambda m: m.count.fill_(2.0), "count was written to"),
+    "other buffer": (lambda m: setattr(m, "count", torch.ones(())), "count was written to"),
+    "hook": (lambda m: m.first.weight.register_hook(lambda gradient: None), "parameters have other hooks"),
+    "frozen": (lambda m: m.first.weight.requires_grad_(False), "requires_grad of first.weight was set"),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_is_done_to_the_original_is_told(pair: tuple[Any, Any], warned: list[str], name: str) -> None:
+    (model, parallel), (change, said) = pair, TOLD[name]
+    change(model)
+    parallel(X)
+    parallel(X)
+    assert sum(said in line for line in warned) == 1, warned
+
+
+def test_modes_and_requires_grad_of_the_original_are_shared(pair: tuple[Any, Any]) -> None:
+    model, parallel = pair
+    model.eval()
+    parallel(X)
+    assert not parallel.training and not parallel.first.training
+    parallel.train()
+    model.first.eval()
+    parallel(X)
+    assert parallel.training and not parallel.first.training
+    parallel.first.train()
+    parallel(X)
+    assert parallel.first.training
+    model.first.requires_grad_(False)
+    parallel(X).sum().backward()
+    assert parallel.first.weight.grad is None and parallel.last.weight.grad is not None
+    parallel.requires_grad_(True)
+    parallel(X).sum().backward()
+    assert parallel.first.weight.grad is not None
 
 
 def test_parameters_of_two_parallel_modules_are_told(pair: tuple[Any, Any], mesh_of_one: Any,

@@ -60,8 +60,81 @@ def test_different_calls_are_refused_on_all_ranks_and_nothing_is_closed(four_ran
                 r" of model \d+ on rank 2; ", "where 1.p was 0.1 and is 0.3 on rank 3; "]
     for *found, after in four_ranks.run(different_calls, timeout_s=60):
         for (name, text, _, _), part in zip(found, expected, strict=True):
-            assert name == "InputError" and re.search(part, text) and "nothing was run" in text, (text, part)
+            assert name == "InputError" and "nothing was sent or changed" in text, (name, text)
+            assert re.search(part, text), (part, text)
         assert after[0] == "", after
+
+
+class Counted(nn.Module):
+    """Batch norm and dropout, after ``op``."""
+
+    def __init__(self, op: Any = None) -> None:
+        super().__init__()
+        self.layers, self.op = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.1)), op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x if self.op is None else self.op(x))
+        return x.square().mean()
+
+
+def compares_beside() -> list[Any]:
+    """A call that is late on rank 1, with seconds to the first product and to the end; then one that differs there."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    rank, x, began = torch.distributed.get_rank(), torch.randn(8, 32), 0.0
+    products: list[float] = []
+    parallel = autoparallel.compile(Counted(), mesh_of(2), example_inputs=(x,), baseline="ddp", check_inputs=0)
+    parallel.step(x)
+
+    class Timed(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+                products.append(time.perf_counter() - began)
+            return func(*args, **(kwargs or {}))
+
+    torch.distributed.barrier()
+    began = time.perf_counter()
+    time.sleep(rank)
+    with Timed():
+        parallel.step(x)
+    seconds = time.perf_counter() - began
+    before = [{n: b.clone() for n, b in parallel.named_buffers()}, parallel.run_state()]
+    told = said(lambda: parallel.train(rank == 0).step(x))
+    parallel.train()
+    after = [dict(parallel.named_buffers()), parallel.run_state()]
+    same = before[1] == after[1] and all(torch.equal(before[0][n], b) for n, b in after[0].items())
+    return [products[0], seconds, told, same, said(lambda: parallel.step(x))[0]]
+
+
+@pytest.mark.ranks
+def test_ranks_compare_a_call_beside_its_computation_and_before_its_first_collective(ranks: Any) -> None:
+    """A call that differs changes no buffer and no count of calls."""
+    for rank, (product_s, seconds, told, same, after) in enumerate(ranks(2).run(compares_beside)):
+        assert seconds > 1.0 and (rank == 1 or product_s < 0.5), (product_s, seconds)
+        assert told[0] == "InputError" and "in eval mode on rank 1" in told[1], told
+        assert same and after == ""
+
+
+@torch.library.custom_op("tests::told", mutates_args=())
+def told_op(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+told_op.register_fake(torch.empty_like)
+
+
+def computes_first(users: bool) -> bool:
+    x = torch.randn(8, 32)
+    model = Counted(torch.ops.tests.told if users else torch.relu)
+    parallel = autoparallel.compile(model, mesh_of(2), example_inputs=(x,), baseline="ddp", check_inputs=0)
+    return parallel.trace((x,)).sends_by_kernels
+
+
+@pytest.mark.ranks
+def test_ops_of_other_libraries_run_after_the_comparison(ranks: Any) -> None:
+    """They may communicate in their own way."""
+    assert ranks(2).run(computes_first, False) == [True, True]
+    assert ranks(2).run(computes_first, True) == [False, False]
 
 
 def loses_one(guilty: int, number: int, way: str, options: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import os
 import queue
@@ -38,7 +39,9 @@ NUMBERS = (float, complex)  # 0.0 equals -0.0, and a NaN nothing
 _DEPTH, _NODES, _BYTES = 8, 5_000, 1 << 20  # of a description; larger values are compared by identity
 _CONTAINERS = (list, dict, MappingProxyType, set, tuple, deque, bytearray, array, ContextVar, functools.partial,
                np.ndarray)
-_FUNCTIONS = (FunctionType, staticmethod, classmethod)
+#: Class of the functions of `functools.lru_cache`.
+CachedFunction: Any = type(functools.lru_cache(lambda: None))
+_FUNCTIONS = (FunctionType, staticmethod, classmethod, CachedFunction)
 #: Classes of Python's own whose attributes are their content.
 _WITH_FIELDS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, type(os.environ))
 _NOT_USERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autoparallel", "builtins"})
@@ -108,7 +111,33 @@ def parts_of_function(function: Any) -> tuple[Any, ...]:
     """What may be replaced in a function that stays the same object, as IPython's autoreload does."""
     if isinstance(function, FunctionType):
         return function.__code__, function.__defaults__, function.__kwdefaults__, vars(function)
-    return function.__func__,  # of a static method or a class method
+    return inner_function(function),
+
+
+def inner_function(function: Any) -> Any:
+    """The function in a static method, a class method or a cached function."""
+    return function.__wrapped__ if isinstance(function, CachedFunction) else function.__func__
+
+
+def cached_by(function: Any) -> list[tuple[Any, Any]]:
+    """What a function of `functools.lru_cache` keeps: arguments, as its keys, and results. (As CPython's collector sees
+    it: of a cache with a bound, key, result and class of a link one after another; else a dict.)"""
+    parts = gc.get_referents(function)
+    if function.cache_parameters()["maxsize"] is None:
+        own = function.__dict__
+        return list(next(part for part in parts if isinstance(part, dict) and part is not own).items())
+    return [(parts[at - 2], parts[at - 1]) for at, part in enumerate(parts) if part is _Link]
+
+
+def _link_class() -> Any:
+    """Class of the links of a bounded cache."""
+    one = functools.lru_cache(lambda key: key)
+    one(0)
+    return next(type(link) for part in gc.get_referents(one) if isinstance(part, dict) for link in part.values()
+                if type(link).__name__ == "_lru_list_elem")
+
+
+_Link = _link_class()
 
 
 def has_fields(value: Any) -> bool:
@@ -170,6 +199,7 @@ class Inventory:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._held: dict[int, tuple[str, bool, Any, Any]] = {}
+        self._caches: list[tuple[str, Any, list[tuple[Any, Any]]]] = []
         self._moving: dict[int, Any] = {}
 
     def add(self, name: str, root: Any, owned: bool) -> Any:
@@ -182,23 +212,32 @@ class Inventory:
     def _hold(self, name: str, root: Any, owned: bool) -> Any:
         waiting, known = [root], set[int]()
         moving: Any = Missing
-        while waiting and len(known) < _MOST:
+        while waiting and len(known) < MOST:
             value = waiting.pop()
             moving = value if is_moving(value) else moving
             if id(value) in known or not is_mutable(value):
                 continue
             known.add(id(value))
             if id(value) not in self._held:
+                if isinstance(value, CachedFunction):
+                    self._caches.append((name, value, cached_by(value)))
                 self._held[id(value)] = name, owned, value, _copied(value)
             waiting.extend(self._parts(value))
         return moving
 
     def _parts(self, value: Any) -> Iterable[Any]:
-        if isinstance(value, _FLAT):
+        if isinstance(value, FLAT):
             return ()
         if isinstance(value, (*_CONTAINERS, *_FUNCTIONS, *_WITH_FIELDS)):
             return inside(value)
         return [part for name, part in fields_of(value).items() if name in self._names]
+
+    def newly_cached(self) -> Iterator[tuple[str, Any, list[Any]]]:
+        """Functions of `functools.lru_cache` that have kept results since, with these."""
+        for name, function, before in self._caches:
+            known = {id(key) for key, _ in before}
+            if new := [result for key, result in cached_by(function) if id(key) not in known]:
+                yield name, function, new
 
     def changes(self) -> list[Change]:
         """Of the containers that have other contents now."""
@@ -282,8 +321,8 @@ def is_moving(value: Any) -> bool:
             and value is not PYTHONS and value is not _NUMPYS)
 
 
-_FLAT = (np.ndarray, bytearray, array)
-_MOST = 5_000  # containers in one attribute
+FLAT = (np.ndarray, bytearray, array)
+MOST = 5_000  # containers in one attribute
 _MOVING = (Iterator, random.Random, np.random.Generator, np.random.RandomState, queue.Queue, queue.SimpleQueue)
 PYTHONS: Any = getattr(random.random, "__self__", None)
 _NUMPYS: Any = getattr(np.random.rand, "__self__", None)

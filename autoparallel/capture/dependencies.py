@@ -9,6 +9,7 @@ in the user's model), and refuses forwards that carry values from call to call i
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from operator import is_
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph
@@ -28,6 +30,8 @@ from autoparallel.capture.impure import OthersDrawError, RandomNumbers, Watch, d
 from autoparallel.capture.variables import Variable, read_by
 from autoparallel.errors import CaptureError, shown
 
+#: In place of the names of attributes: all, and how many they are.
+ALL = "__dict__"
 #: Attributes that every module has; hooks are watched apart from these.
 INTERNAL = frozenset({*dir(nn.Module), *vars(nn.Module())})
 _HOOK_TABLES = frozenset(name for name, value in vars(nn.Module()).items()
@@ -76,6 +80,7 @@ class Recorder:
         self._inventory = Inventory(read.names)
         self._moving: dict[tuple[str, str], Any] = {}
         self._changes: list[Change] = []
+        self._cached: list[tuple[str, torch.Tensor]] = []  # in this trace, by functools.lru_cache
         for module, values in self._before.items():
             path = self._paths[id(module)]
             for name in values.keys() - INTERNAL:
@@ -84,6 +89,8 @@ class Recorder:
         for variable, value in zip(self._variables, self._values, strict=True):
             if (moving := self._inventory.add(variable.name, value, False)) is not Missing:
                 self._refuse_moving(variable.name, moving)
+        for module in model.modules() if read.bypasses else ():
+            self.reads_all(module)
         self._numbers, self._watches = RandomNumbers(), False
 
     @contextmanager
@@ -134,6 +141,12 @@ class Recorder:
             if (path, name) in self._moving:
                 self._refuse_moving(f"{path}.{name}".strip("."), self._moving[path, name])
 
+    def reads_all(self, module: nn.Module) -> None:
+        """As `reads` of every attribute, those that it has not too (noted as `ALL`)."""
+        if (path := self._paths.get(id(module))) is not None:
+            own = object.__getattribute__(module, "__dict__")
+            self._read[path] |= dict.fromkeys([ALL, *(name for name in own if name not in INTERNAL)])
+
     def assigns(self, module: nn.Module, name: str, value: Any) -> None:
         path = self._paths.get(id(module))
         if path is not None and name not in INTERNAL and name not in module._buffers:  # which torch.export follows
@@ -161,6 +174,11 @@ class Recorder:
             if table != hooks:
                 table.clear()
                 table.update(hooks)
+        self._cached.clear()
+        for name, function, results in self._inventory.newly_cached():
+            if tensors := [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]:
+                self._cached += ((name, tensor) for tensor in tensors)
+                function.cache_clear()  # of tensors without data
         self._changes = self._inventory.changes()
         restore(change for change in self._changes if change.owned or _has_no_data(change.now))
 
@@ -183,6 +201,10 @@ class Recorder:
         for change in self._changes:
             if not _is_longer(change) and (changed := _memory_in(change.before, change.now, graph)):
                 raise self.memory(f"changes what is in {change.name} ({type(change.value).__name__}: {changed})")
+        for name, tensor in self._cached:
+            if _depends_on_call(tensor, graph):
+                raise self.memory(f"has a result of {name} kept by functools.lru_cache, which is made of arguments, "
+                                  "parameters or random numbers")
         for variable, before in zip(self._variables, self._values, strict=True):
             if is_plain(before) and description(now := variable.value()) != description(before):
                 raise self.memory(f"assigns to the global {variable.name} ({_kind(before)}, then {_kind(now)})")
@@ -271,7 +293,7 @@ def _is_longer(change: Change) -> bool:
 
 
 def _depends_on_call(value: Any, graph: Graph) -> bool:
-    """Whether a value is a traced tensor that is made of arguments, parameters or buffers."""
+    """Whether a value is a traced tensor that is made of arguments, parameters, buffers or random numbers."""
     if not isinstance(value, torch.Tensor):
         return False
     memory = value.untyped_storage()._cdata
@@ -282,7 +304,7 @@ def _depends_on_call(value: Any, graph: Graph) -> bool:
     seen = set(stack)
     while stack:
         node = stack.pop()
-        if node.op == "placeholder":
+        if node.op == "placeholder" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return True
         more = [n for n in node.all_input_nodes if n not in seen]
         seen.update(more)
@@ -306,6 +328,8 @@ def recorder() -> Recorder | None:
 def _get(module: nn.Module, name: str) -> Any:
     if (active := _RECORDERS.get(threading.get_ident())) is not None:
         active.reads(module, name)
+        if name == ALL and is_users(sys._getframe(1).f_globals):
+            active.reads_all(module)
     return object.__getattribute__(module, name)
 
 

@@ -8,6 +8,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from threading import get_ident
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
+from autoparallel.capture.contents import inside
 from autoparallel.capture.dependencies import recorder
 from autoparallel.capture.numbers import as_symbols, as_tensors
 from autoparallel.capture.remedies import instead, lines_at, lines_of, makes_number
@@ -44,7 +46,9 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
     args, kwargs = as_tensors((args, kwargs), numbers)
     register_caches()
-    returned = model.register_forward_hook(_returned)
+    given = _Given()
+    hooks = (model.register_forward_pre_hook(given.note, with_kwargs=True),
+             model.register_forward_hook(given.check, with_kwargs=True), model.register_forward_hook(_returned))
     try:
         with (_quiet(), torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(),
               flex_attention_as_ops(), rows_by_value(), TracedCalls(), as_symbols(model, numbers)):
@@ -54,7 +58,8 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     except Exception as error:
         raise CaptureError(_explain(model, error)) from error
     finally:
-        returned.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
@@ -78,6 +83,33 @@ def _quiet() -> Iterator[None]:
         del vars(_trace)["print"]
         for log, level in logs.items():
             log.setLevel(level)
+
+
+class _Given:
+    """The lists and dicts of a call, with what is in them before forward runs."""
+
+    def note(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self.before = [(value, [*inside(value)]) for value in _containers((args, kwargs))]
+
+    def check(self, model: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Raises CaptureError if forward has changed one, which the caller's would not see."""
+        for value, before in self.before:
+            now = [*inside(value)]
+            if len(now) != len(before) or not all(map(is_, now, before)):
+                raise CaptureError(f"forward of {type(model).__name__} changes a {type(value).__name__} that it is "
+                                   "given, and a program returns values only\n  Return what it puts there.")
+
+
+def _containers(root: Any) -> list[Any]:
+    """The lists and dicts among the arguments of a call."""
+    found, waiting = list[Any](), [root]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (list, tuple, dict)):
+            waiting += value.values() if isinstance(value, dict) else value
+            if not isinstance(value, tuple):
+                found.append(value)
+    return found
 
 
 def _returned(model: torch.nn.Module, args: Any, output: Any) -> None:

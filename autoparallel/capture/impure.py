@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,9 @@ def _is_asked_by_user(frame: Any) -> bool:
 
 
 def may_ask(value: Any) -> bool:
-    """Whether a value is a function that tells the time or draws from the machine, or a module or class of such."""
+    """Whether a value is a function that tells the time or draws from the machine, or a class of such."""
+    if isinstance(value, ModuleType):
+        return False
     if getattr(value, "__module__", None) in _BETWEEN or value is np.random.default_rng:
         return True
     return isinstance(value, BuiltinFunctionType) and value.__self__ is not None and _key(value) in _CLOCKS

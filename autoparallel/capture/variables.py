@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,10 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoparallel.capture.contents import Missing, is_moving, is_mutable, is_plain, is_users
+from autoparallel.capture.contents import (
+    FLAT,
+    MOST,
+    CachedFunction,
+    Missing,
+    has_fields,
+    inside,
+    is_moving,
+    is_mutable,
+    is_plain,
+    is_users,
+)
 from autoparallel.capture.impure import ASKING, may_ask
 from autoparallel.capture.settings import function_of
 
+_FUNCTIONS = (FunctionType, staticmethod, classmethod, property, functools.partial, functools.cached_property,
+              CachedFunction)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -50,33 +62,50 @@ class Variable:
 @dataclass(frozen=True)
 class Read:
     """Variables that a model's functions may read; variables that name a function of torch which reports a setting; all
-    names in the functions' code; whether they may read a clock or the operating system's random numbers."""
+    names in the functions' code; whether they may read a clock or the operating system's random numbers; whether they
+    may read attributes by ``object.__getattribute__``, which nobody sees."""
 
     variables: tuple[Variable, ...]
     settings: tuple[Variable, ...]
     names: Collection[str]
     may_ask: bool
+    bypasses: bool
 
 
 def read_by(model: nn.Module) -> Read:
     """Globals, class attributes and cells that the model's functions may read: those named in the code of forward and
-    hooks, and of the functions and methods named there."""
+    hooks, of the functions and methods named there, and of functions and objects in the attributes of modules."""
     found = _Names()
     for module in model.modules():
         found.add_class(type(module))
-        for value in vars(module).values():
-            if isinstance(value, (FunctionType, MethodType, functools.partial)):
-                found.add(value)
+        for name, value in vars(module).items():
+            if isinstance(value, str) and value.isidentifier():  # of what it takes by getattr
+                found.add_name(value)
+            elif name not in _TABLES:
+                found.add_contents(value)
         for hooks in HOOKS[:2]:
             for hook in vars(module)[hooks].values():
                 found.add(hook)
     found.add_name("forward")
     found.add_name("__call__")
     found.run()
+    namespaces: dict[type, Mapping[str, Any]] = dict(found.owners)
     for kind in {type(module): None for module in model.modules()}:  # installed ones' too: libraries replace forwards
-        namespace = vars(next(owner for owner in kind.__mro__ if "forward" in vars(owner)))
-        found.variables[id(namespace), "forward"] = Variable("forward", namespace)
-    return Read(tuple(found.variables.values()), tuple(found.settings), found.names, found.may_ask)
+        for name in ("forward", "__call__", "__getattr__"):
+            for owner in kind.__mro__:
+                namespace = namespaces.setdefault(owner, vars(owner))
+                found.variables[id(namespace), name] = Variable(name, namespace)
+                if name in namespace:
+                    break
+    return Read(tuple(found.variables.values()), tuple(found.settings), found.names, found.may_ask, found.bypasses)
+
+
+#: What every module has; parameters and submodules are watched apart.
+_TABLES = frozenset(vars(nn.Module()))
+#: Methods of classes by which objects are made, copied and shown, not computed with.
+_NOT_CALLED = frozenset(("__init__", "__new__", "__repr__", "__str__", "__del__", "__dir__", "__format__", "__copy__",
+                         "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__",
+                         "__init_subclass__", "__class_getitem__", "__sizeof__"))
 
 
 class _Names:
@@ -91,7 +120,7 @@ class _Names:
         self.seen: set[int] = set()
         self.waiting: list[Any] = []
         self.settings: list[Variable] = []
-        self.may_ask = False
+        self.may_ask = self.bypasses = False
 
     def add(self, function: Any) -> None:
         self.waiting.append(function)
@@ -105,17 +134,37 @@ class _Names:
                     self._value(namespace, name)
 
     def add_class(self, kind: type) -> None:
-        """A class whose attributes of the names met so far, and later, may be read."""
+        """A class whose attributes of the names met so far, and later, may be read, and whose operators called."""
         self.kinds[kind] = None
-        for owner in kind.__mro__:
+        for owner in [*kind.__mro__, *type.mro(type(kind))]:
             if owner is not nn.Module and owner not in self.owners and is_users({"__name__": owner.__module__}):
                 namespace = self.owners[owner] = vars(owner)
                 for name in [n for n in self.names if n in namespace]:
                     self._value(namespace, name)
+                for name, member in list(namespace.items()):
+                    if name[:2] == name[-2:] == "__" and name not in _NOT_CALLED and isinstance(member, _FUNCTIONS):
+                        self._value(namespace, name)
+
+    def add_contents(self, root: Any) -> None:
+        """The functions, and the classes of objects, that can be reached from a value through containers."""
+        waiting, known = [root], set[int]()
+        while waiting and len(known) < MOST:
+            value = waiting.pop()
+            if isinstance(value, (MethodType, *_FUNCTIONS)):
+                self.add(value)
+            elif id(value) not in known and is_mutable(value) and not isinstance(value, FLAT):
+                known.add(id(value))
+                if has_fields(value):
+                    self.add_class(type(value))
+                waiting.extend(inside(value))
 
     def run(self) -> None:
         while self.waiting:
-            self._function(inspect.unwrap(_plain_function(self.waiting.pop())))
+            function = self.waiting.pop()
+            while function is not None:
+                function = _plain_function(function)
+                self._function(function)
+                function = getattr(function, "__wrapped__", None)
         if not self.names.keys().isdisjoint(("environ", "getenv")):
             self.variables[id(vars(os)), "environ"] = Variable("environ", vars(os))
         for kind in self.kinds:
@@ -133,25 +182,32 @@ class _Names:
         if not isinstance(function, FunctionType) or id(function) in self.seen or not is_users(function.__globals__):
             return
         self.seen.add(id(function))
+        installed = _is_installed(function.__globals__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             variable = Variable(name, cell)
-            self._follow(variable.value(), variable)
+            self._follow(variable.value(), variable, installed)
+        package = function.__globals__.get("__package__")
         for code in _codes(function.__code__):
-            for name in code.co_names:
+            self.bypasses = self.bypasses or {"object", "__getattribute__"} <= {*code.co_names}
+            for name in (*code.co_names, *_texts(code.co_consts)):
                 self.add_name(name)
                 if name in function.__globals__:
                     self._value(function.__globals__, name)
+                for imported in (name, f"{package}.{name}"):
+                    if imported in sys.modules:
+                        self._value(sys.modules, imported)
 
     def _value(self, namespace: Mapping[str, Any], name: str) -> None:
-        self._follow(namespace[name], Variable(name, namespace))
+        self._follow(namespace[name], Variable(name, namespace), _is_installed(namespace))
 
-    def _follow(self, value: Any, variable: Variable) -> None:
+    def _follow(self, value: Any, variable: Variable, installed: bool) -> None:
+        """Watch a variable and follow its value. ``installed``: it is an installed library's, whose tables and objects
+        are assumed not to change between calls."""
         self.may_ask = self.may_ask or may_ask(value)
         if function_of(value) is not None:
             self.settings.append(variable)
-        if isinstance(value, (FunctionType, MethodType, staticmethod, classmethod, property, functools.partial,
-                              functools.cached_property)):
-            if not _is_installed(variable.holder) and variable.name != "__init__":  # another one may be put there
+        if isinstance(value, (MethodType, *_FUNCTIONS)):
+            if not installed and variable.name != "__init__":  # another one may be put there
                 self.variables[id(variable.holder), variable.name] = variable
             self.add(value)
         elif isinstance(value, type):
@@ -159,19 +215,21 @@ class _Names:
                 self.add_class(value)
         elif isinstance(value, ModuleType):
             namespace = vars(value)
+            if is_users(namespace) and not installed and not _is_installed(namespace):
+                self.variables[id(variable.holder), variable.name] = variable
             if is_users(namespace) and id(namespace) not in self.modules:
                 self.modules[id(namespace)] = namespace
-                for name in [n for n in self.names if n in namespace]:
+                for name in [n for n in {**self.names, "__getattr__": None} if n in namespace]:
                     self._value(namespace, name)
         elif not variable.name.startswith("__") and (
                 is_plain(value) or isinstance(value, torch.Tensor)
-                or ((is_mutable(value) or is_moving(value)) and not _is_installed(variable.holder))):
+                or ((is_mutable(value) or is_moving(value)) and not installed)):
             self.variables[id(variable.holder), variable.name] = variable
+            self.add_contents(value)
 
 
 def _is_installed(namespace: Any) -> bool:
-    """Whether a module is of an installed library, whose module-level tables are assumed not to change between
-    calls."""
+    """Whether the namespace of a module or class is of an installed library."""
     if not isinstance(namespace, Mapping):
         return False
     home = namespace if "__name__" in namespace else vars(sys.modules.get(namespace.get("__module__", ""), object))
@@ -184,6 +242,15 @@ def _plain_function(value: Any) -> Any:
         while (inner := getattr(value, name, None)) is not None:
             value = inner
     return value
+
+
+def _texts(constants: Sequence[Any]) -> Iterator[str]:
+    """Texts in a function's code that may name an attribute, a global or a module."""
+    for value in constants:
+        if isinstance(value, (tuple, frozenset)):
+            yield from _texts(list(value))
+        elif isinstance(value, str) and value.replace(".", "").isidentifier():
+            yield value
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,10 @@ def _no_word(error: RuntimeError) -> None:
 on_failure: Callable[[RuntimeError], None] = _no_word
 
 
+#: Called before each collective of a program, in the thread that issues it (set by the runtime); None: nothing is.
+before: ContextVar[Callable[[], None] | None] = ContextVar("before", default=None)
+
+
 @dataclass
 class Waited:
     """How often, and for how many seconds, this process has waited for collectives of tensors on the CPU: time in which
@@ -47,6 +52,8 @@ waited = Waited()
 
 
 def _begin(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Finish:
+    if (wait := before.get()) is not None:
+        wait()
     try:
         pending = op(sent, *args, **kwargs)
     except RuntimeError as error:

@@ -17,8 +17,9 @@ _OWN = frozenset({"__class__", "_state", "_calls", *vars(nn.Module())})
 
 
 def read(module: nn.Module, name: str) -> Any:
-    """An attribute that ``module`` itself lacks. Methods and properties of the original are bound to ``module``, so
-    that they call it and read its parameters: the original's are not trained. Raises AttributeError."""
+    """An attribute that ``module`` itself lacks. Methods and properties of the original and of its modules are bound
+    to ``module`` and its parts, so that they call these and read their parameters: the original's are not trained.
+    Raises AttributeError."""
     try:
         return nn.Module.__getattr__(module, name)
     except AttributeError:
@@ -33,9 +34,14 @@ def read(module: nn.Module, name: str) -> Any:
     if isinstance(described, cached_property):
         return described.func(module)
     value = getattr(model, name)
-    if isinstance(value, MethodType) and value.__self__ is model:
-        return MethodType(value.__func__, module)
-    return value
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        return MethodType(value.__func__, _part(value.__self__, module, state))
+    return _part(value, module, state) if isinstance(value, nn.Module) else value
+
+
+def _part(original: nn.Module, root: nn.Module, state: State) -> nn.Module:
+    """What the parallel module ``root`` has in place of the original or of a module of it; others are themselves."""
+    return root if original is state.model else state.parts.get(original, original)
 
 
 def set_on_original(module: nn.Module, name: str, value: Any) -> bool:

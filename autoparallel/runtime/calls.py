@@ -27,6 +27,7 @@ from autoparallel.runtime.scaler import scaled
 from autoparallel.runtime.shared import SharedGradients
 from autoparallel.runtime.state import State
 from autoparallel.runtime.step import StepRunner, loss_of
+from autoparallel.runtime.wrappers import refuse_checkpoint
 from autoparallel.strategies.space import StrategySpace
 
 
@@ -46,6 +47,8 @@ class Calls:
     def forward(self, compiled: Compiled, leaves: Sequence[Any]) -> Any:
         """Forward of a form with one stage and one micro-batch; returns the original's output structure."""
         state = self._state
+        if compiled.draws:
+            refuse_checkpoint()
         whole = state.gathers or (state.whole_outputs and (not self.module.training or compiled.micro.loss is None))
         with state.together.call(), use_numbers({n: leaves[n] for n in compiled.numbers}):
             outputs = self._run(compiled, leaves)
@@ -69,7 +72,7 @@ class Calls:
     def _run(self, compiled: Compiled, leaves: Sequence[Any]) -> Sequence[Any]:
         """Forward of a form with one stage and one micro-batch; returns this rank's local outputs."""
         state, program, space = self._state, compiled.program, compiled.space
-        with groups.use(state.axes):
+        with groups.use(state.axes), state.together.beside():
             local = initialise.local_shards(
                 [
                     local_input(leaves[int(decision.path)], state.mesh, layout, state.device)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
@@ -184,13 +186,24 @@ def made_with_all(make: Callable[[], Any]) -> Any:
 def is_same(number: int, device: torch.device) -> bool:
     """Whether all ranks have the same number. Compared on the host if the process group has a CPU backend, which avoids
     waiting for the device, and apart from the programs' collectives if that is gloo. All ranks call this."""
+    return _compared(number, device)()
+
+
+def _compared(number: int, device: torch.device) -> Callable[[], bool]:
+    """Begin to compare a number over all ranks. Returns the wait for whether it `is_same`."""
     assert dist.group.WORLD is not None
     group = _world().apart
     on_host = group is not None or torch.device("cpu") in dist.group.WORLD._device_types
     both = torch.tensor([number, -number], device="cpu" if on_host else device)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    largest, least = both.tolist()
-    return bool(largest == -least)
+    work = dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True)
+    assert work is not None
+
+    def wait() -> bool:
+        work.wait()
+        largest, least = both.tolist()
+        return bool(largest == -least)
+
+    return wait
 
 
 def all_of(mine: Any) -> list[Any]:
@@ -200,24 +213,57 @@ def all_of(mine: Any) -> list[Any]:
     return found
 
 
+@dataclass
+class _Asked:
+    """A comparison of calls that has begun. ``mine``: this rank's call, its model, and that model's number."""
+
+    waits: Callable[[], bool]
+    mine: Callable[[], tuple[str, str, int]]
+
+    @cached_property
+    def is_same(self) -> bool:
+        """Whether all ranks make the same call; waits for them."""
+        return self.waits()
+
+    def refuse(self) -> None:
+        """Raises InputError where calls differ."""
+        if not self.is_same:
+            _refuse(all_of(self.mine()))
+
+
+class _DifferentCallsError(InputError):
+    """Ends a computation that ran beside a comparison of calls."""
+
+
 def agree_on(call: object, described: Callable[[], tuple[str, str]] | None = None, model: int = 0,
              limit_s: float = 0.0) -> None:
     """As `Together.agree`, of a model by its number; 0: of none. (Makes the group that it needs.) ``limit_s``: the time
     without a sign of life after which a rank is gone, from now on; 0: as it is."""
+    if (asked := _ask(call, described, model, limit_s)) is not None:
+        asked.refuse()
+
+
+def _ask(call: object, described: Callable[[], tuple[str, str]] | None, model: int, limit_s: float = 0.0
+         ) -> _Asked | None:
+    """Begin what `agree_on` does; None where ranks have no group for it."""
     world = _world()
     if world.peers is None:
-        return
+        return None
     world.peers.limit_s = limit_s or world.peers.limit_s
     if not world.has_apart:
         world.apart, world.has_apart = made_with_all(groups.apart), True
         world.peers.met = world.apart is not None
     if world.apart is None:
-        return
+        return None
     world.peers.calls += 1
     text = f"{model} {call!r}"
-    if is_same(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"), torch.device("cpu")):
-        return
-    every = all_of((*(described() if described else (str(call), "")), model))
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    return _Asked(_compared(number, torch.device("cpu")),
+                  lambda: (*(described() if described else (str(call), "")), model))
+
+
+def _refuse(every: Sequence[tuple[str, str, int]]) -> None:
+    """Raises InputError for calls that differ. ``every``: `_Asked.mine` by rank."""
     several = len({number for *_, number in every if number}) > 1
     alike = len({theirs for theirs, *_ in every}) == 1
     ranks: dict[str, list[int]] = {}
@@ -226,7 +272,7 @@ def agree_on(call: object, described: Callable[[], tuple[str, str]] | None = Non
     said = "; ".join(f"{theirs} on {'rank' if len(some) == 1 else 'ranks'} {', '.join(map(str, some))}"
                      for theirs, some in sorted(ranks.items(), key=lambda item: len(item[1])))
     raise InputError(f"ranks make different calls: {said}\n  All ranks must make the same calls in the same order, "
-                     "with tensors of the same shapes and dtypes, in the same mode; nothing was run.")
+                     "with tensors of the same shapes and dtypes, in the same mode; nothing was sent or changed.")
 
 
 #: Held during a call of a parallel module: two threads would mix their collectives. Ranks whose threads come in another
@@ -242,6 +288,7 @@ class Together:
         self.groups = [dist.group.WORLD, *(mesh.get_group(axis) for axis in range(mesh.ndim))]
         self._own: list[dist.ProcessGroup] = []
         finalize(self, groups.release, self._own).atexit = False
+        self._asked: _Asked | None = None
         self._on_cpu, self._alone = mesh.device_type == "cpu", mesh.size() == 1
         world = _world()
         world.calls.add(self)
@@ -267,9 +314,40 @@ class Together:
         """Compare over all ranks which call this is: ``call`` by its repr; for the error, ``described`` gives the call
         and, told where the calls look alike, the model. Nothing where the process group has no gloo. Raises InputError
         on all ranks if they differ: nothing has been sent."""
+        self.ask(call, described)
+        with self.call():
+            self.settle()
+
+    def ask(self, call: object, described: Callable[[], tuple[str, str]] | None = None) -> None:
+        """Begin what `agree` does. Nothing may be sent or changed before `settle`."""
         self.check()
         with self.call():
-            agree_on(call, described, self._number)
+            self.settle()
+            self._asked = _ask(call, described, self._number)
+
+    def settle(self) -> None:
+        """Wait for the end of what `ask` began, if it did. Raises as `agree`. To be called within `call`."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.refuse()
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Context of computation beside what `ask` began: its first collective waits for that, and its end."""
+
+        def hold() -> None:  # (the program's modes are set: `settle` describes the call outside of them)
+            if self._asked is not None and not self._asked.is_same:
+                raise _DifferentCallsError
+
+        token = collectives.before.set(hold)
+        try:
+            yield
+        except InputError:
+            self.settle()  # where calls differ, the others wait for this rank's description
+            raise
+        finally:
+            collectives.before.reset(token)
+        self.settle()
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -298,14 +376,11 @@ class Closed(Together):
     """In place of the ranks of a module that is closed: raises InputError where they would be needed."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.groups = name, []
+        self.name, self.groups, self._asked = name, [], None
 
     def check(self) -> None:
         raise InputError(f"this parallel {self.name} is closed: it has no programs and process groups any more\n  "
                          "Compile the model again; close a module after its last call.")
-
-    def agree(self, call: object, described: Callable[[], tuple[str, str]] | None = None) -> None:
-        self.check()
 
     @contextmanager
     def call(self) -> Iterator[None]:

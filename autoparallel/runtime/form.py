@@ -30,6 +30,9 @@ from autoparallel.runtime.step import Forward
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
+#: Namespaces of ops that send nothing themselves.
+_SILENT = ("aten", "prims", "autoparallel")
+
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
@@ -59,6 +62,20 @@ class Compiled:
         if self.backend == EAGER and hybrid.recompute == "none" and hybrid.zero_stage < 3:
             return whole_norms(overlap(self.program.module, hybrid.bucket_bytes))
         return Forward(self.program, hybrid, self.backend)
+
+    @cached_property
+    def sends_by_kernels(self) -> bool:
+        """Whether all communication of its forward goes through `kernels.collectives`: one program, run node by node,
+        without ops of other libraries."""
+        ops = [node.target for node in self.space.graph.of_kind("op")]
+        return self.backend == EAGER and self.plan.hybrid.is_plain and all(
+            isinstance(op, torch._ops.OpOverload) and op.namespace in _SILENT for op in ops)
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers (dropout)."""
+        return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+                   for node in self.space.graph.of_kind("op"))
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoparallel.capture.contents import Missing, description, inside, is_mutable
-from autoparallel.capture.dependencies import INTERNAL, Dependencies, hooks_of_all
+from autoparallel.capture.contents import CachedFunction, Missing, cached_by, description, inside, is_mutable
+from autoparallel.capture.dependencies import ALL, INTERNAL, Dependencies, hooks_of_all
 from autoparallel.capture.settings import reader
 from autoparallel.capture.variables import HOOKS, Variable
 from autoparallel.errors import InputError, shown
@@ -49,12 +49,15 @@ class SharedAttributes:
         self.names = {module: name for name, module in model.named_modules()}
         self.pairs = [(module, parts[module]) for module in modules]
         self.before = [_plain_attributes(module) for module in modules]
+        self.kinds = list(map(type, modules))
         for module, part in self.pairs:
             vars(part)["forward"] = NotAlone(self.names[module])
 
     def merge(self) -> None:
-        """Copy attributes set since the last call. Raises InputError if both sides were set to different values."""
+        """Copy attributes and classes set since the last call. Raises InputError if both sides were set to different
+        ones."""
         for number, (module, part) in enumerate(self.pairs):
+            self._merge_class(number, module, part)
             before, ours, theirs = self.before[number], vars(part), vars(module)
             self._merge_forward(module, part)
             for name in [n for n in {**ours, **theirs, **before} if n not in INTERNAL]:
@@ -71,6 +74,14 @@ class SharedAttributes:
                 else:
                     target[name] = new
             self.before[number] = _plain_attributes(module)
+
+    def _merge_class(self, number: int, module: nn.Module, part: nn.Module) -> None:
+        new = {type(module), type(part)} - {self.kinds[number]}
+        if len(new) > 1:
+            raise InputError(f"{self.names[module]} is a {type(part).__name__} in the parallel module and a "
+                             f"{type(module).__name__} in the model that it was made of: give one of them a class")
+        for kind in new:
+            module.__class__ = part.__class__ = self.kinds[number] = kind
 
     def _merge_forward(self, module: nn.Module, part: nn.Module) -> None:
         """Move a forward that was set on a part to the original's module, which is the one that is traced."""
@@ -176,22 +187,30 @@ def _has(part: tuple[Any, tuple[Any, ...]]) -> bool:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A global or closure variable with its value at the time of a trace."""
+    """A global or closure variable with its value at the time of a trace. ``cached``: what a function of
+    `functools.lru_cache` kept."""
 
     variable: Variable
     value: Any
     contents: _Contents | None
+    cached: Sequence[tuple[Any, Any]] = ()
 
     @staticmethod
     def of(variable: Variable) -> _Seen:
         value = variable.value()
-        return _Seen(variable, value, _Contents(value) if is_mutable(value) else None)
+        return _Seen(variable, value, _Contents(value) if is_mutable(value) else None,
+                     cached_by(value) if isinstance(value, CachedFunction) else ())
 
     def holds(self) -> bool:
         new = self.variable.value()
         if new is self.value:
-            return self.contents is None or self.contents.hold()
+            return (self.contents is None or self.contents.hold()) and (not self.cached or self._keeps_results())
         return description(new) == (description(self.value) if self.contents is None else self.contents.description)
+
+    def _keeps_results(self) -> bool:
+        """Whether the function still has the results that it had; it may have more."""
+        now = {id(key): result for key, result in cached_by(self.value)}
+        return all(now.get(id(key), Missing) is result for key, result in self.cached)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Seen:
         return self  # functions are not copied, nor their variables
@@ -201,7 +220,7 @@ class Guards:
     """Compares the model with its state at the time of one trace, object by object."""
 
     def __init__(self, parts: Mapping[nn.Module, nn.Module], dependencies: Dependencies, leaves: Sequence[Any]) -> None:
-        model = next(iter(parts))
+        model, root = next(iter(parts.items()))
         self.attributes: list[tuple[nn.Module, str, str, Any]] = []
         self.hooks: list[tuple[Mapping[Any, Any], tuple[Any, ...], str, str]] = []
         for path, module in model.named_modules():
@@ -210,6 +229,10 @@ class Guards:
             for holder in (module,) if module is model else (module, parts[module]):
                 self.attributes += [(holder, path, n, vars(holder).get(n, Missing)) for n in names]
             self.hooks += [(vars(module)[name], tuple(vars(module)[name].values()), path, name) for name in HOOKS]
+        self.sizes = [(vars(holder), len(vars(holder)), path) for path, module in model.named_modules()
+                      if ALL in dependencies.attributes.get(path, ()) for holder in {module, parts[module]} - {root}]
+        self.modules = [holder for module, part in parts.items() for holder in {module, part} - {root}]
+        self.orders = list(map(_order, self.modules))
         self.holders, _, self.names, self.values = zip(*self.attributes, strict=True)
         self.variables = [_Seen.of(variable) for variable in dependencies.variables]
         self.modes = [(reader(name), name, answer) for name, answer in dependencies.modes.items()]
@@ -225,7 +248,9 @@ class Guards:
     def _is_unchanged(self, leaves: Sequence[Any]) -> bool:
         """Whether everything is the very object that it was. (Loops in C: this runs at every call.)"""
         now = map(dict.get, map(_namespace, self.holders), self.names, repeat(Missing))
-        return (all(map(is_, now, self.values)) and all(contents.hold() for contents, _ in self.contents)
+        return (all(map(is_, now, self.values)) and all(map(is_, map(_order, self.modules), self.orders))
+                and all(len(names) == count for names, count, _ in self.sizes)
+                and all(contents.hold() for contents, _ in self.contents)
                 and all(map(_Seen.holds, self.variables)) and not any(hooks or was for hooks, was, _, _ in self.hooks)
                 and all(mode() == answer for mode, _, answer in self.modes) and not hooks_of_all()
                 and (self.strides is None or _strides(leaves) == self.strides))
@@ -235,6 +260,12 @@ class Guards:
         for holder, path, name, value in self.attributes:
             if (new := vars(holder).get(name, Missing)) is not value and description(new) != description(value):
                 yield f"{path}.{name}".strip(".") + f" was {_shown(value)} and is {_shown(new)}"
+        for module, order in zip(self.modules, self.orders, strict=True):
+            if _order(module) is not order:
+                yield f"a {order[0].__name__} is of the classes {', '.join(k.__name__ for k in _order(module))}"
+        for names, count, path in self.sizes:
+            if len(names) != count:
+                yield f"{path or 'the model'} had {count} attributes and has {len(names)}"
         for contents, name in self.contents:
             if not contents.hold():
                 yield f"{name} has other contents"
@@ -254,6 +285,7 @@ class Guards:
 
 
 _namespace = attrgetter("__dict__")
+_order = attrgetter("__class__.__mro__")
 
 
 def _strides(leaves: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:

@@ -45,7 +45,7 @@ from autoparallel.runtime.offload.optimizer import Limits
 from autoparallel.runtime.profiling import Profile, profiled
 from autoparallel.runtime.state import State
 from autoparallel.runtime.verify import Verification, measure, undone
-from autoparallel.runtime.wrappers import refuse_composed, refuse_transforms
+from autoparallel.runtime.wrappers import refuse_cached_weights, refuse_composed, refuse_transforms
 
 #: Why torch.compile of a parallel module, or of what calls it, leaves its calls as they are.
 _OPAQUE = "a parallel module compiles its own program: autoparallel.compile(model, mesh, backend='inductor')"
@@ -108,6 +108,7 @@ class ParallelModule(nn.Module):
         state = self._state
         state.together.check()
         refuse_transforms(pytree.tree_leaves((args, kwargs)))
+        refuse_cached_weights(state.model)
         with state.together.call():
             return state.inputs.taken(args, kwargs, self.mesh, state.device, compared, all_global=state.gathers)
 

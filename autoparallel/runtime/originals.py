@@ -1,7 +1,9 @@
 """The model that a parallel module was made of, after its parameters were placed: a parallel module has copies of them.
 
-What is done to the originals instead is told: a parameter or submodule put in place of another one and an optimizer of
-the original's parameters are refused, written values and parameters that two parallel modules have are warned of.
+What is done to the originals instead is told: a parameter or submodule put in place of another one, another dtype and
+an optimizer of the original's parameters are refused; hooks, written values (of a buffer once, since the original may
+write to its own) and parameters that two parallel modules have are warned of. (Modes and ``requires_grad`` are shared:
+`State`.)
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ _LOG = logging.getLogger("autoparallel")
 #: Parameters of which parallel modules have copies, by id, and the model of the latest.
 _COPIED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 _MODELS: dict[int, ref[nn.Module]] = {}
-_version = attrgetter("_version")
+_version, _kind = attrgetter("_version"), attrgetter("dtype", "device")
+_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Originals:
-    """The parameters and submodules of ``model`` at the time they were copied."""
+    """The parameters, buffers and submodules of ``model`` at the time they were copied."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -39,7 +42,13 @@ class Originals:
         self.counts = list(map(len, self.tables))
         self.values = [value for table in self.before for value in table.values()]
         self.parameters = dict(model.named_parameters())
-        self.versions = self._versions()
+        self.tensors: dict[str, torch.Tensor] = {name: tensor for name, tensor in (
+            *self.parameters.items(), *model.named_buffers()) if tensor.layout == torch.strided}
+        self.buffers = [(module._buffers, leaf, f"{path}.{leaf}".strip("."))
+                        for path, module in model.named_modules() for leaf in module._buffers]
+        self.placed, self.told = self._placed(), set[str]()
+        self.kinds, self.hooks = list(map(_kind, self.tensors.values())), self._hooks()
+        self.versions, self.trained = self._versions(), self._trainable()
         for gone in _MODELS.keys() - _COPIED.keys():
             del _MODELS[gone]
         for name, parameter in self.parameters.items():
@@ -53,22 +62,62 @@ class Originals:
     def __deepcopy__(self, memo: dict[int, Any]) -> Originals:
         return Originals(deepcopy(self.model, memo))
 
-    def _versions(self) -> list[int]:
-        return list(map(_version, self.parameters.values()))
+    def _versions(self) -> list[Any]:
+        """Of each tensor: changed by what writes to it, or gives it other memory."""
+        return list(zip(map(_version, self.tensors.values()), map(torch.Tensor.data_ptr, self.tensors.values()),
+                        strict=True))
+
+    def _placed(self) -> list[torch.Tensor | None]:
+        return [table.get(leaf) for table, leaf, _ in self.buffers]
+
+    def newly_trainable(self) -> dict[str, bool]:
+        """``requires_grad`` of the parameters of which it was set since `take_trainable`; warns of it."""
+        now = self._trainable()
+        changed = {name: new for name, was, new in zip(self.parameters, self.trained, now, strict=True) if was != new}
+        if changed:
+            self.trained = now
+            self._tell(f"requires_grad of {next(iter(changed))} was set, as it now is in its parallel module")
+        return changed
+
+    def take_trainable(self) -> None:
+        self.trained = self._trainable()
+
+    def _trainable(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.parameters.values()]
+
+    def _hooks(self) -> list[int]:
+        return [sum(map(len, filter(None, _hooks(parameter)))) for parameter in self.parameters.values()]
 
     def check(self) -> None:
-        """Raises InputError if the original has another parameter or submodule; warns if one was written to."""
+        """Raises InputError if the original has another parameter or submodule, or tensors of other dtypes; warns if
+        one was written to, or has other hooks."""
         if list(map(len, self.tables)) != self.counts or not all(
                 map(is_, chain.from_iterable(map(dict.values, self.tables)), self.values)):
             self._refuse()
+        if list(map(_kind, self.tensors.values())) != self.kinds:
+            raise InputError(f"the {type(self.model).__name__} that was compiled was converted to another dtype or "
+                             "device, and its parallel module was not\n  Convert the model before it is compiled.")
+        if (hooks := self._hooks()) != self.hooks:
+            self.hooks = hooks
+            self._tell("parameters have other hooks, which do not run in its parallel module "
+                       "(register them with parallel.get_parameter(...))")
+        names = []
         if (now := self._versions()) != self.versions:
-            names = [name for name, a, b in zip(self.parameters, self.versions, now, strict=True) if a != b]
+            names = [name for name, a, b in zip(self.tensors, self.versions, now, strict=True) if a != b]
             self.versions = now
-            if dist.get_rank() == 0:
-                _LOG.warning("%s of the %s that was compiled was written to: its parallel module has values of its "
-                             "own, which stay as they are (parallel.load_state_dict(...) sets them)",
-                             names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} others",
-                             type(self.model).__name__)
+        if not all(map(is_, placed := self._placed(), self.placed)):
+            names += [name for (_, _, name), a, b in zip(self.buffers, self.placed, placed, strict=True) if a is not b]
+            self.placed = placed
+        if names := [name for name in names if name in self.parameters or name not in self.told]:
+            self.told.update(names)
+            which = f"{names[0]} was" if len(names) == 1 else f"{names[0]} and {len(names) - 1} others were"
+            self._tell(f"{which} written to: its parallel module has values of its own, which stay as they are "
+                       "(parallel.load_state_dict(...) sets them)")
+
+    def _tell(self, what: str) -> None:
+        """Warn of a change of the original, on rank 0."""
+        if dist.get_rank() == 0:
+            _LOG.warning("of the %s that was compiled, %s", type(self.model).__name__, what)
 
     def _refuse(self) -> None:
         for path, table, before in zip(self.paths, self.tables, self.before, strict=True):

@@ -33,7 +33,7 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
     _make_shared_groups(state, sorted(set(compiled.shared.values())))
     everywhere = (INVARIANT,) * mesh.ndim
     state.parts = _make_parts(root, model)
-    root.training = model.training
+    root.training, state.original_modes = model.training, [module.training for module in state.parts]
     placed: dict[int, nn.Parameter | torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = _same_on_pipeline(state, parameter.detach())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.scaler import make_torchs_right
 from autoparallel.runtime.shared import Ranks
 from autoparallel.schedule.tiers import ON_DEVICE
+
+_training = attrgetter("training")
 
 
 @dataclass
@@ -50,6 +53,7 @@ class State:
         self.originals: Originals | None = None
         make_torchs_right(self.position)
         self.parts: dict[nn.Module, nn.Module] = {}
+        self.original_modes: list[bool] = []
         self.calls_traced: dict[str, None] = {}
         self.numbers_told: set[str] = set()
         self.layouts: dict[str, Layout] = {}
@@ -81,12 +85,19 @@ class State:
         self.together = Closed(type(self.model).__name__)
 
     def modes(self) -> tuple[bool, ...]:
-        """Train (True) or eval mode of each module."""
+        """Train (True) or eval mode of each module. One that was set on the original is its part's, too."""
+        if list(map(_training, self.parts)) != self.original_modes:
+            for (module, part), was in zip(self.parts.items(), self.original_modes, strict=True):
+                if module.training != was:
+                    part.training = module.training
+            self._note_modes()
         return tuple(part.training for part in self.parts.values() or self.model.modules())
 
     def trainable(self) -> tuple[bool, ...]:
         """``requires_grad`` of each parameter; () with several stages. There, raises InputError for a parameter that
-        was frozen when compiled and is trainable now: other stages, which have other parameters, would not know."""
+        was frozen when compiled and is trainable now: other stages, which have other parameters, would not know. What
+        is set on the original's parameters is set on the parts', too."""
+        self._share_trainable()
         if self.hybrid.stages == 1:
             parts = self.parts.values() or self.model.modules()
             return tuple(p.requires_grad for part in parts for p in part._parameters.values() if p is not None)
@@ -98,11 +109,25 @@ class State:
                                      "be trained (freezing is possible at any time).")
         return ()
 
+    def _share_trainable(self) -> None:
+        """Set ``requires_grad`` on parameters whose original has been set. Raises InputError with several stages."""
+        for name, trainable in self.originals.newly_trainable().items() if self.originals is not None else ():
+            if self.hybrid.stages > 1:
+                raise InputError(f"requires_grad of {name} was set on the model that was compiled, and each stage of "
+                                 "its pipeline has other parameters\n  Compile again; to freeze parameters, set it on "
+                                 "the parallel module's.")
+            path, _, leaf = name.rpartition(".")
+            self.parts[self.model.get_submodule(path)].get_parameter(leaf).requires_grad_(trainable)
+
     def set_mode(self, mode: bool) -> None:
         """Train (True) or eval mode as the original's ``train`` sets it, which may keep some modules in eval mode."""
         self.model.train(mode)
         for module, part in self.parts.items():
             part.training = module.training
+        self._note_modes()
+
+    def _note_modes(self) -> None:
+        self.original_modes = list(map(_training, self.parts))
 
     def stand_in(self) -> list[nn.Parameter]:
         """An empty parameter for the optimizer of a pipeline stage without parameters, since torch's optimizers want
@@ -120,3 +145,6 @@ class State:
             for name, parameter in part._parameters.items():
                 if parameter is not None and self.hybrid.stages == 1:
                     module.get_parameter(name).requires_grad_(parameter.requires_grad)
+        self._note_modes()
+        if self.originals is not None:
+            self.originals.take_trainable()

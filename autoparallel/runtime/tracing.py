@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from autoparallel.capture import call_text, canonical_call
 from autoparallel.errors import CaptureError, InputError
@@ -60,10 +62,17 @@ def trace(module: nn.Module, state: State, args: Sequence[Any], kwargs: Mapping[
     if compiled is None or runs:
         known: tuple[Any, ...] = (state.forms.number(compiled), *(leaves[n] for n in compiled.numbers)) \
             if compiled is not None else (*map(form_text, leaves), state.modes(), state.trainable())
-        state.together.agree((step, torch.is_grad_enabled(), known), partial(_text_of, state, args, kwargs, step, key))
+        ask = state.together.ask if compiled is not None and runs and _computes_first(compiled, leaves) \
+            else state.together.agree
+        ask((step, torch.is_grad_enabled(), known), partial(_text_of, state, args, kwargs, step, key))
     if compiled is None:
         compiled = _compiled(module, state, key, leaves, spec, plain)
     return compiled
+
+
+def _computes_first(compiled: Compiled, leaves: Sequence[Any]) -> bool:
+    """Whether a call may begin while ranks still compare it: all that it sends goes through `kernels.collectives`."""
+    return compiled.sends_by_kernels and not any(isinstance(leaf, DTensor) for leaf in leaves)
 
 
 def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], spec: pytree.TreeSpec, plain: bool
@@ -80,8 +89,9 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
         _LOG.warning("%s is compiled for a call of another form (form %d): %s%s", type(state.model).__name__,
                      state.forms.compiled + 1, call, why)
     try:
-        compiled = state.compile_call(state.model, args, kwargs, state.layouts, plain and not state.hybrid.is_plain,
-                                      numbers)
+        with saved_tensors_hooks(_as_it_is, _as_it_is):  # the user's are of what runs, not of what is traced
+            compiled = state.compile_call(state.model, args, kwargs, state.layouts,
+                                          plain and not state.hybrid.is_plain, numbers)
     except CaptureError as error:
         if state.calls_traced:
             error.args = (f"{error}\n  Traced before: {'; '.join(state.calls_traced)}",)
@@ -95,6 +105,10 @@ def _compiled(module: nn.Module, state: State, key: Any, leaves: Sequence[Any], 
     _log_numbers(state, compiled, args, kwargs)
     state.calls_traced[call] = None
     return compiled
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _log_numbers(state: State, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -7,15 +7,20 @@ fully_shard keeps a list of what was applied.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn.utils import parametrize
+from torch.utils import checkpoint
 
 from autoparallel.errors import InputError
 
@@ -59,10 +64,29 @@ def refuse_transforms(leaves: Sequence[Any]) -> None:
                          "vmap in forward are traced).")
 
 
+def refuse_checkpoint() -> None:
+    """Raises InputError for a call within `torch.utils.checkpoint`, of a program that draws random numbers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            raise InputError("a parallel module with dropout is called within torch.utils.checkpoint, which would draw "
+                             "other numbers when it computes the call again\n  Leave checkpoint out, and give "
+                             "recompute=\"full\" to autoparallel.compile.")
+        frame = frame.f_back
+
+
+def refuse_cached_weights(model: nn.Module) -> None:
+    """Raises InputError within `torch.nn.utils.parametrize.cached`, if ``model`` has parametrizations."""
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, model.modules())):
+        raise InputError("a parallel module is called within torch.nn.utils.parametrize.cached(), and its program "
+                         "computes parametrized weights at each call\n  Leave cached() out.")
+
+
 def _refusal(wrapper: str) -> InputError:
     return InputError(f"{wrapper} cannot wrap a parallel module, which shards its parameters and reduces its gradients "
                       "itself\n  Leave the wrapper out; to have what it does, write "
                       "autoparallel.compile(model, mesh, baseline=\"ddp\" or \"fsdp\").")
 
 
-__all__ = ["refuse_composed", "refuse_reading", "refuse_setting", "refuse_transforms"]
+__all__ = ["refuse_cached_weights", "refuse_checkpoint", "refuse_composed", "refuse_reading", "refuse_setting",
+           "refuse_transforms"]
