@@ -38,6 +38,12 @@ def gathers_parameter(node: FxNode) -> bool:
     return is_read(node) and node.meta["step"].forward in COLLECTIVES
 
 
+def repeats(node: FxNode) -> bool:
+    """Whether ZeRO-3 repeats the node in backward: a step on the path of a parameter, also behind views of it."""
+    is_step = node.op == "call_function" and "step" in node.meta
+    return is_step and bool(node.meta["of_parameter"]) and node.meta["step"].forward != "none"
+
+
 def sum_gradients_in(program: Program, dtype: torch.dtype | None) -> None:
     """Sum parameters' gradients in ``dtype`` (None: in the gradients' own). Changes the program in place."""
     for node in program.module.graph.nodes:

@@ -20,6 +20,7 @@ import numpy as np
 
 from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
+from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.interleaved_copies import InterleavedRound
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
@@ -31,7 +32,8 @@ from autoparallel.pricing.rank_reads import (
     micro_batches_are_equivalent,
 )
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
-from autoparallel.schedule.async_windows import TOP, Pair, ToAsk
+from autoparallel.schedule.async_windows import TOP, Pair
+from autoparallel.schedule.backward_gathers import Finish
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models.timeline import Task, equal_slowdown, simulate
 
@@ -198,7 +200,7 @@ class RankStep:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         self.strategies, self.stages = strategies, tuple(stages)
         self.reads = RankReads(pricer, strategies, stages)
-        self.windows, self.numbers = self.reads.windows, pricer.costs.kinds.numbers(strategies)
+        self.windows, self.numbers = self.reads.windows, self.reads.numbers
         self.copies = self.counts.hybrid.copies
         self.rounds = self.counts.micro_batches_on(stages[0]) // self.copies
         self.count = 1 if self.reads.equivalent else self.rounds
@@ -234,10 +236,11 @@ class RankStep:
             self._read(step, TOP, pending)
             self._forward(step, marked, lambda index: self._read(step, index, pending))
 
-            asked = {*self.reads.requested, *self.reads.again}
-            self._backward(step, {*marked, *asked, *self._sums_s}, _Again(step, self).read,
+            again = BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps))
+            self._backward(step, {*marked, *again.by_decision, *again.inside, *self._sums_s}, again.read,
                            lambda index: self._reduce(step, index, pending), lambda index: self._sum(step, index))
             self._reduce(step, TOP, pending)
+            again.settle()
         else:
             self._in_micro_batches(step, pending, each)
         step.compute(self._updates_s(), ("optimizer", TOP, TOP))
@@ -334,6 +337,20 @@ class RankStep:
                 found[blocks.starts.get(block, blocks.last[block])].append(index)
         return found
 
+    def _begin_again(self, step: StepTasks, steps: Sequence[TimedStep], at_once: bool) -> Finish[None]:
+        """Launch steps of parameters again (``at_once``: and await them)."""
+        label, nothing = _targets("gather again", steps), [None] * len(steps)
+        if at_once:
+            step.run(steps[0].again, label)
+            return lambda: nothing
+        task = step.issue([one.again for one in steps], label)
+
+        def finish() -> Sequence[None]:
+            step.wait([task])
+            return nothing
+
+        return finish
+
     def _issue(self, step: StepTasks, pair: Pair, pending: _Pending) -> None:
         steps = self._of(pair)  # one all_reduce for the bucket
         pending[pair] = [step.issue([timed.backward for timed in steps], _targets("reduce", steps))]
@@ -421,66 +438,3 @@ class RankStep:
         cost = self.pricer.costs.of(index, stage)
         forward, again, backward, _, update = (float(s[self.numbers[index]]) for s in cost)
         return forward, again, backward, update
-
-
-class _Again:
-    """The gathers of ZeRO-3's backward, as `kernels.regather` runs them: of a bucket, those parameters that backward
-    reads."""
-
-    def __init__(self, step: StepTasks, rank: RankStep) -> None:
-        self.step, self.rank = step, rank
-        self.bucket_of = {n: pair for pair in rank.windows.gathered for n in pair.steps}
-        self.numbers = {pair: [n for n in pair.steps if rank.reads.parameter_steps[n].again.seconds]
-                        for pair in rank.windows.gathered}
-        self.still = {pair for pair, numbers in self.numbers.items() if numbers}
-        self.pending = dict[Pair, int]()
-        self.left = {pair for pair in self.still if any(n in rank.reads.read_by_ops for n in self.numbers[pair])}
-        self.paths = {pair: self._stages(pair) for pair in rank.windows.gathered if pair in self.left}
-        self.to_ask = ToAsk[Pair](self.left.__contains__, self._num_bytes, rank.counts.hybrid.bucket_bytes)
-        for pair in self.paths:
-            self.to_ask.add(pair, max(rank.reads.reads[n].place for n in pair.steps))
-        self.most_gather_stages = max(map(len, self.paths.values()), default=0)
-
-    def _stages(self, pair: Pair) -> list[list[Pair]]:
-        """The buckets on the paths to this one, the last first."""
-        paths = (self.rank.windows.gather_stages(n) for n in self.numbers[pair])
-        return [list(dict.fromkeys(self.bucket_of[n] for n in stage if n is not None))
-                for stage in itertools.zip_longest(*paths)]
-
-    def _num_bytes(self, pair: Pair) -> float:
-        return sum(self.rank.reads.reads[n].num_bytes for n in self.numbers[pair])
-
-    def read(self, index: int) -> None:
-        """Launch the gathers that backward of a decision requests or prefetches, and await those that it requests."""
-        steps = self.rank.reads.parameter_steps
-        asked = (n for n in self.rank.reads.requested.get(index, ()) if steps[n].again.seconds)
-        for pair in dict.fromkeys(self.bucket_of[n] for n in asked):
-            if pair not in self.left:
-                continue
-            for gather_stage in range(self.most_gather_stages):
-                for other in self.to_ask.at(max(self.rank.reads.reads[n].place for n in pair.steps), gather_stage):
-                    path = self.paths[other]
-                    nearer = (one for stage in path[:gather_stage] for one in stage)
-                    if len(path) > gather_stage and not any(one in self.pending for one in nearer):
-                        self._issue(path[gather_stage:])
-            self.left.discard(pair)
-            self._wait(pair)
-        for timed in self.rank.reads.again.get(index, ()):
-            self.step.run(timed.again, _targets("gather again", [timed]))
-
-    def _issue(self, path: Sequence[Sequence[Pair]]) -> None:
-        """Launch the gathers ``path[0]``; those before them on their paths (last first) are launched and awaited."""
-        for pair in path[0]:
-            if pair not in self.still:
-                continue
-            self.still.remove(pair)
-            if path[1:]:
-                self._issue(path[1:])
-                for earlier in path[1]:
-                    self._wait(earlier)
-            again = [self.rank.reads.parameter_steps[n] for n in self.numbers[pair]]
-            self.pending[pair] = self.step.issue([one.again for one in again], _targets("gather again", again))
-
-    def _wait(self, pair: Pair) -> None:
-        if (task := self.pending.pop(pair, None)) is not None:
-            self.step.wait([task])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from autoparallel.capture import TensorMeta
@@ -50,9 +49,11 @@ class Timed(NamedTuple):
 
 
 class TimedStep(NamedTuple):
-    """One redistribution step before decision ``target``: forward, forward again for backward, and backward."""
+    """One redistribution step before decision ``target``: its action in forward; forward, forward again for backward,
+    and backward."""
 
     target: int
+    action: str
     forward: Timed
     again: Timed
     backward: Timed
@@ -63,8 +64,8 @@ class RankReads:
 
     ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: redistribution steps of activations,
     by decision; ``paths``: the same by operand. ``parameter_steps``: the steps of parameters, in the order of
-    ``windows.events``. ``waited``: those that ZeRO-3 runs once for all micro-batches, by decision. ``read_by_ops``:
-    gathers whose results ops read.
+    ``windows.events``; ``last_step``: by use (target, position) of a parameter, the number of the last step on the path
+    to it. ``waited``: those that ZeRO-3 runs once for all micro-batches, by decision.
     """
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> None:
@@ -73,15 +74,16 @@ class RankReads:
         held = {holders: next((stage for stage in holders if stage in stages), None)
                 for holders in set(self.counts.stages_of)}
         self.stage_of = [held[holders] for holders in self.counts.stages_of]
+        self.numbers = pricer.costs.kinds.numbers(strategies)
         self.parameter_steps: list[TimedStep] = []
         self._times: dict[int, list[tuple[Any, ...]]] = {}
         self.moves = [move for move in pricer.costs.moves(strategies) if self.stage_of[move.use.target] is not None]
         first = self._once()
-        self.reads, by_ops = self._reads(first)
+        self.reads, self.last_step = self._reads(first)
         self.windows = AsyncWindows(self.reads, self.counts.hybrid.bucket_bytes)
-        self.read_by_ops = frozenset(n for step in by_ops for n in self.windows.gather_stages(step)[:1])
         sent, waited = defaultdict[int, list[TimedStep]](list), defaultdict[int, list[TimedStep]](list)
         self.paths = defaultdict[int, list[list[TimedStep]]](list)
+        self._of_views = dict[tuple[int, int], list[TimedStep]]()
         for move, before in zip(self.moves, first, strict=True):
             steps = self._timed_steps(move)
             if self.counts.of_parameter[move.use.source]:
@@ -90,6 +92,8 @@ class RankReads:
             else:
                 sent[move.use.target] += steps
                 self.paths[move.use.target].append(steps)
+                if self.counts.views[move.use.source]:
+                    self._of_views[move.use.target, move.use.position] = steps
         self.sent = {target: steps for target, steps in sent.items() if steps}
         self.waited = {target: steps for target, steps in waited.items() if steps}
 
@@ -106,11 +110,15 @@ class RankReads:
                     shared_reads.add(use.target)
         return found
 
-    def _reads(self, first: Sequence[int]) -> tuple[list[Read], list[int]]:
+    def steps_of_view(self, use: TensorUse) -> Sequence[TimedStep]:
+        """The steps of a use of a view of parameters."""
+        return self._of_views.get((use.target, use.position), ())
+
+    def _reads(self, first: Sequence[int]) -> tuple[list[Read], dict[tuple[int, int], int | None]]:
         """The parameter reads, as `lower.overlap_pass.reads_of` finds them in the program, without the ``first`` steps
-        of each move; and the numbers of the last read before each op."""
+        of each move; and `last_step`."""
         place, looks = self._places(first), dict[int, list[Read]]()
-        found, by_ops = list[Read](), list[int]()
+        found, last_step = list[Read](), dict[tuple[int, int], int | None]()
         passed: dict[int, int | None] = {}  # by shared read, the last step on the path to it
         for (use, path, kind), before in zip(self.moves, first, strict=True):
             if self.counts.of_parameter[use.source]:
@@ -121,11 +129,10 @@ class RankReads:
                     where, block = place(use.target), self.space.blocks[use.target]
                     found.append(look._replace(after=last, place=where, block=block))
                     last = len(found) - 1
+                last_step[use.target, use.position] = last
                 if self.space.decisions[use.target].kind == "shared_read":
                     passed[use.target] = last
-                elif last is not None:
-                    by_ops.append(last)
-        return found, by_ops
+        return found, last_step
 
     def _look(self, use: TensorUse, priced: PricedStep) -> Read:
         """The `Read` of a redistribution step, but for its program point and the step before it."""
@@ -155,7 +162,7 @@ class RankReads:
 
     def _times_of(self, use: TensorUse, priced: PricedStep) -> tuple[Any, ...]:
         step, seconds, _ = priced
-        times = self.counts.use_times(use, self.stage_of[use.target])
+        times = self.counts.use_times(use, self.stage_of[use.target], int(self.numbers[use.target]))
         message = self._message(use.meta, step, step.forward, step.before, step.after, 1.0)
         forward = Timed(times.forward * seconds[0], self._stream(step.axis, message), message)
         message = None
@@ -163,7 +170,7 @@ class RankReads:
             message = self._message(use.meta, step, step.backward, step.after, step.before,
                                     self.counts.summing(use).scale if step.backward in SUMS else 1.0)
         backward = Timed(times.backward * seconds[1], self._stream(step.axis, message), message)
-        return forward, forward._replace(seconds=times.again * seconds[0]), backward
+        return step.forward, forward, forward._replace(seconds=times.again * seconds[0]), backward
 
     def _message(self, meta: TensorMeta, step: Step, action: str, source: Layout, target: Layout, scale: float
                  ) -> Message | None:
@@ -189,35 +196,3 @@ class RankReads:
             return target
         readers = self.space.readers_of.get(target, ())
         return min((reader for reader in readers if self.stage_of[reader] is not None), default=target)
-
-    def last_reader(self, target: int) -> int:
-        """The last op that reads the result of a use: the target, or the last reader behind views and shared reads."""
-        rule = self.space.strategy_sets[target].rule
-        if self.space.decisions[target].kind != "shared_read" and (rule is None or not rule.alias):
-            return target
-        return max((self.last_reader(reader) for reader in self.space.readers_of.get(target, ())), default=target)
-
-    @cached_property
-    def requested(self) -> Mapping[int, Sequence[int]]:
-        """Gathers whose results ops read, by the decision whose backward requests them."""
-        found = defaultdict[int, list[int]](list)
-        for number in (n for pair in self.windows.gathered for n in pair.steps):
-            if number in self.read_by_ops:
-                found[self._asked_at(self.parameter_steps[number].target)].append(number)
-        return found
-
-    @cached_property
-    def again(self) -> Mapping[int, Sequence[TimedStep]]:
-        """Synchronous steps of parameters that ZeRO-3 runs again, by the decision whose backward requests them."""
-        found = defaultdict[int, list[TimedStep]](list)
-        for event in itertools.chain(*self.windows.events.values()):
-            timed = self.parameter_steps[event.pair.steps[0]]
-            if event.action == "run" and timed.again.seconds:
-                found[self._asked_at(timed.target)].append(timed)
-        return found
-
-    def _asked_at(self, target: int) -> int:
-        """The decision whose backward requests a parameter again that ``target`` reads: its last reader, or the one
-        that starts the recompute of its block."""
-        blocks, block = self.counts.blocks, self.counts.blocks.of[target]
-        return self.last_reader(target) if block is None else blocks.starts.get(block, blocks.last[block])

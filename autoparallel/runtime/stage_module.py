@@ -24,7 +24,7 @@ from autoparallel.kernels.regather import regathering
 from autoparallel.lower.copies_pass import interleaved
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import ended_together, overlap
-from autoparallel.lower.parameter_reads import SplitProgram, gathers_parameter, split_reads
+from autoparallel.lower.parameter_reads import SplitProgram, gathers_parameter, repeats, split_reads
 from autoparallel.lower.recompute_pass import gather_again, with_recompute
 from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
@@ -73,7 +73,7 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
 def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
     """The program with ZeRO-3 gathers repeated and blocks recomputed in backward, as ``hybrid`` says."""
     if hybrid.zero_stage == 3:
-        module = gather_again(module, gathers_parameter)
+        module = gather_again(module, repeats)
     if hybrid.recompute == "none":
         return module
     in_parts = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
