@@ -49,6 +49,8 @@ def strategies_of(case_name: str, space: StrategySpace, options: dict[str, Any])
     ("gpt2", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),  # gathers of no use are left out
     ("gpt2", (2, 2), Hybrid(zero_stage=3)), ("mixtral", (2, 2), Hybrid(zero_stage=3, bucket_bytes=20_000)),
     ("bert", (2, 2), Hybrid(zero_stage=3)), ("mlp", (2, 2), Hybrid(zero_stage=3)),
+    ("gpt2", (2, 2), Hybrid(2, zero_stage=3)), ("bert", (4,), Hybrid(2, zero_stage=3, bucket_bytes=20_000)),
+    ("gpt2", (2, 2), Hybrid(2)), ("vit", (2, 2), Hybrid(4)), ("llama", (4,), Hybrid(3)),
     ("llama", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),
 ], ids=str)
 def test_simulated_collectives_are_those_of_the_run(case_name: str, mesh_shape: tuple[int, ...], hybrid: Hybrid,
@@ -60,7 +62,7 @@ def test_simulated_collectives_are_those_of_the_run(case_name: str, mesh_shape: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hybrid", [Hybrid(), Hybrid(recompute="full", bucket_bytes=20_000), Hybrid(2, zero_stage=1),
-                                    Hybrid(zero_stage=3),
+                                    Hybrid(zero_stage=3), Hybrid(2), Hybrid(2, zero_stage=3),
                                     Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)], ids=str)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 @pytest.mark.parametrize("case_name", CASES)

@@ -22,6 +22,7 @@ from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
 from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.interleaved_copies import InterleavedRound
+from autoparallel.pricing.leaves import Leaves
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
     COMPUTE,
@@ -200,6 +201,7 @@ class RankStep:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         self.strategies, self.stages = strategies, tuple(stages)
         self.reads = RankReads(pricer, strategies, stages)
+        self.leaves = Leaves(self.reads)
         self.windows, self.numbers = self.reads.windows, self.reads.numbers
         self.copies = self.counts.hybrid.copies
         self.rounds = self.counts.micro_batches_on(stages[0]) // self.copies
@@ -232,13 +234,15 @@ class RankStep:
         one by one, rather than as one task of their total length."""
         step, pending = StepTasks(), _Pending()
         if self.reads.equivalent:
-            marked = {*self.windows.events, *self.reads.waited} - {TOP}
+            marked = self.windows.events.keys() - {TOP}
+            self._read_once(step)
             self._read(step, TOP, pending)
             self._forward(step, marked, lambda index: self._read(step, index, pending))
 
             again = BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps))
-            self._backward(step, {*marked, *again.by_decision, *again.inside, *self._sums_s}, again.read,
-                           lambda index: self._reduce(step, index, pending), lambda index: self._sum(step, index))
+            marked = {*marked, *again.by_decision, *again.inside, *self._sums_s, *self.leaves.reduced}
+            self._backward(step, marked, again.read, lambda index: self._reduce(step, index, pending),
+                           lambda index: self._arrived(step, index))
             self._reduce(step, TOP, pending)
             again.settle()
         else:
@@ -251,12 +255,13 @@ class RankStep:
         """Parameters are gathered, then the micro-batches run without overlap. The last of several launches the
         reduction of a bucket once its last gradient arrives, if micro-batches read its result directly. All other
         gradients are reduced at the end."""
-        places = sorted({TOP, *self.windows.events, *self.reads.waited})
+        places = sorted({TOP, *self.windows.events})
+        self._read_once(step)
         for place in places:
             self._read(step, place, pending)
         for _ in range(self.count - 1 if each else 0):
             self._forward(step)
-            self._backward(step, ())
+            self._backward(step, self.leaves.reduced, arrived=lambda index: self._arrived(step, index))
         if not each:
             hidden = self._hidden_early_s(self.pricer.prices.device.overlap_slowdown) if self.count > 1 else 0.0
             step.compute((self.count - 1) * (self._round_s() - hidden)
@@ -268,17 +273,25 @@ class RankStep:
                 early[min(readers)].append(pair)
 
         def reduce(index: int) -> None:
-            self._sum(step, index)
+            self._arrived(step, index)
             for pair in early.get(index, ()):
                 self._issue(step, pair, pending)
 
         self._forward(step)
-        self._backward(step, {*early, *self._sums_s}, arrived=reduce)
+        self._backward(step, {*early, *self._sums_s, *self.leaves.reduced}, arrived=reduce)
         for place in reversed(places):
             self._reduce(step, place, pending)
 
-    def _sum(self, step: StepTasks, index: int) -> None:
-        """Accumulate the gradients of the parameters that a decision reads."""
+    def _read_once(self, step: StepTasks) -> None:
+        """Make the leaves that micro-batches read."""
+        for timed in self.leaves.steps:
+            step.run(timed.forward, _targets("gather", [timed]))
+
+    def _arrived(self, step: StepTasks, index: int) -> None:
+        """Reduce the gradients of leaves that a decision completes; accumulate those of the parameters that it
+        reads."""
+        for timed in (timed for path in self.leaves.reduced.get(index, ()) for timed in reversed(path)):
+            step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
         step.compute(self._sums_s.get(index, 0.0), ("backward", index, index))
 
     @cached_property
@@ -306,13 +319,8 @@ class RankStep:
                 step.wait(pending.pop(pair))
             else:
                 step.run(forward[0], label)
-        for timed in self.reads.waited.get(place, ()):
-            step.run(timed.forward, _targets("gather", [timed]))
 
     def _reduce(self, step: StepTasks, place: int, pending: _Pending) -> None:
-        for timed in reversed(self.reads.waited.get(place, ())):
-            step.run(timed.again, _targets("gather again", [timed]))
-            step.run(timed.backward, _targets("reduce", [timed]))
         for action, pair in reversed(self.windows.events.get(place, ())):
             if action == "launch":
                 step.wait(pending[pair])
@@ -395,7 +403,8 @@ class RankStep:
         """Seconds of one round without overlap and without gradient accumulation."""
         sent = sum(timed.forward.seconds + timed.again.seconds + timed.backward.seconds
                    for steps in self.reads.sent.values() for timed in steps)
-        return (self._forward_s[-1] + sum(self._again_s) + self._backward_s[-1] + sent) / self.count
+        reduced = sum(timed.backward.seconds for timed in self.leaves.steps)
+        return (self._forward_s[-1] + sum(self._again_s) + self._backward_s[-1] + sent + reduced) / self.count
 
     def _of(self, pair: Pair) -> list[TimedStep]:
         return [self.reads.parameter_steps[number] for number in pair.steps]

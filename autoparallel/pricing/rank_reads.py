@@ -65,12 +65,15 @@ class RankReads:
     ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: redistribution steps of activations,
     by decision; ``paths``: the same by operand. ``parameter_steps``: the steps of parameters, in the order of
     ``windows.events``; ``last_step``: by use (target, position) of a parameter, the number of the last step on the path
-    to it. ``waited``: those that ZeRO-3 runs once for all micro-batches, by decision.
+    to it. ``once``: by move, the number of its first steps that run once for all
+    micro-batches, though gradients are reduced after each; ``once_steps``: these steps by use.
     """
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
-        self.equivalent = micro_batches_are_equivalent(self.counts.hybrid)
+        hybrid = self.counts.hybrid
+        self.equivalent = micro_batches_are_equivalent(hybrid)
+        self.reduces_each = not hybrid.is_plain and (hybrid.zero_stage == 2 or hybrid.prefetches)
         held = {holders: next((stage for stage in holders if stage in stages), None)
                 for holders in set(self.counts.stages_of)}
         self.stage_of = [held[holders] for holders in self.counts.stages_of]
@@ -78,16 +81,17 @@ class RankReads:
         self.parameter_steps: list[TimedStep] = []
         self._times: dict[int, list[tuple[Any, ...]]] = {}
         self.moves = [move for move in pricer.costs.moves(strategies) if self.stage_of[move.use.target] is not None]
-        first = self._once()
-        self.reads, self.last_step = self._reads(first)
+        self.once = self._once()
+        self.reads, self.last_step = self._reads(self.once)
         self.windows = AsyncWindows(self.reads, self.counts.hybrid.bucket_bytes)
-        sent, waited = defaultdict[int, list[TimedStep]](list), defaultdict[int, list[TimedStep]](list)
+        sent = defaultdict[int, list[TimedStep]](list)
+        self.once_steps = dict[tuple[int, int], list[TimedStep]]()
         self.paths = defaultdict[int, list[list[TimedStep]]](list)
         self._of_views = dict[tuple[int, int], list[TimedStep]]()
-        for move, before in zip(self.moves, first, strict=True):
+        for move, before in zip(self.moves, self.once, strict=True):
             steps = self._timed_steps(move)
             if self.counts.of_parameter[move.use.source]:
-                waited[move.use.target] += steps[:before]
+                self.once_steps[move.use.target, move.use.position] = steps[:before]
                 self.parameter_steps += steps[before:]
             else:
                 sent[move.use.target] += steps
@@ -95,17 +99,15 @@ class RankReads:
                 if self.counts.views[move.use.source]:
                     self._of_views[move.use.target, move.use.position] = steps
         self.sent = {target: steps for target, steps in sent.items() if steps}
-        self.waited = {target: steps for target, steps in waited.items() if steps}
 
     def _once(self) -> list[int]:
-        """The number of steps of each move that ZeRO-3 runs once, before its micro-batches: those before the first that
+        """`once`: with ZeRO-2 all steps of parameters, with ZeRO-3 (not in a pipeline) those before the first that
         communicates (as `lower.parameter_reads.split_reads`)."""
-        found, shared_reads = [0] * len(self.moves), set[int]()
-        for number, (use, path, _) in enumerate(
-            self.moves if self.equivalent and not self.counts.hybrid.is_plain else ()
-        ):
+        found, shared_reads, hybrid = [0] * len(self.moves), set[int](), self.counts.hybrid
+        for number, (use, path, _) in enumerate(self.moves if self.reduces_each else ()):
             if self.space.decisions[use.source].kind == "parameter" or use.source in shared_reads:
-                found[number] = sum(1 for _ in itertools.takewhile(lambda s: s.step.forward not in COLLECTIVES, path))
+                stays = (_communicates(use, priced.step) and hybrid.zero_stage == 3 for priced in path)
+                found[number] = next(itertools.compress(itertools.count(), stays), len(path))
                 if found[number] == len(path) and self.space.decisions[use.target].kind == "shared_read":
                     shared_reads.add(use.target)
         return found
@@ -196,3 +198,8 @@ class RankReads:
             return target
         readers = self.space.readers_of.get(target, ())
         return min((reader for reader in readers if self.stage_of[reader] is not None), default=target)
+
+
+def _communicates(use: TensorUse, step: Step) -> bool:
+    """Whether a step of a parameter communicates, forward or backward."""
+    return step.forward in COLLECTIVES or (use.meta.requires_grad and step.backward in COLLECTIVES)
