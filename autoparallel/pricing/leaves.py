@@ -23,15 +23,8 @@ class Leaves:
             if first in self._place:
                 self.reduced[self._place[first]].append(path)
         for index, paths in self.reduced.items():
-            if self._in_several_ops(index):  # those that come last are differentiated first
+            if reads.in_several_ops(index):
                 paths.reverse()
-
-    def _in_several_ops(self, index: int) -> bool:
-        """Whether an op runs as several: a product, which reads its weight through a view, or a norm of shards."""
-        s = self.space.strategy_sets[index]
-        strategy = s.array[self.reads.numbers[index]].tolist()
-        is_product = s.rule is not None and s.rule.op_class == "matmul"
-        return is_product or any(s.axis_strategies[row].variant == "norms" for row in strategy)
 
     def _note(self) -> None:
         made = dict[int, tuple[int, int] | None]()  # by shared read whose steps all run once, the use of the first

@@ -266,11 +266,12 @@ class RankStep:
             hidden = self._hidden_early_s(self.pricer.prices.device.overlap_slowdown) if self.count > 1 else 0.0
             step.compute((self.count - 1) * (self._round_s() - hidden)
                          + (self._adding - 1) * sum(self._sums_s.values()), ("micro-batches before the last", TOP, TOP))
-        early = defaultdict[int, list[Pair]](list)
+        early, pairs = defaultdict[int, list[Pair]](list), dict[Pair, tuple[int, int]]()
         for pair in (*self.windows.reduced, *self.windows.gathered):
             if self.counts.hybrid.zero_stage < 2 and all(self.windows.is_last(n) for n in pair.steps):
-                readers = (self.reads.first_reader(self.reads.parameter_steps[n].target) for n in pair.steps)
-                early[min(readers)].append(pair)
+                pairs[pair] = max(map(self.reads.arrival, pair.steps))
+        for pair in sorted(pairs, key=pairs.__getitem__):
+            early[-pairs[pair][0]].append(pair)
 
         def reduce(index: int) -> None:
             self._arrived(step, index)

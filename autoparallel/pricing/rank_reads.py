@@ -192,6 +192,22 @@ class RankReads:
         crossed = self.pricer.prices.groups[axis].crossed
         return crossed[-1][1].name if crossed else COMPUTE
 
+    def in_several_ops(self, index: int) -> bool:
+        """Whether an op runs as several, so that gradients of its last inputs are complete first: a product, which
+        reads its weight through a view, or a norm of shards."""
+        s = self.space.strategy_sets[index]
+        is_product = s.rule is not None and s.rule.op_class == "matmul"
+        return is_product or any(s.axis_strategies[r].variant == "norms" for r in s.array[self.numbers[index]].tolist())
+
+    def arrival(self, number: int) -> tuple[int, int]:
+        """When backward completes the gradient of the result of a path's last step: (negated decision whose backward
+        does, order among those of the decision)."""
+        target = self.parameter_steps[number].target
+        reader = self.first_reader(target)
+        position = next(use.position for use in self.space.uses_by[reader] if (
+            use.source == target or self.last_step.get((reader, use.position)) == number))
+        return -reader, -position if self.in_several_ops(reader) else position
+
     def first_reader(self, target: int) -> int:
         """The first op that reads the result of a use: the target, or the first reader of a shared read."""
         if self.space.decisions[target].kind != "shared_read":
