@@ -78,13 +78,15 @@ class Liveness:
         uses, targets = self.space.uses, np.array([use.target for use in self.space.uses], np.int64)
         found = LiveIntervals.of(self._starts[targets] + targets, self._starts[targets] + targets + 1)
         kept = [number for number, use in enumerate(uses)
-                if self.saved.copy_is_kept(use)
-                and not (self.counts.of_parameter[use.source] and self.hybrid.zero_stage == 3)]
+                if self.saved.copy_is_kept(use) and not self.counts.gathers_again(use)]
         inside = np.array([self.saved.copy_is_away(uses[number]) for number in kept], bool)
         self._keep(found, np.array(kept, np.int64), targets[kept], inside, np.zeros(len(kept)), targets[kept])
         for number, use in enumerate(uses):
             if self.counts.of_parameter[use.source] and (live := self._parameter_interval(use)) is not None:
                 found.put(number, *live.interval, live.copies)
+            elif self.counts.views[use.source] and self.counts.gathers_again(use):
+                turned = int(self._starts[use.target]) + 2 * self._num_decisions - use.target
+                found.put(number, turned, turned + 1, 1)
         return self._over(found, targets)
 
     def gathered_interval(self, use: TensorUse) -> tuple[int, int]:

@@ -461,7 +461,7 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
         there, back = pricer.costs.offload_copy_s(use)
         stage.forward += count * float(there[ends])
         stage.backward += count * float(back[ends])
-    summing, (forward, again, backward) = counts.summing(use), counts.use_times(use, place)
+    summing, (forward, again, backward) = counts.summing(use), counts.use_times(use, place, ends[1])
     times = forward + again, backward
     for step, seconds, elements in move.path:
         axis = space.axis_names[step.axis]
