@@ -9,8 +9,9 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from autoparallel.plans import Plan
-from autoparallel.plans.reports.timeline import _order, timeline_of
+from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.plans.reports.trace import trace_json
+from autoparallel.schedule.pipeline_tasks import order_of
 from autoparallel.schedule.step_config import Hybrid
 from tests.support.reported import NAMES, PIPELINES
 
@@ -42,7 +43,7 @@ def test_the_order_of_micro_batches_is_torchs(group: int, chunks: int, count: in
             lambda step, rank=rank, warm=warm: (chunks - 1 - (step - warm) // per_round % chunks) * group + rank,
             num_1f1b_microbatches=rank, enable_zero_bubble=late)
         kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
-        assert list(_order(hybrid, rank)) == [(kinds[op[1].name], op[0], op[2]) for op in ops if op is not None]
+        assert list(order_of(hybrid, rank)) == [(kinds[op[1].name], op[0], op[2]) for op in ops if op is not None]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -59,7 +60,7 @@ def test_exposed_communication_of_micro_batches_has_a_row(plans: dict[str, Plan]
 @pytest.mark.parametrize("name", PIPELINES)
 def test_each_micro_batch_runs_once_on_each_stage(plans: dict[str, Plan], name: str) -> None:
     hybrid = plans[name].hybrid
-    actions = [action for rank in range(hybrid.pipeline_ranks) for action in _order(hybrid, rank)]
+    actions = [action for rank in range(hybrid.pipeline_ranks) for action in order_of(hybrid, rank)]
     kinds = "FBW" if name == "zero_bubble" else "FB"
     assert sorted(actions) == sorted((kind, stage, micro) for kind in kinds for stage in range(hybrid.stages)
                                      for micro in range(hybrid.micro_batches))

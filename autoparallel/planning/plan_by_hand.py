@@ -14,6 +14,7 @@ from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
 from cost_models import Cluster
+from cost_models.accuracy import usable_bytes
 
 
 def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand) -> Plan:
@@ -33,6 +34,9 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
                         f"{batch // (hand.dp or 1)}") from error
     made = plan_on(micro, cluster, shape, names, options, hybrid)
     limit, needed = options.memory_limit_bytes, made.prediction.peak_bytes
+    if limit is None:  # it is priced whether it fits or not, and the report says so
+        free = usable_bytes(cluster, options.memory_confidence)
+        made = replace(made, prediction=replace(made.prediction, limit_bytes=free))
     if limit is not None and needed > limit:
         raise InfeasibleError(f"the plan by hand ({hand}) needs {needed:.4g} bytes on a device, and memory_limit_bytes "
                               f"is {limit:.4g}: without a limit it is priced all the same")

@@ -41,6 +41,14 @@ class LiveIntervals(NamedTuple):
         self.intervals[which, 0], self.intervals[which, 1], self.copies[which] = starts, ends, copies
 
 
+def sums_gradients(counts: ExecutionCounts, use: TensorUse) -> bool:
+    """Whether the gradient of a gathered parameter is kept beside it, whole and in its own dtype, while those of
+    several micro-batches add up."""
+    hybrid = counts.hybrid
+    return (not hybrid.is_plain and hybrid.zero_stage < 2 and counts.count(use.target) > 1
+            and not counts.accumulator_bytes(use.meta))
+
+
 class Liveness:
     """The live intervals of one step with these execution counts."""
 
@@ -170,12 +178,9 @@ class Liveness:
         """The live interval of a gathered parameter: of the step with several micro-batches, or prefetched by ZeRO-3
         (None: as any copy)."""
         if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
-            apart = self.counts.accumulator_bytes(use.meta) > 0
-            sums = self.hybrid.zero_stage < 2 and self.counts.count(use.target) > 1 and not apart
             start, turning = int(self._starts[use.target]), 2 * self._num_decisions
-            return LiveInterval(
-                (start, start + turning + 1), self.counts.held[use.source] * (2 if sums else 1)
-            )  # and its gradient
+            copies = 2 if sums_gradients(self.counts, use) else 1  # and its gradient
+            return LiveInterval((start, start + turning + 1), self.counts.held[use.source] * copies)
         return self._gathered_copy_interval(use) if self.counts.prefetches(use) else None
 
     def _gathered_copy_interval(self, use: TensorUse) -> LiveInterval:

@@ -17,6 +17,7 @@ from autoparallel.pricing.overlap_simulation import hidden_s
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.step_cost import Move
 from autoparallel.pricing.unit_costs import Inside, Prices
+from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
 from cost_models import Cluster, collectives
@@ -117,8 +118,8 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     mean = _together(by_rank)
     step, ahead, profile = mean.total, 0.0, pricer.prices.cluster.profile
     if hybrid.stages > 1:
-        step = _pipelined_s(pricer, stages, sends)
-        hidden = step - _pipelined_s(pricer, stages, sends, strategies)
+        step = _pipelined_s(pricer, stages, sends, in_order=True)
+        hidden = step - _pipelined_s(pricer, stages, sends, strategies, in_order=True)
     else:
         ahead = mean.beside_s(profile, hybrid.micro_batches)
         hidden = _hidden_s(pricer, strategies) + ahead
@@ -126,6 +127,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     bar = error_bar(profile)
     return Prediction(
         forward_s=mean.forward / ranks,
+        recompute_s=mean.again / ranks,
         backward_s=mean.backward / ranks,
         optimizer_s=mean.optimizer / ranks,
         forward_communication_s=mean.forward_communication / ranks,
@@ -222,11 +224,13 @@ def _together(stages: Sequence[_Parts]) -> _Parts:
 
 
 def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
-                 strategies: Sequence[Strategy] | None = None) -> float:
+                 strategies: Sequence[Strategy] | None = None, in_order: bool = False) -> float:
     """Seconds of a step under the schedule: the pipelined micro-batches, then the work done once per step, less the
     overlap (if ``strategies`` are given).
 
     Per micro-batch both stages at a cut wait for one message: a value in one direction while a gradient comes back.
+    ``in_order``: several stages of a rank that are not equal wait for one another, so that no fewer seconds count than
+    the micro-batches take in the order in which they run.
     """
     hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
     groups, passed = hybrid.groups, _passed_s(pricer, sends)
@@ -238,7 +242,19 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     of_rank = [range(g, len(stages), len(groups)) for g in range(len(groups))]
     hidden = [_hidden_s(pricer, strategies, rank) if strategies is not None else 0.0 for rank in of_rank]
     once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
-    return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
+    closed = float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups))
+    if not in_order or len(stages) == len(groups):
+        return closed + once
+    each = [(s.total - s.once - s.beside_s(profile, count)) / count for s, count in zip(stages, counts, strict=True)]
+    times = [StageTimes(share * seconds, (1 - share) * seconds, send_s) for seconds, share, send_s in
+             zip(each, map(_forward_share, stages), [*passed, 0.0], strict=True)]
+    return max(closed, simulated_s(hybrid, times)) + once
+
+
+def _forward_share(s: _Parts) -> float:
+    """The share of forward in a micro-batch's seconds; recompute is of backward."""
+    forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
+    return forward / (s.total - s.once) if s.total > s.once else 0.0
 
 
 def _passed_s(pricer: SpacePricer, sends: Sends) -> list[float]:
@@ -276,8 +292,7 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
     for number, (s, send_s) in enumerate(zip(stages, [*_passed_s(pricer, sends), 0.0], strict=True)):
         count, held = hybrid.micro_batches_on(number), pricer.counts.in_flight[number]
         whole_s = s.total - s.once - s.beside_s(profile, count)
-        forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
-        share = forward / (s.total - s.once) if s.total > s.once else 0.0
+        share = _forward_share(s)
         saved = max(0.0, s.live_bytes - s.always_bytes) / max(1, held)
         each = whole_s / (s.total - s.once) / count if s.total > s.once else 0.0
         once_backward = max(0.0, s.once - s.once_forward - s.optimizer)

@@ -73,10 +73,11 @@ def _memory(p: Prediction, record: Record | None) -> Memory:
 
 
 def times_of(p: Prediction) -> tuple[Time, ...]:
-    """The parts of a step: compute, communication that is exposed and that is hidden, launches, the bubble, the
-    framework."""
+    """The parts of a step: compute, recompute, communication that is exposed and that is hidden, launches, the bubble,
+    the framework."""
     return (
-        Time("forward compute", p.forward_s), Time("backward compute", p.backward_s), Time("optimizer", p.optimizer_s),
+        Time("forward compute", p.forward_s - p.recompute_s), Time("recompute", p.recompute_s),
+        Time("backward compute", p.backward_s), Time("optimizer", p.optimizer_s),
         Time("exposed communication", p.exposed_s),
         Time("less what hosts launch ahead", p.hidden_communication_s - p.hidden_s),
         Time("bubbles, sends, waits", p.waiting_s),

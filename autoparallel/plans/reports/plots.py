@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WIDTH_IN, PER_100_IN = 10.0, 1.1
 HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
 #: The kinds of a timeline's boxes, in the order of their colours, which are the same in all timelines.
-ORDER = ("forward", "backward", "optimizer", "gather", "reduce", "exchange", "other")
+ORDER = ("forward", "backward", "optimizer", "gather", "reduce", "exchange", "other", "earlier")
 #: The shapes that only tell what the mouse points at, and those drawn as lines.
 READING, LIMIT = "reading", "limit"
 

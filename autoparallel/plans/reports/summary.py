@@ -72,7 +72,7 @@ def _costs(speed: Speed) -> Iterator[str]:
 def _where(report: Report) -> str:
     """The shares of the step: compute, exposed communication, waits and the framework."""
     share = {name: sum(report.seconds_of(part) for part in parts) / (report.speed.step_s or 1.0)
-             for name, parts in (("compute", ("forward compute", "backward compute", "optimizer",
+             for name, parts in (("compute", ("forward compute", "recompute", "backward compute", "optimizer",
                                               "less what hosts launch ahead")),
                                  ("bubbles and waits", ("bubbles, sends, waits",)),
                                  ("framework", ("framework, once a step",)))}

@@ -124,7 +124,8 @@ def _memory(report: Report) -> Table:
             table.add_row(kind, bytes_str(num_bytes))
     table.add_row("peak", bytes_str(memory.peak_bytes), style="bold")
     if memory.limit_bytes:
-        table.add_row("that tensors may take", bytes_str(memory.limit_bytes))
+        whole = f", of {bytes_str(memory.device_bytes)}" if memory.device_bytes else ""
+        table.add_row(f"that tensors may take{whole}", bytes_str(memory.limit_bytes))
     if memory.host_bytes:
         table.add_row("in the host's memory", bytes_str(memory.host_bytes))
     if memory.disk_bytes:
