@@ -37,6 +37,7 @@ from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.plans.reports.trace import trace_json
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 from cost_models import Cluster
+from cost_models.accuracy import error_bar
 from tests.support.reported import (
     HIDDEN,
     LAYERS,
@@ -73,6 +74,16 @@ def test_model_flops_are_those_of_the_formula(plans: dict[str, Plan]) -> None:
         assert work.hardware_flops >= work.model_flops
         assert report_of(plan).speed.mfu == pytest.approx(work.model_flops / (step_s * 4 * 67e12))
     assert plans["fsdp"].record.workload.parameters == sum(p.numel() for p in Transformer().parameters())
+
+
+def test_error_bars_are_wider_for_plans_unlike_the_published_runs() -> None:
+    profile = Cluster.load("h100-sxm").profile
+    plain = error_bar(profile, None, ["pipeline"], 64)
+    assert plain == error_bar(profile) and "published runs" in plain.basis
+    experts, far = error_bar(profile, None, ["expert"], 64), error_bar(profile, None, [], 16384)
+    assert experts.p90 == far.p90 == 1.5 * plain.p90
+    assert "none of them with expert parallelism" in experts.basis and "on 512 devices at most" in far.basis
+    assert "none of them" not in made(by_hand="dp=2,tp=2").prediction.basis
 
 
 def test_gradients_that_nobody_needs_are_no_model_flops() -> None:

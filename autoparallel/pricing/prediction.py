@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,8 @@ from cost_models.compute import larger
 from cost_models.pipeline import pipeline_s
 from cost_models.profile import Profile
 
+#: Bytes of activations that a rank exchanges in a step, above which its plan counts as tensor or context parallel.
+EXCHANGED = 2**20
 #: (kind of collective, axis, direction, purpose) -> [count, bytes, seconds].
 Found = dict[tuple[str, str, str, str], list[float]]
 #: By cut: bytes of one micro-batch that a rank sends in one direction, and of its part of values that several have.
@@ -124,7 +126,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         ahead = mean.beside_s(profile, hybrid.micro_batches)
         hidden = _hidden_s(pricer, strategies) + ahead
     waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
-    bar = error_bar(profile)
+    bar = error_bar(profile, None, list(_kinds(pricer, found)), pricer.prices.cluster.num_devices)
     return Prediction(
         forward_s=mean.forward / ranks,
         recompute_s=mean.again / ranks,
@@ -149,6 +151,17 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         basis=bar.basis,
         limit_bytes=pricer.limit_bytes if math.isfinite(pricer.limit_bytes) else 0.0,
     )
+
+
+def _kinds(pricer: SpacePricer, found: Found) -> Iterator[str]:
+    """The kinds of parallelism (`cost_models.accuracy.KINDS`) of a plan with these collectives."""
+    if pricer.counts.hybrid.stages > 1:
+        yield "pipeline"
+    if sum(num_bytes for (*_, purpose), (_, num_bytes, _) in found.items() if purpose == "activations") > EXCHANGED:
+        yield "tensor or context"
+    if any("routed_experts" in node.op_name or "grouped_mm" in node.op_name
+           for node in pricer.space.graph.of_kind("op")):
+        yield "expert"
 
 
 def fixed_s(cluster: Cluster, hybrid: Hybrid, training: bool = True) -> float:
