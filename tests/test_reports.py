@@ -139,11 +139,11 @@ def test_plans_within_the_error_of_predictions_are_called_so(plans: dict[str, Pl
     others = tuple(Alternative(factor * step_s, 1.0, ("x: a -> b",)) for factor in (1.02, 1.1, 1.3))
     close = replace(plan, prediction=replace(plan.prediction, p50=0.05), record=replace(record, alternatives=others))
     assert "the same with other layouts" in close.summary() and "2.0 % slower" in close.summary()
-    assert "Within the error of predictions (5.0 %): 1 of them." in close.summary()
+    assert "Another plan is within the error of predictions (5.0 %)." in close.summary()
     wide = replace(close, prediction=replace(plan.prediction, p50=0.2))
-    assert "Within the error of predictions (20 %): 2 of them." in wide.summary()
+    assert "2 other plans are within the error of predictions (20 %)." in wide.summary()
     exact = replace(close, prediction=replace(plan.prediction, p50=0.01))
-    assert "Within the error" not in exact.summary()
+    assert "within the error" not in exact.summary()
     table = text.alternatives_table(report_of(close))
     assert list(table.columns[2].cells) == ["2.0 %, within the error", "10 %", "30 %"]
     assert list(table.columns[0].cells) == ["the same, other layouts: x: a -> b"] * 3
@@ -171,7 +171,7 @@ def test_usual_plans_are_compared_and_kept_in_the_file(tmp_path: Path) -> None:
     usual = min((one for one in plan.record.alternatives if one.by_hand), key=lambda one: one.step_s)
     assert step.saved_s == pytest.approx(usual.step_s - plan.prediction.step_s)
     parts = [row.saved_s for row in found.rows if row.saved_s is not None and row is not step]
-    assert sum(parts) == pytest.approx(step.saved_s, abs=1e-9)
+    assert sum(parts) == pytest.approx(step.saved_s, abs=1e-3 * plan.prediction.step_s)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again.record.comparisons == plan.record.comparisons
@@ -281,7 +281,17 @@ def test_comparisons_say_what_is_saved(plans: dict[str, Plan]) -> None:
     assert rows["whole step"].saved_s == pytest.approx(theirs.speed.step_s - ours.speed.step_s)
     assert any(what.startswith("MLP of") for what in rows)
     parts = [time.part for time in ours.times if not time.beside]
-    assert sum(rows[part].saved_s for part in parts if part in rows) == pytest.approx(rows["whole step"].saved_s)
+    saved = sum(rows[part].saved_s or 0.0 for part in parts if part in rows)  # little things are left out
+    assert saved == pytest.approx(rows["whole step"].saved_s, abs=1e-3 * theirs.speed.step_s)
+
+
+def test_seconds_of_other_work_are_not_saved(plans: dict[str, Plan]) -> None:
+    ours, theirs = report_of(plans["fsdp"]), report_of(plans["tensor"])
+    half = replace(theirs.record, workload=replace(theirs.record.workload, count=TOKENS / 2))
+    found = compare(ours, replace(theirs, record=half))
+    assert all(row.saved_s is None for row in found.rows)
+    (job,) = [row for row in found.rows if row.what == "work of a step"]
+    assert job.texts[0].startswith("4,100 tokens") and job.texts[1].startswith("2,050 tokens")
 
 
 def test_json_is_finite_documented_and_has_a_version(plans: dict[str, Plan]) -> None:
