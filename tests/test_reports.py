@@ -194,6 +194,8 @@ def test_a_usual_plan_that_a_joint_search_returns_is_not_called_proven(monkeypat
     assert not report.proof.searched and report.proof.combinations is not None
     assert "A usual plan (by hand: dp=4" in plan.summary() and "Proven" not in plan.summary()
     assert report.memory.limit_bytes > 0 and any(not one.by_hand for one in plan.record.alternatives)
+    late = replace(plan, evidence=replace(plan.evidence, stop_reason=f"does not fit; {plan.evidence.stop_reason}"))
+    assert not report_of(late).proof.searched
 
 
 def test_jobs_that_do_not_fit_are_reported(plans: dict[str, Plan]) -> None:

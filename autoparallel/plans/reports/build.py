@@ -95,7 +95,7 @@ def _collectives(plan: Plan, labels: dict[str, str]) -> list[Collectives]:
 
 def _proof(plan: Plan) -> Proof:
     e, step_s = plan.evidence, plan.prediction.step_s
-    searched = not e.stop_reason.startswith(("by hand", "baseline", "zero_stage=0"))
+    searched = not any(part.startswith(("by hand", "baseline", "zero_stage=0")) for part in e.stop_reason.split("; "))
     within = e.objective_s / e.lower_bound_s - 1 if searched and 0 < e.lower_bound_s < float("inf") else None
     within_any = step_s / e.step_bound_s - 1 if e.step_bound_s and 0 < e.step_bound_s <= step_s else None
     phases = tuple((name, seconds) for name, seconds in e.seconds.items() if not name.startswith("search:"))

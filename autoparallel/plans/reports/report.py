@@ -115,8 +115,7 @@ class Proof:
     @property
     def said(self) -> str:
         """The reason for the end of the search in plain words."""
-        first, semicolon, rest = self.reason.partition("; ")
-        return REASONS.get(first, first) + semicolon + rest
+        return "; ".join(REASONS.get(part, part) for part in self.reason.split("; "))
 
 
 @dataclass(frozen=True)
