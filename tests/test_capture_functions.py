@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._device import _device_constructors
 
 from autoparallel.capture import Ref, capture
 from autoparallel.errors import CaptureError
@@ -255,3 +256,17 @@ def test_an_output_that_does_not_depend_on_an_input_is_refused() -> None:
 
     with pytest.raises(CaptureError, match="does not depend"):
         capture(Weighed(function), (torch.randn(4, 6),))
+
+
+class Made(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.device("cpu"):
+            return x + torch.ones(6)
+
+
+def test_torch_follows_devices_after_a_trace() -> None:
+    """(torch kept our stand-ins for ones, zeros and full as the functions that do, if a trace asked first.)"""
+    _device_constructors.cache_clear()
+    capture(Made(), (torch.ones(4, 6),))
+    with torch.device("meta"):
+        assert torch.ones(2).is_meta and torch.zeros(2).is_meta and torch.full((2,), 1.0).is_meta

@@ -6,14 +6,17 @@ import copy
 import functools
 import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import autoparallel
@@ -92,6 +95,8 @@ class Model(nn.Module):
         super().__init__()
         self.layer, self.config, self.functions, self.k = Layer(4, 4), Config(), [lambda x: x * VALUES["gain"]], 2.0
         self.name, self.objects, self.read = "gain", {"a": [Config()]}, read
+        self.weak, self.weakly = weakref.ref(self.config), weakref.WeakValueDictionary(a=self.config)
+        self.array = np.array([{"k": 2.0}], dtype=object)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.read(self, self.layer(x))
@@ -155,6 +160,9 @@ CHANGES: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], obj
     "operator of an object": (lambda m, x: x * m.config, _gain),
     "call of an object": (lambda m, x: m.config(x), _gain),
     "object in containers": (lambda m, x: m.objects["a"][0](x), _gain),
+    "weak reference": (lambda m, x: x * m.weak().kind, lambda m: setattr(m.config, "kind", 3.0)),
+    "weak dictionary": (lambda m, x: x * m.weakly["a"].kind, lambda m: setattr(m.config, "kind", 3.0)),
+    "array of objects": (lambda m, x: x * m.array[0]["k"], lambda m: m.array[0].update(k=3.0)),
     "function in a list": (lambda m, x: m.functions[0](x), _gain),
     "attribute of a metaclass": (lambda m, x: x * Levelled.level, lambda m: setattr(Meta, "level", 3.0)),
     "decorator": (decorated, _gain),
@@ -307,3 +315,18 @@ def test_cached_parametrizations_are_refused(mesh_of_one: Any) -> None:
     with parametrize.cached(), pytest.raises(InputError, match=r"within torch\.nn\.utils\.parametrize\.cached"):
         parallel(X)
     parallel(X)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        return made * 2 if function is nn.functional.linear else made
+
+
+def test_modes_of_torch_functions_are_refused_but_the_default_devices(mesh_of_one: Any) -> None:
+    """A program calls other functions than the model."""
+    parallel = compiled(nn.Linear(4, 4), mesh_of_one)
+    with Doubling(), pytest.raises(InputError, match="within a TorchFunctionMode"):
+        parallel(X)
+    with torch.device("cpu"):
+        parallel(X)

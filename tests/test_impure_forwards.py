@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import gc
 import itertools
 import os
 import queue
@@ -13,6 +14,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter as seconds
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +80,22 @@ def by_default(model: Any, y: Tensor, seen: list[int] = []) -> float:  # noqa: B
     return len(seen)
 
 
+def seeded(model: Any, y: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return torch.rand(4)
+
+
+def forked(model: Any, y: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return seeded(model, y)
+
+
+def after_collection(model: Any, y: Tensor) -> float:
+    """Watched (by its name for a clock), and collects garbage meanwhile."""
+    gc.collect()
+    return 2.0 if model.value else time.time()
+
+
 #: name -> (scale, value, words of the refusal)
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[], Any], str]] = {
     "count in a dict": (counted, lambda: {"n": 0}, "changes what is in value (dict: 'n' was 0 and is 1)"),
@@ -110,6 +128,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[], Any], str]] 
     "uuid": (lambda m, y: uuid.uuid4().int % 7, lambda: None, "urandom()"),
     "secrets": (lambda m, y: secrets.randbelow(9), lambda: None, "urandom()"),
     "default_rng": (lambda m, y: float(np.random.default_rng().random()), lambda: None, "urandom()"),
+    "file": (lambda m, y: len(m.value.read_text()), lambda: Path(__file__), "asks io.open()"),
+    "whether a file is there": (lambda m, y: 2.0 if m.value.exists() else 3.0, lambda: Path(__file__), "posix.stat()"),
+    "seed": (seeded, lambda: None, "sets the state of torch's generator"),
+    "seed of a fork": (forked, lambda: None, "sets the state of torch's generator"),
     "new Random": (lambda m, y: random.Random().random(), lambda: None, "random.Random() without a seed"),
 }
 
@@ -180,6 +202,18 @@ def test_what_every_call_computes_alike_is_traced(scale: Any, value: Any) -> Non
     before = list(value) if value is not None else None
     assert len(capture(model, (X,)).nodes) > 0
     assert (list(value) if value is not None else None) == before
+
+
+def test_clocks_of_who_measures_the_collector_are_not_the_models() -> None:
+    """(hypothesis does: any trace that was watched could be refused.)"""
+    def measures(phase: str, info: Any) -> None:
+        time.perf_counter()
+
+    gc.callbacks.append(measures)
+    try:
+        capture(Model(after_collection, 1), (X,))
+    finally:
+        gc.callbacks.remove(measures)
 
 
 class Checkpointed(nn.Module):

@@ -10,6 +10,7 @@ import queue
 import random
 import sys
 import threading
+import weakref
 from argparse import Namespace
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
@@ -38,12 +39,13 @@ ATOMS = (int, str, bytes, bool, type(None), torch.dtype, torch.device, torch.mem
 NUMBERS = (float, complex)  # 0.0 equals -0.0, and a NaN nothing
 _DEPTH, _NODES, _BYTES = 8, 5_000, 1 << 20  # of a description; larger values are compared by identity
 _CONTAINERS = (list, dict, MappingProxyType, set, tuple, deque, bytearray, array, ContextVar, functools.partial,
-               np.ndarray)
+               np.ndarray, weakref.ref)
 #: Class of the functions of `functools.lru_cache`.
 CachedFunction: Any = type(functools.lru_cache(lambda: None))
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, CachedFunction)
 #: Classes of Python's own whose attributes are their content.
-_WITH_FIELDS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, type(os.environ))
+_WITH_FIELDS = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, type(os.environ),
+                weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
 _NOT_USERS = frozenset({*sys.stdlib_module_names, "torch", "numpy", "autoparallel", "builtins"})
 
 
@@ -88,6 +90,10 @@ def _described(value: Any, depth: int, left: list[int]) -> object:
             return kind, tuple(_described(v, depth - 1, left) for v in value)
         if isinstance(value, _FUNCTIONS):
             return kind, Same(value), *(_described(v, depth - 1, left) for v in parts_of_function(value))
+        if isinstance(value, np.ndarray) and value.dtype == object:
+            return kind, value.shape, tuple(_described(v, depth - 1, left) for v in value.flat)
+        if isinstance(value, weakref.ref):
+            return kind, _described(value(), depth - 1, left)
         if isinstance(value, (bytearray, array)):
             return kind, bytes(value)
         if isinstance(value, ContextVar):
@@ -184,6 +190,8 @@ def inside(container: Any) -> Iterable[Any]:
         return container
     if isinstance(container, ContextVar):
         return (container.get(Missing),)
+    if isinstance(container, weakref.ref):
+        return (container(),)
     if isinstance(container, functools.partial):
         return container.func, container.args, container.keywords
     if isinstance(container, _FUNCTIONS):

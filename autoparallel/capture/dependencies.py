@@ -119,6 +119,10 @@ class Recorder:
                     _remove()
             self._restore()
             drawn = self._numbers.restore()
+        if watch.seeds:
+            raise CaptureError(f"forward of {type(self.model).__name__} sets the state of torch's generator, and the "
+                               "random numbers of a program have seeds of their own\n  Draw the numbers outside of "
+                               "forward, and pass them; parallel.manual_seed(...) seeds a run.")
         if watch.asked:
             raise CaptureError(f"forward of {type(self.model).__name__} asks {watch.asked}, which answers differently "
                                "at each call: a program has the answer of its trace\n  Ask outside of forward, and "

@@ -1,9 +1,10 @@
-"""Reads that give another value at each call: clocks, and numbers drawn outside of torch."""
+"""Reads that give another value at each call: clocks, files, numbers drawn outside of torch; seeds set by a model."""
 
 from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import os
 import random
 import sys
@@ -47,11 +48,11 @@ class OthersDrawError(Exception):
 
 
 class Watch:
-    """Whether this thread draws from Python's or numpy's generator (``draws``), and which clock or source of chance a
-    user's function asks (``asked``)."""
+    """Whether this thread draws from Python's or numpy's generator (``draws``), which clock, file or source of chance a
+    user's function asks (``asked``), and whether one sets the state of torch's generator (``seeds``)."""
 
     def __init__(self) -> None:
-        self.draws, self.asked = False, ""
+        self.draws, self.seeds, self.asked = False, False, ""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -72,6 +73,8 @@ class Watch:
             owner = getattr(function, "__self__", None)
             if owner is PYTHONS:
                 self.draws = True
+            elif owner is torch.default_generator and function.__name__ in _SEEDS:
+                self.seeds = self.seeds or _is_asked_by_user(frame)
             elif (id(owner), getattr(function, "__name__", "")) in _CLOCKS and _is_asked_by_user(frame):
                 self.asked = f"{getattr(owner, '__name__', type(owner).__name__)}.{function.__name__}()"
         elif event == "call" and frame.f_code is _SEEDED and frame.f_locals.get("x") is None \
@@ -95,9 +98,11 @@ def _key(function: Any) -> tuple[int, str]:
 
 
 def _is_asked_by_user(frame: Any) -> bool:
-    """Whether a user's function asks, itself or through Python's modules of chance."""
+    """Whether a user's function asks, itself or through modules that ask for those who call them."""
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
         frame = frame.f_back
+    if frame is not None and any(frame.f_code is getattr(called, "__code__", None) for called in gc.callbacks):
+        return False  # a library that measures the collector, of whatever happens to run
     return frame is not None and is_users(frame.f_globals)
 
 
@@ -105,21 +110,31 @@ def may_ask(value: Any) -> bool:
     """Whether a value is a function that tells the time or draws from the machine, or a class of such."""
     if isinstance(value, ModuleType):
         return False
-    if getattr(value, "__module__", None) in _BETWEEN or value is np.random.default_rng:
+    if getattr(value, "__module__", None) in _CHANCE or value is np.random.default_rng:
         return True
     return isinstance(value, BuiltinFunctionType) and value.__self__ is not None and _key(value) in _CLOCKS
 
 
 _SEEDED = random.Random.__init__.__code__
-#: Python's modules that draw for those who call them.
-_BETWEEN = ("random", "secrets", "uuid")
+#: Modules that draw for those who call them.
+_CHANCE = ("random", "secrets", "uuid")
+#: Those, and modules that ask files for them, or set seeds.
+_BETWEEN = (*_CHANCE, "pathlib", "genericpath", "posixpath", "json", "pickle", "contextlib", "torch.random",
+            "numpy.lib._npyio_impl", "torch._compile", "torch._dynamo.eval_frame")
+#: Methods of torch's generator that set its state.
+_SEEDS = ("manual_seed", "set_state", "seed")
 _OF_TIME = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
             "process_time_ns", "thread_time", "thread_time_ns", "localtime", "gmtime", "ctime")
-_CLOCKS = frozenset(map(_key, (*(getattr(time, name) for name in _OF_TIME), os.urandom, datetime.datetime.now,
+_CLOCKS = frozenset(map(_key, (*(getattr(time, name) for name in _OF_TIME), open, os.open, os.stat,
+                               os.listdir, os.scandir, os.urandom, datetime.datetime.now,
                                datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today)))
 #: Names in a function that may ask a clock or the machine's chance, which are watched for.
 ASKING = frozenset({*_OF_TIME, "urandom", "now", "utcnow", "today", "secrets", "uuid", "uuid1", "uuid4", "Random",
                     "SystemRandom", "default_rng"})
+#: Names in a user's own function that may ask a file, or set a seed. (Installed libraries look for files in many
+#: places, and to watch makes a trace more than twice as long.)
+OPENING = frozenset({"open", "read_text", "read_bytes", "exists", "isfile", "isdir", "listdir", "scandir", "iterdir",
+                     "getmtime", "load", "manual_seed", "set_rng_state", "fork_rng"})
 #: Functions of numpy's global generator.
 _NUMPY_DRAWS = tuple(name for name in np.random.__all__ if name not in ("default_rng", "get_state")
                      and callable(value := getattr(np.random, name)) and not isinstance(value, type))

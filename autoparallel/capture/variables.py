@@ -25,7 +25,7 @@ from autoparallel.capture.contents import (
     is_plain,
     is_users,
 )
-from autoparallel.capture.impure import ASKING, may_ask
+from autoparallel.capture.impure import ASKING, OPENING, may_ask
 from autoparallel.capture.settings import function_of
 
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, property, functools.partial, functools.cached_property,
@@ -189,6 +189,7 @@ class _Names:
         package = function.__globals__.get("__package__")
         for code in _codes(function.__code__):
             self.bypasses = self.bypasses or {"object", "__getattribute__"} <= {*code.co_names}
+            self.may_ask = self.may_ask or not (installed or OPENING.isdisjoint(code.co_names))
             for name in (*code.co_names, *_texts(code.co_consts)):
                 self.add_name(name)
                 if name in function.__globals__:

@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _len_torch_function_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.utils import parametrize
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
+from torch.utils._device import DeviceContext
 
 from autoparallel.errors import InputError
 
@@ -57,11 +60,17 @@ def refuse_transforms(leaves: Sequence[Any]) -> None:
               "make_fx" if get_proxy_mode() is not None else
               "a transform of torch.func (vmap, grad, jvp)" if peek_interpreter_stack() is not None else
               "forward-mode differentiation" if dual else
+              "a TorchFunctionMode" if _len_torch_function_stack() and _has_users_mode() else
               "torch.fx or torch.export" if traced else "")
     if within:
         raise InputError(f"a parallel module is called within {within}, which would see one rank's part of it\n"
                          "  Apply it to the original model, or within the model that you compile (torch.func.grad and "
                          "vmap in forward are traced).")
+
+
+def _has_users_mode() -> bool:
+    """Whether a TorchFunctionMode is active that is not the default device's."""
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 def refuse_checkpoint() -> None:

@@ -21,6 +21,7 @@ from torch.distributions import Distribution
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.capture.contents import is_users
@@ -60,6 +61,7 @@ def without_checks() -> Iterator[None]:
 @contextmanager
 def traced_methods() -> Iterator[None]:
     """Replacements, while a model is traced, of functions that read numbers off tensors or change modules."""
+    _device_constructors()  # torch keeps which functions follow `torch.device(...)`, as they are at the first call
     with (ExitStack() as stack,
           _instead(eager_transforms, "grad_and_value_impl", gradient_of_function),
           _instead(eager_transforms, "_vjp_with_argnums", pullback),
