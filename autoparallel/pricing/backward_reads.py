@@ -40,8 +40,9 @@ class BackwardReads:
         for action, pair in itertools.chain.from_iterable(events for _, events in sorted(reads.windows.events.items())):
             if action == "launch" and pair.steps[0] in self._bucket_of:
                 self._gathers.add(self._bucket(pair))
-            if action == "run" and (block := self._block_of(pair.steps[0])) is not None:
-                self.inside[self._start_of(block)].append(reads.parameter_steps[pair.steps[0]])
+        self._own = self._own_steps()
+        for number, block in self._own.items():
+            self.inside[self._start_of(block)].append(reads.parameter_steps[number])
         for place, view in self._saved():
             self._gathers.save(view)
             if place in self.space.differentiated:
@@ -99,7 +100,7 @@ class BackwardReads:
             inside = self.counts.blocks.of[use.source] == block
             return None if inside else self._views.get(use.source)
         number = self.reads.last_step[use.target, use.position]
-        while number is not None and number not in self._bucket_of and self._block_of(number) == block:
+        while number is not None and self._own.get(number) == block:
             number = self.reads.reads[number].after
         return None if number is None else self._step(number)
 
@@ -107,8 +108,16 @@ class BackwardReads:
         """The decision whose backward starts the block's recompute."""
         return self.counts.blocks.starts.get(block, self.counts.blocks.last[block])
 
-    def _block_of(self, number: int) -> Block | None:
-        return self.counts.blocks.of[self.reads.parameter_steps[number].target]
+    def _own_steps(self) -> dict[int, Block]:
+        """The synchronous steps of parameters within recomputed blocks, those right before a block's first op."""
+        found = list[tuple[int, Block]]()
+        for place, events in sorted(self.reads.windows.events.items(), reverse=True):
+            for action, pair in reversed(events):
+                number, block = pair.steps[0], self.counts.blocks.of[self.reads.parameter_steps[pair.steps[0]].target]
+                if action != "run" or block is None or self.reads.reads[number].place != place:
+                    break
+                found.append((number, block))
+        return dict(reversed(found))
 
     def _step(self, number: int) -> Gathered:
         """The result of a step on the path of a parameter."""
