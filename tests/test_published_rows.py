@@ -205,7 +205,7 @@ def test_deepspeed_sums_gradients_of_two_bytes_in_float32() -> None:
     rate = bf16.machine.device.memory_bandwidth_bytes_per_s * bf16.machine.device.memory_bandwidth_efficiency
     assert more == pytest.approx(12 * elements / rate)
     once = {"plan__micro_batch": 64, "plan__global_batch": 64, "plan__pp": 1, "plan__dp": 1}
-    assert priced(plan__precision="bf16", **once).grow_s(1e9) == 0.0
+    assert priced(plan__precision="bf16", **once).machine.grow_s(1e9) == 0.0
     assert not read(row(plan__precision="bf16")).float32_sums
 
 
