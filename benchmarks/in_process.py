@@ -49,8 +49,34 @@ _here = threading.local()
 _groups: dict[str, Group] = {}
 
 
+# In the namespace of torch's functional collectives, whose results recompute="selective" keeps.
+_library = torch.library.Library("_c10d_functional", "FRAGMENT")
+_library.define("in_memory(Tensor x) -> Tensor")
+
+
+def _collective(x: torch.Tensor) -> torch.Tensor:
+    _here.count = collectives_run() + 1
+    made: torch.Tensor = _here.collective(x)
+    return made
+
+
+_library.impl("in_memory", _collective, "CompositeExplicitAutograd")
+
+
+def collectives_run() -> int:
+    """The number of collectives that this rank has run."""
+    return getattr(_here, "count", 0)
+
+
+def _run(collective: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    _here.collective = collective
+    made: torch.Tensor = torch.ops._c10d_functional.in_memory.default(x)
+    return made
+
+
 class Collectives:
-    """`torch.ops._c10d_functional`, as far as lowering uses it."""
+    """`torch.ops._c10d_functional`, as far as lowering uses it. (Nothing runs where an earlier result is taken again,
+    by selective recompute.)"""
 
     @staticmethod
     def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,32 +84,36 @@ class Collectives:
 
     @staticmethod
     def all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-        return _REDUCE[op](torch.stack(_groups[group].exchange(f"all_reduce {op}", x))).to(x.dtype)
+        return _run(lambda x: _REDUCE[op](torch.stack(_groups[group].exchange(f"all_reduce {op}", x))).to(x.dtype), x)
 
     @staticmethod
     def all_reduce_(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-        made = Collectives.all_reduce(x, op, group)
-        _groups[group].exchange("written", None)  # all have read before anyone writes
-        return x.copy_(made)
+        return x.copy_(Collectives.all_reduce(x.clone(), op, group))  # nobody writes what others still read
 
     @staticmethod
     def all_gather_into_tensor_out(x: torch.Tensor, size: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
-        return torch.cat(_groups[group].exchange("all_gather", x), out=out)
+        return out.copy_(_run(lambda x: torch.cat(_groups[group].exchange("all_gather", x)), x))
 
     @staticmethod
     def reduce_scatter_tensor(x: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
-        met = _groups[group]
-        whole = _REDUCE[op](torch.stack(met.exchange(f"reduce_scatter {op}", x)))
-        return whole.chunk(size)[_here.rank[id(met)]].to(x.dtype, copy=True)
+        def collective(x: torch.Tensor) -> torch.Tensor:
+            met = _groups[group]
+            whole = _REDUCE[op](torch.stack(met.exchange(f"reduce_scatter {op}", x)))
+            return whole.chunk(size)[_here.rank[id(met)]].to(x.dtype, copy=True)
+
+        return _run(collective, x)
 
     @staticmethod
     def all_to_all_single(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> torch.Tensor:
-        met = _groups[group]
-        rank = _here.rank[id(met)]
-        mine = [local_shard.split(list(sizes))[rank] for local_shard, sizes in met.exchange("all_to_all", (x, sent))]
-        if [len(local_shard) for local_shard in mine] != list(received):
-            raise RuntimeError(f"rank {rank} expects pieces of {list(received)}, gets {[len(p) for p in mine]}")
-        return torch.cat(mine)
+        def collective(x: torch.Tensor) -> torch.Tensor:
+            met = _groups[group]
+            rank = _here.rank[id(met)]
+            mine = [theirs.split(list(sizes))[rank] for theirs, sizes in met.exchange("all_to_all", (x, sent))]
+            if [len(local_shard) for local_shard in mine] != list(received):
+                raise RuntimeError(f"rank {rank} expects pieces of {list(received)}, gets {[len(p) for p in mine]}")
+            return torch.cat(mine)
+
+        return _run(collective, x)
 
 
 @contextmanager

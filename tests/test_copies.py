@@ -21,6 +21,7 @@ from tests.support.tiers import slow
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
     ("gpt2", (2, 2), Hybrid(2, zero_stage=1, copies=2)), ("llama", (4,), Hybrid(4, zero_stage=0, copies=2)),
+    ("bert", (2, 2), Hybrid(2, copies=2)),
     slow("bert", (2, 2), Hybrid(4, zero_stage=1, copies=4)), ("mlp", (4,), Hybrid(2, zero_stage=0, copies=2)),
 ], ids=str)
 def test_simulated_collectives_of_copies_are_those_of_the_run(

@@ -158,12 +158,12 @@ def test_vectors_of_experts_are_added_apart() -> None:
     oss, other = (Pricer(run, profile_of(run, load())) for run in
                   (read(row(**BRIDGE, model__name=name)) for name in ("GPT OSS 120B", "Other 120B")))
     assert oss.m.window == 128 and other.m.window == 0
-    assert oss.attention_s()[0] < 0.6 * other.attention_s()[0]
-    more = oss.elementwise(True) - other.elementwise(True)
-    assert more == pytest.approx(oss.tokens * 8 * (1024 + 12288) * 28)
+    assert oss.layer.attention_s()[0] < 0.6 * other.layer.attention_s()[0]
+    more = oss.layer.elementwise(True) - other.layer.elementwise(True)
+    assert more == pytest.approx(oss.machine.tokens * 8 * (1024 + 12288) * 28)
     fused = read(row(**{**BRIDGE, "source__locator": "26.08 NeMo", "plan__precision": "MXFP8"},
                      model__name="GPT OSS 120B"))
-    assert Pricer(fused, profile_of(fused, load())).elementwise(True) == other.elementwise(True)
+    assert Pricer(fused, profile_of(fused, load())).layer.elementwise(True) == other.layer.elementwise(True)
 
 
 @pytest.mark.parametrize(("locator", "gpu", "name", "precision", "graphs", "dispatcher"), [
@@ -185,7 +185,7 @@ def test_experts_are_launched_one_by_one_but_by_graphs() -> None:
     run = read(row(**BRIDGE))
 
     def kernels(**changes: Any) -> float:
-        return Pricer(replace(run, plan=replace(run.plan, **changes)), profile_of(run, load())).expert_kernels()
+        return Pricer(replace(run, plan=replace(run.plan, **changes)), profile_of(run, load())).layer.expert_kernels()
 
     times = [kernels(graphs=graphs) for graphs in ("none", "parts", "step")]
     assert times[0] > times[1] > times[2]
@@ -200,12 +200,12 @@ def test_deepspeed_sums_gradients_of_two_bytes_in_float32() -> None:
 
     bf16, fp16 = (priced(plan__precision=precision) for precision in ("bf16", "fp16"))
     assert (bf16.run.gradient_bytes, bf16.p.zero_stage, fp16.run.gradient_bytes, fp16.p.zero_stage) == (4, 1, 2, 0)
-    elements = sum(n * k * count for _, n, k, count in bf16.linears(False))
-    more = bf16.layer(False)[1].compute_s - fp16.layer(False)[1].compute_s
-    rate = bf16.device.memory_bandwidth_bytes_per_s * bf16.device.memory_bandwidth_efficiency
+    elements = sum(n * k * count for _, n, k, count in bf16.layer.linears(False))
+    more = bf16.layer.passes(False)[1].compute_s - fp16.layer.passes(False)[1].compute_s
+    rate = bf16.machine.device.memory_bandwidth_bytes_per_s * bf16.machine.device.memory_bandwidth_efficiency
     assert more == pytest.approx(12 * elements / rate)
     once = {"plan__micro_batch": 64, "plan__global_batch": 64, "plan__pp": 1, "plan__dp": 1}
-    assert priced(plan__precision="bf16", **once).grow_s(1e9) == 0.0
+    assert priced(plan__precision="bf16", **once).machine.grow_s(1e9) == 0.0
     assert not read(row(plan__precision="bf16")).float32_sums
 
 
@@ -221,7 +221,7 @@ def test_layers_traced_alone_are_not_run_again() -> None:
 def test_small_tensors_are_found_in_the_cache() -> None:
     run = read(row())
     pricer = Pricer(run, profile_of(run, load()))
-    small, large, all_memory = (pricer.traffic_s(1e9, size) for size in (1e6, 1e9, math.inf))
+    small, large, all_memory = (pricer.machine.traffic_s(1e9, size) for size in (1e6, 1e9, math.inf))
     assert 0.45 * all_memory < small < 0.6 * all_memory
     assert 0.98 * all_memory < large < all_memory
 

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.published_runs import AbstainError, explain, predict
+from benchmarks.published_runs.layer import Pass, places
 from benchmarks.published_runs.predict import profile_of
-from benchmarks.published_runs.price import Pass, Pricer, larger, places
+from benchmarks.published_runs.price import Pricer
 from benchmarks.published_runs.rows import read
+from cost_models.compute import larger
 from cost_models.profile import load
 from tests.support.published_rows import EXPERTS, FSDP, gigabytes, row, seconds
 
@@ -179,13 +181,13 @@ def test_large_jobs_use_64_of_a_rack_of_72() -> None:
             "plan__virtual_stages": 1, "plan__global_batch": 256, "plan__ep": 16, "hardware__n_gpus": 256}
     run = read(row(**rack))
     pricer = Pricer(run, profile_of(run, load()))
-    assert [count for count, _ in pricer.group("expert").levels] == [16, 1]
+    assert [count for count, _ in pricer.machine.group("expert").levels] == [16, 1]
     assert read(row(**{**rack, "plan__pp": 4})).cluster.links[0].num_devices == 72
 
 
 def test_fsdp_by_host_gathers_inside_it() -> None:
     whole, hybrid = (read(row(**FSDP | {"plan__fsdp": kind})) for kind in ("FSDP", "HSDP"))
-    gather = [Pricer(run, profile_of(run, load())).fsdp_s(False)[0] for run in (whole, hybrid)]
+    gather = [Pricer(run, profile_of(run, load())).parameters.fsdp_s(False)[0] for run in (whole, hybrid)]
     assert gather[1] < gather[0]
 
 
@@ -233,8 +235,8 @@ def test_sharded_parameters_are_gathered_beside_compute_or_before_it() -> None:
     run = read(row(**FSDP))
     deepspeed, torch = (Pricer(run, profile_of(replace(run, stack=name), load()))
                         for name in ("megatron-deepspeed", "torch-compile"))
-    assert deepspeed.beside(1.0, 1.0) > 1.9 and torch.beside(1.0, 1.0) < 1.7
-    assert deepspeed.fsdp_s(False)[0] > torch.fsdp_s(False)[0]
+    assert deepspeed.parameters.beside(1.0, 1.0) > 1.9 and torch.parameters.beside(1.0, 1.0) < 1.7
+    assert deepspeed.parameters.fsdp_s(False)[0] > torch.parameters.fsdp_s(False)[0]
 
 
 def test_utilisations_tell_how_many_layers_are_run_again() -> None:
@@ -293,7 +295,8 @@ def test_closed_form_agrees_with_captured_graphs(name: str) -> None:
     alone = {"plan__tp": 1, "plan__pp": 1, "plan__virtual_stages": 1, "plan__micro_batch": 2, "plan__global_batch": 2}
     run = read({**row(**alone), "model": sizes})
     pricer, m = Pricer(run, profile_of(run, load())), run.model
-    products = [*pricer.linears(run.model.experts is not None), (pricer.tokens, m.vocab / m.layers, m.hidden, 1)]
+    products = [*pricer.layer.linears(run.model.experts is not None),
+                (pricer.machine.tokens, m.vocab / m.layers, m.hidden, 1)]
     assert m.layers * sum(2.0 * a * b * c * n for a, b, c, n in products) == pytest.approx(captured["matmul"], rel=0.03)
     attention = m.layers * 4.0 * 2 * m.heads * m.head_dim * m.seq_len**2 / 2  # causal
     assert attention == pytest.approx(captured["attention"], rel=0.03)

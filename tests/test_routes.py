@@ -35,7 +35,7 @@ def test_both_routes_agree(plan: dict[str, Any]) -> None:
 
 def test_unequal_stages_are_cut_alike() -> None:
     some = run("Megatron-LM 2021, SC21", "", layers=5, vocab=51200, pp=2, recompute="full")
-    assert Pricer(some, profile_of(some)).stage_layers() == [3, 2] and by_hand(some)["split"] == "blocks"
+    assert Pricer(some, profile_of(some)).parameters.stage_layers() == [3, 2] and by_hand(some)["split"] == "blocks"
     assert plan_of(some).prediction.step_s == pytest.approx(priced(some)["step_time_s"], rel=0.03)
 
 
@@ -62,5 +62,5 @@ def test_a_further_token_is_predicted_on_the_last_stage() -> None:
     less = run("Megatron-Bridge performance summary", "26.02", name, "w/o MTP", layers=61, **plan)
     assert (deep.model.further, less.model.further) == (1, 0)
     one, none = (Pricer(some, profile_of(some)) for some in (deep, less))
-    assert one.stage_layers() == [*[4] * 15, 1]
+    assert one.parameters.stage_layers() == [*[4] * 15, 1]
     assert one.stages_s()[-1] - one.further_s() < none.stages_s()[-1] < one.stages_s()[-1]

@@ -17,15 +17,13 @@ MANUALS = [ROOT / "cost_models/README.md", *sorted((ROOT / "autoparallel").rglob
 MOST_METHODS, MOST_TEST_LINES = 20, 500
 #: Classes whose documented public methods alone are more; their methods delegate.
 FACADES = {"ParallelModule"}
-#: Still to be divided: the closed form of a transformer's step.
-UNDIVIDED_CLASSES = {"Pricer"}
 
 
 def test_no_class_has_more_than_20_methods() -> None:
     found = {node.name: sum(isinstance(member, ast.FunctionDef) for member in node.body)
              for path in SOURCES for node in statements_of(path) if isinstance(node, ast.ClassDef)}
     large = {name for name, count in found.items() if count > MOST_METHODS}
-    assert large == FACADES | UNDIVIDED_CLASSES
+    assert large == FACADES
 
 
 def test_facades_delegate() -> None:

@@ -37,16 +37,14 @@ def ended_together(module: GraphModule) -> list[list[int]]:
             if all(set(made.users) == {output} for made in made_here)]
 
 
-def overlap(module: GraphModule, bucket_bytes: float, block_of: BlockOf | None = None, regathers: bool = False
-            ) -> GraphModule:
+def overlap(module: GraphModule, bucket_bytes: float, block_of: BlockOf | None = None) -> GraphModule:
     """The same program with parameter communication overlapped with compute.
 
     ``bucket_bytes``: of a bucket, at most. ``block_of``: recomputed blocks. Each stays contiguous, so gathers that
-    it reads end before it begins. ``regathers``: backward gathers parameters again, synchronous ones within their
-    blocks.
+    it reads end before it begins.
     """
     steps, reads = reads_of(module, block_of or (lambda node: None))
-    events, writer = AsyncWindows(reads, bucket_bytes).events, _Writer(module, steps, reads, regathers)
+    events, writer = AsyncWindows(reads, bucket_bytes).events, _Writer(module, steps, reads)
     writer.run(events.get(TOP, ()))
     seen = set[int]()
     for node in module.graph.nodes:
@@ -76,9 +74,9 @@ class _Writer:
     """Copies a program with `begin_...` and `end` in place of steps. ``made``: old node -> new node; ``steps`` and
     ``reads`` are indexed by the numbers in a `Pair`."""
 
-    def __init__(self, module: GraphModule, steps: Sequence[FxNode], reads: Sequence[Read], regathers: bool) -> None:
+    def __init__(self, module: GraphModule, steps: Sequence[FxNode], reads: Sequence[Read]) -> None:
         self.graph, self.made, self.begun = Graph(), dict[FxNode, FxNode](), dict[Pair, FxNode]()
-        self.steps, self.reads, self.regathers = steps, reads, regathers
+        self.steps, self.reads = steps, reads
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 self.copy(node)
@@ -97,9 +95,7 @@ class _Writer:
                 case "wait":
                     self._end(pair)
                 case "run":
-                    made = self.copy(self.steps[pair.steps[0]])
-                    if not self.regathers:
-                        self._outside_blocks(made)
+                    self._outside_blocks(self.copy(self.steps[pair.steps[0]]))
 
     def _begin(self, pair: Pair) -> None:
         steps = [self.steps[n] for n in pair.steps]

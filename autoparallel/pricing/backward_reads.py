@@ -24,8 +24,7 @@ Gathered = View[None] | None
 
 class BackwardReads:
     """``by_decision``: the gathered values that the backward of each decision reads, or of the recomputed block that
-    it starts, in order; ``inside``: by the latter, the synchronous steps that the block runs again. Nothing without
-    ZeRO-3."""
+    it starts, in order. Nothing without ZeRO-3."""
 
     def __init__(self, reads: RankReads, begin: Begin) -> None:
         self.reads, self.space, self.counts, self._begin = reads, reads.space, reads.counts, begin
@@ -33,15 +32,13 @@ class BackwardReads:
         self._buckets, self._steps = dict[Pair, Gather[None]](), dict[int, Gathered]()
         self._bucket_of = {number: pair for pair in reads.windows.gathered for number in pair.steps}
         self._views: dict[int, Gathered] = {}  # by view of a parameter
-        self.inside, found = defaultdict[int, list[TimedStep]](list), defaultdict[int, list[View[None]]](list)
+        found = defaultdict[int, list[View[None]]](list)
         self.by_decision: Mapping[int, Sequence[View[None]]] = found
         if not self.counts.hybrid.prefetches:
             return
         for action, pair in itertools.chain.from_iterable(events for _, events in sorted(reads.windows.events.items())):
             if action == "launch" and pair.steps[0] in self._bucket_of:
                 self._gathers.add(self._bucket(pair))
-            if action == "run" and (block := self._block_of(pair.steps[0])) is not None:
-                self.inside[self._start_of(block)].append(reads.parameter_steps[pair.steps[0]])
         for place, view in self._saved():
             self._gathers.save(view)
             if place in self.space.differentiated:
@@ -51,8 +48,6 @@ class BackwardReads:
         """Launch the gathers that backward of a decision requests or prefetches, and await those that it requests."""
         for view in self.by_decision.get(index, ()):
             self._gathers.read(view)
-        for timed in self.inside.get(index, ()):
-            self._begin([timed], True)
 
     def settle(self) -> None:
         """Await launched gathers that backward did not read."""
@@ -94,21 +89,14 @@ class BackwardReads:
         return view
 
     def _into(self, block: Block, use: TensorUse) -> Gathered:
-        """The gathered value that a recomputed block reads for a use: synchronous steps are its own."""
-        if not self.counts.of_parameter[use.source]:
-            inside = self.counts.blocks.of[use.source] == block
-            return None if inside else self._views.get(use.source)
-        number = self.reads.last_step[use.target, use.position]
-        while number is not None and number not in self._bucket_of and self._block_of(number) == block:
-            number = self.reads.reads[number].after
-        return None if number is None else self._step(number)
+        """The gathered value that a recomputed block reads for a use: redistributions of views are its own."""
+        if self.counts.of_parameter[use.source]:
+            return self._of(use)
+        return None if self.counts.blocks.of[use.source] == block else self._views.get(use.source)
 
     def _start_of(self, block: Block) -> int:
         """The decision whose backward starts the block's recompute."""
         return self.counts.blocks.starts.get(block, self.counts.blocks.last[block])
-
-    def _block_of(self, number: int) -> Block | None:
-        return self.counts.blocks.of[self.reads.parameter_steps[number].target]
 
     def _step(self, number: int) -> Gathered:
         """The result of a step on the path of a parameter."""

@@ -103,7 +103,7 @@ class ExecutionCounts:
         block = self.blocks.of[use.target] if self.hybrid.recompute == "full" else None
         if self.of_parameter[use.source] or block is None:
             return self.gathers_again(use)
-        return use.target <= self.blocks.ends[block]
+        return use.target <= self.blocks.starts.get(block, -1) or use.target < self.blocks.ends[block]
 
     def prefetches(self, use: TensorUse) -> bool:
         """Whether the use reads a parameter that ZeRO-3 prefetches."""

@@ -240,7 +240,7 @@ class RankStep:
             self._forward(step, marked, lambda index: self._read(step, index, pending))
 
             again = BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps))
-            marked = {*marked, *again.by_decision, *again.inside, *self._sums_s, *self.leaves.reduced}
+            marked = {*marked, *again.by_decision, *self._sums_s, *self.leaves.reduced}
             self._backward(step, marked, again.read, lambda index: self._reduce(step, index, pending),
                            lambda index: self._arrived(step, index))
             self._reduce(step, TOP, pending)

@@ -69,14 +69,14 @@ class RecomputedBlocks:
     @cached_property
     def ends(self) -> dict[Block, int]:
         """By block, the decision before which its recompute stops: the last op that saves an input, or after the last
-        op that saves its result (torch's early stop); the end of the block with zero bubble, whose backward has two
+        op that saves what it makes (torch's early stop); the end of the block with zero bubble, whose backward has two
         parts."""
         if not self.how.early_stop or (self.hybrid.schedule == "zero_bubble" and self.hybrid.stages > 1):
             return {block: last + 1 for block, last in self.last.items()}
         found = dict.fromkeys(self.last, 0)
         for block, index in self.starts.items():
             rule = self.space.strategy_sets[index].rule
-            found[block] = index + (rule is not None and rule.saves_output)
+            found[block] = index + (rule is not None and (rule.saves_output or bool(rule.extra_bytes)))
         return found
 
     @cached_property
@@ -84,7 +84,7 @@ class RecomputedBlocks:
         """By block, the decision whose backward starts its recompute: the last op that saves anything."""
         found = dict[Block, int]()
         for index, (block, s) in enumerate(zip(self.of, self.space.strategy_sets, strict=True)):
-            saves = s.rule is not None and (s.rule.saves or s.rule.saves_output)
+            saves = s.rule is not None and (s.rule.saves or s.rule.saves_output or s.rule.extra_bytes)
             if block is not None and saves and any(m.requires_grad for m in s.output_metas):
                 found[block] = index
         return found

@@ -26,8 +26,8 @@ def peak_bytes(pricer: Pricer) -> float:
 def state_bytes(pricer: Pricer, stage: int) -> float:
     """Parameters, gradients and optimizer state."""
     run, p = pricer.run, pricer.p
-    dense, experts = pricer.stage_parameters(stage)
-    ranks = pricer.shards()
+    dense, experts = pricer.parameters.stage_parameters(stage)
+    ranks = pricer.machine.shards()
     if p.fsdp:
         kind = "float32" if run.master_in_float32 else "bfloat16"
         return float(memory.training_state(dense + experts, kind, "adamw", zero_stage=3, num_shards=ranks).total)
@@ -48,8 +48,8 @@ def gathered_bytes(pricer: Pricer) -> float:
     if not p.fsdp:
         return 0.0
     if p.pipeline > 1:
-        return 6.0 * sum(pricer.stage_parameters(0))
-    layer = sum(pricer.layer_parameters(m.mixed_layers > 0))
+        return 6.0 * sum(pricer.parameters.stage_parameters(0))
+    layer = sum(pricer.parameters.layer_parameters(m.mixed_layers > 0))
     return 2 * 4.0 * layer + 4.0 * m.vocab * m.hidden / p.tensor
 
 
@@ -60,19 +60,19 @@ def activation_bytes(pricer: Pricer, stage: int) -> float:
     chunks = memory.in_flight_micro_batches(schedule, stage, p.pipeline, p.micro_batches, p.virtual)
     mixed = m.mixed_layers / m.layers
     whole = sum(part * layer_bytes(pricer, kind) for kind, part in ((False, 1 - mixed), (True, mixed)) if part)
-    rows = pricer.tokens / (p.tensor if p.sequence_parallel else 1)
+    rows = pricer.machine.tokens / (p.tensor if p.sequence_parallel else 1)
     kept = 2.0 * rows * m.hidden if p.recompute == "full" else whole
     if p.recompute == "selective" and is_torch(pricer.run.stack):
         kept *= 0.3    # torch keeps attention's and every other product's output; its compiler recomputes chains
     last = stage == p.pipeline - 1
-    logits = pricer.c.logit_bytes * pricer.tokens * m.vocab / p.tensor if last else 0.0
+    logits = pricer.c.logit_bytes * pricer.machine.tokens * m.vocab / p.tensor if last else 0.0
     working = 2 * whole if p.recompute == "full" else 0.5 * whole
-    return chunks / p.virtual * pricer.stage_layers()[stage] * kept + max(working, logits)
+    return chunks / p.virtual * pricer.parameters.stage_layers()[stage] * kept + max(working, logits)
 
 
 def layer_bytes(pricer: Pricer, mixed: bool) -> float:
     """Saved by one layer for one micro-batch when nothing is recomputed but, if so planned, attention's core."""
-    p, m, t = pricer.p, pricer.m, pricer.tokens
+    p, m, t = pricer.p, pricer.m, pricer.machine.tokens
     old = not pricer.c.flash
     rows = t / (p.tensor if p.sequence_parallel else 1)
     nbytes = rows * m.hidden * (10.0 if old else 8.0)

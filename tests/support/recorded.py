@@ -23,6 +23,7 @@ from autoparallel.runtime.interpret import values_of
 from autoparallel.runtime.stage_module import StageModule
 from autoparallel.runtime.step import Forward, run_micro_batches
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace
+from benchmarks import in_process
 from benchmarks.in_process import on_every_rank
 
 #: ("launch", action, axis, bytes) and ("wait", number of the launch).
@@ -68,8 +69,10 @@ def recording(monkeypatch: Any) -> Iterator[Recorder]:
     forward, backward = step.forward, step.backward
 
     def recorded(op: Any, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        before = in_process.collectives_run()
         finish = begin(op, sent, *args, **kwargs)
-        if getattr(recorder.inside, "on", False) or _within_an_op():
+        runs = in_process.collectives_run() > before  # else an earlier result is taken again
+        if not runs or getattr(recorder.inside, "on", False) or _within_an_op():
             return finish
         number = recorder.launched(op, sent, args)
 
