@@ -22,6 +22,7 @@ from autoparallel.capture import OpGraph, capture, find_blocks
 from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError
 from autoparallel.export import FORMATS, Exported, export_plan
 from autoparallel.garbage import collected_later
+from autoparallel.partition import Splits
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options, check_call, check_cluster, options_of
@@ -138,7 +139,7 @@ def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: S
     with collected_later():
         graph = capture(model, example_inputs or (), example_kwargs or {})
     limit = options.limit_bytes(cluster)
-    priced = _Priced(graph, cluster, Options(optimizer=optimizer), limit)
+    priced = _Priced(Splits(graph), cluster, Options(optimizer=optimizer), limit)
     found = tuple(priced.all())
     found = (*found, *priced.with_recompute(found))
     searched = None
@@ -156,19 +157,19 @@ def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: S
 class _Priced:
     """Prices plans by hand of one program on one cluster."""
 
-    graph: OpGraph
+    split: Splits
     cluster: Cluster
     options: Options
     limit_bytes: float
 
     def all(self) -> Iterator[Alternative]:
         """Every division of the devices, with ZeRO; with micro-batches and recompute where it does not fit without."""
-        for hand in _divisions(self.graph, self.cluster):
+        for hand in _divisions(self.split.graph, self.cluster):
             plain = self.of(hand)
             yield plain
             if plain.fits or plain.plan is None:
                 continue
-            if hand.pp == 1 and batch_size(self.graph) > (hand.dp or 1):
+            if hand.pp == 1 and batch_size(self.split.graph) > (hand.dp or 1):
                 parts = self.of(replace(hand, micro_batch=1))
                 yield parts
                 if parts.fits:
@@ -183,7 +184,7 @@ class _Priced:
 
     def of(self, hand: ByHand) -> Alternative:
         try:
-            made = plan_by_hand(self.graph, self.cluster, replace(self.options, by_hand=hand), hand)
+            made = plan_by_hand(self.split, self.cluster, replace(self.options, by_hand=hand), hand)
         except AutoparallelError as error:
             return Alternative(hand, None, False, str(error))
         return Alternative(hand, made, made.prediction.peak_bytes <= self.limit_bytes)

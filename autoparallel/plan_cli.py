@@ -103,7 +103,7 @@ def diff(first: PlanFile, second: PlanFile, details: Details = False, as_json: A
 
     ours, theirs = Plan.load(first), Plan.load(second)
     found = compare(report_of(ours), report_of(theirs), (str(first), str(second)))
-    head, *lines = ours.diff(theirs).split("\n")
+    _, *lines = ours.diff(theirs).split("\n")
     if as_json:
         typer.echo(comparison_json(found))
     else:
@@ -111,7 +111,8 @@ def diff(first: PlanFile, second: PlanFile, details: Details = False, as_json: A
 
         console = text.ReportConsole()
         console.print(text.comparison_table(found))
-        console.print(head + ("" if details or not lines else "; each: --details"))
+        more = "" if details or not lines else "; each: --details"
+        console.print(f"{len(lines)} entries of the plan differ{more}")
         for line in lines if details else ():
             console.print(line)
     raise typer.Exit(1 if lines else 0)
@@ -138,6 +139,8 @@ def explain(plan: PlanFile, name: Annotated[str | None, typer.Argument(help="an 
 
     record, console = _record(plan), text.ReportConsole()
     if name is None:
+        if not record.explanations:
+            raise _not_asked(plan, "what strategies of an op cost", "--explain NAME")
         for known in record.explanations:
             console.print(known)
     elif name in record.explanations:
@@ -236,7 +239,7 @@ class Progress:
 
 def progress_line(phase: str, best_s: float, bound_s: float, left_s: float | None = None) -> str:
     """How far the search is, in a line."""
-    left = "" if left_s is None else f", {max(0.0, left_s):.0f} s left"
+    left = "" if left_s is None else f", {left_s:.0f} s left" if left_s > 0 else ", ending with the best in full"
     if best_s == float("inf"):
         below = f", none below {bound_s:.4g} s" if bound_s > -float("inf") else ""
         return f"search ({phase}): no plan yet{below}{left}; Ctrl-C ends the search"

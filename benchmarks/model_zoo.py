@@ -28,6 +28,7 @@ from torch import nn
 from autoparallel.capture import OpGraph, capture
 from autoparallel.layout import Layout, local_box
 from autoparallel.lower import Program, check, emit
+from autoparallel.partition import Splits
 from autoparallel.planning.meshes import best_of, mesh_shapes
 from autoparallel.planning.options import Options
 from autoparallel.pricing import Prices, SpacePricer
@@ -266,7 +267,7 @@ def toy_cluster() -> Cluster:
 def candidates(graph: OpGraph, cluster: Cluster) -> dict[str, Callable[[], Candidate]]:
     """The plans to run, made when asked for."""
     def planned(shapes: Sequence[tuple[int, ...]], **options: Any) -> Candidate:
-        plan = best_of(graph, cluster, shapes, None, Options(**options))
+        plan = best_of(Splits(graph), cluster, shapes, None, Options(**options))
         space = StrategySpace(graph, plan.mesh_shape, plan.axis_names)
         return Candidate(space, tuple(plan.strategies_on(space)), plan.direct)
 

@@ -11,7 +11,7 @@ constants that were fitted without their source (of software that one source alo
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,8 +23,13 @@ from cost_models.cluster import Cluster
 from cost_models.profile import Profile, lineage
 
 FILE = Path(__file__).with_name("accuracy.toml")
+#: Kinds of parallelism with which predictions were compared, or were not.
+KINDS = ("pipeline", "tensor or context", "expert")
+#: So many times the devices of the largest run are far beyond it.
+FAR = 4
 #: Relative errors of step times that half, and nine in ten, predictions stay under where nobody measured anything like
-#: them; and the factor on errors of the same software on another generation of devices. Guesses.
+#: them; and the factor on errors of the same software on another generation of devices, or of plans of kinds or sizes
+#: that none of its runs had. Guesses.
 UNKNOWN, ELSEWHERE = (0.25, 0.6), 1.5
 
 
@@ -38,29 +43,35 @@ class ErrorBar:
     basis: str
 
 
-def error_bar(profile: Profile | None, bars: Mapping[str, Any] | None = None) -> ErrorBar:
-    """The error bar of step times under a profile; without one the wide one of what nobody compared. ``bars``: by
-    software and device, in place of the file's.
+def error_bar(profile: Profile | None, bars: Mapping[str, Any] | None = None, kinds: Sequence[str] = (),
+              devices: int = 1) -> ErrorBar:
+    """The error bar of step times of plans with these `KINDS` of parallelism on so many devices, under a profile;
+    without one the wide one of what nobody compared. ``bars``: by software and device, in place of the file's.
 
     >>> error_bar(Profile.of("a100-sxm", "megatron-2021")).p90 < error_bar(None).p90
     True
     """
+    def bar(entry: dict[str, Any], factor: float, basis: str) -> ErrorBar:
+        unseen = [kind for kind in kinds if kind not in entry["kinds"]]
+        if unseen:
+            basis += f", none of them with {' or '.join(unseen)} parallelism"
+        if far := devices > FAR * entry["most_devices"]:
+            basis += f", on {entry['most_devices']} devices at most"
+        factor *= ELSEWHERE if unseen or far else 1.0
+        return ErrorBar(factor * entry["p50"], factor * entry["p90"], basis)
+
     if profile is None:
         return ErrorBar(*UNKNOWN, "no measured run to compare with: prices of the cluster's description alone")
-    devices = lineage(profile.machine)[::-1]
+    families = lineage(profile.machine)[::-1]
     for software in lineage(profile.software)[:0:-1]:
         known = (_table()["time"] if bars is None else bars).get(software, {})
-        for device in devices:
+        for device in families:
             if device in known and device != "default":
-                return _bar(known[device], 1.0, f"{known[device]['runs']} published runs of {software} on {device}")
+                return bar(known[device], 1.0, f"{known[device]['runs']} published runs of {software} on {device}")
         if "all" in known:
-            return _bar(known["all"], ELSEWHERE, f"none on this device, extrapolated from {known['all']['runs']} "
-                                                 f"published runs of {software} on others")
+            return bar(known["all"], ELSEWHERE, f"none on this device, extrapolated from {known['all']['runs']} "
+                                                f"published runs of {software} on others")
     return ErrorBar(*UNKNOWN, f"no published run of {profile.software} to compare with")
-
-
-def _bar(entry: dict[str, Any], factor: float, basis: str) -> ErrorBar:
-    return ErrorBar(factor * entry["p50"], factor * entry["p90"], basis)
 
 
 def memory_excess(confidence: float) -> float:

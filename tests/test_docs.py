@@ -33,8 +33,13 @@ def test_docstring_examples(path: Path) -> None:
 
 
 def test_every_module_can_be_imported() -> None:
+    """Of the extras all but TRL are installed for tests: it brings `datasets`."""
     for path in SOURCES:
-        importlib.import_module(module_of(path))
+        try:
+            importlib.import_module(module_of(path))
+        except ModuleNotFoundError as error:
+            if (error.name, path.name) != ("trl", "sft.py"):
+                raise
 
 
 def test_every_package_has_a_readme() -> None:

@@ -14,6 +14,7 @@ from autoparallel.capture import OpGraph, capture
 from autoparallel.capture.graph import Node
 from autoparallel.ops.routed_experts import routed_experts
 from autoparallel.pricing import Prices, SpacePricer
+from autoparallel.pricing.record import workload
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 from tests.support.models import CASES
@@ -56,6 +57,22 @@ def test_a_mixture_is_cut_by_tokens_and_experts(ranks: Any, mesh_shape: tuple[in
     for loss, gradients in ranks(4).run(run_plan, mesh_shape, planned(mesh_shape, strategy), timeout_s=100):
         assert loss == pytest.approx(reference.losses[0], rel=1e-5)
         assert_same_gradients(gradients, reference)
+
+
+def test_model_flops_of_experts_are_three_times_those_of_forward() -> None:
+    case = CASES["mixtral"]
+    args, kwargs = case.inputs(8)
+    graph = capture(case.build(), args, kwargs)
+    space = StrategySpace(graph, (2,))
+    pricer = SpacePricer(Prices(space, Cluster.load("h100-sxm", num_devices=2)))
+    first = [s.strategies[0] for s in space.strategy_sets]
+    named = [(s, graph.nodes[d.node].op_name) for s, d in zip(space.strategy_sets, space.decisions, strict=True)]
+    mixtures = [s for s, name in named if "routed_experts" in name]
+    others = [s for s, name in named if "routed_experts" not in name and s.rule is not None
+              and s.rule.op_class in ("matmul", "attention")]
+    assert len(mixtures) == 2 and all(s.rule.flops > 0 for s in mixtures)
+    wanted = 3 * sum(s.rule.flops for s in (*mixtures, *others))
+    assert workload(pricer, first).model_flops == pytest.approx(wanted)
 
 
 def test_experts_without_a_row() -> None:

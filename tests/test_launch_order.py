@@ -18,7 +18,8 @@ from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import RankStep
 from autoparallel.runtime.stage_module import split_step
-from autoparallel.schedule.async_windows import TOP, AsyncWindows, Read, ToAsk
+from autoparallel.schedule.async_windows import TOP, AsyncWindows, Read
+from autoparallel.schedule.backward_gathers import ToAsk
 from autoparallel.strategies.space import Strategy, StrategySpace
 from benchmarks.model_zoo import Candidate, Ranks, truth, worst_error
 from cost_models import Cluster
@@ -46,6 +47,10 @@ def strategies_of(case_name: str, space: StrategySpace, options: dict[str, Any])
     ("gpt2", (4,), Hybrid(recompute="full")), slow("llama", (2, 2), Hybrid(recompute="full", bucket_bytes=20_000)),
     ("gpt2", (2, 2), Hybrid(2, zero_stage=1)), ("llama", (4,), Hybrid(3, zero_stage=0, bucket_bytes=20_000)),
     ("gpt2", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),  # gathers of no use are left out
+    ("gpt2", (2, 2), Hybrid(zero_stage=3)), ("mixtral", (2, 2), Hybrid(zero_stage=3, bucket_bytes=20_000)),
+    ("bert", (2, 2), Hybrid(zero_stage=3)), ("mlp", (2, 2), Hybrid(zero_stage=3)),
+    ("gpt2", (2, 2), Hybrid(2, zero_stage=3)), ("bert", (4,), Hybrid(2, zero_stage=3, bucket_bytes=20_000)),
+    ("gpt2", (2, 2), Hybrid(2)), ("vit", (2, 2), Hybrid(4)), ("llama", (4,), Hybrid(3)),
     ("llama", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),
 ], ids=str)
 def test_simulated_collectives_are_those_of_the_run(case_name: str, mesh_shape: tuple[int, ...], hybrid: Hybrid,
@@ -57,6 +62,7 @@ def test_simulated_collectives_are_those_of_the_run(case_name: str, mesh_shape: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hybrid", [Hybrid(), Hybrid(recompute="full", bucket_bytes=20_000), Hybrid(2, zero_stage=1),
+                                    Hybrid(zero_stage=3), Hybrid(2), Hybrid(2, zero_stage=3),
                                     Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)], ids=str)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 @pytest.mark.parametrize("case_name", CASES)

@@ -368,13 +368,13 @@ def test_a_forward_whose_gathers_are_gathered_further_is_let_go_with_its_last_re
         run = regather._run.get()
         assert run is not None
         local_shard = torch.ones(2)
-        first = regather._Gathered(lambda numbers, sources: lambda: sources, (local_shard,), place=0)
+        first = regather._Gather(lambda numbers, sources: lambda: sources, (local_shard,), place=0)
         run.add(local_shard, first, 0)
         kept = regather._kept(local_shard)
-        second = regather._Gathered(lambda numbers, sources: lambda: sources, (kept,), place=1)
+        second = regather._Gather(lambda numbers, sources: lambda: sources, (kept,), place=1)
         for gathered in (first, second):
-            run.add_prefetched(gathered)
-        assert second.gather_stages() == [[second], [first]]
+            run.gathers.add(gathered)
+        assert second.stages() == [[second], [first]]
     seen = weakref.ref(run)
     gc.disable()
     try:

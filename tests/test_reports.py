@@ -17,6 +17,7 @@ import autoparallel
 from autoparallel.capture import capture
 from autoparallel.cli import app, main
 from autoparallel.errors import PlanError
+from autoparallel.partition import Splits
 from autoparallel.planning import plan_graph
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.joint_plan import plan_jointly
@@ -36,6 +37,7 @@ from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.plans.reports.trace import trace_json
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 from cost_models import Cluster
+from cost_models.accuracy import error_bar
 from tests.support.reported import (
     HIDDEN,
     LAYERS,
@@ -72,6 +74,16 @@ def test_model_flops_are_those_of_the_formula(plans: dict[str, Plan]) -> None:
         assert work.hardware_flops >= work.model_flops
         assert report_of(plan).speed.mfu == pytest.approx(work.model_flops / (step_s * 4 * 67e12))
     assert plans["fsdp"].record.workload.parameters == sum(p.numel() for p in Transformer().parameters())
+
+
+def test_error_bars_are_wider_for_plans_unlike_the_published_runs() -> None:
+    profile = Cluster.load("h100-sxm").profile
+    plain = error_bar(profile, None, ["pipeline"], 64)
+    assert plain == error_bar(profile) and "published runs" in plain.basis
+    experts, far = error_bar(profile, None, ["expert"], 64), error_bar(profile, None, [], 16384)
+    assert experts.p90 == far.p90 == 1.5 * plain.p90
+    assert "none of them with expert parallelism" in experts.basis and "on 512 devices at most" in far.basis
+    assert "none of them" not in made(by_hand="dp=2,tp=2").prediction.basis
 
 
 def test_gradients_that_nobody_needs_are_no_model_flops() -> None:
@@ -127,11 +139,11 @@ def test_plans_within_the_error_of_predictions_are_called_so(plans: dict[str, Pl
     others = tuple(Alternative(factor * step_s, 1.0, ("x: a -> b",)) for factor in (1.02, 1.1, 1.3))
     close = replace(plan, prediction=replace(plan.prediction, p50=0.05), record=replace(record, alternatives=others))
     assert "the same with other layouts" in close.summary() and "2.0 % slower" in close.summary()
-    assert "Within the error of predictions (5.0 %): 1 of them." in close.summary()
+    assert "Another plan is within the error of predictions (5.0 %)." in close.summary()
     wide = replace(close, prediction=replace(plan.prediction, p50=0.2))
-    assert "Within the error of predictions (20 %): 2 of them." in wide.summary()
+    assert "2 other plans are within the error of predictions (20 %)." in wide.summary()
     exact = replace(close, prediction=replace(plan.prediction, p50=0.01))
-    assert "Within the error" not in exact.summary()
+    assert "within the error" not in exact.summary()
     table = text.alternatives_table(report_of(close))
     assert list(table.columns[2].cells) == ["2.0 %, within the error", "10 %", "30 %"]
     assert list(table.columns[0].cells) == ["the same, other layouts: x: a -> b"] * 3
@@ -159,7 +171,7 @@ def test_usual_plans_are_compared_and_kept_in_the_file(tmp_path: Path) -> None:
     usual = min((one for one in plan.record.alternatives if one.by_hand), key=lambda one: one.step_s)
     assert step.saved_s == pytest.approx(usual.step_s - plan.prediction.step_s)
     parts = [row.saved_s for row in found.rows if row.saved_s is not None and row is not step]
-    assert sum(parts) == pytest.approx(step.saved_s, abs=1e-9)
+    assert sum(parts) == pytest.approx(step.saved_s, abs=1e-3 * plan.prediction.step_s)
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again.record.comparisons == plan.record.comparisons
@@ -182,6 +194,8 @@ def test_a_usual_plan_that_a_joint_search_returns_is_not_called_proven(monkeypat
     assert not report.proof.searched and report.proof.combinations is not None
     assert "A usual plan (by hand: dp=4" in plan.summary() and "Proven" not in plan.summary()
     assert report.memory.limit_bytes > 0 and any(not one.by_hand for one in plan.record.alternatives)
+    late = replace(plan, evidence=replace(plan.evidence, stop_reason=f"does not fit; {plan.evidence.stop_reason}"))
+    assert not report_of(late).proof.searched
 
 
 def test_jobs_that_do_not_fit_are_reported(plans: dict[str, Plan]) -> None:
@@ -269,7 +283,17 @@ def test_comparisons_say_what_is_saved(plans: dict[str, Plan]) -> None:
     assert rows["whole step"].saved_s == pytest.approx(theirs.speed.step_s - ours.speed.step_s)
     assert any(what.startswith("MLP of") for what in rows)
     parts = [time.part for time in ours.times if not time.beside]
-    assert sum(rows[part].saved_s for part in parts if part in rows) == pytest.approx(rows["whole step"].saved_s)
+    saved = sum(rows[part].saved_s or 0.0 for part in parts if part in rows)  # little things are left out
+    assert saved == pytest.approx(rows["whole step"].saved_s, abs=1e-3 * theirs.speed.step_s)
+
+
+def test_seconds_of_other_work_are_not_saved(plans: dict[str, Plan]) -> None:
+    ours, theirs = report_of(plans["fsdp"]), report_of(plans["tensor"])
+    half = replace(theirs.record, workload=replace(theirs.record.workload, count=TOKENS / 2))
+    found = compare(ours, replace(theirs, record=half))
+    assert all(row.saved_s is None for row in found.rows)
+    (job,) = [row for row in found.rows if row.what == "work of a step"]
+    assert job.texts[0].startswith("4,100 tokens") and job.texts[1].startswith("2,050 tokens")
 
 
 def test_json_is_finite_documented_and_has_a_version(plans: dict[str, Plan]) -> None:
@@ -410,13 +434,13 @@ def test_usual_recipes_use_all_devices(devices: int, host: int, experts: bool, s
 def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:
     with torch.device("meta"):
         model, ids = Transformer(), torch.zeros(TOKENS // SEQUENCE, SEQUENCE, dtype=torch.int64)
-    graph, cluster = capture(model, (ids, ids), {}), Cluster.load("h100-sxm", num_devices=4)
-    text, plan = usual_plans(graph, cluster, Options()).fastest
+    split, cluster = Splits(capture(model, (ids, ids), {})), Cluster.load("h100-sxm", num_devices=4)
+    text, plan = usual_plans(split, cluster, Options()).fastest
     assert text in recipes(4, 4) and plan.evidence.stop_reason.startswith("by hand")
-    found = usual_plans(graph, cluster, Options()).priced.values()
+    found = usual_plans(split, cluster, Options()).priced.values()
     assert plan.prediction.step_s == min(one.prediction.step_s for one in found)
-    _, smaller = usual_plans(graph, cluster, Options(memory_limit_bytes=plan.prediction.peak_bytes - 1)).fastest
+    _, smaller = usual_plans(split, cluster, Options(memory_limit_bytes=plan.prediction.peak_bytes - 1)).fastest
     assert smaller.prediction.peak_bytes < plan.prediction.peak_bytes
     assert smaller.prediction.step_s >= plan.prediction.step_s
-    none = usual_plans(graph, cluster, Options(memory_limit_bytes=1.0))
+    none = usual_plans(split, cluster, Options(memory_limit_bytes=1.0))
     assert none.fastest is None and set(none.too_large) == set(recipes(4, 4))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from autoparallel.plans import Plan
-from autoparallel.plans.reports.timeline import _order, timeline_of
+from autoparallel.plans.reports.timeline import timeline_of
 from autoparallel.plans.reports.trace import trace_json
+from autoparallel.schedule.pipeline_tasks import StageTimes, order_of, simulated_s
 from autoparallel.schedule.step_config import Hybrid
+from cost_models.pipeline import pipeline_s
 from tests.support.reported import NAMES, PIPELINES
 
 
@@ -25,6 +28,18 @@ def test_a_timeline_has_no_overlap_on_a_row_and_ends_with_the_step(plans: dict[s
         assert all(line.boxes[other].end_s <= box.start_s + 1e-12 for other in box.after)
     rel = 0.12 if name in PIPELINES else 1e-6  # pipelines are predicted in closed form
     assert line.total_s == pytest.approx(plan.prediction.step_s - plan.prediction.fixed_s, rel=rel)
+    if plan.hybrid.stages > plan.hybrid.pipeline_ranks:  # no less is predicted than the order of micro-batches takes
+        assert line.total_s <= (plan.prediction.step_s - plan.prediction.fixed_s) * (1 + 1e-9)
+
+
+def test_stages_that_are_not_equal_wait_for_one_another() -> None:
+    hybrid = Hybrid(8, 4, 2, "interleaved", ("a", "b", "c"))
+    equal = simulated_s(hybrid, [StageTimes(1.0, 2.0)] * 4)
+    assert equal == pytest.approx(pipeline_s([6.0, 6.0], 8, 2))
+    unequal = simulated_s(hybrid, [StageTimes(f, 2 * f) for f in (0.5, 0.5, 1.5, 1.5)])
+    assert unequal > equal * 1.01  # each rank has the same work
+    many = replace(hybrid, micro_batches=64)
+    assert simulated_s(many, [StageTimes(1.0, 2.0)] * 4) == pytest.approx(pipeline_s([6.0, 6.0], 64, 2))
 
 
 @pytest.mark.parametrize(("group", "chunks", "count"), [(2, 2, 4), (4, 2, 8), (4, 4, 32), (8, 1, 8), (4, 3, 12)])
@@ -42,7 +57,7 @@ def test_the_order_of_micro_batches_is_torchs(group: int, chunks: int, count: in
             lambda step, rank=rank, warm=warm: (chunks - 1 - (step - warm) // per_round % chunks) * group + rank,
             num_1f1b_microbatches=rank, enable_zero_bubble=late)
         kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
-        assert list(_order(hybrid, rank)) == [(kinds[op[1].name], op[0], op[2]) for op in ops if op is not None]
+        assert list(order_of(hybrid, rank)) == [(kinds[op[1].name], op[0], op[2]) for op in ops if op is not None]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -59,7 +74,7 @@ def test_exposed_communication_of_micro_batches_has_a_row(plans: dict[str, Plan]
 @pytest.mark.parametrize("name", PIPELINES)
 def test_each_micro_batch_runs_once_on_each_stage(plans: dict[str, Plan], name: str) -> None:
     hybrid = plans[name].hybrid
-    actions = [action for rank in range(hybrid.pipeline_ranks) for action in _order(hybrid, rank)]
+    actions = [action for rank in range(hybrid.pipeline_ranks) for action in order_of(hybrid, rank)]
     kinds = "FBW" if name == "zero_bubble" else "FB"
     assert sorted(actions) == sorted((kind, stage, micro) for kind in kinds for stage in range(hybrid.stages)
                                      for micro in range(hybrid.micro_batches))

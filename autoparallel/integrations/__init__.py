@@ -15,11 +15,13 @@ _HOMES = {
     "AutoparallelAccelerator": ("accelerator", "accelerate"),
     "AutoparallelFabricStrategy": ("lightning", "lightning"),
     "AutoparallelLightningLog": ("lightning_log", "lightning"),
+    "AutoparallelSFTTrainer": ("sft", "sft"),
     "AutoparallelStrategy": ("lightning", "lightning"),
     "AutoparallelTrainerLog": ("trainer_log", "trainer"),
 }
 __all__ = ["AcceleratorWriter", "AutoparallelAccelerator", "AutoparallelFabricStrategy", "AutoparallelLightningLog",
-           "AutoparallelStrategy", "AutoparallelTrainer", "AutoparallelTrainerLog", "AutoparallelTraining"]
+           "AutoparallelSFTTrainer", "AutoparallelStrategy", "AutoparallelTrainer", "AutoparallelTrainerLog",
+           "AutoparallelTraining"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,6 +31,6 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"autoparallel.integrations.{file}"), name)
     except ImportError as error:
-        if (error.name or "").split(".")[0] not in ("accelerate", "lightning", "transformers"):
+        if (error.name or "").split(".")[0] not in ("accelerate", "lightning", "transformers", "trl"):
             raise
         raise InputError(f"{name} needs {error.name}: pip install 'autoparallel[{extra}]'") from error

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import convert_to_fp32
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -32,15 +33,23 @@ class AutoparallelTraining(_Base):
     model: Any
     model_wrapped: Any
     accelerator: Any
+    #: Whether the loss is that of a trainer beside this mixin (None: if that has one of its own); methods of such a
+    #: trainer that the class replaces knowingly.
+    inherits_loss: bool | None = None
+    replaces: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, parallel: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._parallel_options = dict(parallel or {})
         self._waiting: list[dict[str, Any]] = []
         self._evaluated = EvaluatedValues()
         super().__init__(*args, **kwargs)
-        self._own_loss = type(self).compute_loss is not AutoparallelTraining.compute_loss
+        _check_beside(type(self))
+        if self.inherits_loss is None:
+            self.inherits_loss = _inherits_loss(type(self))
+        self._own_loss = self.inherits_loss or type(self).compute_loss is not AutoparallelTraining.compute_loss
         smoother, function = self.label_smoother, self.compute_loss_func
-        if (smoother is not None or function is not None) and not isinstance(self.model, ParallelModule):
+        in_model = (smoother is not None or function is not None) and not self.inherits_loss
+        if in_model and not isinstance(self.model, ParallelModule):
             with_loss(self.model, _loss_of(self), self.model_accepts_loss_kwargs)
 
     # ---- the accelerator and the data -------------------------------------------------------------------------
@@ -122,13 +131,16 @@ class AutoparallelTraining(_Base):
         if self._own_loss:
             batch.pop("num_items_in_batch", None)
         loss = self.compute_loss(model, batch, num_items_in_batch=items) if self._own_loss else _loss(model(**batch))
-        loss = loss * share
+        loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss) * share  # computed of outputs in shards
         (loss if self.accelerator.scaler is None else self.accelerator.scaler.scale(loss)).backward()
         return loss.detach()
 
     def compute_loss(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False,
                      num_items_in_batch: Any = None) -> Any:
-        """The loss of a call, label smoothing and ``compute_loss_func`` included, which the model computes."""
+        """The loss of a call, label smoothing and ``compute_loss_func`` included, which the model computes; or that of
+        the trainer beside this mixin, as TRL's SFTTrainer has one."""
+        if self.inherits_loss:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         batch = _with_items(self, dict(inputs), [inputs], num_items_in_batch)
         assert isinstance(model, ParallelModule)
         if model._state.hybrid.stages > 1 and not torch.is_grad_enabled():
@@ -256,6 +268,26 @@ def _loss_of(trainer: Any) -> Any:
         return smoother(outputs, labels, shift_labels=shift, num_items_in_batch=items)
 
     return loss
+
+
+def _beside(kind: type, method: str) -> type | None:
+    """The trainer beside the mixin, other than transformers' own, that has this method; None if there is none."""
+    mro = kind.__mro__
+    found = next((one for one in mro[mro.index(AutoparallelTraining) + 1 :] if method in vars(one)), None)
+    return None if found is None or found.__module__.startswith("transformers.") else found
+
+
+def _inherits_loss(kind: type) -> bool:
+    return _beside(kind, "compute_loss") is not None
+
+
+def _check_beside(kind: type[AutoparallelTraining]) -> None:
+    """Raises InputError for a trainer beside the mixin whose own steps would not run."""
+    for method in ("training_step", "autocast_smart_context_manager", "_clip_grad_norm", "_get_grad_norm"):
+        if method not in kind.replaces and (other := _beside(kind, method)) is not None:
+            raise InputError(f"{other.__name__}.{method} would not run: AutoparallelTraining has its own. Put what it "
+                             f"does into {kind.__name__}.{method}, or name it in {kind.__name__}.replaces if it is "
+                             "not needed")
 
 
 def _counts_items(trainer: Any) -> bool:

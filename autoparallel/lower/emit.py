@@ -2,8 +2,9 @@
 
 Ops run on local shards with local sizes. A tensor use whose layouts differ becomes a path of redistribution steps, one
 line each. Node metadata: ``layout``, ``global_meta``, ``decision`` (index), ``block``, ``val`` (meta tensor of the
-local shape), and ``reads`` (true for a parameter and the steps of its path to a reader). Steps also have ``step`` and
-``num_bytes`` (of the fullest rank's result, so equal on all ranks).
+local shape), ``reads`` (true for a parameter and the steps of its path to a reader) and ``of_parameter`` (also for
+views of these, and the steps of their paths). Steps also have ``step`` and ``num_bytes`` (of the fullest rank's result,
+so equal on all ranks).
 """
 
 from __future__ import annotations
@@ -141,7 +142,8 @@ class _Emitter:
         local = local_shape(meta.shape, layout, self.space.mesh_shape, self.coordinate)
         node.meta.update(layout=layout, global_meta=meta, decision=decision.index,
                          block=self.space.blocks[decision.index],
-                         val=torch.empty(local, dtype=meta.dtype, device="meta"), reads=decision.kind == "parameter")
+                         val=torch.empty(local, dtype=meta.dtype, device="meta"), reads=decision.kind == "parameter",
+                         of_parameter=decision.kind == "parameter")
         return node
 
     def _placeholder(self, decision: Decision) -> Layout:
@@ -167,14 +169,16 @@ class _Emitter:
             )
             self._describe(node, self.space.decisions[use.target], use.meta, step.after)
             largest = math.prod(largest_local_shape(use.meta.shape, step.after, self.space.mesh_shape))
-            node.meta.update(step=step, reads=value.meta["reads"], num_bytes=largest * use.meta.dtype.itemsize)
+            node.meta.update(step=step, reads=value.meta["reads"], of_parameter=value.meta["of_parameter"],
+                             num_bytes=largest * use.meta.dtype.itemsize)
             value = node
         return value
 
     def _op(self, decision: Decision) -> None:
         node = self.space.graph.nodes[decision.node]
         strategy_set, strategy = self.space.strategy_sets[decision.index], self.strategies[decision.index]
-        operands = iter([self._read(use) for use in self.space.uses_by.get(decision.index, ())])
+        values = [self._read(use) for use in self.space.uses_by.get(decision.index, ())]
+        operands, is_view = iter(values), strategy_set.rule is not None and strategy_set.rule.alias
         args, kwargs = pytree.tree_map(
             lambda leaf: next(operands) if isinstance(leaf, Ref) else leaf, (node.args, dict(node.kwargs))
         )
@@ -187,6 +191,7 @@ class _Emitter:
             results = [self.graph.call_function(item, (made, o)) for o in range(len(node.outputs))]
         for output, (result, meta, layout) in enumerate(zip(results, node.outputs, layouts, strict=True)):
             self._describe(result, decision, meta, layout)
+            result.meta["of_parameter"] = is_view and all(value.meta["of_parameter"] for value in values)
             if node.no_grad and node.target is not aten.detach.default:
                 result = self._describe(
                     self.graph.call_function(aten.detach.default, (result,)), decision, meta, layout

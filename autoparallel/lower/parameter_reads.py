@@ -34,8 +34,21 @@ def is_read(node: FxNode) -> bool:
 
 
 def gathers_parameter(node: FxNode) -> bool:
-    """Whether the node communicates on the path from a parameter to a reader; ZeRO-3 repeats it per micro-batch."""
+    """Whether the node communicates in forward on the path from a parameter to a reader."""
     return is_read(node) and node.meta["step"].forward in COLLECTIVES
+
+
+def communicates(node: FxNode) -> bool:
+    """Whether the node communicates on the path from a parameter to a reader, forward or backward; ZeRO-3 runs it in
+    each micro-batch."""
+    trainable = is_read(node) and node.meta["global_meta"].requires_grad
+    return gathers_parameter(node) or (trainable and node.meta["step"].backward in COLLECTIVES)
+
+
+def repeats(node: FxNode) -> bool:
+    """Whether ZeRO-3 repeats the node in backward: a step on the path of a parameter, also behind views of it."""
+    is_step = node.op == "call_function" and "step" in node.meta
+    return is_step and bool(node.meta["of_parameter"]) and node.meta["step"].forward != "none"
 
 
 def sum_gradients_in(program: Program, dtype: torch.dtype | None) -> None:
@@ -58,6 +71,18 @@ def split_reads(program: Program, stays: Callable[[FxNode], bool] = lambda node:
             early[node] = None
     frontier = [n for n in early if any(user not in early for user in n.users)]
     return SplitProgram(_reads(parameters, list(early), frontier), _per_micro_batch(nodes, set(early), frontier))
+
+
+def reduced_together(reads: GraphModule) -> list[list[int]]:
+    """The results of `SplitProgram.reads`, by number: those together whose gradients are reduced by steps that they
+    share."""
+    found = dict[FxNode, list[int]]()
+    for number, node in enumerate(reads.graph.output_node().args[0]):  # type: ignore[arg-type]
+        first = node
+        while first.op != "placeholder" and first.all_input_nodes[0].op != "placeholder":
+            first = first.all_input_nodes[0]
+        found.setdefault(first, []).append(number)
+    return list(found.values())
 
 
 def _reads(parameters: list[FxNode], early: list[FxNode], frontier: list[FxNode]) -> GraphModule:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
-from autoparallel.capture import OpGraph
 from autoparallel.errors import InfeasibleError, SearchError
-from autoparallel.partition import split_batch, stages_of
+from autoparallel.partition import Splits, stages_of
 from autoparallel.planning.candidates import Candidate, First, Fixed
 from autoparallel.planning.joint_search import search_jointly
 from autoparallel.planning.one_mesh import RECOMPUTE_TRIES, ROUGH_S, plan_on
@@ -26,9 +25,10 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
 
-def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
+def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
     """The best of pipelines, meshes, micro-batches, ZeRO and recompute; what options fix stays. With time left, the
     best recomputes fewer blocks, if it may."""
+    graph = split.graph
     started, open_ = clock.now(), options.recompute in (None, "auto")
     deadline = started + options.time_limit_s
     options = replace(options, recompute=None if open_ else options.recompute)
@@ -36,8 +36,6 @@ def plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | N
     fixed = Fixed(options.micro_batches, stages, options.schedule, options.recompute, options.zero_stage,
                   tuple(mesh_shape) if mesh_shape is not None else None, options.replicas, copies=options.copies,
                   **options.given)
-
-    split = cache(partial(split_batch, graph))
 
     def in_full(candidate: Candidate, seconds: float, search: str = options.search) -> Plan:
         micro, end = split(candidate.hybrid.micro_batches), clock.now() + seconds

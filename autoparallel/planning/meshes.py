@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError, InfeasibleError, PlanError
-from autoparallel.partition import split_batch
+from autoparallel.partition import Splits
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
 from autoparallel.plans import Plan
@@ -33,7 +32,7 @@ def mesh_shapes(num_devices: int, stages: int = 1, pipeline_ranks: int = 0) -> l
     return [(r, *shape) if num_devices > r else (r,) for r in ranks for shape in mesh_shapes(num_devices // r)]
 
 
-def best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
+def best_of(split: Splits, cluster: Cluster, shapes: Sequence[tuple[int, ...]], axis_names: Sequence[str] | None,
             options: Options, deadline: float = math.inf) -> Plan:
     """The fastest plan over mesh shapes; shapes on which nothing fits, or the pipeline cannot run, are passed over
     while another one does. After ``deadline`` (of `search.clock`) no other shape is begun."""
@@ -43,7 +42,7 @@ def best_of(graph: OpGraph, cluster: Cluster, shapes: Sequence[tuple[int, ...]],
         if clock.now() >= deadline and (plans or failures):
             break
         try:
-            plans.append(_plan_of_shape(graph, cluster, shape, axis_names, options))
+            plans.append(_plan_of_shape(split, cluster, shape, axis_names, options))
         except (InfeasibleError, PlanError) as error:
             failures.append(error)
     if not plans:
@@ -64,11 +63,11 @@ def _with_rivals(plans: Sequence[Plan]) -> Plan:
     return replace(best, evidence=replace(best.evidence, stop_reason=reason))
 
 
-def _plan_of_shape(graph: OpGraph, cluster: Cluster, shape: tuple[int, ...], axis_names: Sequence[str] | None,
+def _plan_of_shape(split: Splits, cluster: Cluster, shape: tuple[int, ...], axis_names: Sequence[str] | None,
                    options: Options) -> Plan:
     """The best plan on one mesh, whose first axis is the pipeline's if there are stages."""
     hybrid = options.hybrid(shape[0] if options.stages > 1 else 1)
-    micro = split_batch(graph, hybrid.micro_batches)
+    micro = split(hybrid.micro_batches)
     if options.stages == 1:
         return plan_on(micro, cluster, shape, axis_names, options, hybrid)
     names = axis_names[1:] if axis_names else None

@@ -13,6 +13,7 @@ from autoparallel.capture import OpGraph
 from autoparallel.capture.outputs import loss_output
 from autoparallel.errors import InfeasibleError, InputError, MeshError, SearchError
 from autoparallel.garbage import collected_later
+from autoparallel.partition import Splits
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.joint_plan import plan_jointly
 from autoparallel.planning.meshes import best_of, mesh_shapes
@@ -33,32 +34,33 @@ USUAL_SHARE, PLAIN_SHARE = 0.25, 0.125
 def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
                joint: bool, options: Options) -> Plan:
     """The plan that `autoparallel.plan` returns, with the same arguments and errors."""
-    made = _planned(graph, cluster, mesh_shape, axis_names, joint, options)
+    split = Splits(graph)
+    made = _planned(split, cluster, mesh_shape, axis_names, joint, options)
     hand = options.compare_by_hand
     if isinstance(hand, ByHand):
-        theirs = plan_by_hand(graph, cluster, pricing_of(options, hand), hand)
+        theirs = plan_by_hand(split, cluster, pricing_of(options, hand), hand)
         return _noting(UsualPlans({str(hand): theirs}, {}, math.inf), made)
     if hand is not None and (made.evidence.combinations is None or mesh_shape is not None or options.pins):
         free = Options(memory_limit_bytes=options.memory_limit_bytes, memory_confidence=options.memory_confidence,
                        optimizer=options.optimizer, reduce_dtype=options.reduce_dtype,
                        bucket_bytes=options.bucket_bytes)
-        made = _noting(usual_plans(graph, cluster, free, options.time_limit_s * USUAL_SHARE), made)
+        made = _noting(usual_plans(split, cluster, free, options.time_limit_s * USUAL_SHARE), made)
     return made
 
 
-def _planned(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
+def _planned(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
              joint: bool, options: Options) -> Plan:
     if options.offload == "auto":
         return first_that_fits(options, cluster,
-                               lambda chosen: _planned(graph, cluster, mesh_shape, axis_names, joint, chosen))
+                               lambda chosen: _planned(split, cluster, mesh_shape, axis_names, joint, chosen))
     if options.by_hand is not None:
-        return plan_by_hand(graph, cluster, options, options.by_hand)
+        return plan_by_hand(split, cluster, options, options.by_hand)
     if joint:
-        return _plan_jointly(graph, cluster, mesh_shape, options)
-    return _plan_plainly(graph, cluster, mesh_shape, axis_names, options)
+        return _plan_jointly(split, cluster, mesh_shape, options)
+    return _plan_plainly(split, cluster, mesh_shape, axis_names, options)
 
 
-def _plan_plainly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
+def _plan_plainly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
                   options: Options) -> Plan:
     """The best plan on the mesh given, or on any; where none fits and the options leave it open, with micro-batches,
     ZeRO and recompute."""
@@ -70,17 +72,17 @@ def _plan_plainly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
                         "axis_names as mesh_shape has axes")
     try:
         with collected_later():
-            return best_of(graph, cluster, shapes, axis_names, options)
+            return best_of(split, cluster, shapes, axis_names, options)
     except InfeasibleError as error:
         if not options.is_open:
-            error.args = (f"{error} {_what_fits(graph, cluster, mesh_shape, options)}",)
+            error.args = (f"{error} {_what_fits(split, cluster, mesh_shape, options)}",)
             raise
         if axis_names is not None:
             raise
-        return _plan_fitting(graph, cluster, mesh_shape, options, error)
+        return _plan_fitting(split, cluster, mesh_shape, options, error)
 
 
-def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
+def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
     """The joint search's plan, or what is faster of a usual plan by hand and the best plan of a plain step, as far as
     the options allow these.
 
@@ -90,15 +92,15 @@ def _plan_jointly(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | 
     ends = clock.now() + options.time_limit_s
     usual = UsualPlans({}, {}, options.limit_bytes(cluster))
     if mesh_shape is None and not options.pins:
-        usual = usual_plans(graph, cluster, options, options.time_limit_s * USUAL_SHARE)
+        usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE)
     others = [usual.fastest[1]] if usual.fastest is not None else []
     if usual.plain_fits and options.is_open:
-        others += _plain(graph, cluster, options)
+        others += _plain(split, cluster, options)
     best = min(others, key=lambda plan: plan.prediction.step_s, default=None)
     tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
     within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
     try:
-        found = plan_jointly(graph, cluster, mesh_shape, within)
+        found = plan_jointly(split, cluster, mesh_shape, within)
     except (InfeasibleError, SearchError):
         if best is None:
             raise
@@ -117,14 +119,14 @@ def _below(progress: Progress | None, known_s: float) -> Progress | None:
     return lambda phase, best_s, bound_s: progress(phase, min(best_s, known_s), bound_s)
 
 
-def _plain(graph: OpGraph, cluster: Cluster, options: Options) -> list[Plan]:
+def _plain(split: Splits, cluster: Cluster, options: Options) -> list[Plan]:
     """The best plan of a plain step, if one is found, over the meshes for which the time is enough: first those whose
     last axis is nearest to the devices of a host."""
     seconds, host = options.time_limit_s * PLAIN_SHARE, min(cluster.links[0].num_devices, cluster.num_devices)
     shapes = sorted(mesh_shapes(cluster.num_devices), key=lambda shape: abs(math.log(shape[-1] / host)))
     each = replace(options, time_limit_s=seconds / 2, progress=None)
     with suppress(InfeasibleError, SearchError), collected_later():
-        return [best_of(graph, cluster, shapes, None, each, clock.now() + seconds)]
+        return [best_of(split, cluster, shapes, None, each, clock.now() + seconds)]
     return []
 
 
@@ -161,16 +163,16 @@ def _noted(usual: UsualPlans, plan: Plan, recorder: Callable[[], Record]) -> Rec
     return usual.noted(recorder(), plan)
 
 
-def _plan_fitting(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
+def _plan_fitting(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
                   error: InfeasibleError) -> Plan:
     """The best plan with micro-batches, ZeRO and recompute, where a plain step does not fit (``error``); without
     micro-batches, which run by `ParallelModule.step` only, where the call returns no scalar loss. Raises that error if
     nothing fits."""
     options = replace(options, pipeline_stages=1)
-    if loss_output(graph) is None:
+    if loss_output(split.graph) is None:
         options = replace(options, micro_batches=1)
     try:
-        found = _plan_jointly(graph, cluster, mesh_shape, options)
+        found = _plan_jointly(split, cluster, mesh_shape, options)
     except (InfeasibleError, SearchError, InputError) as other:
         error.args = (f"{error} (This is of a step of one micro-batch without recompute; no plan was found with "
                       f"micro-batches, ZeRO and recompute either{_least(other)}.)",)
@@ -185,16 +187,16 @@ _RESTRICTING = ("pipeline_stages", "stage_replicas", "schedule", "recompute", "z
 _WHAT_FITS_S = 10.0
 
 
-def _what_fits(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> str:
+def _what_fits(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> str:
     """The part of an error that says which plan fits without the options that restrict the step."""
     given = {name: value for name in _RESTRICTING if (value := getattr(options, name)) is not None}
     named = ", ".join(f"{name}={value!r}" for name, value in given.items())
     others: dict[str, Any] = dict.fromkeys(given)
     free = replace(options, **{**others, "time_limit_s": min(options.time_limit_s, _WHAT_FITS_S)})
-    if loss_output(graph) is None:
+    if loss_output(split.graph) is None:
         free = replace(free, micro_batches=1)
     try:
-        found = _plan_jointly(graph, cluster, mesh_shape, free)
+        found = _plan_jointly(split, cluster, mesh_shape, free)
     except (InfeasibleError, SearchError, InputError) as other:
         return f"(This is with {named}; without, by joint=True, no plan was found either{_least(other)}.)"
     how = found.hybrid

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError
 from autoparallel.garbage import collected_later
+from autoparallel.partition import Splits
 from autoparallel.partition.microbatch import batch_size
 from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.options import Options
@@ -81,10 +81,10 @@ class UsualPlans:
         return with_comparison(record, plan, self.fastest[1], f"by hand {self.fastest[0]}")
 
 
-def usual_plans(graph: OpGraph, cluster: Cluster, options: Options, seconds: float = math.inf) -> UsualPlans:
+def usual_plans(split: Splits, cluster: Cluster, options: Options, seconds: float = math.inf) -> UsualPlans:
     """`recipes` that ``options`` allow, priced. Those that the model does not allow are passed over; once one fits,
     none is begun after so many seconds."""
-    ends, limit = clock.now() + seconds, options.limit_bytes(cluster)
+    ends, limit, graph = clock.now() + seconds, options.limit_bytes(cluster), split.graph
     found, too_large, hybrids = dict[str, Plan](), dict[str, float](), set[tuple[Hybrid, object]]()
     experts = any(EXPERTS in node.op_name for node in graph.of_kind("op"))
     weights = sum(node.outputs[0].num_bytes for node in graph.of_kind("parameter"))
@@ -100,7 +100,7 @@ def usual_plans(graph: OpGraph, cluster: Cluster, options: Options, seconds: flo
                     too_large[text] = least
                 elif clock.now() < ends or (seconds > 0 and not fits):
                     hybrids.add((hybrid, hand.mesh))
-                    found[text] = plan_by_hand(graph, cluster, pricing_of(options, hand, ends - clock.now()), hand)
+                    found[text] = plan_by_hand(split, cluster, pricing_of(options, hand, ends - clock.now()), hand)
                     fits = fits or found[text].prediction.peak_bytes <= limit
     return UsualPlans(found, too_large, limit)
 

@@ -82,13 +82,14 @@ class Prediction:
     """Predicted seconds of one step by part, and bytes on the fullest rank by part.
 
     In a pipeline the parts are means over its ranks, and ``waiting_s`` is the time of filling, draining, sending and
-    imbalance; without one, that in which ranks wait for one another's hosts. ``hidden_s``: seconds saved by overlap;
-    of these ``ahead_s`` since hosts launch kernels ahead, the rest since communication overlaps with compute.
-    ``fixed_s``: of a step and of its micro-batches that no op takes (the framework's own). ``p50``, ``p90``: relative
-    errors of the step time that half, and nine in ten, predictions of the kind stay under, and their ``basis``
-    (`cost_models.accuracy`). ``limit_bytes``: the memory limit of the search (0: none). ``host_bytes``: of the host's
-    memory for saved tensors (recompute="offload") and optimizer states, or for tiles of those on disk; ``disk_bytes``:
-    of optimizer states on disk. ``repeated_ops``: ops without a rule, repeated on every rank.
+    imbalance; without one, that in which ranks wait for one another's hosts. ``recompute_s``: of ``forward_s``, what
+    runs again in backward. ``hidden_s``: seconds saved by overlap; of these ``ahead_s`` since hosts launch kernels
+    ahead, the rest since communication overlaps with compute. ``fixed_s``: of a step and of its micro-batches that no
+    op takes (the framework's own). ``p50``, ``p90``: relative errors of the step time that half, and nine in ten,
+    predictions of the kind stay under, and their ``basis`` (`cost_models.accuracy`). ``limit_bytes``: the memory limit
+    of the search (0: none). ``host_bytes``: of the host's memory for saved tensors (recompute="offload") and optimizer
+    states, or for tiles of those on disk; ``disk_bytes``: of optimizer states on disk. ``repeated_ops``: ops without a
+    rule, repeated on every rank.
     """
 
     forward_s: float
@@ -111,6 +112,7 @@ class Prediction:
     limit_bytes: float = 0.0
     ahead_s: float = 0.0
     disk_bytes: float = 0.0
+    recompute_s: float = 0.0
 
     def collectives_on_a_rank(self, pipeline_ranks: int) -> tuple[CollectiveUse, ...]:
         """The collectives of one rank, in the mean over those of the pipeline; numbers are rounded up."""

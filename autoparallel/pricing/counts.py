@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from autoparallel.capture import TensorMeta
@@ -46,7 +47,8 @@ class ExecutionCounts:
     default is one stage). In a reduced-depth model (`planning.reduced_model`) a decision counts for ``multiplicities``
     decisions, and one rank holds ``held`` times the values that a decision of the first stage has in a step.
     ``recomputing``: how the software recomputes. ``blocks``: the recomputed blocks. ``saved``: the values kept for
-    backward.
+    backward. ``of_parameter``, ``views``: by decision, whether its value is a parameter (also read by several), or a
+    view of parameters.
     """
 
     def __init__(self, space: StrategySpace, hybrid: Hybrid | None = None,
@@ -63,6 +65,7 @@ class ExecutionCounts:
         crossing = frozenset((use.target, use.position) for use in space.uses if self.crosses(use))
         self.saved = SavedValues(space, self.blocks, crossing, training)
         self.of_parameter = [_is_parameter(space, index) for index in range(len(space))]
+        self.views = _views_of_parameters(space, self.of_parameter)
 
     def crosses(self, use: TensorUse) -> bool:
         """Whether the value is sent to a later stage."""
@@ -73,10 +76,13 @@ class ExecutionCounts:
         count = self.count(index, stage) * self.multiplicities[index]
         return count * (2 if index in self.blocks.runs_again else 1), count
 
-    def use_times(self, use: TensorUse, stage: int | None = None) -> UseTimes:
-        """Executions of a use's redistribution per step, on a rank of the stage."""
+    def use_times(self, use: TensorUse, stage: int | None = None, choice: int | None = None) -> UseTimes:
+        """Executions of a use's redistribution per step, on a rank of the stage. ``choice``: the number of the target's
+        strategy (None: one that saves what the op does)."""
         some = self.multiplicities[use.target]
         count, again = self.count(use.target, stage) * some, self.reads_again(use)
+        if choice is not None and (skips := self.skips(use)) is not None:
+            again &= not skips[choice]
         forward = backward = count
         if self.of_parameter[use.source]:
             count //= self.hybrid.copies  # which share what is gathered and reduced
@@ -94,20 +100,27 @@ class ExecutionCounts:
 
     def reads_again(self, use: TensorUse) -> bool:
         """Whether the redistribution runs again for backward: in a recomputed block, or as a ZeRO-3 gather."""
-        if self.of_parameter[use.source]:
-            return self.gathers_again(use)
         block = self.blocks.of[use.target] if self.hybrid.recompute == "full" else None
-        return block is not None and use.target <= self.blocks.ends[block]
+        if self.of_parameter[use.source] or block is None:
+            return self.gathers_again(use)
+        return use.target <= self.blocks.ends[block]
 
     def prefetches(self, use: TensorUse) -> bool:
         """Whether the use reads a parameter that ZeRO-3 prefetches."""
         return self.of_parameter[use.source] and self.hybrid.prefetches
 
     def gathers_again(self, use: TensorUse) -> bool:
-        """Whether ZeRO-3 gathers the parameter again in backward: an op saves it, or a recomputed block reads it."""
-        if self.hybrid.zero_stage < 3:
+        """Whether ZeRO-3 redistributes a parameter again in backward, rather than keep the result: an op saves it, or a
+        recomputed block reads it. (The same for views of parameters, but recomputed blocks have theirs inside.)"""
+        inside = self.blocks.of[use.target] is not None
+        if self.hybrid.zero_stage < 3 or not (self.of_parameter[use.source] or (self.views[use.source] and not inside)):
             return False
-        return self.saved.copy_is_kept(use) or self.blocks.of[use.target] is not None
+        return self.saved.copy_is_kept(use) or inside
+
+    def skips(self, use: TensorUse) -> np.ndarray | None:
+        """Whether each strategy of the target spares what `gathers_again` would repeat; None: no strategy does."""
+        spares = self.gathers_again(use) and self.blocks.of[use.target] is None
+        return self.saved.skips(use) if spares else None
 
     def offloads(self, index: int) -> int:
         """How often per step the op's results are moved to the host and back."""
@@ -180,3 +193,12 @@ def _is_parameter(space: StrategySpace, index: int) -> bool:
     if decision.kind == "shared_read":
         return all(space.decisions[use.source].kind == "parameter" for use in space.uses_by[index])
     return decision.kind == "parameter"
+
+
+def _views_of_parameters(space: StrategySpace, of_parameter: Sequence[bool]) -> list[bool]:
+    """By decision, whether it is an op that makes a view of parameters, or of such views."""
+    found = [False] * len(space)
+    for index, s in enumerate(space.strategy_sets):
+        if s.rule is not None and s.rule.alias and (uses := space.uses_by.get(index, ())):
+            found[index] = all(of_parameter[use.source] or found[use.source] for use in uses)
+    return found

@@ -41,6 +41,14 @@ class LiveIntervals(NamedTuple):
         self.intervals[which, 0], self.intervals[which, 1], self.copies[which] = starts, ends, copies
 
 
+def sums_gradients(counts: ExecutionCounts, use: TensorUse) -> bool:
+    """Whether the gradient of a gathered parameter is kept beside it, whole and in its own dtype, while those of
+    several micro-batches add up."""
+    hybrid = counts.hybrid
+    return (not hybrid.is_plain and hybrid.zero_stage < 2 and counts.count(use.target) > 1
+            and not counts.accumulator_bytes(use.meta))
+
+
 class Liveness:
     """The live intervals of one step with these execution counts."""
 
@@ -78,13 +86,15 @@ class Liveness:
         uses, targets = self.space.uses, np.array([use.target for use in self.space.uses], np.int64)
         found = LiveIntervals.of(self._starts[targets] + targets, self._starts[targets] + targets + 1)
         kept = [number for number, use in enumerate(uses)
-                if self.saved.copy_is_kept(use)
-                and not (self.counts.of_parameter[use.source] and self.hybrid.zero_stage == 3)]
+                if self.saved.copy_is_kept(use) and not self.counts.gathers_again(use)]
         inside = np.array([self.saved.copy_is_away(uses[number]) for number in kept], bool)
         self._keep(found, np.array(kept, np.int64), targets[kept], inside, np.zeros(len(kept)), targets[kept])
         for number, use in enumerate(uses):
             if self.counts.of_parameter[use.source] and (live := self._parameter_interval(use)) is not None:
                 found.put(number, *live.interval, live.copies)
+            elif self.counts.views[use.source] and self.counts.gathers_again(use):
+                turned = int(self._starts[use.target]) + 2 * self._num_decisions - use.target
+                found.put(number, turned, turned + 1, 1)
         return self._over(found, targets)
 
     def gathered_interval(self, use: TensorUse) -> tuple[int, int]:
@@ -168,12 +178,9 @@ class Liveness:
         """The live interval of a gathered parameter: of the step with several micro-batches, or prefetched by ZeRO-3
         (None: as any copy)."""
         if self.hybrid.zero_stage < 3 and not self.hybrid.is_plain:
-            apart = self.counts.accumulator_bytes(use.meta) > 0
-            sums = self.hybrid.zero_stage < 2 and self.counts.count(use.target) > 1 and not apart
             start, turning = int(self._starts[use.target]), 2 * self._num_decisions
-            return LiveInterval(
-                (start, start + turning + 1), self.counts.held[use.source] * (2 if sums else 1)
-            )  # and its gradient
+            copies = 2 if sums_gradients(self.counts, use) else 1  # and its gradient
+            return LiveInterval((start, start + turning + 1), self.counts.held[use.source] * copies)
         return self._gathered_copy_interval(use) if self.counts.prefetches(use) else None
 
     def _gathered_copy_interval(self, use: TensorUse) -> LiveInterval:

@@ -23,6 +23,15 @@ from cost_models.profile import Profile
 Pair = tuple[np.ndarray, np.ndarray]
 
 
+def operands_of(s: StrategySet) -> list[int]:
+    """The inputs, by position, for each of which backward of a product or convolution computes a product, where it
+    needs a gradient. (Numbers of experts and the like are no such operands.)"""
+    rule = s.rule
+    if rule is None or rule.op_class not in ("matmul", "conv"):
+        return []
+    return [i for i in sorted(rule.saves) if i < len(s.input_metas) and s.input_metas[i].dtype.is_floating_point]
+
+
 class CurveCosts:
     """A roofline with the device's efficiency curves. ``spread``: divide the work by this number."""
 
@@ -41,7 +50,7 @@ class CurveCosts:
         wanted = [i for i, m in enumerate(s.input_metas) if m.requires_grad]
         if rule.op_class == "elementwise" or not rule.gradient_ops:
             return forward, sum((self._gradient_s(rule, s, i, inputs, outputs) for i in wanted), zeros)
-        operands = [i for i in rule.saves if i < len(inputs)] if rule.op_class in ("matmul", "conv") else []
+        operands = operands_of(s)
         share = sum(i in wanted for i in operands) / len(operands) if operands else 1.0  # a bias needs no product
         traffic = sum(outputs, zeros) + sum((inputs[i] for i in rule.saves if i < len(inputs)), zeros)
         traffic = traffic + sum((inputs[i] for i in wanted), zeros)

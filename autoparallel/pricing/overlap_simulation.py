@@ -20,7 +20,9 @@ import numpy as np
 
 from autoparallel.plans import Hybrid
 from autoparallel.plans.record import Span
+from autoparallel.pricing.backward_reads import BackwardReads
 from autoparallel.pricing.interleaved_copies import InterleavedRound
+from autoparallel.pricing.leaves import Leaves
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.rank_reads import (
     COMPUTE,
@@ -31,7 +33,8 @@ from autoparallel.pricing.rank_reads import (
     micro_batches_are_equivalent,
 )
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
-from autoparallel.schedule.async_windows import TOP, Pair, ToAsk
+from autoparallel.schedule.async_windows import TOP, Pair
+from autoparallel.schedule.backward_gathers import Finish
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models.timeline import Task, equal_slowdown, simulate
 
@@ -198,7 +201,8 @@ class RankStep:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         self.strategies, self.stages = strategies, tuple(stages)
         self.reads = RankReads(pricer, strategies, stages)
-        self.windows, self.numbers = self.reads.windows, pricer.costs.kinds.numbers(strategies)
+        self.leaves = Leaves(self.reads)
+        self.windows, self.numbers = self.reads.windows, self.reads.numbers
         self.copies = self.counts.hybrid.copies
         self.rounds = self.counts.micro_batches_on(stages[0]) // self.copies
         self.count = 1 if self.reads.equivalent else self.rounds
@@ -230,14 +234,17 @@ class RankStep:
         one by one, rather than as one task of their total length."""
         step, pending = StepTasks(), _Pending()
         if self.reads.equivalent:
-            marked = {*self.windows.events, *self.reads.waited} - {TOP}
+            marked = self.windows.events.keys() - {TOP}
+            self._read_once(step)
             self._read(step, TOP, pending)
             self._forward(step, marked, lambda index: self._read(step, index, pending))
 
-            asked = {*self.reads.requested, *self.reads.again}
-            self._backward(step, {*marked, *asked, *self._sums_s}, _Again(step, self).read,
-                           lambda index: self._reduce(step, index, pending), lambda index: self._sum(step, index))
+            again = BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps))
+            marked = {*marked, *again.by_decision, *again.inside, *self._sums_s, *self.leaves.reduced}
+            self._backward(step, marked, again.read, lambda index: self._reduce(step, index, pending),
+                           lambda index: self._arrived(step, index))
             self._reduce(step, TOP, pending)
+            again.settle()
         else:
             self._in_micro_batches(step, pending, each)
         step.compute(self._updates_s(), ("optimizer", TOP, TOP))
@@ -248,34 +255,44 @@ class RankStep:
         """Parameters are gathered, then the micro-batches run without overlap. The last of several launches the
         reduction of a bucket once its last gradient arrives, if micro-batches read its result directly. All other
         gradients are reduced at the end."""
-        places = sorted({TOP, *self.windows.events, *self.reads.waited})
+        places = sorted({TOP, *self.windows.events})
+        self._read_once(step)
         for place in places:
             self._read(step, place, pending)
         for _ in range(self.count - 1 if each else 0):
             self._forward(step)
-            self._backward(step, ())
+            self._backward(step, self.leaves.reduced, arrived=lambda index: self._arrived(step, index))
         if not each:
             hidden = self._hidden_early_s(self.pricer.prices.device.overlap_slowdown) if self.count > 1 else 0.0
             step.compute((self.count - 1) * (self._round_s() - hidden)
                          + (self._adding - 1) * sum(self._sums_s.values()), ("micro-batches before the last", TOP, TOP))
-        early = defaultdict[int, list[Pair]](list)
+        early, pairs = defaultdict[int, list[Pair]](list), dict[Pair, tuple[int, int]]()
         for pair in (*self.windows.reduced, *self.windows.gathered):
             if self.counts.hybrid.zero_stage < 2 and all(self.windows.is_last(n) for n in pair.steps):
-                readers = (self.reads.first_reader(self.reads.parameter_steps[n].target) for n in pair.steps)
-                early[min(readers)].append(pair)
+                pairs[pair] = max(map(self.reads.arrival, pair.steps))
+        for pair in sorted(pairs, key=pairs.__getitem__):
+            early[-pairs[pair][0]].append(pair)
 
         def reduce(index: int) -> None:
-            self._sum(step, index)
+            self._arrived(step, index)
             for pair in early.get(index, ()):
                 self._issue(step, pair, pending)
 
         self._forward(step)
-        self._backward(step, {*early, *self._sums_s}, arrived=reduce)
+        self._backward(step, {*early, *self._sums_s, *self.leaves.reduced}, arrived=reduce)
         for place in reversed(places):
             self._reduce(step, place, pending)
 
-    def _sum(self, step: StepTasks, index: int) -> None:
-        """Accumulate the gradients of the parameters that a decision reads."""
+    def _read_once(self, step: StepTasks) -> None:
+        """Make the leaves that micro-batches read."""
+        for timed in self.leaves.steps:
+            step.run(timed.forward, _targets("gather", [timed]))
+
+    def _arrived(self, step: StepTasks, index: int) -> None:
+        """Reduce the gradients of leaves that a decision completes; accumulate those of the parameters that it
+        reads."""
+        for timed in (timed for path in self.leaves.reduced.get(index, ()) for timed in reversed(path)):
+            step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
         step.compute(self._sums_s.get(index, 0.0), ("backward", index, index))
 
     @cached_property
@@ -303,13 +320,8 @@ class RankStep:
                 step.wait(pending.pop(pair))
             else:
                 step.run(forward[0], label)
-        for timed in self.reads.waited.get(place, ()):
-            step.run(timed.forward, _targets("gather", [timed]))
 
     def _reduce(self, step: StepTasks, place: int, pending: _Pending) -> None:
-        for timed in reversed(self.reads.waited.get(place, ())):
-            step.run(timed.again, _targets("gather again", [timed]))
-            step.run(timed.backward, _targets("reduce", [timed]))
         for action, pair in reversed(self.windows.events.get(place, ())):
             if action == "launch":
                 step.wait(pending[pair])
@@ -333,6 +345,20 @@ class RankStep:
             if block is not None and self.reads.stage_of[index] is not None:
                 found[blocks.starts.get(block, blocks.last[block])].append(index)
         return found
+
+    def _begin_again(self, step: StepTasks, steps: Sequence[TimedStep], at_once: bool) -> Finish[None]:
+        """Launch steps of parameters again (``at_once``: and await them)."""
+        label, nothing = _targets("gather again", steps), [None] * len(steps)
+        if at_once:
+            step.run(steps[0].again, label)
+            return lambda: nothing
+        task = step.issue([one.again for one in steps], label)
+
+        def finish() -> Sequence[None]:
+            step.wait([task])
+            return nothing
+
+        return finish
 
     def _issue(self, step: StepTasks, pair: Pair, pending: _Pending) -> None:
         steps = self._of(pair)  # one all_reduce for the bucket
@@ -378,7 +404,8 @@ class RankStep:
         """Seconds of one round without overlap and without gradient accumulation."""
         sent = sum(timed.forward.seconds + timed.again.seconds + timed.backward.seconds
                    for steps in self.reads.sent.values() for timed in steps)
-        return (self._forward_s[-1] + sum(self._again_s) + self._backward_s[-1] + sent) / self.count
+        reduced = sum(timed.backward.seconds for timed in self.leaves.steps)
+        return (self._forward_s[-1] + sum(self._again_s) + self._backward_s[-1] + sent + reduced) / self.count
 
     def _of(self, pair: Pair) -> list[TimedStep]:
         return [self.reads.parameter_steps[number] for number in pair.steps]
@@ -421,66 +448,3 @@ class RankStep:
         cost = self.pricer.costs.of(index, stage)
         forward, again, backward, _, update = (float(s[self.numbers[index]]) for s in cost)
         return forward, again, backward, update
-
-
-class _Again:
-    """The gathers of ZeRO-3's backward, as `kernels.regather` runs them: of a bucket, those parameters that backward
-    reads."""
-
-    def __init__(self, step: StepTasks, rank: RankStep) -> None:
-        self.step, self.rank = step, rank
-        self.bucket_of = {n: pair for pair in rank.windows.gathered for n in pair.steps}
-        self.numbers = {pair: [n for n in pair.steps if rank.reads.parameter_steps[n].again.seconds]
-                        for pair in rank.windows.gathered}
-        self.still = {pair for pair, numbers in self.numbers.items() if numbers}
-        self.pending = dict[Pair, int]()
-        self.left = {pair for pair in self.still if any(n in rank.reads.read_by_ops for n in self.numbers[pair])}
-        self.paths = {pair: self._stages(pair) for pair in rank.windows.gathered if pair in self.left}
-        self.to_ask = ToAsk[Pair](self.left.__contains__, self._num_bytes, rank.counts.hybrid.bucket_bytes)
-        for pair in self.paths:
-            self.to_ask.add(pair, max(rank.reads.reads[n].place for n in pair.steps))
-        self.most_gather_stages = max(map(len, self.paths.values()), default=0)
-
-    def _stages(self, pair: Pair) -> list[list[Pair]]:
-        """The buckets on the paths to this one, the last first."""
-        paths = (self.rank.windows.gather_stages(n) for n in self.numbers[pair])
-        return [list(dict.fromkeys(self.bucket_of[n] for n in stage if n is not None))
-                for stage in itertools.zip_longest(*paths)]
-
-    def _num_bytes(self, pair: Pair) -> float:
-        return sum(self.rank.reads.reads[n].num_bytes for n in self.numbers[pair])
-
-    def read(self, index: int) -> None:
-        """Launch the gathers that backward of a decision requests or prefetches, and await those that it requests."""
-        steps = self.rank.reads.parameter_steps
-        asked = (n for n in self.rank.reads.requested.get(index, ()) if steps[n].again.seconds)
-        for pair in dict.fromkeys(self.bucket_of[n] for n in asked):
-            if pair not in self.left:
-                continue
-            for gather_stage in range(self.most_gather_stages):
-                for other in self.to_ask.at(max(self.rank.reads.reads[n].place for n in pair.steps), gather_stage):
-                    path = self.paths[other]
-                    nearer = (one for stage in path[:gather_stage] for one in stage)
-                    if len(path) > gather_stage and not any(one in self.pending for one in nearer):
-                        self._issue(path[gather_stage:])
-            self.left.discard(pair)
-            self._wait(pair)
-        for timed in self.rank.reads.again.get(index, ()):
-            self.step.run(timed.again, _targets("gather again", [timed]))
-
-    def _issue(self, path: Sequence[Sequence[Pair]]) -> None:
-        """Launch the gathers ``path[0]``; those before them on their paths (last first) are launched and awaited."""
-        for pair in path[0]:
-            if pair not in self.still:
-                continue
-            self.still.remove(pair)
-            if path[1:]:
-                self._issue(path[1:])
-                for earlier in path[1]:
-                    self._wait(earlier)
-            again = [self.rank.reads.parameter_steps[n] for n in self.numbers[pair]]
-            self.pending[pair] = self.step.issue([one.again for one in again], _targets("gather again", again))
-
-    def _wait(self, pair: Pair) -> None:
-        if (task := self.pending.pop(pair, None)) is not None:
-            self.step.wait([task])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from autoparallel.pricing.overlap_simulation import hidden_s
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.step_cost import Move
 from autoparallel.pricing.unit_costs import Inside, Prices
+from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
 from cost_models import Cluster, collectives
@@ -25,6 +26,8 @@ from cost_models.compute import larger
 from cost_models.pipeline import pipeline_s
 from cost_models.profile import Profile
 
+#: Bytes of activations that a rank exchanges in a step, above which its plan counts as tensor or context parallel.
+EXCHANGED = 2**20
 #: (kind of collective, axis, direction, purpose) -> [count, bytes, seconds].
 Found = dict[tuple[str, str, str, str], list[float]]
 #: By cut: bytes of one micro-batch that a rank sends in one direction, and of its part of values that several have.
@@ -117,15 +120,16 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     mean = _together(by_rank)
     step, ahead, profile = mean.total, 0.0, pricer.prices.cluster.profile
     if hybrid.stages > 1:
-        step = _pipelined_s(pricer, stages, sends)
-        hidden = step - _pipelined_s(pricer, stages, sends, strategies)
+        step = _pipelined_s(pricer, stages, sends, in_order=True)
+        hidden = step - _pipelined_s(pricer, stages, sends, strategies, in_order=True)
     else:
         ahead = mean.beside_s(profile, hybrid.micro_batches)
         hidden = _hidden_s(pricer, strategies) + ahead
     waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
-    bar = error_bar(profile)
+    bar = error_bar(profile, None, list(_kinds(pricer, found)), pricer.prices.cluster.num_devices)
     return Prediction(
         forward_s=mean.forward / ranks,
+        recompute_s=mean.again / ranks,
         backward_s=mean.backward / ranks,
         optimizer_s=mean.optimizer / ranks,
         forward_communication_s=mean.forward_communication / ranks,
@@ -147,6 +151,17 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         basis=bar.basis,
         limit_bytes=pricer.limit_bytes if math.isfinite(pricer.limit_bytes) else 0.0,
     )
+
+
+def _kinds(pricer: SpacePricer, found: Found) -> Iterator[str]:
+    """The kinds of parallelism (`cost_models.accuracy.KINDS`) of a plan with these collectives."""
+    if pricer.counts.hybrid.stages > 1:
+        yield "pipeline"
+    if sum(num_bytes for (*_, purpose), (_, num_bytes, _) in found.items() if purpose == "activations") > EXCHANGED:
+        yield "tensor or context"
+    if any("routed_experts" in node.op_name or "grouped_mm" in node.op_name
+           for node in pricer.space.graph.of_kind("op")):
+        yield "expert"
 
 
 def fixed_s(cluster: Cluster, hybrid: Hybrid, training: bool = True) -> float:
@@ -222,11 +237,13 @@ def _together(stages: Sequence[_Parts]) -> _Parts:
 
 
 def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
-                 strategies: Sequence[Strategy] | None = None) -> float:
+                 strategies: Sequence[Strategy] | None = None, in_order: bool = False) -> float:
     """Seconds of a step under the schedule: the pipelined micro-batches, then the work done once per step, less the
     overlap (if ``strategies`` are given).
 
     Per micro-batch both stages at a cut wait for one message: a value in one direction while a gradient comes back.
+    ``in_order``: several stages of a rank that are not equal wait for one another, so that no fewer seconds count than
+    the micro-batches take in the order in which they run.
     """
     hybrid, cluster = pricer.counts.hybrid, pricer.prices.cluster
     groups, passed = hybrid.groups, _passed_s(pricer, sends)
@@ -238,7 +255,19 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     of_rank = [range(g, len(stages), len(groups)) for g in range(len(groups))]
     hidden = [_hidden_s(pricer, strategies, rank) if strategies is not None else 0.0 for rank in of_rank]
     once = max(sum(stages[n].once for n in rank) - less for rank, less in zip(of_rank, hidden, strict=True))
-    return float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups)) + once
+    closed = float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups))
+    if not in_order or len(stages) == len(groups):
+        return closed + once
+    each = [(s.total - s.once - s.beside_s(profile, count)) / count for s, count in zip(stages, counts, strict=True)]
+    times = [StageTimes(share * seconds, (1 - share) * seconds, send_s) for seconds, share, send_s in
+             zip(each, map(_forward_share, stages), [*passed, 0.0], strict=True)]
+    return max(closed, simulated_s(hybrid, times)) + once
+
+
+def _forward_share(s: _Parts) -> float:
+    """The share of forward in a micro-batch's seconds; recompute is of backward."""
+    forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
+    return forward / (s.total - s.once) if s.total > s.once else 0.0
 
 
 def _passed_s(pricer: SpacePricer, sends: Sends) -> list[float]:
@@ -276,8 +305,7 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
     for number, (s, send_s) in enumerate(zip(stages, [*_passed_s(pricer, sends), 0.0], strict=True)):
         count, held = hybrid.micro_batches_on(number), pricer.counts.in_flight[number]
         whole_s = s.total - s.once - s.beside_s(profile, count)
-        forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
-        share = forward / (s.total - s.once) if s.total > s.once else 0.0
+        share = _forward_share(s)
         saved = max(0.0, s.live_bytes - s.always_bytes) / max(1, held)
         each = whole_s / (s.total - s.once) / count if s.total > s.once else 0.0
         once_backward = max(0.0, s.once - s.once_forward - s.optimizer)
@@ -461,7 +489,7 @@ def _add_use(pricer: SpacePricer, strategies: Sequence[Strategy], move: Move, co
         there, back = pricer.costs.offload_copy_s(use)
         stage.forward += count * float(there[ends])
         stage.backward += count * float(back[ends])
-    summing, (forward, again, backward) = counts.summing(use), counts.use_times(use, place)
+    summing, (forward, again, backward) = counts.summing(use), counts.use_times(use, place, ends[1])
     times = forward + again, backward
     for step, seconds, elements in move.path:
         axis = space.axis_names[step.axis]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from autoparallel.capture import TensorMeta
@@ -50,9 +49,11 @@ class Timed(NamedTuple):
 
 
 class TimedStep(NamedTuple):
-    """One redistribution step before decision ``target``: forward, forward again for backward, and backward."""
+    """One redistribution step before decision ``target``: its action in forward; forward, forward again for backward,
+    and backward."""
 
     target: int
+    action: str
     forward: Timed
     again: Timed
     backward: Timed
@@ -63,54 +64,63 @@ class RankReads:
 
     ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: redistribution steps of activations,
     by decision; ``paths``: the same by operand. ``parameter_steps``: the steps of parameters, in the order of
-    ``windows.events``. ``waited``: those that ZeRO-3 runs once for all micro-batches, by decision. ``read_by_ops``:
-    gathers whose results ops read.
+    ``windows.events``; ``last_step``: by use (target, position) of a parameter, the number of the last step on the path
+    to it. ``once``: by move, the number of its first steps that run once for all
+    micro-batches, though gradients are reduced after each; ``once_steps``: these steps by use.
     """
 
     def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
-        self.equivalent = micro_batches_are_equivalent(self.counts.hybrid)
+        hybrid = self.counts.hybrid
+        self.equivalent = micro_batches_are_equivalent(hybrid)
+        self.reduces_each = not hybrid.is_plain and (hybrid.zero_stage == 2 or hybrid.prefetches)
         held = {holders: next((stage for stage in holders if stage in stages), None)
                 for holders in set(self.counts.stages_of)}
         self.stage_of = [held[holders] for holders in self.counts.stages_of]
+        self.numbers = pricer.costs.kinds.numbers(strategies)
         self.parameter_steps: list[TimedStep] = []
         self._times: dict[int, list[tuple[Any, ...]]] = {}
         self.moves = [move for move in pricer.costs.moves(strategies) if self.stage_of[move.use.target] is not None]
-        first = self._once()
-        self.reads, by_ops = self._reads(first)
+        self.once = self._once()
+        self.reads, self.last_step = self._reads(self.once)
         self.windows = AsyncWindows(self.reads, self.counts.hybrid.bucket_bytes)
-        self.read_by_ops = frozenset(n for step in by_ops for n in self.windows.gather_stages(step)[:1])
-        sent, waited = defaultdict[int, list[TimedStep]](list), defaultdict[int, list[TimedStep]](list)
+        sent = defaultdict[int, list[TimedStep]](list)
+        self.once_steps = dict[tuple[int, int], list[TimedStep]]()
         self.paths = defaultdict[int, list[list[TimedStep]]](list)
-        for move, before in zip(self.moves, first, strict=True):
+        self._of_views = dict[tuple[int, int], list[TimedStep]]()
+        for move, before in zip(self.moves, self.once, strict=True):
             steps = self._timed_steps(move)
             if self.counts.of_parameter[move.use.source]:
-                waited[move.use.target] += steps[:before]
+                self.once_steps[move.use.target, move.use.position] = steps[:before]
                 self.parameter_steps += steps[before:]
             else:
                 sent[move.use.target] += steps
                 self.paths[move.use.target].append(steps)
+                if self.counts.views[move.use.source]:
+                    self._of_views[move.use.target, move.use.position] = steps
         self.sent = {target: steps for target, steps in sent.items() if steps}
-        self.waited = {target: steps for target, steps in waited.items() if steps}
 
     def _once(self) -> list[int]:
-        """The number of steps of each move that ZeRO-3 runs once, before its micro-batches: those before the first that
+        """`once`: with ZeRO-2 all steps of parameters, with ZeRO-3 (not in a pipeline) those before the first that
         communicates (as `lower.parameter_reads.split_reads`)."""
-        found, shared_reads = [0] * len(self.moves), set[int]()
-        for number, (use, path, _) in enumerate(
-            self.moves if self.equivalent and not self.counts.hybrid.is_plain else ()
-        ):
+        found, shared_reads, hybrid = [0] * len(self.moves), set[int](), self.counts.hybrid
+        for number, (use, path, _) in enumerate(self.moves if self.reduces_each else ()):
             if self.space.decisions[use.source].kind == "parameter" or use.source in shared_reads:
-                found[number] = sum(1 for _ in itertools.takewhile(lambda s: s.step.forward not in COLLECTIVES, path))
+                stays = (_communicates(use, priced.step) and hybrid.zero_stage == 3 for priced in path)
+                found[number] = next(itertools.compress(itertools.count(), stays), len(path))
                 if found[number] == len(path) and self.space.decisions[use.target].kind == "shared_read":
                     shared_reads.add(use.target)
         return found
 
-    def _reads(self, first: Sequence[int]) -> tuple[list[Read], list[int]]:
+    def steps_of_view(self, use: TensorUse) -> Sequence[TimedStep]:
+        """The steps of a use of a view of parameters."""
+        return self._of_views.get((use.target, use.position), ())
+
+    def _reads(self, first: Sequence[int]) -> tuple[list[Read], dict[tuple[int, int], int | None]]:
         """The parameter reads, as `lower.overlap_pass.reads_of` finds them in the program, without the ``first`` steps
-        of each move; and the numbers of the last read before each op."""
+        of each move; and `last_step`."""
         place, looks = self._places(first), dict[int, list[Read]]()
-        found, by_ops = list[Read](), list[int]()
+        found, last_step = list[Read](), dict[tuple[int, int], int | None]()
         passed: dict[int, int | None] = {}  # by shared read, the last step on the path to it
         for (use, path, kind), before in zip(self.moves, first, strict=True):
             if self.counts.of_parameter[use.source]:
@@ -121,11 +131,10 @@ class RankReads:
                     where, block = place(use.target), self.space.blocks[use.target]
                     found.append(look._replace(after=last, place=where, block=block))
                     last = len(found) - 1
+                last_step[use.target, use.position] = last
                 if self.space.decisions[use.target].kind == "shared_read":
                     passed[use.target] = last
-                elif last is not None:
-                    by_ops.append(last)
-        return found, by_ops
+        return found, last_step
 
     def _look(self, use: TensorUse, priced: PricedStep) -> Read:
         """The `Read` of a redistribution step, but for its program point and the step before it."""
@@ -155,7 +164,7 @@ class RankReads:
 
     def _times_of(self, use: TensorUse, priced: PricedStep) -> tuple[Any, ...]:
         step, seconds, _ = priced
-        times = self.counts.use_times(use, self.stage_of[use.target])
+        times = self.counts.use_times(use, self.stage_of[use.target], int(self.numbers[use.target]))
         message = self._message(use.meta, step, step.forward, step.before, step.after, 1.0)
         forward = Timed(times.forward * seconds[0], self._stream(step.axis, message), message)
         message = None
@@ -163,7 +172,7 @@ class RankReads:
             message = self._message(use.meta, step, step.backward, step.after, step.before,
                                     self.counts.summing(use).scale if step.backward in SUMS else 1.0)
         backward = Timed(times.backward * seconds[1], self._stream(step.axis, message), message)
-        return forward, forward._replace(seconds=times.again * seconds[0]), backward
+        return step.forward, forward, forward._replace(seconds=times.again * seconds[0]), backward
 
     def _message(self, meta: TensorMeta, step: Step, action: str, source: Layout, target: Layout, scale: float
                  ) -> Message | None:
@@ -183,6 +192,22 @@ class RankReads:
         crossed = self.pricer.prices.groups[axis].crossed
         return crossed[-1][1].name if crossed else COMPUTE
 
+    def in_several_ops(self, index: int) -> bool:
+        """Whether an op runs as several, so that gradients of its last inputs are complete first: a product, which
+        reads its weight through a view, or a norm of shards."""
+        s = self.space.strategy_sets[index]
+        is_product = s.rule is not None and s.rule.op_class == "matmul"
+        return is_product or any(s.axis_strategies[r].variant == "norms" for r in s.array[self.numbers[index]].tolist())
+
+    def arrival(self, number: int) -> tuple[int, int]:
+        """When backward completes the gradient of the result of a path's last step: (negated decision whose backward
+        does, order among those of the decision)."""
+        target = self.parameter_steps[number].target
+        reader = self.first_reader(target)
+        position = next(use.position for use in self.space.uses_by[reader] if (
+            use.source == target or self.last_step.get((reader, use.position)) == number))
+        return -reader, -position if self.in_several_ops(reader) else position
+
     def first_reader(self, target: int) -> int:
         """The first op that reads the result of a use: the target, or the first reader of a shared read."""
         if self.space.decisions[target].kind != "shared_read":
@@ -190,34 +215,7 @@ class RankReads:
         readers = self.space.readers_of.get(target, ())
         return min((reader for reader in readers if self.stage_of[reader] is not None), default=target)
 
-    def last_reader(self, target: int) -> int:
-        """The last op that reads the result of a use: the target, or the last reader behind views and shared reads."""
-        rule = self.space.strategy_sets[target].rule
-        if self.space.decisions[target].kind != "shared_read" and (rule is None or not rule.alias):
-            return target
-        return max((self.last_reader(reader) for reader in self.space.readers_of.get(target, ())), default=target)
 
-    @cached_property
-    def requested(self) -> Mapping[int, Sequence[int]]:
-        """Gathers whose results ops read, by the decision whose backward requests them."""
-        found = defaultdict[int, list[int]](list)
-        for number in (n for pair in self.windows.gathered for n in pair.steps):
-            if number in self.read_by_ops:
-                found[self._asked_at(self.parameter_steps[number].target)].append(number)
-        return found
-
-    @cached_property
-    def again(self) -> Mapping[int, Sequence[TimedStep]]:
-        """Synchronous steps of parameters that ZeRO-3 runs again, by the decision whose backward requests them."""
-        found = defaultdict[int, list[TimedStep]](list)
-        for event in itertools.chain(*self.windows.events.values()):
-            timed = self.parameter_steps[event.pair.steps[0]]
-            if event.action == "run" and timed.again.seconds:
-                found[self._asked_at(timed.target)].append(timed)
-        return found
-
-    def _asked_at(self, target: int) -> int:
-        """The decision whose backward requests a parameter again that ``target`` reads: its last reader, or the one
-        that starts the recompute of its block."""
-        blocks, block = self.counts.blocks, self.counts.blocks.of[target]
-        return self.last_reader(target) if block is None else blocks.starts.get(block, blocks.last[block])
+def _communicates(use: TensorUse, step: Step) -> bool:
+    """Whether a step of a parameter communicates, forward or backward."""
+    return step.forward in COLLECTIVES or (use.meta.requires_grad and step.backward in COLLECTIVES)

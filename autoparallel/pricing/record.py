@@ -10,7 +10,8 @@ import numpy as np
 
 from autoparallel.layout import COLLECTIVES, Step, layout_str
 from autoparallel.plans.record import MemoryProfile, Redistribution, Workload
-from autoparallel.pricing.op_costs import dtype_name, share_of_work, worked_in
+from autoparallel.pricing.live_intervals import sums_gradients
+from autoparallel.pricing.op_costs import dtype_name, operands_of, share_of_work, worked_in
 from autoparallel.pricing.problem import SpacePricer
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace
@@ -92,8 +93,7 @@ def _wanted(s: StrategySet) -> float:
     """The share of an op's products in backward that are needed: none for operands without a gradient."""
     if not any(m.requires_grad for m in s.output_metas):
         return 0.0
-    assert s.rule is not None
-    operands = [i for i in s.rule.saves if i < len(s.input_metas)] if s.rule.op_class != "attention" else []
+    operands = operands_of(s)
     return sum(s.input_metas[i].requires_grad for i in operands) / len(operands) if operands else 1.0
 
 
@@ -171,7 +171,10 @@ def _split(pricer: SpacePricer, strategies: Sequence[Strategy], usages: np.ndarr
             found[decision.index, column[kind]] = whole
     first, uses = len(space), len(space.uses)
     of_parameter = np.array([counts.of_parameter[use.source] for use in space.uses], bool)
-    found[first : first + uses, column["gathered parameters"]] = np.where(of_parameter, usages[first : first + uses], 0)
+    gathered = np.where(of_parameter, usages[first : first + uses], 0)
+    summed = np.array([counts.of_parameter[use.source] and sums_gradients(counts, use) for use in space.uses], bool)
+    found[first : first + uses, column["gathered parameters"]] = np.where(summed, gathered / 2, gathered)
+    found[first : first + uses, column["gradients"]] = np.where(summed, gathered / 2, 0)
     found[first : first + uses, column["activations"]] = np.where(of_parameter, 0, usages[first : first + uses])
     rest = slice(first + uses, first + uses + len(counts.buffers))
     found[rest, column["communication buffers"]] = usages[rest]

@@ -6,7 +6,10 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from autoparallel.pricing.recomputing import RecomputedBlocks
+from autoparallel.rules.rule import Rule
 from autoparallel.strategies.space import StrategySet, StrategySpace, TensorUse
 
 #: A value (decision, output), or a redistributed copy ("copy", decision, input).
@@ -44,6 +47,16 @@ class SavedValues:
                 needs = self.first_saver.get(value, 0)
                 found[value[0]] = min(needs, found.get(value[0], needs))
         return found
+
+    def inputs_needed(self, index: int) -> Collection[int]:
+        """The inputs that backward of an op needs, by position."""
+        return _Needs.of(self.space.strategy_sets[index]).inputs
+
+    def skips(self, use: TensorUse) -> np.ndarray | None:
+        """Whether each strategy of the target is a variant that does not save this input; None: no strategy is."""
+        s = self.space.strategy_sets[use.target]
+        rows = [r for r, axis_strategy in enumerate(s.axis_strategies) if use.position in axis_strategy.unsaved]
+        return np.asarray(np.isin(s.array, rows).any(axis=1)) if rows else None
 
     def inside(self, index: int) -> bool:
         """Whether the decision's results are needed only inside its block and leave the device until its backward."""
@@ -120,7 +133,15 @@ class _Needs(NamedTuple):
             return cls(False, False, ())
         grad = any(m.requires_grad for m in s.output_metas)
         output = bool(rule.saves_output) and s.output_metas[0].requires_grad
-        return cls(rule.alias, output, rule.saves if grad and not rule.alias else ())
+        return cls(rule.alias, output, _saved_inputs(s, rule) if grad and not rule.alias else ())
+
+
+def _saved_inputs(s: StrategySet, rule: Rule) -> Collection[int]:
+    """`Rule.saves`, without a factor of a product whose other factor needs no gradient."""
+    if rule.op_class != "matmul" or len(rule.saves) != 2:
+        return rule.saves
+    left, right = sorted(rule.saves)
+    return [i for i, other in ((left, right), (right, left)) if s.input_metas[other].requires_grad]
 
 
 def last_uses(space: StrategySpace, uses: Sequence[TensorUse]) -> dict[int, int]:

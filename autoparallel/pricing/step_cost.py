@@ -176,11 +176,19 @@ class StepCosts:
         (forward, again, backward), (there, back, activations) = self.counts.use_times(use), self.exposed
         if not self.counts.of_parameter[use.source]:
             there = back = activations
-        counted = there * (forward + again), back * backward
+        counted, once = (there * (forward + again), back * backward), (there * forward, back * backward)
         sums, summing, moves = self.counts.sums(use), self.counts.summing(use), self.counts.offloads_copy(use)
-        return self.memo.once(("use", self.use_key(use, rows, columns), counted, sums, summing, moves), lambda: (
-            self.prices.redistribution.use_s(use, counted, summing) + (self.sums_s(use) if sums else 0.0)
-            + (sum(self.offload_copy_s(use)) if moves else 0.0))[np.ix_(rows, columns)])
+        skips = self.counts.skips(use)
+
+        def seconds() -> np.ndarray:
+            found = self.prices.redistribution.use_s(use, counted, summing)
+            if skips is not None:
+                found = np.where(skips, self.prices.redistribution.use_s(use, once, summing), found)
+            found = found + (self.sums_s(use) if sums else 0.0) + (sum(self.offload_copy_s(use)) if moves else 0.0)
+            return found[np.ix_(rows, columns)]
+
+        key = "use", self.use_key(use, rows, columns), counted, sums, summing, moves, skips is not None
+        return self.memo.once(key, seconds)
 
     def sums_s(self, use: TensorUse) -> np.ndarray:
         """Seconds per step of accumulating a parameter's gradients over micro-batches (two reads and a write each; with

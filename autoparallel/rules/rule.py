@@ -48,8 +48,8 @@ class AxisStrategy:
     ``inputs`` and ``outputs`` are placements in the order of the node's tensors. ``factor`` is the loop index that the
     axis cuts ("" for none). ``even`` lists sizes that the number of pieces must divide. A ``variant`` names a local
     program other than the op itself (`lower.variants`), with communication of its own (``inside``); rows named in
-    ``apart`` cannot stand beside it on another axis. Of a ``triangular`` row the last of n pieces is the most work:
-    2 - 1/n times an even share.
+    ``apart`` cannot stand beside it on another axis. Inputs ``unsaved`` it does not keep for backward, unlike the op.
+    Of a ``triangular`` row the last of n pieces is the most work: 2 - 1/n times an even share.
     """
 
     name: str
@@ -60,6 +60,7 @@ class AxisStrategy:
     variant: str = ""
     inside: tuple[Exchange, ...] = ()
     apart: frozenset[str] = frozenset()
+    unsaved: frozenset[int] = frozenset()
     triangular: bool = False
 
 

@@ -24,7 +24,14 @@ from autoparallel.kernels.regather import regathering
 from autoparallel.lower.copies_pass import interleaved
 from autoparallel.lower.emit import Program
 from autoparallel.lower.overlap_pass import ended_together, overlap
-from autoparallel.lower.parameter_reads import SplitProgram, gathers_parameter, split_reads
+from autoparallel.lower.parameter_reads import (
+    SplitProgram,
+    communicates,
+    gathers_parameter,
+    reduced_together,
+    repeats,
+    split_reads,
+)
 from autoparallel.lower.recompute_pass import gather_again, with_recompute
 from autoparallel.lower.whole_norms import whole_norms
 from autoparallel.plans import Hybrid
@@ -34,7 +41,7 @@ from autoparallel.runtime.scaler import scaled
 def split_step(program: Program, hybrid: Hybrid, backend: str = EAGER) -> SplitProgram:
     """The program split into parameter reads and the part per micro-batch, the latter with prefetch, ZeRO-3 gathers and
     recompute as ``hybrid`` says (which a backend that compiles does by itself)."""
-    split = split_reads(program, gathers_parameter if hybrid.zero_stage == 3 else lambda node: False)
+    split = split_reads(program, communicates if hybrid.zero_stage == 3 else lambda node: False)
     if backend != EAGER:
         return replace(split, micro_batch=compiled_by(backend, split.micro_batch, hybrid, hybrid.prefetches))
     micro_batch = split.micro_batch
@@ -73,7 +80,7 @@ def compiled_by(backend: str, program: GraphModule, hybrid: Hybrid, overlaps: bo
 def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
     """The program with ZeRO-3 gathers repeated and blocks recomputed in backward, as ``hybrid`` says."""
     if hybrid.zero_stage == 3:
-        module = gather_again(module, gathers_parameter)
+        module = gather_again(module, repeats)
     if hybrid.recompute == "none":
         return module
     in_parts = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
@@ -106,7 +113,7 @@ class StageModule(nn.Module):
         split = split_step(program, hybrid, backend)
         self.bucket_bytes = hybrid.bucket_bytes
         self.reads = split.reads if self.each_micro_batch else overlap(split.reads, hybrid.bucket_bytes)
-        self.reduced_together = ended_together(self.reads)
+        self.reduced_together, self.reduced_at_once = ended_together(self.reads), reduced_together(split.reads)
         self.micro_batch = split.micro_batch
         self.received = program.received
         outputs, _, _ = next(n for n in program.module.graph.nodes if n.op == "output").args[0]
@@ -130,9 +137,8 @@ class StageModule(nn.Module):
         self.inputs, self.seed, self.numbers = inputs, seed, call_numbers()
         self.leaves = nn.ParameterList(map(self._leaf, self.values))
         if self.each_micro_batch:
-            for leaf, value in zip(self.leaves, self.values, strict=True):
-                if value.requires_grad:
-                    leaf.register_post_accumulate_grad_hook(_reduce_now(value))
+            for numbers in self.reduced_at_once:
+                _reduce_now([(self.leaves[n], self.values[n]) for n in numbers if self.values[n].requires_grad])
 
     def _leaf(self, value: torch.Tensor) -> nn.Parameter:
         """A leaf on the same memory with a gradient of its own, in ``sum_dtype`` if that is more precise."""
@@ -211,11 +217,25 @@ class _Sent(torch.autograd.Function):
         return gradient
 
 
-def _reduce_now(value: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def reduce(leaf: torch.Tensor) -> None:
-        if leaf.grad is None:  # gathered together with others, which have a gradient
-            return
-        torch.autograd.backward([value], [leaf.grad.to(value.dtype)], retain_graph=True)
-        leaf.grad = None
+def _reduce_now(pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """For pairs (leaf, value), reduce the leaves' gradients in each backward: once all have arrived, or at its end
+    those that have."""
+    arrived = list[tuple[nn.Parameter, torch.Tensor]]()
 
-    return reduce
+    def reduce() -> None:
+        found = [(value, leaf.grad.to(value.dtype)) for leaf, value in arrived if leaf.grad is not None]
+        for leaf, _ in arrived:
+            leaf.grad = None
+        arrived.clear()
+        if found:  # none: gathered together with others, which have a gradient
+            torch.autograd.backward([value for value, _ in found], [grad for _, grad in found], retain_graph=True)
+
+    def arrive(pair: tuple[nn.Parameter, torch.Tensor], _: torch.Tensor) -> None:
+        if not arrived and len(pairs) > 1:
+            torch.autograd.Variable._execution_engine.queue_callback(reduce)
+        arrived.append(pair)
+        if len(arrived) == len(pairs):
+            reduce()
+
+    for pair in pairs:
+        pair[0].register_post_accumulate_grad_hook(partial(arrive, pair))

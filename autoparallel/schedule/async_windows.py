@@ -6,13 +6,12 @@ plan, so that what is priced is what runs.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from autoparallel.schedule.step_config import BUCKET_BYTES
 
@@ -22,7 +21,6 @@ FIRST_BUCKET_BYTES = 2**20
 #: Gathers that are launched further ahead than the next bucket: at most this size (and `Hybrid.bucket_bytes`), since
 #: they take memory.
 PREFETCH_BYTES = 4 * 2**20
-Gather = TypeVar("Gather")
 #: The program point before all decisions.
 TOP = -1
 
@@ -270,45 +268,6 @@ def in_buckets(sizes: Sequence[float], most: float, last: float = math.inf) -> l
         buckets[-1].append(number)
         size += sizes[number]
     return [bucket[::-1] for bucket in reversed(buckets)]
-
-
-class ToAsk(Generic[Gather]):
-    """The prefetch order of backward's gathers: by program point, last first. ``left`` tells whether a gather is still
-    to be requested, ``size`` its bytes; ``bucket_bytes``: as in `AsyncWindows`."""
-
-    def __init__(self, left: Callable[[Gather], bool], size: Callable[[Gather], float], bucket_bytes: float) -> None:
-        self._left, self._size, self._most = left, size, min(PREFETCH_BYTES, bucket_bytes)
-        self._places, self._groups = list[int](), list[list[Gather]]()  # ascending negated program points
-
-    def add(self, gather: Gather, place: int) -> None:
-        at = bisect.bisect_left(self._places, -place)
-        if self._places[at : at + 1] != [-place]:
-            self._places.insert(at, -place)
-            self._groups.insert(at, [])
-        self._groups[at].append(gather)
-
-    def at(self, place: int, gather_stage: int = 0) -> list[Gather]:
-        """The gathers to launch when backward requests those of ``place``: these, those of the next program point, and
-        more while at most `PREFETCH_BYTES` are pending (`starts` in reverse). For ``gather_stage`` s, the gathers whose
-        s-th earlier gather on their path is launched now: those of s program points further on."""
-        groups = self._from(place)
-        found, num_bytes = list(next(itertools.islice(groups, gather_stage, None), ())), 0.0
-        for number, group in enumerate(groups):
-            num_bytes += sum(map(self._size, group))
-            if number and num_bytes > self._most:
-                break
-            found += group
-        return found
-
-    def _from(self, place: int) -> Iterator[list[Gather]]:
-        """The remaining gathers of a program point (perhaps none), then of the points before it that have any."""
-        start = bisect.bisect_left(self._places, -place)
-        if self._places[start : start + 1] != [-place]:
-            yield []
-        for number in range(start, len(self._groups)):
-            group = [one for one in self._groups[number] if self._left(one)]
-            if group or self._places[number] == -place:
-                yield group
 
 
 def starts(sizes: Sequence[float], bucket_bytes: float) -> list[int]:

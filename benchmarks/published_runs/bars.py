@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -62,44 +63,58 @@ class LeftOut:
         for source in dict.fromkeys(pair.source for pair in self.apart):
             bars = table(error for error in known if error.source != source)
             for error in _errors(pair for pair in self.apart if pair.source == source):
-                bar = error_bar(Profile.of(error.run.machine, error.run.stack), bars)
+                bar = error_bar(Profile.of(error.run.machine, error.run.stack), bars, list(kinds_of(error.run)),
+                                error.run.plan.devices)
                 elsewhere = "elsewhere" if "extrapolated" in bar.basis else "like it"
                 kind = "none" if bar.basis.startswith("no ") else elsewhere
                 inside[kind].append((error.size <= bar.p50, error.size <= bar.p90))
         return {kind: (len(found), *map(float, np.mean(found, axis=0))) for kind, found in inside.items()}
 
 
-
-
 def write(rows: list[Row], left_out: LeftOut) -> None:
     """Write the file of error bars."""
+    ratios = [1 / (1 + e) for p in compare(rows, load())[0] if (e := p.memory_error) is not None]
+    FILE.write_text(written(table(left_out.errors()), len(ratios), np.quantile(ratios, SHARES).tolist()), "utf-8")
+
+
+def written(bars: Bars, runs: int, ratios: Sequence[float]) -> str:
+    """The file of error bars as text; ``ratios`` of measured to predicted memory at `SHARES`, of so many runs."""
     lines = [f"# Written on {date.today()} by `python -m benchmarks.published_runs --accuracy`: relative errors of",
              "# predicted step times, and measured over predicted peak memory. See accuracy.py."]
-    for software, devices in sorted(table(left_out.errors()).items()):
+    for software, devices in sorted(bars.items()):
         for device, bar in devices.items():
             lines += ["", f'[time."{software}"."{device}"]', f"runs = {bar['runs']}", f"p50 = {bar['p50']:.3f}",
-                      f"p90 = {bar['p90']:.3f}"]
-    ratios = [1 / (1 + e) for p in compare(rows, load())[0] if (e := p.memory_error) is not None]
-    lines += ["", "[memory]", f"runs = {len(ratios)}", f"shares = {list(SHARES)}",
-              f"ratios = {[round(float(q), 3) for q in np.quantile(ratios, SHARES)]}"]
-    FILE.write_text("\n".join(lines) + "\n", "utf-8")
+                      f"p90 = {bar['p90']:.3f}", f"kinds = {json.dumps(bar['kinds'])}",
+                      f"most_devices = {bar['most_devices']}"]
+    lines += ["", "[memory]", f"runs = {runs}", f"shares = {list(SHARES)}",
+              f"ratios = {[round(float(q), 3) for q in ratios]}"]
+    return "\n".join(lines) + "\n"
 
 
 def table(errors: Iterable[Error]) -> Bars:
-    """Number of runs and quantiles of their errors, by software (each of its lineage) and device (its family, and
-    "all")."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Number of runs and quantiles of their errors, what kinds of plans they had and on how many devices at most, by
+    software (each of its lineage) and device (its family, and "all")."""
+    found: dict[str, dict[str, list[Error]]] = defaultdict(lambda: defaultdict(list))
     for error in errors:
         for software in lineage(error.run.stack)[1:]:
             for device in (lineage(error.run.machine)[1], "all"):
-                found[software][device].append(error.size)
-    return {software: {device: _bar(sizes) for device, sizes in devices.items() if len(sizes) >= FEWEST}
+                found[software][device].append(error)
+    return {software: {device: _bar(some) for device, some in devices.items() if len(some) >= FEWEST}
             for software, devices in found.items()}
 
 
-def _bar(sizes: list[float]) -> dict[str, Any]:
-    p50, p90 = np.quantile(sizes, [0.5, 0.9])
-    return {"runs": len(sizes), "p50": float(p50), "p90": float(p90)}
+def _bar(errors: list[Error]) -> dict[str, Any]:
+    p50, p90 = np.quantile([error.size for error in errors], [0.5, 0.9])
+    kinds = {kind for error in errors for kind in kinds_of(error.run)}
+    return {"runs": len(errors), "p50": float(p50), "p90": float(p90), "kinds": sorted(kinds),
+            "most_devices": max(error.run.plan.devices for error in errors)}
+
+
+def kinds_of(run: Run) -> Iterator[str]:
+    """The kinds of `cost_models.accuracy.KINDS` that a run's plan has."""
+    yield from ["pipeline"] if run.plan.pipeline > 1 else []
+    yield from ["tensor or context"] if run.plan.tensor > 1 or run.plan.context > 1 else []
+    yield from ["expert"] if run.model.experts is not None else []
 
 
 def _errors(pairs: Iterable[Pair]) -> list[Error]:

@@ -106,6 +106,7 @@ def events_of_a_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
              **dict(model.named_buffers(remove_duplicate=False)), **space.graph.constant_tensors}
     leaves = pytree.tree_leaves((tuple(args), dict(sorted(kwargs.items()))))
     known = {Ref(node.index): leaves[int(node.path)] for node in micro.whole.of_kind("input")}
+    known |= {Ref(node.index): state[node.path] for node in micro.whole.of_kind("buffer")}
     fed = values_of(micro.whole, [feed.ref for feed in micro.feeds if feed.ref.node >= 0], known, torch.device("cpu"))
 
     def value(decision: Decision, number: int) -> torch.Tensor:

@@ -60,7 +60,9 @@ def _rows(block: BlockLayouts, num_axes: int, roles: dict[tuple[str, tuple[str, 
     for name, strategy, layout in block.lines:
         op, layouts = name.rsplit(" ", 1)[-1], tuple(layout.split("·"))
         product = roles.get((op, tuple(strategy.split("·")), layouts))
-        cut = tuple(_PRODUCTS[role] for role in product) if product else tuple(map(_cut_by, layouts))
+        cut = tuple(_PRODUCTS[role] for role in product) if product else tuple(
+            "vocabulary" if one in ("vocabulary", "classes") else _cut_by(at)
+            for one, at in zip(strategy.split("·"), layouts, strict=True))
         parts.setdefault(part_of(name), []).append(cut)
     return tuple(PartRow(part, len(cuts), tuple(_most(cut[axis] for cut in cuts if axis < len(cut))
                                                 for axis in range(num_axes)))

@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoparallel.plans.answers import Choice, Comparison, Row
-from autoparallel.plans.record import Alternative
+from autoparallel.plans.record import Alternative, Trial
 from autoparallel.plans.reports.report import Report
-from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
+from autoparallel.plans.reports.units import bytes_str, count_str, large_str, percent_str, seconds_str
 
 OUTSIDE = "outside blocks"
+#: Savings below this share of the step are none.
+LEAST_SAVED = 1e-4
 
 
 def compare(ours: Report, theirs: Report, names: tuple[str, str] = ("this plan", "the other")) -> Comparison:
-    """How two plans of one model differ: step, rates, memory, parts of the step, communication by purpose, and what
-    they do differently."""
+    """How two plans differ: step, rates, memory, parts of the step, communication by purpose, and what they do
+    differently. Seconds are saved only where both do the same work."""
+    jobs, rates = [_job(one) for one in (ours, theirs)], [_rate(one) for one in (ours, theirs)]
     rows = [Row("plan", (ours.title, theirs.title)),
             _seconds("whole step", ours.speed.step_s, theirs.speed.step_s)]
+    rows += [Row("work of a step", (jobs[0], jobs[1]))] if jobs[0] != jobs[1] else []
+    rows += [Row(f"{ours.speed.unit} a second", (rates[0], rates[1]))] if all(rates) else []
     if ours.speed.mfu is not None and theirs.speed.mfu is not None:
         rows.append(Row("MFU", (percent_str(ours.speed.mfu), percent_str(theirs.speed.mfu))))
     rows.append(Row("peak memory", (bytes_str(ours.memory.peak_bytes), bytes_str(theirs.memory.peak_bytes))))
@@ -27,7 +33,21 @@ def compare(ours: Report, theirs: Report, names: tuple[str, str] = ("this plan",
     rows += [row for purpose in dict.fromkeys(use.purpose for use in (*ours.collectives, *theirs.collectives))
              if (row := _purpose(purpose, ours, theirs)) is not None]
     rows += _parts(ours, theirs)
-    return Comparison(names, tuple(rows))
+    small = LEAST_SAVED * max(ours.speed.step_s, theirs.speed.step_s)
+    return Comparison(names, tuple(
+        replace(row, saved_s=None) if jobs[0] != jobs[1] or abs(row.saved_s or 0.0) < small else row for row in rows))
+
+
+def _job(report: Report) -> str:
+    """The work of a step."""
+    if report.record is None:
+        return "not known"
+    work = report.record.workload
+    return f"{count_str(work.count)} {work.unit}, {large_str(work.parameters)} parameters"
+
+
+def _rate(report: Report) -> str:
+    return count_str(report.speed.per_s) if report.speed.per_s is not None else ""
 
 
 def _seconds(what: str, ours_s: float, theirs_s: float) -> Row:
@@ -74,6 +94,15 @@ def _counted(cuts: Counter[str] | None) -> str:
     return ", ".join([*said, "..."] if len(cuts) > 2 else said)
 
 
+def trials_of(report: Report) -> list[Trial]:
+    """What was tried: combinations of the joint search, usual plans by hand, and the report's own plan."""
+    record = report.record
+    if record is None:
+        return []
+    hand = [Trial(f"by hand {one.by_hand}", one.step_s, one.peak_bytes) for one in record.alternatives if one.by_hand]
+    return [*record.trials, *hand, Trial("this plan", report.speed.step_s, report.memory.peak_bytes)]
+
+
 def other_row(report: Report, one: Alternative) -> tuple[str, str, str, str, str]:
     """Another plan beside the report's: its name, step, by how much it is slower, peak memory, and the first of its
     differences."""
@@ -110,4 +139,4 @@ def explained(choices: Sequence[Choice]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-__all__ = ["compare", "explained", "other_row"]
+__all__ = ["compare", "explained", "other_row", "trials_of"]

@@ -16,6 +16,9 @@ GLOSSARY = {
     "recompute": "Backward runs a block's forward again instead of keeping its results.",
     "exposed communication": "Seconds in which ranks exchange data and compute nothing.",
     "hidden communication": "Seconds saved because ranks exchange data while they compute.",
+    "memory limit": "What a plan's tensors may take on a device: the limit that was given, or the device's memory less "
+                    "the process's own, communicators, the allocator's fragments, and room for predictions that are "
+                    "too low (memory_confidence: 95 % of runs fit).",
     "bubble": "Seconds in which a pipeline's rank waits for its first, or after its last, micro-batch.",
     "MFU": "Model FLOPs utilisation: FLOPs that the model needs in a step / (step seconds x devices x a device's "
            "peak). Products, convolutions and attention count, forward once, backward at twice that; causal attention "

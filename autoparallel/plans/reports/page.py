@@ -15,7 +15,7 @@ from autoparallel.errors import PlanError, printable
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.reports import diagrams, pictures, units
 from autoparallel.plans.reports.build import report_of
-from autoparallel.plans.reports.comparison import explained, other_row
+from autoparallel.plans.reports.comparison import explained, other_row, trials_of
 from autoparallel.plans.reports.glossary import GLOSSARY
 from autoparallel.plans.reports.report import Report
 from autoparallel.plans.reports.summary import LOOSE
@@ -107,9 +107,9 @@ def _pictures(plan: Plan, report: Report) -> dict[str, pictures.Picture]:
     if record.memory is not None and record.memory.at:
         found["memory"] = pictures.memory_picture(record.memory, report.memory.limit_bytes)
     if record.stages:
-        found["held"] = pictures.pipeline_memory_picture(timeline_of(plan), report.memory.limit_bytes)
+        found["held"] = pictures.pipeline_memory_picture(timeline_of(plan), report.memory)
     if record.trials:
-        found["trials"] = pictures.scatter_picture(record.trials, report.memory.limit_bytes)
+        found["trials"] = pictures.scatter_picture(trials_of(report), report.memory.limit_bytes)
     if len(record.search) >= LEAST_POINTS:
         found["search"] = pictures.search_picture(record.search)
     if record.sensitivities:

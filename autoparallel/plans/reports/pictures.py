@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autoparallel.plans.answers import Sensitivity
 from autoparallel.plans.record import MemoryProfile, Trial
+from autoparallel.plans.reports.report import Memory
 from autoparallel.plans.reports.timeline import Box, Timeline
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
@@ -121,9 +122,10 @@ def memory_picture(memory: MemoryProfile, limit_bytes: float) -> Picture:
                    f"The limit, {bytes_str(limit_bytes)}, lies above the picture." if far else "")
 
 
-def pipeline_memory_picture(line: Timeline, limit_bytes: float) -> Picture:
+def pipeline_memory_picture(line: Timeline, memory: Memory) -> Picture:
     """Bytes on the fullest rank of a pipeline over the step's schedule: what stays, activations above it, and the
     limit."""
+    limit_bytes = memory.limit_bytes
     rank, points = max(enumerate(line.held), key=lambda item: max(held for _, held in item[1]))
     stays, peak = min(held for _, held in points), max(held for _, held in points)
     far = limit_bytes > FAR * peak
@@ -148,7 +150,8 @@ def pipeline_memory_picture(line: Timeline, limit_bytes: float) -> Picture:
                      HEIGHT) for at_s, held in points[::every]]
     marks = tuple(Mark(share * WIDTH, seconds_str(share * line.total_s) if share else "0")
                   for share in (0.0, 0.25, 0.5, 0.75, 1.0))
-    note = f"Rank {rank} of the pipeline, the fullest." + (
+    note = (f"Rank {rank} of the pipeline, the fullest; by whole micro-batches. Tensor by tensor, as plans are judged, "
+            f"the peak is {bytes_str(memory.peak_bytes)}.") + (
         f" The limit, {bytes_str(limit_bytes)}, lies above the picture." if far else "")
     return Picture(WIDTH, HEIGHT, tuple(shapes), marks, tuple(_marks(top, HEIGHT, bytes_str)), (),
                    ("parameters, gradients, optimizer state", "activations"), note)

@@ -8,6 +8,7 @@ from autoparallel.errors import PlanError
 from autoparallel.plans.plan import Plan
 from autoparallel.plans.reports import pictures
 from autoparallel.plans.reports.build import report_of
+from autoparallel.plans.reports.comparison import trials_of
 from autoparallel.plans.reports.timeline import timeline_of
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 WIDTH_IN, PER_100_IN = 10.0, 1.1
 HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
 #: The kinds of a timeline's boxes, in the order of their colours, which are the same in all timelines.
-ORDER = ("forward", "backward", "optimizer", "gather", "reduce", "exchange", "other")
+ORDER = ("forward", "backward", "optimizer", "gather", "reduce", "exchange", "other", "earlier")
 #: The shapes that only tell what the mouse points at, and those drawn as lines.
 READING, LIMIT = "reading", "limit"
 
@@ -46,7 +47,7 @@ class Plots:
             raise PlanError("the plan does not tell its memory along the step: plan again with this version")
         some = [pictures.memory_picture(report.record.memory, report.memory.limit_bytes)]
         if report.record.stages:
-            some.append(pictures.pipeline_memory_picture(timeline_of(self.plan), report.memory.limit_bytes))
+            some.append(pictures.pipeline_memory_picture(timeline_of(self.plan), report.memory))
         return _figure(some, "Memory of the fullest rank")
 
     def pareto(self) -> Figure:
@@ -55,7 +56,7 @@ class Plots:
         if report.record is None or not report.record.trials:
             raise PlanError("no combinations were tried beside this plan: autoparallel.plan(..., joint=True) tries "
                             "them")
-        return _figure([pictures.scatter_picture(report.record.trials, report.memory.limit_bytes)],
+        return _figure([pictures.scatter_picture(trials_of(report), report.memory.limit_bytes)],
                        "Combinations that were tried")
 
 

@@ -17,6 +17,11 @@ from autoparallel.plans.record import Record
 from autoparallel.plans.reports.blocks import BlockRows
 from autoparallel.plans.reports.words import AxisWords
 
+#: The ends of a search (`autoparallel.search.Solution.stop_reason`, `planning.one_mesh`) in plain words.
+REASONS = {"optimal": "ended with a proof", "gap": "ended within the gap", "time limit": "ended by the time limit",
+           "made to fit": "the sharding of the model of fewer blocks, made to fit",
+           "faster with overlap": "a second search, which counts overlap, found a faster one",
+           "interrupted": "interrupted: the best so far"}
 PURPOSES = ("parameters", "gradients", "activations")
 
 
@@ -106,6 +111,11 @@ class Proof:
     step_bound_s: float | None
     phases: tuple[tuple[str, float], ...]
     combinations: Combinations | None = None
+
+    @property
+    def said(self) -> str:
+        """The reason for the end of the search in plain words."""
+        return "; ".join(REASONS.get(part, part) for part in self.reason.split("; "))
 
 
 @dataclass(frozen=True)

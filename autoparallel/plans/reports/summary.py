@@ -19,7 +19,7 @@ def summary(report: Report) -> Report:
     """The report with its summary."""
     lines = (f"{report.title}." + _unusual(report),
              " ".join([f"{_speed(report.speed)}; {_memory(report.memory)}.", *_costs(report.speed)]),
-             " ".join([_where(report), _proof(report.proof)]),
+             " ".join([_where(report), _proof(report.proof, any(axis.role == "pipeline" for axis in report.axes))]),
              _others(report))
     return replace(report, summary=tuple(line for line in lines if line))
 
@@ -72,7 +72,7 @@ def _costs(speed: Speed) -> Iterator[str]:
 def _where(report: Report) -> str:
     """The shares of the step: compute, exposed communication, waits and the framework."""
     share = {name: sum(report.seconds_of(part) for part in parts) / (report.speed.step_s or 1.0)
-             for name, parts in (("compute", ("forward compute", "backward compute", "optimizer",
+             for name, parts in (("compute", ("forward compute", "recompute", "backward compute", "optimizer",
                                               "less what hosts launch ahead")),
                                  ("bubbles and waits", ("bubbles, sends, waits",)),
                                  ("framework", ("framework, once a step",)))}
@@ -84,9 +84,9 @@ def _where(report: Report) -> str:
 # ----------------------------------------------------------------------------------------------------- how sure
 
 
-def _proof(proof: Proof) -> str:
+def _proof(proof: Proof, in_pipeline: bool) -> str:
     if proof.searched:
-        said = _sharding(proof.within)
+        said = _sharding(proof.within, "overlap and bubbles" if in_pipeline else "overlap")
     elif proof.combinations is not None:
         said = f"A usual plan ({proof.reason}), faster than all that the joint search planned"
     else:
@@ -101,16 +101,16 @@ def _proof(proof: Proof) -> str:
     return f"{said}; at most {percent_str(proof.within_any)} above any combination."
 
 
-def _sharding(within: float | None) -> str:
+def _sharding(within: float | None, less: str) -> str:
     if within is None:
         return "How near the best sharding is was not proven"
     if within < 5e-5:
-        return "Proven the best sharding of this configuration, by its cost without overlap"
+        return f"Proven the best sharding of this configuration, by its cost without {less}"
     if within > LOOSE:
-        return ("Not proven near the best sharding of this configuration (its cost without overlap is "
+        return (f"Not proven near the best sharding of this configuration (its cost without {less} is "
                 f"{1 + within:.2g} times the bound): more time may find a better one")
     return (f"Proven within {percent_str(within)} of the best sharding of this configuration, by its cost without "
-            "overlap")
+            f"{less}")
 
 
 # -------------------------------------------------------------------------------------------------- why no other
@@ -129,8 +129,22 @@ def _others(report: Report) -> str:
     if not parts:
         return ""
     near = report.speed.not_told_apart(one.step_s for one in others if _fits(report.memory, one.peak_bytes))
-    error = f" Within the error of predictions ({percent_str(report.speed.p50)}): {len(near)} of them." if near else ""
-    return f"Why no other: {'; '.join(parts)}.{error}"
+    error = f" {_plans(len(near))} within the error of predictions ({percent_str(report.speed.p50)})." if near else ""
+    return f"Why no other: {'; '.join(parts)}.{error}{_untried(report)}"
+
+
+def _plans(count: int) -> str:
+    return "Another plan is" if count == 1 else f"{count} other plans are"
+
+
+def _untried(report: Report) -> str:
+    """Combinations that were estimated faster, and not planned in full."""
+    trials, step_s = report.record.trials if report.record is not None else (), report.speed.step_s
+    faster = [trial.step_s for trial in trials if trial.estimated and not trial.too_large and trial.step_s < step_s]
+    if not faster:
+        return ""
+    return (f" {len(faster)} combination{'s' if len(faster) > 1 else ''} estimated faster, by up to "
+            f"{percent_str(1 - min(faster) / step_s)}, {'were' if len(faster) > 1 else 'was'} not planned in full.")
 
 
 def _fits(memory: Memory, peak_bytes: float) -> bool:

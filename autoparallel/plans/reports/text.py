@@ -18,8 +18,8 @@ from autoparallel.plans.reports.comparison import explained, other_row
 from autoparallel.plans.reports.report import Collectives, Report
 from autoparallel.plans.reports.units import bytes_str, percent_str, seconds_str
 
-#: Lines of the details of a block, at most.
-MOST_LINES = 200
+#: Lines of the details of a block, and letters of all pins, at most.
+MOST_LINES, MOST_LETTERS = 200, 1000
 LAYOUTS = ("strategies and layouts have an entry per mesh axis: S(d) a shard of dim d, R and I replicated (I: not "
            "changed by any rank), P a partial sum")
 
@@ -53,7 +53,8 @@ def print_report(report: Report, console: ReportConsole, details: bool = False) 
     console.print()
     console.print(_axes(report))
     if report.pins:
-        console.print("pins: " + ", ".join(f"{k} = {v}" for k, v in report.pins))
+        said = ", ".join(f"{k} = {v}" for k, v in report.pins)
+        console.print("pins: " + (said if len(said) <= MOST_LETTERS else said[:MOST_LETTERS] + "..."))
     console.print(_times(report))
     if report.speed.p90:
         console.print(f"half of such predictions are within {percent_str(report.speed.p50)} of the measured step, nine "
@@ -80,8 +81,9 @@ def _print_proof(report: Report, console: ReportConsole) -> None:
     proof = report.proof
     gap = "" if proof.within is None else f", at most {percent_str(proof.within)} above it"
     if proof.searched:
-        console.print(f"search ({proof.solver}): {seconds_str(proof.objective_s)} without overlap, lower bound "
-                      f"{seconds_str(proof.lower_bound_s)}{gap}; {proof.reason}")
+        over = "added up over the pipeline's ranks, " if any(axis.role == "pipeline" for axis in report.axes) else ""
+        console.print(f"search: {over}without overlap and waits {seconds_str(proof.objective_s)}, lower bound "
+                      f"{seconds_str(proof.lower_bound_s)}{gap}; {proof.said}")
     else:
         console.print(f"not searched: {proof.reason}")
     if proof.combinations is not None:
@@ -97,8 +99,7 @@ def _axes(report: Report) -> Table:
     table = _table("mesh axes, slowest links first", ("axis", "ranks", "what for", "link"), right=("ranks",))
     for axis in report.axes:
         name = axis.label if axis.label == axis.name else f"{axis.label} ({axis.name})"
-        also = "; vocabulary in shards" if axis.vocabulary else ""
-        table.add_row(name, str(axis.size), axis.words + also, axis.link)
+        table.add_row(name, str(axis.size), axis.words, axis.link)
     return table
 
 
@@ -124,7 +125,8 @@ def _memory(report: Report) -> Table:
             table.add_row(kind, bytes_str(num_bytes))
     table.add_row("peak", bytes_str(memory.peak_bytes), style="bold")
     if memory.limit_bytes:
-        table.add_row("that tensors may take", bytes_str(memory.limit_bytes))
+        whole = f", of {bytes_str(memory.device_bytes)}" if memory.device_bytes else ""
+        table.add_row(f"that tensors may take{whole}", bytes_str(memory.limit_bytes))
     if memory.host_bytes:
         table.add_row("in the host's memory", bytes_str(memory.host_bytes))
     if memory.disk_bytes:

@@ -17,6 +17,8 @@ PARALLEL = {"data": "data parallel", "tensor": "tensor parallel", "context": "co
 SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved 1F1B", "zero_bubble": "zero bubble"}
 #: The training state that no rank has whole, by ZeRO stage.
 _SHARDED = {1: "optimizer states", 2: "gradients and optimizer states", 3: "parameters"}
+#: Attention on a context-parallel axis, each rank with some of its heads.
+HEADS = "cut by heads (as DeepSpeed-Ulysses)"
 #: Modules named in a departure, at most.
 MOST_NAMES = 5
 _GENERIC = re.compile(r"axis\d+|devices")
@@ -48,11 +50,12 @@ def axis_words(plan: Plan, work: Workload | None) -> tuple[AxisWords, ...]:
     found = [AxisWords("pipeline", "pipeline", plan.hybrid.pipeline_ranks, "pipeline", _pipeline(plan),
                        links.get("pipeline", ""))] if plan.hybrid.pipeline_ranks > 1 else []
     for number, (axis, label) in enumerate(zip(roles.axes, labels, strict=True)):
-        vocabulary = _cuts_vocabulary(plan, number)
-        departures = tuple(_folded(axis.departures, vocabulary and axis.role != "tensor"))
-        found.append(AxisWords(axis.name, label, axis.size, axis.role, _words(axis, roles.zero_stage),
-                               links.get(axis.name, ""), vocabulary, departures, axis.shards, axis.sequence,
-                               axis.experts))
+        vocabulary = _cut_by_vocabulary(plan, number)
+        departures = tuple(_folded(axis, bool(vocabulary) and axis.role != "tensor"))
+        said = "".join([_words(axis, roles.zero_stage), f"; {' and '.join(vocabulary)} by vocabulary" if vocabulary
+                        else ""])
+        found.append(AxisWords(axis.name, label, axis.size, axis.role, said, links.get(axis.name, ""),
+                               bool(vocabulary), departures, axis.shards, axis.sequence, axis.experts))
     return tuple(found)
 
 
@@ -87,23 +90,26 @@ def _pipeline(plan: Plan) -> str:
     return f"pipeline parallel ({SCHEDULES[h.schedule]}{per_rank}{shared})"
 
 
-def _cuts_vocabulary(plan: Plan, axis: int) -> bool:
-    """Whether the embedding of tokens, or the classes of the loss, are cut on an axis."""
-    wanted = {"embedding": "vocabulary", "cross_entropy_loss": "classes"}
-    return any(wanted.get(name.rsplit(" ", 1)[-1]) == strategy.split("·")[axis]
-               for block in plan.blocks for name, strategy, _ in block.lines)
+def _cut_by_vocabulary(plan: Plan, axis: int) -> list[str]:
+    """Which of the embedding of tokens, and the classes of the loss, are cut by the vocabulary on an axis."""
+    wanted = {"embedding": ("vocabulary", "embedding"), "cross_entropy_loss": ("classes", "loss")}
+    return list(dict.fromkeys(
+        wanted[op][1] for block in plan.blocks for name, strategy, _ in block.lines
+        if (op := name.rsplit(" ", 1)[-1]) in wanted and wanted[op][0] == strategy.split("·")[axis]))
 
 
-def _folded(departures: Iterable[str], vocabulary: bool) -> Iterator[str]:
-    """Departures by role: "q_proj, k_proj (160 products) are data parallel"."""
+def _folded(axis: AxisRole, vocabulary: bool) -> Iterator[str]:
+    """Departures by role: "q_proj, k_proj (160 ops) are data parallel"."""
     found: dict[str, Counter[str]] = {}
-    for text in departures:
+    for text in axis.departures:
         where, _, role = text.rpartition(": ")
-        found.setdefault(role.rpartition("(")[2].rstrip(")"), Counter())[_short(where.rsplit(" ", 1)[0])] += 1
+        (path, op), role = where.rsplit(" ", 1), role.rpartition("(")[2].rstrip(")")
+        by_heads = axis.role == "context" and role == "tensor" and "attention" in op
+        found.setdefault(HEADS if by_heads else role, Counter())[_short(path)] += 1
     for role, counts in found.items():
         names, total = list(counts), counts.total()
         said = ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")
-        times = f" ({total} products)" if total > 1 else ""
+        times = f" ({total} ops)" if total > 1 else ""
         what = "in shards by vocabulary" if vocabulary and role == "tensor" and total == 1 else PARALLEL.get(role, role)
         yield f"{said}{times} {'are' if total > 1 else 'is'} {what}"
 
@@ -172,7 +178,7 @@ def _product(axes: Iterable[AxisWords]) -> int:
 def _settings(plan: Plan) -> Iterator[str]:
     h = plan.hybrid
     if h.micro_batches > 1:
-        yield f"{h.micro_batches} micro-batches" + (f", {h.copies} interleaved" if h.copies > 1 else "")
+        yield f"{h.micro_batches} micro-batches" + (f", run {h.copies} at a time" if h.copies > 1 else "")
     if h.recompute != "none":
         how = "saved tensors in the host's memory" if h.recompute == "offload" else f"{h.recompute} recompute"
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}

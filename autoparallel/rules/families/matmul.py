@@ -32,7 +32,7 @@ def linear_sections(op: OpView) -> Rule:
     exchanged = range(1, len(op.inputs))
     inside = tuple(Exchange("all_to_all", i, op.inputs[i].dtype.itemsize, 1, 1, kept=True) for i in exchanged)
     cut = AxisStrategy("n", (REPLICATE, *(shard(0) for _ in exchanged)), (shard(last),) * len(op.outputs), "n",
-              variant="sections", inside=inside, apart=frozenset({"n"}))
+              variant="sections", inside=inside, apart=frozenset({"n"}), unsaved=frozenset(exchanged))
     return replace(rule, variants=(cut,))
 
 

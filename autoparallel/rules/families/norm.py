@@ -90,7 +90,7 @@ def _along(op: OpView, dims: Iterable[int], first: int | None = None) -> tuple[A
                    Exchange("all_reduce", 0, sums * size, 0, int(x.requires_grad), whole=True))
         rest: Placement = shard(dim - first) if first is not None else REPLICATE
         rows.append(AxisStrategy(f"norm d{dim}", (shard(dim), *(rest for _ in op.inputs[1:])), (shard(dim),), f"d{dim}",
-                        variant="norms", inside=numbers))
+                        variant="norms", inside=numbers, unsaved=frozenset(range(2, len(op.inputs)))))
     return tuple(rows)
 
 

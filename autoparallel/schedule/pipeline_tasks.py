@@ -1,0 +1,147 @@
+"""A pipeline's micro-batches as tasks: the order of forwards and backwards on each rank, as
+torch.distributed.pipelining runs it, with what each waits for; and the seconds that they take together.
+
+    rank 0    F0 F1 F2 F3 ...          B0 ...      (kind, stage, micro-batch): F forward, B backward,
+    rank 1       F0 F1 F2 B0 F3 B1 ...             W the gradients of weights, where backward is in two parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autoparallel.schedule.step_config import Hybrid
+from cost_models.pipeline import order, warm_up
+from cost_models.timeline import Task, simulate
+
+Action = tuple[str, int, int]
+#: Micro-batches per pipeline rank that are simulated, the fewer and the more; beyond, each takes as long as those
+#: between.
+FEWER, MORE = 4, 6
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one stage: forward and backward of a micro-batch, and sending its output, or the gradient of that,
+    over the cut to the next stage."""
+
+    forward_s: float
+    backward_s: float
+    send_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PipelineTasks:
+    """The tasks of all ranks of a pipeline, in issue order. ``once_s``: by rank, what is done once per step, at its
+    end."""
+
+    hybrid: Hybrid
+    stages: tuple[StageTimes, ...]
+    once_s: tuple[float, ...] = ()
+
+    @cached_property
+    def orders(self) -> list[list[Action]]:
+        """The actions of each rank, in order."""
+        return [list(order_of(self.hybrid, rank)) for rank in range(self.hybrid.pipeline_ranks)]
+
+    @cached_property
+    def issued(self) -> list[tuple[int, str, Action | None]]:
+        """Of each task the rank, what it is ("run", "send" or "once"), and its action (None: "once")."""
+        found = list[tuple[int, str, Action | None]]()
+        for rank, actions in enumerate(self.orders):
+            for action in actions:
+                found.append((rank, "run", action))
+                if self._is_sent(action):
+                    found.append((rank, "send", action))
+            if self.once_s:
+                found.append((rank, "once", None))
+        return found
+
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """The tasks on the streams "compute" and "send" of each rank."""
+        number = {(what, action): place for place, (_, what, action) in enumerate(self.issued)}
+        return [self._task(place, number) for place in range(len(self.issued))]
+
+    def _task(self, place: int, number: dict[tuple[str, Action | None], int]) -> Task:
+        rank, what, action = self.issued[place]
+        if action is None:
+            return Task(self.once_s[rank], "compute", (), rank)
+        kind, stage, _ = action
+        if what == "send":
+            return Task(self.stages[stage if kind == "F" else stage - 1].send_s, "send", (place - 1,), rank)
+        return Task(self._seconds(kind, stage), "compute", self._before(action, number), rank)
+
+    def _seconds(self, kind: str, stage: int) -> float:
+        """Zero bubble splits backward in two, here in equal parts: gradients of inputs, then of weights."""
+        if kind == "F":
+            return self.stages[stage].forward_s
+        return self.stages[stage].backward_s / (2 if self.hybrid.schedule == "zero_bubble" else 1)
+
+    def _is_sent(self, action: Action) -> bool:
+        kind, stage, _ = action
+        return (kind == "F" and stage < self.hybrid.stages - 1) or (kind == "B" and stage > 0)
+
+    def _before(self, action: Action, number: dict[tuple[str, Action | None], int]) -> tuple[int, ...]:
+        """The task that a forward or backward of a stage waits for: the neighbour's send, or its own forward at the
+        last stage."""
+        kind, stage, micro = action
+        if kind == "W":
+            return ()
+        other = ("F", stage - 1, micro) if kind == "F" else ("B", stage + 1, micro)
+        if 0 <= other[1] < self.hybrid.stages:
+            return (number["send", other],)
+        return (number["run", ("F", stage, micro)],) if kind == "B" else ()
+
+
+def simulated_s(hybrid: Hybrid, stages: Sequence[StageTimes]) -> float:
+    """Seconds from the first forward to the last backward of all micro-batches. Of many, `FEWER` and `MORE` per rank
+    are simulated; between these the pipeline is full, so that each further one takes as long."""
+    count, ranks = hybrid.micro_batches, hybrid.pipeline_ranks
+    if count <= MORE * ranks or hybrid.replicas:
+        return simulate(PipelineTasks(hybrid, tuple(stages)).tasks).total_s
+    fewer, more = (simulate(PipelineTasks(replace(hybrid, micro_batches=n * ranks), tuple(stages)).tasks).total_s
+                   for n in (FEWER, MORE))
+    return more + (count - MORE * ranks) * (more - fewer) / ((MORE - FEWER) * ranks)
+
+
+def order_of(hybrid: Hybrid, rank: int) -> Iterator[Action]:
+    """The actions of one rank of the pipeline axis, in order, as torch.distributed.pipelining runs them."""
+    own, micro_batches = hybrid.stages_of(rank), hybrid.micro_batches_of(rank)
+    if hybrid.schedule == "gpipe":
+        yield from (("F", own[0], micro) for micro in micro_batches)
+        yield from (("B", own[0], micro) for micro in micro_batches)
+    elif hybrid.schedule == "1f1b":
+        ahead = warm_up(hybrid.groups, own[0])
+        yield from ((kind, own[0], micro) for kind, micro in order(ahead, micro_batches))
+    else:
+        yield from _interleaved(hybrid, rank, own)
+
+
+def _interleaved(hybrid: Hybrid, rank: int, own: Sequence[int]) -> Iterator[Action]:
+    """Interleaved 1F1B (Narayanan et al. 2021): micro-batches in rounds, each through all of a rank's stages. With zero
+    bubble (Qi et al. 2023) the gradients of weights come later, in the order of backward."""
+    ranks, late = hybrid.pipeline_ranks, hybrid.schedule == "zero_bubble"
+    count, chunks = hybrid.micro_batches, len(own)
+    per_round = count // max(1, count // ranks)
+    total = count * chunks
+    warm = min(total, (chunks - 1) * per_round + (1 if late else 2) * (ranks - 1 - rank))
+
+    def action(kind: str, step: int) -> Action:
+        chunk, within = step // per_round % chunks, step % per_round
+        micro = step // (per_round * chunks) * per_round + within
+        return kind, own[chunk if kind == "F" else chunks - 1 - chunk], micro
+
+    yield from (action("F", step) for step in range(warm))
+    for step in range(total):
+        if warm + step < total:
+            yield action("F", warm + step)
+        yield action("B", step)
+        if late and step >= rank:
+            yield ("W", *action("B", step - rank)[1:])
+    for step in range(max(0, total - rank), total) if late else ():
+        yield ("W", *action("B", step)[1:])
+
+
+__all__ = ["Action", "PipelineTasks", "StageTimes", "order_of", "simulated_s"]
