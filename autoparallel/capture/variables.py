@@ -206,7 +206,7 @@ class _Names:
 
     def _add_torchs(self, function: FunctionType) -> None:
         """Functions and values of torch's and Python's that a user's function names, and someone may replace."""
-        for name in {name for code in _codes(function.__code__) for name in code.co_names}:
+        for name in dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names):
             for namespace in _TORCHS:
                 if name in namespace:
                     self.variables[id(namespace), name] = Variable(name, namespace)
