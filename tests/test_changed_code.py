@@ -25,6 +25,7 @@ from autoparallel.errors import CaptureError, InputError
 
 VALUES = {"gain": 2.0}
 MODULE = ModuleType("tests_changed_module")
+PATCH = pytest.MonkeyPatch()
 X = torch.linspace(-1.0, 1.0, 32).reshape(8, 4)
 
 
@@ -160,6 +161,10 @@ CHANGES: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], obj
     "operator of an object": (lambda m, x: x * m.config, _gain),
     "call of an object": (lambda m, x: m.config(x), _gain),
     "object in containers": (lambda m, x: m.objects["a"][0](x), _gain),
+    "function of torch": (
+        lambda m, x: nn.functional.softplus(x), lambda m: PATCH.setattr(nn.functional, "softplus", torch.neg)),
+    "method of tensors": (lambda m, x: x.relu(), lambda m: PATCH.setattr(torch.Tensor, "relu", lambda x: -x)),
+    "value in torch": (lambda m, x: x * torch.inf if torch.inf < 9 else x, lambda m: PATCH.setattr(torch, "inf", 2.0)),
     "weak reference": (lambda m, x: x * m.weak().kind, lambda m: setattr(m.config, "kind", 3.0)),
     "weak dictionary": (lambda m, x: x * m.weakly["a"].kind, lambda m: setattr(m.config, "kind", 3.0)),
     "array of objects": (lambda m, x: x * m.array[0]["k"], lambda m: m.array[0].update(k=3.0)),
@@ -197,6 +202,7 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for function in (cached_gain, cached_angles, cached_noise, cached_twice):
         function.cache_clear()
     yield
+    PATCH.undo()
     Layer.__bases__ = (nn.Linear,)
     Config.kind, Meta.level = 1.0, 1.0
     for name in {"forward", "__call__"} & vars(Layer).keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import os
 import sys
@@ -30,6 +31,9 @@ from autoparallel.capture.settings import function_of
 
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, property, functools.partial, functools.cached_property,
               CachedFunction)
+#: Namespaces of torch and Python of which a user's function may read what others put there.
+_TORCHS = tuple(map(vars, (torch, nn.functional, sys)))
+_OF_TENSORS = vars(torch.Tensor)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -183,6 +187,8 @@ class _Names:
             return
         self.seen.add(id(function))
         installed = _is_installed(function.__globals__)
+        if not installed:
+            self._add_torchs(function)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             variable = Variable(name, cell)
             self._follow(variable.value(), variable, installed)
@@ -197,6 +203,17 @@ class _Names:
                 for imported in (name, f"{package}.{name}"):
                     if imported in sys.modules:
                         self._value(sys.modules, imported)
+
+    def _add_torchs(self, function: FunctionType) -> None:
+        """Functions and values of torch's and Python's that a user's function names, and someone may replace."""
+        for name in dict.fromkeys(name for code in _codes(function.__code__) for name in code.co_names):
+            for namespace in _TORCHS:
+                if name in namespace:
+                    self.variables[id(namespace), name] = Variable(name, namespace)
+            if hasattr(torch.Tensor, name):
+                self.variables[id(_OF_TENSORS), name] = Variable(name, _OF_TENSORS)
+            if is_plain(vars(builtins).get(name, Missing)):
+                self.variables[id(vars(builtins)), name] = Variable(name, vars(builtins))
 
     def _value(self, namespace: Mapping[str, Any], name: str) -> None:
         self._follow(namespace[name], Variable(name, namespace), _is_installed(namespace))
