@@ -301,7 +301,7 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
     _add_decisions(pricer, strategies, stages, {})
     _add_uses(pricer, strategies, stages, {})
     _add_live_bytes(pricer, problem, strategies, stages)
-    found = []
+    found, left = [], _left_of_once(pricer, stages, strategies)
     for number, (s, send_s) in enumerate(zip(stages, [*_passed_s(pricer, sends), 0.0], strict=True)):
         count, held = hybrid.micro_batches_on(number), pricer.counts.in_flight[number]
         whole_s = s.total - s.once - s.beside_s(profile, count)
@@ -311,9 +311,21 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
         once_backward = max(0.0, s.once - s.once_forward - s.optimizer)
         exchanged = (max(0.0, s.forward_communication - s.once_forward),
                      max(0.0, s.backward_communication - once_backward))
-        found.append(StageSeconds(share * whole_s / count, (1 - share) * whole_s / count, s.once, send_s,
+        found.append(StageSeconds(share * whole_s / count, (1 - share) * whole_s / count, left[number] * s.once, send_s,
                                   s.always_bytes, saved, *(each * seconds for seconds in exchanged)))
     return tuple(found)
+
+
+def _left_of_once(pricer: SpacePricer, stages: Sequence[_Parts], strategies: Sequence[Strategy]) -> list[float]:
+    """By stage, the share of what is done once per step that does not overlap with compute, alike for all stages of a
+    rank."""
+    ranks, found = len(pricer.counts.hybrid.groups), [1.0] * len(stages)
+    for rank in range(ranks):
+        own = range(rank, len(stages), ranks)
+        once = sum(stages[number].once for number in own)
+        for number in own:
+            found[number] = max(0.0, 1 - _hidden_s(pricer, strategies, own) / once) if once else 1.0
+    return found
 
 
 def _called_s(pricer: SpacePricer, axis: int) -> float:
