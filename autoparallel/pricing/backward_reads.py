@@ -60,7 +60,7 @@ class BackwardReads:
             block, needed = blocks.of[index], self.counts.saved.inputs_needed(index)
             if self.reads.stage_of[index] is None:
                 continue
-            for use in reversed(uses):  # what an op reads last, its backward needs first
+            for use in reversed(uses) if block is None else uses:  # what an op reads last, its backward needs first
                 view = self._of(use) if block is None else self._into(block, use)
                 if self.counts.views[index]:
                     self._views[index] = view
