@@ -6,23 +6,26 @@ with an alternative. (torch has a global hook for optimizers' steps, none for th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, MutableMapping
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.errors import InputError
 from autoparallel.runtime.dtensors import is_watched
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
-from autoparallel.runtime.originals import refuse_originals
+from autoparallel.runtime.originals import refuse_idle, refuse_originals
 from autoparallel.runtime.shard_steps import step_shards, steps_shards
 from autoparallel.schedule.tiers import Offload
 
+_LOG = logging.getLogger("autoparallel")
 #: Class -> (reason, what to write instead).
 REFUSED: Mapping[str, tuple[str, str]] = {
     "torch.optim.Adafactor": (
@@ -43,6 +46,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 }
 _offloaded: MutableMapping[Tensor, Offload] = WeakIdKeyDictionary()
 _passed: WeakSet[torch.optim.Optimizer] = WeakSet()
+_stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def offload_states(parameters: Iterable[nn.Parameter], offload: Offload) -> None:
@@ -55,13 +59,16 @@ def offload_states(parameters: Iterable[nn.Parameter], offload: Offload) -> None
 def look_at_steps() -> None:
     """Refuse such optimizers from now on."""
     register_optimizer_step_pre_hook(_check)
+    register_optimizer_step_post_hook(_look_at_reset)
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """The step hook: raises InputError on every rank, before any communication."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(p.grad is None for p in parameters):
+        refuse_idle(optimizer, parameters)
     if optimizer in _passed:
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(is_watched(p) for p in parameters):
         refuse_originals(optimizer, parameters)
         return
@@ -76,6 +83,28 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if steps_shards(type(optimizer)):
         step_shards(optimizer)
     _passed.add(optimizer)
+
+
+def _look_at_reset(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After the first step: look whether its gradients are reset before others are added, and warn if not."""
+    if optimizer in _stepped:
+        return
+    _stepped.add(optimizer)
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    watched = next((p for p in parameters if is_watched(p) and p.grad is not None), None)
+    if watched is None or watched.grad is None:
+        return
+    gradient, version = ref(watched.grad), watched.grad._version
+
+    def added(parameter: Tensor) -> None:
+        handle.remove()
+        now = parameter.grad
+        if now is not None and now is gradient() and now._version == version + 1 and dist.get_rank() == 0:
+            _LOG.warning("gradients are added to those that %s has stepped with already\n  Reset them after each step: "
+                         "optimizer.zero_grad(), or parallel.zero_grad(). (That of the model that was compiled does "
+                         "not: the parallel module has parameters of its own.)", type(optimizer).__name__)
+
+    handle = watched.register_post_accumulate_grad_hook(added)
 
 
 def _check_tier(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:

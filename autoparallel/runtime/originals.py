@@ -9,7 +9,7 @@ write to its own) and parameters that two parallel modules have are warned of. (
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from copy import deepcopy
 from itertools import chain
 from operator import attrgetter, is_
@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.errors import InputError
 
@@ -26,6 +27,7 @@ _LOG = logging.getLogger("autoparallel")
 #: Parameters of which parallel modules have copies, by id, and the model of the latest.
 _COPIED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 _MODELS: dict[int, ref[nn.Module]] = {}
+_ORIGINAL_OF: MutableMapping[torch.Tensor, ref[torch.Tensor]] = WeakIdKeyDictionary()
 _version, _kind = attrgetter("_version"), attrgetter("dtype", "device")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -143,4 +145,19 @@ def refuse_originals(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]
                          f"{type(optimizer).__name__}(parallel.parameters(), ...).")
 
 
-__all__ = ["Originals", "refuse_originals"]
+def note_copy(copy: torch.Tensor, original: torch.Tensor) -> None:
+    """A parallel module's parameter, and the one that it was made of."""
+    _ORIGINAL_OF[copy] = ref(original)
+
+
+def refuse_idle(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
+    """Raises InputError for an optimizer of parallel modules' parameters without gradients, where those that they were
+    made of have some: the model was called in place of the parallel module."""
+    originals = (_ORIGINAL_OF[p]() for p in parameters if p in _ORIGINAL_OF)
+    if any(original is not None and original.grad is not None for original in originals):
+        raise InputError(f"{type(optimizer).__name__} has parameters of a parallel module, which have no gradients, "
+                         "and the model that was compiled has some\n  Call the parallel module in its place: "
+                         "loss = parallel(...), loss.backward().")
+
+
+__all__ = ["Originals", "note_copy", "refuse_idle", "refuse_originals"]
