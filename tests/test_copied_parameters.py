@@ -301,3 +301,13 @@ def numbers_of_parts() -> list[str]:
 def test_python_numbers_of_a_part_are_refused(ranks: Any) -> None:
     for said in ranks(2).run(numbers_of_parts, timeout_s=60):
         assert all("a Python number is asked of a DTensor []" in line for line in said), said
+
+
+@pytest.mark.parametrize("offload", [None, "host"])
+def test_a_meta_model_gets_its_values_wherever_optimizer_states_are(mesh_of_one: Any, offload: str | None) -> None:
+    """What is kept of its parameters are no weak references, which would keep `load_state_dict` from filling them."""
+    with torch.device("meta"):
+        model = Net()
+    parallel: Any = autoparallel.compile(model, mesh_of_one, example_inputs=(X,), offload=offload)
+    parallel.load_state_dict((real := Net()).state_dict())
+    torch.testing.assert_close(parallel(X), real(X))

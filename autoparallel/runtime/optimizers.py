@@ -10,13 +10,12 @@ import logging
 from collections.abc import Iterable, Mapping, MutableMapping
 from functools import cache
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoparallel.errors import InputError
 from autoparallel.runtime.dtensors import is_watched
@@ -44,15 +43,15 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "it broadcasts whole parameters from the rank that steps them",
         "the optimizer itself, and zero_stage=1 of autoparallel.compile, which cuts its state"),
 }
-_offloaded: MutableMapping[Tensor, Offload] = WeakIdKeyDictionary()
+#: By the owner of parameters, these. (Weak references to them would keep `init_weights` from filling them.)
+_offloaded: MutableMapping[object, tuple[frozenset[int], Offload]] = WeakKeyDictionary()
 _passed: WeakSet[torch.optim.Optimizer] = WeakSet()
 _stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
-def offload_states(parameters: Iterable[nn.Parameter], offload: Offload) -> None:
-    """Refuse, from now on, optimizers that would keep the states of these parameters on the device."""
-    for parameter in parameters:
-        _offloaded[parameter] = offload
+def offload_states(owner: object, parameters: Iterable[nn.Parameter], offload: Offload) -> None:
+    """Refuse, as long as their owner lives, optimizers that would keep the states of its parameters on the device."""
+    _offloaded[owner] = frozenset(map(id, parameters)), offload
 
 
 @cache
@@ -108,7 +107,8 @@ def _look_at_reset(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 def _check_tier(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
-    away = next((_offloaded[p] for p in parameters if p in _offloaded), None)
+    wanted = set(map(id, parameters))
+    away = next((offload for numbers, offload in _offloaded.values() if numbers & wanted), None)
     if away is not None:
         kind = type(optimizer).__name__
         raise InputError(f"the plan keeps optimizer states on the {away.states}, and "

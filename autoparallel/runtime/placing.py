@@ -17,7 +17,7 @@ from autoparallel.runtime.form import Compiled
 from autoparallel.runtime.guards import Places, SharedAttributes
 from autoparallel.runtime.initialise import as_dtensor, container
 from autoparallel.runtime.optimizers import look_at_steps, offload_states
-from autoparallel.runtime.originals import Originals, note_copy
+from autoparallel.runtime.originals import Originals
 from autoparallel.runtime.shared import Ranks
 from autoparallel.runtime.state import State
 
@@ -47,7 +47,6 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                 _shard_of(value, mesh, layout, state.device), parameter.requires_grad
             )
             _take_hooks(parameter, placed[id(parameter)])
-            note_copy(placed[id(parameter)], parameter)
         owner._parameters[leaf] = placed[id(parameter)]  # type: ignore[assignment]
     for path, owner_module in model.named_modules():
         for leaf, buffer in owner_module._buffers.items():
@@ -62,8 +61,9 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                     owner._non_persistent_buffers_set.add(leaf)
     state.offload = compiled.plan.hybrid.offload
     if state.offload.is_away:
-        offload_states((p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
-    state.attributes, state.places, state.originals = SharedAttributes(state.parts), Places(root), Originals(model)
+        offload_states(state, (p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
+    state.attributes, state.places = SharedAttributes(state.parts), Places(root)
+    state.originals = Originals(model, placed)
 
 
 def check_conversion(fn: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
