@@ -307,7 +307,7 @@ def test_python_numbers_of_a_part_are_refused(ranks: Any) -> None:
 def test_a_meta_model_gets_its_values_wherever_optimizer_states_are(mesh_of_one: Any, offload: str | None) -> None:
     """What is kept of its parameters are no weak references, which would keep `load_state_dict` from filling them."""
     with torch.device("meta"):
-        model = Net()
+        model = nn.Linear(6, 6)
     parallel: Any = autoparallel.compile(model, mesh_of_one, example_inputs=(X,), offload=offload)
-    parallel.load_state_dict((real := Net()).state_dict())
+    parallel.load_state_dict((real := nn.Linear(6, 6)).state_dict())
     torch.testing.assert_close(parallel(X), real(X))
