@@ -18,6 +18,7 @@ from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.step_cost import Move
 from autoparallel.pricing.unit_costs import Inside, Prices
 from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
+from autoparallel.search import clock
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
 from cost_models import Cluster, collectives
@@ -107,6 +108,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     search's objective. With one they are means over the ranks, and ``waiting_s`` is the rest of the schedule's step
     time. In both cases ``hidden_s`` is the time saved by overlap.
     """
+    clock.did("decisions read", len(strategies))
     hybrid, decisions, nodes = pricer.counts.hybrid, pricer.space.decisions, pricer.space.graph.nodes
     stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
     found: Found = {}
@@ -182,6 +184,7 @@ def _hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Seque
 
 def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sends) -> float:
     """Seconds of a pipelined step without overlap, as in `predict`; memory is not checked."""
+    clock.did("decisions read", len(strategies))
     stages = [_Parts() for _ in range(pricer.counts.hybrid.stages)]
     _add_decisions(pricer, strategies, stages, {})
     _add_uses(pricer, strategies, stages, {})
@@ -190,6 +193,7 @@ def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sends) ->
 
 def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     """Seconds of a step with equal stages, for a reduced-depth model, which has no cuts."""
+    clock.did("decisions read", len(strategies))
     hybrid, stage = pricer.counts.hybrid, _Parts()
     _add_decisions(pricer, strategies, [stage], {})
     _add_uses(pricer, strategies, [stage], {})
@@ -258,6 +262,7 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     closed = float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups))
     if not in_order or len(stages) == len(groups):
         return closed + once
+    clock.did("tasks simulated", 2 * len(stages) * hybrid.micro_batches)
     each = [(s.total - s.once - s.beside_s(profile, count)) / count for s, count in zip(stages, counts, strict=True)]
     times = [StageTimes(share * seconds, (1 - share) * seconds, send_s) for seconds, share, send_s in
              zip(each, map(_forward_share, stages), [*passed, 0.0], strict=True)]
