@@ -40,10 +40,12 @@ EMERGENCY, LATE_S = 20.0, 1.0
 
 class _Clock(threading.local):
     """``waited_s``: seconds in which this thread waited for a process that works for it, as if it worked itself.
-    ``counted_s``: counted seconds; ``until``: the wall clock's time of an emergency, None outside of `counted`."""
+    ``counted_s``: counted seconds, ``started_s`` at the begin of `counted`; ``until``: the wall clock's time of an
+    emergency, None outside of `counted`."""
 
     waited_s = 0.0
     counted_s = 0.0
+    started_s = 0.0
     until: float | None = None
     is_late = False
 
@@ -72,7 +74,7 @@ def counted(limit_s: float) -> Iterator[None]:
     if _clock.until is not None:  # within another
         yield
         return
-    _clock.until, _clock.is_late = time.monotonic() + EMERGENCY * limit_s, False
+    _clock.until, _clock.is_late, _clock.started_s = time.monotonic() + EMERGENCY * limit_s, False, _clock.counted_s
     try:
         yield
     finally:
@@ -82,6 +84,11 @@ def counted(limit_s: float) -> Iterator[None]:
 def is_counted() -> bool:
     """Whether this thread is within `counted`."""
     return _clock.until is not None
+
+
+def spent_s() -> float:
+    """Seconds that were counted within this thread's present, or last, `counted`."""
+    return _clock.counted_s - _clock.started_s
 
 
 def was_late() -> bool:
@@ -100,4 +107,4 @@ def waiting() -> Iterator[None]:
         _clock.waited_s += max(0.0, time.monotonic() - wall - (time.thread_time() - cpu))
 
 
-__all__ = ["counted", "did", "is_counted", "now", "waiting", "was_late"]
+__all__ = ["counted", "did", "is_counted", "now", "spent_s", "waiting", "was_late"]
