@@ -160,7 +160,7 @@ class StepTasks:
             self._label = label if self._label is None else (self._label[0], self._label[1], label[2])
 
     def run(self, timed: Timed, label: Label = UNNAMED) -> None:
-        """One direction of a redistribution step, awaited at once."""
+        """Launch one direction of a redistribution step and await it at once."""
         if timed.message is None:
             self.compute(timed.seconds, label)
         elif timed.seconds:
