@@ -44,7 +44,8 @@ def simulated(step: RankStep) -> list[Event]:
 def check_order(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_shape: tuple[int, ...],
                 seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the random plan of this seed, a rank launches and awaits what the simulation does: kind, axis, bytes and
-    order. Interleaved micro-batches give it the gradients that they have one after the other."""
+    order. Interleaved micro-batches give it the gradients that they have one after the other (not compared where ops
+    draw random numbers: ranks that are threads share torch's generator)."""
     torch.set_num_threads(1)
     micro = split_batch(capture(model, args, kwargs), hybrid.micro_batches)
     space = StrategySpace(micro.body, mesh_shape)
@@ -57,5 +58,5 @@ def check_order(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str
 
     found = run(hybrid)
     assert sorted_waits(found.events) == sorted_waits(told)
-    if hybrid.copies > 1:
+    if hybrid.copies > 1 and not any(s.rule is not None and s.rule.random for s in space.strategy_sets):
         torch.testing.assert_close(found.gradients, run(replace(hybrid, copies=1)).gradients, rtol=1e-4, atol=1e-6)
