@@ -18,6 +18,7 @@ from tests.support.models import CASES
 from tests.support.plans import random_plan
 from tests.support.ranks import mesh_of, restores
 from tests.support.reference import gathered, gradients_of, scalar
+from tests.support.tiers import slow
 
 aten = torch.ops.aten
 Way = tuple[tuple[int, ...], Mapping[str, Any]]
@@ -83,8 +84,9 @@ DDP: Way = ((4,), {"baseline": "ddp"})
 FSDP: Way = ((4,), {"baseline": "fsdp"})
 
 
-def test_llama_traced(ranks: Any) -> None:
-    check(ranks, "llama", DDP, ((2, 2), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3}))
+@pytest.mark.parametrize("way", [slow(DDP), ((2, 2), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3})])
+def test_llama_traced(ranks: Any, way: Way) -> None:
+    check(ranks, "llama", way)
 
 
 def test_mlp_by_inductor(ranks: Any) -> None:

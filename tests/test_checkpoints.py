@@ -134,7 +134,7 @@ def adapters(folder: Path, options: dict[str, Any], shape: tuple[int, ...]) -> N
         assert torch.equal(value, other), name
 
 
-@pytest.mark.parametrize(("shape", "options"), PLANS)
+@pytest.mark.parametrize(("shape", "options"), [PLANS[0], slow(*PLANS[1]), PLANS[2]])
 def test_adapters_are_read_by_peft(ranks: Any, tmp_path: Path, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
     ranks(4).run(adapters, tmp_path / "saved", options, shape, timeout_s=100)
@@ -264,7 +264,7 @@ def run(folder: Path, shape: tuple[int, ...], options: dict[str, Any], resumed: 
 
 @pytest.mark.parametrize(("shape", "options"), [
     ((4,), {"baseline": "fsdp"}), ((2, 2), {"micro_batches": 2, "pipeline_stages": 2}),
-    ((4,), {"micro_batches": 2, "zero_stage": 2})])
+    slow((4,), {"micro_batches": 2, "zero_stage": 2})])
 def test_a_run_goes_on_anywhere(ranks: Any, tmp_path: Path, shape: tuple[int, ...], options: dict[str, Any]) -> None:
     """Where it was, to the bit, with dropout; on other ranks and plans with equal losses but for rounding."""
     pool = ranks(4)

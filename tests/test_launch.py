@@ -116,8 +116,13 @@ def test_the_script_runs_under_mpirun(kind: str, named: str, script: str, expect
 
 
 @pytest.mark.ranks
-def test_the_script_runs_alone_and_under_torchrun(script: str, expected: str) -> None:
+def test_the_script_runs_alone(script: str, expected: str) -> None:
     assert output_of([sys.executable, script]).splitlines()[-1] == f"alone 1 {expected}"
+
+
+@pytest.mark.slow
+def test_the_script_runs_under_torchrun(script: str, expected: str) -> None:
+    """`autoparallel launch` and a job's container use torchrun too, in the tier `ranks`."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", script]
     assert output_of(torchrun).splitlines()[-1] == f"torchrun 4 {expected}"
 

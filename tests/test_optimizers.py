@@ -170,14 +170,14 @@ def all_trained(cases: dict[str, Case], mesh_shape: tuple[int, ...], pins: Any) 
     return found
 
 
-def assert_as_in_one_process(case: Case, found: Any) -> None:
-    assert not isinstance(found, str), found
-    for name, expected in trained(Net(), case, parallel=False).items():
+def assert_as_in_one_process(name: str, case: Case, found: Any) -> None:
+    assert not isinstance(found, str), (name, found)
+    for parameter, expected in trained(Net(), case, parallel=False).items():
         if case.matrices and expected.dim() != 2:
-            assert torch.equal(expected, found[name])
+            assert torch.equal(expected, found[parameter]), (name, parameter)
             continue
-        error = (expected - found[name]).abs().max() / expected.abs().max()
-        assert error <= case.tolerance, (name, error)
+        error = (expected - found[parameter]).abs().max() / expected.abs().max()
+        assert error <= case.tolerance, (name, parameter, error)
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +194,11 @@ def on_ranks(ranks: Any) -> Iterator[Callable[..., dict[str, Parameters | str]]]
     yield of
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_an_optimizer_steps_as_in_one_process(on_ranks: Any, name: str) -> None:
-    assert_as_in_one_process(TAKEN[name], on_ranks("taken", TAKEN)[name])
+def test_optimizers_step_as_in_one_process(on_ranks: Any) -> None:
+    """One test: cases of one job would each be run by every process of the tier."""
+    found = on_ranks("taken", TAKEN)
+    for name, case in TAKEN.items():
+        assert_as_in_one_process(name, case, found[name])
 
 
 @pytest.mark.slow
@@ -206,7 +208,7 @@ def test_every_option_steps_as_in_one_process(on_ranks: Any, name: str, mesh_sha
     pins = MIXED if len(mesh_shape) == 2 else {name: layout[:1] for name, layout in MIXED.items()
                                                if name not in ("cube", "d.weight")}
     found = on_ranks(f"every {mesh_shape}", EVERY, mesh_shape, pins)[name]
-    assert_as_in_one_process(EVERY[name], found)
+    assert_as_in_one_process(name, EVERY[name], found)
 
 
 @pytest.mark.parametrize("name", REFUSED)

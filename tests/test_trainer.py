@@ -128,19 +128,19 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"
              "dataloader_drop_last": False, "max_steps": 8}
 
 
-def test_evaluation_saving_and_the_best_model(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "parallel"), [((4,), FSDP), slow((2, 2), TENSOR)])
+def test_evaluation_saving_and_the_best_model(ranks: Any, tmp_path: Path, shape: tuple[int, ...],
+                                              parallel: dict[str, Any]) -> None:
     """The last evaluation batch has 4 of 8 samples. The best model is read back at the end."""
     expected = one_process(tmp_path / "one", EVALUATED, compute_metrics=accuracy)
-    for shape, parallel in (((4,), FSDP), ((2, 2), TENSOR)):
-        folder = tmp_path / f"four{len(shape)}"
-        for actual in ranks(4).run(on_ranks, folder, shape, parallel, EVALUATED, compute_metrics=accuracy,
-                                   timeout_s=200):
-            assert_same(actual, expected)
-            assert any(line.get("eval_samples") == SAMPLES for line in actual[0])
-        assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
-        best = json.loads((sorted(folder.iterdir())[-1] / "trainer_state.json").read_text())["best_model_checkpoint"]
-        read = transformers.AutoModelForCausalLM.from_pretrained(best).state_dict()
-        assert all(torch.allclose(value, read[name], atol=1e-6) for name, value in actual[1].items())
+    folder = tmp_path / "four"
+    for actual in ranks(4).run(on_ranks, folder, shape, parallel, EVALUATED, compute_metrics=accuracy, timeout_s=200):
+        assert_same(actual, expected)
+        assert any(line.get("eval_samples") == SAMPLES for line in actual[0])
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
+    best = json.loads((sorted(folder.iterdir())[-1] / "trainer_state.json").read_text())["best_model_checkpoint"]
+    read = transformers.AutoModelForCausalLM.from_pretrained(best).state_dict()
+    assert all(torch.allclose(value, read[name], atol=1e-6) for name, value in actual[1].items())
 
 
 def test_a_pipeline_evaluates_its_loss(ranks: Any, tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ def check_order(order: Sequence[Collective], axes: Iterable[Axis]) -> None:
 
 @contextmanager
 def one_first(axes: Iterable[Axis]) -> Iterator[None]:
-    """Ranks of a group wait for the first of their machine that comes here, whose code they find in the cache. Only on
-    a mesh of one axis: with more, names of process groups differ over the ranks, and so does their code."""
+    """Compile on one rank of each machine first: the first rank to enter compiles, the others wait until it leaves and
+    take its code from Inductor's cache. Only on a mesh of one axis: with more, the names of process groups, which are
+    in the code, differ over the ranks."""
     several = [axis for axis in axes if axis.size > 1]
     if len(several) != 1:
         yield

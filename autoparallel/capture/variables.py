@@ -65,9 +65,13 @@ class Variable:
 
 @dataclass(frozen=True)
 class Read:
-    """Variables that a model's functions may read; variables that name a function of torch which reports a setting; all
-    names in the functions' code; whether they may read a clock or the operating system's random numbers; whether they
-    may read attributes by ``object.__getattribute__``, which nobody sees."""
+    """What the functions of a model may read beside their arguments, by their code.
+
+    ``variables``: globals, class attributes and cells. ``settings``: variables that name a function of torch which
+    reports a setting. ``names``: all names in the code. ``may_ask``: whether they may read a clock or the operating
+    system's random numbers. ``bypasses``: whether they may read attributes by ``object.__getattribute__``, which cannot
+    be observed.
+    """
 
     variables: tuple[Variable, ...]
     settings: tuple[Variable, ...]

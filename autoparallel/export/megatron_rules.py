@@ -72,7 +72,8 @@ class Flags:
 
     @property
     def layers(self) -> int:
-        """With those that embedding and loss count as."""
+        """Number of layers that Megatron distributes over stages: embedding and loss are counted as one each where the
+        arguments say so."""
         return self.number("num-layers") + self.on("account-for-embedding-in-pipeline-split") + self.on(
             "account-for-loss-in-pipeline-split")
 

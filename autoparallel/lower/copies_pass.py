@@ -12,7 +12,7 @@ Backward runs in reverse order of forward, so it overlaps alike. (MindSpore call
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ def interleaved(module: GraphModule, shared: int, copies: int) -> GraphModule:
     """
     nodes = list(module.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    writer = _Writer(copies, {*placeholders[:shared], *filter(_reads_parameters, nodes)})
+    writer = _Writer(copies, _alike(nodes, placeholders[:shared]))
     for node in placeholders[:shared]:
         writer.share(node)
     for copy in range(copies):
@@ -59,32 +59,31 @@ class _Segment:
     begun: Sequence[FxNode] = ()
 
 
-def _reads_parameters(node: FxNode) -> bool:
-    """Whether a node redistributes parameters, which the copies share."""
-    asynchronous = node.target in (begin_gathers, begin_reductions, end)
-    return node.op == "call_function" and (asynchronous or bool(node.meta.get("reads")))
+def _alike(nodes: Sequence[FxNode], shared: Sequence[FxNode]) -> set[FxNode]:
+    """The nodes that copies share: values of parameters, their redistribution, views of them and theirs."""
+    found = set(shared)
+    for node in nodes:
+        of_parameter = node.target in (begin_gathers, begin_reductions, end) or node.meta.get("of_parameter")
+        if node.op == "call_function" and of_parameter and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _segments(nodes: Sequence[FxNode], alike: set[FxNode]) -> list[_Segment]:
-    """The program of one copy; nodes ``alike`` in all copies are in bodies only."""
+    """The program of one copy. Of each decision first its nodes ``alike`` in all copies, then its redistribution steps
+    of activations, which end segments."""
     found = [_Segment()]
-    for _, members in itertools.groupby(nodes, lambda node: node.meta.get("decision")):
-        steps, rest = _steps_first(members, alike)
+    for _, group in itertools.groupby(nodes, lambda node: node.meta.get("decision")):
+        members = list(group)
+        steps = [node for node in members if "step" in node.meta and node not in alike]
+        found[-1].body += (node for node in members if node in alike)
         for before, together in rounds_of(_paths(steps), communicates):
             found[-1].body += before
             if together:
                 found[-1].begun = together
                 found.append(_Segment(together))
-        found[-1].body += rest
+        found[-1].body += (node for node in members if node not in alike and "step" not in node.meta)
     return found
-
-
-def _steps_first(members: Iterable[FxNode], alike: set[FxNode]) -> tuple[list[FxNode], list[FxNode]]:
-    """A decision's redistribution steps of activations, and its other nodes."""
-    steps, rest = list[FxNode](), list[FxNode]()
-    for node in members:
-        (steps if "step" in node.meta and node not in alike else rest).append(node)
-    return steps, rest
 
 
 def _paths(steps: Sequence[FxNode]) -> list[list[FxNode]]:

@@ -184,18 +184,20 @@ class _Emitter:
         )
         layouts = [strategy_set.output_layout(strategy, o) for o in range(len(node.outputs))]
         made = self._call(decision, node, list(args), on_device(kwargs, self.device), layouts)
+        of_parameter = is_view and all(value.meta["of_parameter"] for value in values)
         if len(node.outputs) == 1 and not _returns_tuple(node):
             results = [made]
         else:
-            made.meta.update(decision=decision.index, block=self.space.blocks[decision.index])
+            made.meta.update(decision=decision.index, block=self.space.blocks[decision.index],
+                             of_parameter=of_parameter)
             results = [self.graph.call_function(item, (made, o)) for o in range(len(node.outputs))]
         for output, (result, meta, layout) in enumerate(zip(results, node.outputs, layouts, strict=True)):
             self._describe(result, decision, meta, layout)
-            result.meta["of_parameter"] = is_view and all(value.meta["of_parameter"] for value in values)
             if node.no_grad and node.target is not aten.detach.default:
                 result = self._describe(
                     self.graph.call_function(aten.detach.default, (result,)), decision, meta, layout
                 )
+            result.meta["of_parameter"] = of_parameter
             self.values[decision.index, output] = result
 
     def _call(

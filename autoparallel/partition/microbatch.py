@@ -89,7 +89,8 @@ def split_batch(graph: OpGraph, count: int) -> MicroBatches:
 
 
 class Splits:
-    """A program as micro-batches of several counts: each is split once. (Half a second of Mixtral's 32 layers.)"""
+    """Splits one program into micro-batches, and keeps the result for each count. (A split of Mixtral's 32 layers takes
+    half a second.)"""
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """``inputs``, ``parameters``: shapes by name, of the whole batch and of whole parameters. ``dtype``: of most
+    """Facts of a model that rules of thumb and exported files need.
+
+    ``inputs``, ``parameters``: shapes by name, of the whole batch and of whole parameters. ``dtype``: of most
     parameters' elements. ``heads``: of the first attention (0: none). ``experts``: of the first mixture (0: none).
     ``stage_starts``: of pipeline stages 1, 2, ... the module path of the first op, and the share of its
     repeated block's ops that come before it (0 outside blocks)."""

@@ -83,9 +83,10 @@ class ExecutionCounts:
         count, again = self.count(use.target, stage) * some, self.reads_again(use)
         if choice is not None and (skips := self.skips(use)) is not None:
             again &= not skips[choice]
+        if self.of_parameter[use.source] or self.views[use.source]:
+            count //= self.hybrid.copies  # which share what is gathered and reduced
         forward = backward = count
         if self.of_parameter[use.source]:
-            count //= self.hybrid.copies  # which share what is gathered and reduced
             forward = count if self.hybrid.zero_stage == 3 else some
             backward = count if self.hybrid.zero_stage >= 2 else some
         return UseTimes(forward, again * count, backward if use.target in self.space.differentiated else 0)

@@ -48,6 +48,8 @@ class Equivalence:
                                                    positions]
         if counts.hybrid.recompute != "none" or counts.hybrid.zero_stage == 3:
             facts += [list(map(counts.reads_again, uses)), list(map(counts.offloads_copy, uses))]
+        if counts.hybrid.copies > 1:
+            facts.append(np.array(counts.views, bool)[sources])
         return _equivalent(facts)
 
     def decision_codes(self, strategies: Sequence[Strategy]) -> np.ndarray:

@@ -17,6 +17,8 @@ class Tasks(Protocol):
 
     def issue(self, steps: Sequence[Timed], label: tuple[str, int, int]) -> int: ...
 
+    def run(self, timed: Timed, label: tuple[str, int, int]) -> None: ...
+
     def wait(self, tasks: Sequence[int]) -> None: ...
 
     def compute(self, seconds: float, label: tuple[str, int, int]) -> None: ...
@@ -37,7 +39,7 @@ class InterleavedRound:
     """A round of ``copies`` micro-batches at a time, whose programs have ``decisions`` decisions each."""
 
     def __init__(self, reads: RankReads, decisions: int, copies: int) -> None:
-        self.copies, self.segments = copies, _segments(reads, decisions)
+        self.copies, self.segments, self.shared_views = copies, _segments(reads, decisions), reads.shared_views
 
     def forward(self, step: Tasks, until: Sequence[float], count: int, marked: Collection[int], before: At) -> None:
         """Forward of one of ``count`` rounds. ``until``: cumulative seconds of all rounds before each decision;
@@ -46,9 +48,12 @@ class InterleavedRound:
         for number, copy in segment_order(len(self.segments), self.copies):
             segment, done = self.segments[number], self.segments[number].start
             step.wait(pending[copy])
-            for index in _marks(segment, marked, number) if copy == 0 else ():
+            for index in self._read_in(number, marked) if copy == 0 else ():
                 step.compute((until[index] - until[done]) / share, ("forward", done, index))
-                before(index)
+                if index in marked:
+                    before(index)
+                for timed in self.shared_views.get(index, ()):
+                    step.run(timed.forward.per(count), ("views of parameters", index, index))
                 done = index
             step.compute((until[segment.stop] - until[done]) / share, ("forward", done, segment.stop))
             _run(step, [one.forward.per(share) for one in segment.local], segment.stop)
@@ -61,26 +66,43 @@ class InterleavedRound:
         gradient."""
         before, after, arrived = calls
         share, pending = count * self.copies, [list[int]() for _ in range(self.copies)]
+
+        def reduce(index: int) -> None:
+            for timed in reversed(self.shared_views.get(index, ())):
+                step.run(timed.backward.per(count), ("gradients of views", index, index))
+            if index in marked:
+                after(index)
+
         for number, copy in reversed(list(segment_order(len(self.segments), self.copies))):
-            segment = self.segments[number]
+            segment, read = self.segments[number], self._read_in(number, marked) if copy == 0 else ()
             done = segment.stop
             step.wait(pending[copy])
             _run(step, [one.backward.per(share) for one in reversed(segment.local)], segment.stop)
-            for index in reversed(_inside(segment, marked)):
-                step.compute((until[done] - until[index + 1]) / share, ("backward", done, index + 1))
-                if copy == self.copies - 1:
-                    before(index)
-                step.compute((until[index + 1] - until[index]) / share, ("backward", index, index))
-                done = index
-                if copy == 0:
-                    arrived(index)
-                    if index > segment.start:
-                        after(index)
+            if segment.stop in read:
+                reduce(segment.stop)
+            for index in reversed(range(segment.start, segment.stop)):
+                if index in marked:
+                    step.compute((until[done] - until[index + 1]) / share, ("backward", done, index + 1))
+                    if copy == self.copies - 1:
+                        before(index)
+                    step.compute((until[index + 1] - until[index]) / share, ("backward", index, index))
+                    done = index
+                    if copy == 0:
+                        arrived(index)
+                if index in read:
+                    step.compute((until[done] - until[index]) / share, ("backward", done, index))
+                    done = index
+                    reduce(index)
             step.compute((until[done] - until[segment.start]) / share, ("backward", done, segment.start))
             gradients = [one.backward.per(share) for one in reversed(segment.awaited)]
             pending[copy] = _begin(step, gradients, segment.start, "gradients of activations")
-            if copy == 0 and segment.start in marked and segment.stop > segment.start:
-                after(segment.start)
+
+    def _read_in(self, number: int, marked: Collection[int]) -> list[int]:
+        """The decisions whose parameters, or views of them, segment ``number`` reads: those after its start, up to its
+        stop (which reads them before its activations travel)."""
+        segment = self.segments[number]
+        first = segment.start if number == 0 else segment.start + 1
+        return [index for index in range(first, segment.stop + 1) if index in marked or index in self.shared_views]
 
 
 def _segments(reads: RankReads, decisions: int) -> list[_Segment]:
@@ -96,17 +118,6 @@ def _segments(reads: RankReads, decisions: int) -> list[_Segment]:
 
 def _communicates(step: TimedStep) -> bool:
     return step.forward.message is not None or step.backward.message is not None
-
-
-def _marks(segment: _Segment, marked: Collection[int], number: int) -> list[int]:
-    """The marked decisions that a segment comes to in forward: those after its start, up to its stop (which reads
-    parameters before its activations travel)."""
-    first = segment.start if number == 0 else segment.start + 1
-    return [index for index in range(first, segment.stop + 1) if index in marked]
-
-
-def _inside(segment: _Segment, marked: Collection[int]) -> list[int]:
-    return [index for index in range(segment.start, segment.stop) if index in marked]
 
 
 def _run(step: Tasks, steps: Sequence[Timed], at: int) -> None:

@@ -95,6 +95,8 @@ class Liveness:
             elif self.counts.views[use.source] and self.counts.gathers_again(use):
                 turned = int(self._starts[use.target]) + 2 * self._num_decisions - use.target
                 found.put(number, turned, turned + 1, 1)
+            elif self.counts.views[use.source]:
+                found.copies[number] /= self.hybrid.copies  # which share it
         return self._over(found, targets)
 
     def gathered_interval(self, use: TensorUse) -> tuple[int, int]:

@@ -136,7 +136,7 @@ class StepTasks:
         """Launch the communication of these steps as one asynchronous task on their stream; returns its number."""
         self.flush()
         self._add(Task(sum(timed.seconds for timed in steps), steps[0].stream, self._after), label)
-        if messages := [timed.message for timed in steps if timed.message is not None]:
+        if messages := [timed.message for timed in steps if timed.message is not None and timed.seconds]:
             whole = messages[0]._replace(num_bytes=sum(message.num_bytes for message in messages))
             self.events.append(Launch(len(self.tasks) - 1, whole))
         return len(self.tasks) - 1
@@ -160,7 +160,7 @@ class StepTasks:
             self._label = label if self._label is None else (self._label[0], self._label[1], label[2])
 
     def run(self, timed: Timed, label: Label = UNNAMED) -> None:
-        """One direction of a redistribution step, awaited at once."""
+        """Launch one direction of a redistribution step and await it at once."""
         if timed.message is None:
             self.compute(timed.seconds, label)
         elif timed.seconds:

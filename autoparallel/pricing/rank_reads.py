@@ -63,7 +63,8 @@ class RankReads:
     """The redistributions of a plan on a rank of some stages.
 
     ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: redistribution steps of activations,
-    by decision; ``paths``: the same by operand. ``parameter_steps``: the steps of parameters, in the order of
+    by decision; ``paths``: the same by operand, without ``shared_views``: those of views of parameters, by decision, if
+    interleaved micro-batches share them. ``parameter_steps``: the steps of parameters, in the order of
     ``windows.events``; ``last_step``: by use (target, position) of a parameter, the number of the last step on the path
     to it. ``once``: by move, the number of its first steps that run once for all
     micro-batches, though gradients are reduced after each; ``once_steps``: these steps by use.
@@ -87,6 +88,7 @@ class RankReads:
         sent = defaultdict[int, list[TimedStep]](list)
         self.once_steps = dict[tuple[int, int], list[TimedStep]]()
         self.paths = defaultdict[int, list[list[TimedStep]]](list)
+        self.shared_views = defaultdict[int, list[TimedStep]](list)
         self._of_views = dict[tuple[int, int], list[TimedStep]]()
         for move, before in zip(self.moves, self.once, strict=True):
             steps = self._timed_steps(move)
@@ -95,7 +97,10 @@ class RankReads:
                 self.parameter_steps += steps[before:]
             else:
                 sent[move.use.target] += steps
-                self.paths[move.use.target].append(steps)
+                if self.counts.views[move.use.source] and hybrid.copies > 1:
+                    self.shared_views[move.use.target] += steps
+                else:
+                    self.paths[move.use.target].append(steps)
                 if self.counts.views[move.use.source]:
                     self._of_views[move.use.target, move.use.position] = steps
         self.sent = {target: steps for target, steps in sent.items() if steps}
@@ -168,10 +173,11 @@ class RankReads:
         message = self._message(use.meta, step, step.forward, step.before, step.after, 1.0)
         forward = Timed(times.forward * seconds[0], self._stream(step.axis, message), message)
         message = None
-        if use.meta.requires_grad and self.pricer.prices.training and times.backward:
+        if use.meta.requires_grad and self.pricer.prices.training:  # no seconds where backward does not come
             message = self._message(use.meta, step, step.backward, step.after, step.before,
                                     self.counts.summing(use).scale if step.backward in SUMS else 1.0)
-        backward = Timed(times.backward * seconds[1], self._stream(step.axis, message), message)
+        stream = self._stream(step.axis, message if times.backward else None)
+        backward = Timed(times.backward * seconds[1], stream, message)
         return step.forward, forward, forward._replace(seconds=times.again * seconds[0]), backward
 
     def _message(self, meta: TensorMeta, step: Step, action: str, source: Layout, target: Layout, scale: float

@@ -49,7 +49,8 @@ class RedistributionPrices:
         self._steps: dict[tuple[Any, ...], list[PricedStep]] = {}
 
     def table(self, meta: TensorMeta) -> RedistributionTable:
-        """The cheapest redistribution paths between all layouts of a tensor, forward and backward together."""
+        """For a tensor, the redistribution path between each two layouts that is cheapest in seconds, forward and
+        backward together."""
         grad = meta.requires_grad and self.training
         key = (meta.shape, meta.dtype.itemsize, meta.requires_grad)
         if key not in self._tables and (known := _TABLES.get((*self._machine, *key))) is not None:

@@ -311,9 +311,10 @@ class _InMicroBatches(torch_schedules._PipelineScheduleRuntime):
 
 
 class Pipeline:
-    """A schedule over this rank's stages.
+    """Runs this rank's stages in the order of ``hybrid``'s pipeline schedule.
 
-    ``modules``: by stage index, equally many on each rank; ``group``: process group of the pipeline axis.
+    ``modules``: this rank's stages by stage index, equally many on each rank; ``group``: process group of the pipeline
+    axis.
     """
 
     def __init__(self, hybrid: Hybrid, modules: Mapping[int, StageModule], group: dist.ProcessGroup,

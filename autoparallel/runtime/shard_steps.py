@@ -37,7 +37,8 @@ def steps_shards(kind: type[torch.optim.Optimizer]) -> bool:
 
 
 def step_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer for which `steps_shards` compute on local shards, from its next step on."""
+    """Make an optimizer compute on local shards, as plain tensors, from its next step on. `steps_shards` must be true
+    of its class."""
     collect, alive = type(optimizer)._init_group, weakref.ref(optimizer)  # type: ignore[attr-defined]
 
     def collect_shards(group: dict[str, Any], *lists: list[Tensor]) -> Any:

@@ -15,8 +15,11 @@ BATCH, LENGTH, VOCABULARY = 8, 16, 128
 
 @dataclass(frozen=True)
 class Subject:
-    """``build`` makes the model, whose call with ``batch()`` (fp32 and int64 on the CPU) returns its loss, or a result
-    with a ``loss``. ``needs``: the package that it is made of."""
+    """A model that the selftest trains.
+
+    ``build()``: the model; its call with the keyword arguments ``batch()`` (float32 and int64, on the CPU) returns the
+    loss, or a result with a ``loss``. ``needs``: a package that the model needs (None: torch alone).
+    """
 
     name: str
     build: Callable[[], nn.Module]

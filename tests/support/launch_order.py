@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import Launch, RankStep
 from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
-from tests.support.recorded import Event, events_of_a_step
+from tests.support.recorded import Event, RecordedStep, recorded_step
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=8)
 
@@ -43,12 +44,19 @@ def simulated(step: RankStep) -> list[Event]:
 def check_order(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_shape: tuple[int, ...],
                 seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the random plan of this seed, a rank launches and awaits what the simulation does: kind, axis, bytes and
-    order."""
+    order. Interleaved micro-batches give it the gradients that they have one after the other (not compared where ops
+    draw random numbers: ranks that are threads share torch's generator)."""
     torch.set_num_threads(1)
     micro = split_batch(capture(model, args, kwargs), hybrid.micro_batches)
     space = StrategySpace(micro.body, mesh_shape)
     draw, prices = random.Random(seed), Prices(space, CLUSTER)
     strategies = tuple(draw.choice(strategy_set.strategies) for strategy_set in space.strategy_sets)
     told = simulated(RankStep(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies))
-    found = events_of_a_step(model, args, kwargs, micro, space, strategies, prices.path, hybrid, monkeypatch)
-    assert sorted_waits(found) == sorted_waits(told)
+
+    def run(step: Hybrid) -> RecordedStep:
+        return recorded_step(model, args, kwargs, micro, space, strategies, prices.path, step, monkeypatch)
+
+    found = run(hybrid)
+    assert sorted_waits(found.events) == sorted_waits(told)
+    if hybrid.copies > 1 and not any(s.rule is not None and s.rule.random for s in space.strategy_sets):
+        torch.testing.assert_close(found.gradients, run(replace(hybrid, copies=1)).gradients, rtol=1e-4, atol=1e-6)

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -100,11 +100,17 @@ def recording(monkeypatch: Any) -> Iterator[Recorder]:
         yield recorder
 
 
-def events_of_a_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], micro: MicroBatches,
-                     space: StrategySpace, strategies: Sequence[Strategy], path: PathFinder, hybrid: Hybrid,
-                     monkeypatch: Any) -> list[Event]:
-    """What the first rank launches and awaits in a step (without the optimizer) as the runtime runs it, without a
-    pipeline."""
+class RecordedStep(NamedTuple):
+    """What the first rank launches and awaits in a step, and the gradients of its local parameters (None: none)."""
+
+    events: list[Event]
+    gradients: list[torch.Tensor | None]
+
+
+def recorded_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], micro: MicroBatches,
+                  space: StrategySpace, strategies: Sequence[Strategy], path: PathFinder, hybrid: Hybrid,
+                  monkeypatch: Any) -> RecordedStep:
+    """A step (without the optimizer) on the first rank as the runtime runs it, without a pipeline."""
     state = {**dict(model.named_parameters(remove_duplicate=False)),
              **dict(model.named_buffers(remove_duplicate=False)), **space.graph.constant_tensors}
     leaves = pytree.tree_leaves((tuple(args), dict(sorted(kwargs.items()))))
@@ -119,7 +125,7 @@ def events_of_a_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
         whole = fed[feed.ref]
         return whole.chunk(micro.count, feed.dim)[number] if feed.dim >= 0 and micro.count > 1 else whole
 
-    def rank(coordinate: tuple[int, ...]) -> list[Event]:
+    def rank(coordinate: tuple[int, ...]) -> RecordedStep:
         program = emit(space, strategies, path, coordinate)
         placed = list(zip(program.placeholders, program.placeholder_layouts, strict=True))
 
@@ -127,20 +133,20 @@ def events_of_a_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
             return [_shard(value(decision, number), layout, space.mesh_shape, coordinate)
                     for decision, layout in placed if decision.kind in kinds]
 
+        parameters = local(("parameter",), 0)
         with rng.use_seed(0):
             if hybrid.is_plain:
-                inputs = iter(local(("buffer", "input"), 0))
-                parameters = iter(local(("parameter",), 0))
-                given = [next(parameters if decision.kind == "parameter" else inputs) for decision, _ in placed]
+                inputs, read = iter(local(("buffer", "input"), 0)), iter(parameters)
+                given = [next(read if decision.kind == "parameter" else inputs) for decision, _ in placed]
                 outputs = Forward(program, hybrid, "eager")(*given)[0]
                 outputs[micro.loss].backward()
             else:
                 stage = StageModule(program, micro.loss, hybrid, groups.bound())
                 numbers = range(hybrid.micro_batches)
-                stage.begin(local(("parameter",), 0), {n: local(("buffer", "input"), n) for n in numbers}, 0)
+                stage.begin(parameters, {n: local(("buffer", "input"), n) for n in numbers}, 0)
                 run_micro_batches(stage, numbers)
                 stage.finish()
-        return recorder.mine()
+        return RecordedStep(recorder.mine(), [parameter.grad for parameter in parameters])
 
     with recording(monkeypatch) as recorder:
         return on_every_rank(space.mesh_shape, space.axis_names, rank)[(0,) * len(space.mesh_shape)]

@@ -27,9 +27,13 @@ PURPOSES = ("parameters", "gradients", "activations")
 
 @dataclass(frozen=True)
 class Speed:
-    """Step seconds: predicted (half of predictions of its ``basis`` are within ``p50`` of the measured step, nine in
-    ten within ``p90``), and ``p90_s``, what nine in ten are at most. Rates, shares of the peak, cost and energy; None:
-    not known."""
+    """The predicted seconds of a step, ``step_s``, with error bars, rates and costs.
+
+    ``p50``, ``p90``: relative errors within which half, and nine in ten, of the predictions lie that were compared with
+    measured steps (``basis`` says which). ``p90_s``: nine in ten such steps take at most these seconds. ``unit``: of
+    the rates ``per_s`` and ``per_device_per_s``, such as tokens. ``mfu``, ``hfu``: shares of the peak FLOP/s. None: not
+    known.
+    """
 
     step_s: float
     p50: float

@@ -50,7 +50,8 @@ class Priced:
         return replace(self, dual=dual)
 
     def narrowed(self, objective: float, choice: tuple[int, ...]) -> Priced:
-        """Without the choices that no plan cheaper than ``objective`` has, but with those of ``choice``.
+        """The problem without the choices that are in no plan cheaper than ``objective``, by the bound; those of the
+        plan ``choice`` stay.
 
         Nodes with equal arrays keep the same choices, so that equal blocks stay equal.
         """
