@@ -274,7 +274,7 @@ def import_(
 def manifest(
     words: Annotated[list[str], typer.Argument(metavar="[PLAN.json] -- COMMAND", help="the plan (none with --servers), "
                                                "and what a rank runs")],
-    to: Annotated[str, typer.Option(help="slurm, kubeflow, pytorchjob, jobset, skypilot, mpi or ranktable")],
+    to: Annotated[str, typer.Option(help="slurm, kubeflow, pytorchjob, jobset, skypilot, ray, mpi or ranktable")],
     nodes: Annotated[int, typer.Option(min=1, help="hosts")] = 1,
     name: Annotated[str, typer.Option(help="of the job")] = "train",
     image: Annotated[str | None, typer.Option(help="container image with autoparallel and the script")] = None,
