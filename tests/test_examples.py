@@ -6,16 +6,19 @@ A line that ends in ``# was: ...`` takes the place of the line named there, whic
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from autoparallel.launch.local import free_port
-from tests.support.launching import ROOT, clean_environment
+from tests.support.launching import ROOT, clean_environment, mpirun_of
 from tests.support.tiers import slow
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -71,8 +74,10 @@ def original(text: str) -> tuple[str, int]:
     return "\n".join(lines) + "\n", changed
 
 
-def losses(example: Example, script: Path, folder: Path, ranks: int, killed: bool = False) -> dict[str, list[float]]:
-    """The numbers that a run printed, by step. ``ranks`` 0: of the original, without a launcher."""
+def losses(example: Example, script: Path, folder: Path, ranks: int, killed: bool = False,
+           start: Sequence[str] = ()) -> dict[str, list[float]]:
+    """The numbers that a run printed, by step. ``ranks`` 0: of the original, without a launcher; ``start``: another
+    launcher than ours."""
     arguments = ["--output_dir", str(folder), *example.arguments.format(
         batch=example.batch // max(ranks, 1), ranks=max(ranks, 1)).split()]
     if killed:
@@ -81,7 +86,7 @@ def losses(example: Example, script: Path, folder: Path, ranks: int, killed: boo
         command = [str(killing), example.killed_at[0], str(example.killed_at[1]), str(script), *arguments]
     else:
         command = [str(script), *arguments]
-    start = [sys.executable] if ranks == 0 else [
+    start = start or [sys.executable] if ranks == 0 or start else [
         sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", str(ranks), "--", sys.executable]
     group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = {**clean_environment(), "ACCELERATE_USE_CPU": "1"} | (
@@ -116,6 +121,49 @@ def test_an_example_is_its_original(example: Example, goes_on: tuple[int, ...], 
         rest = losses(example, example.path, tmp_path / str(ranks), ranks)
         assert rest and list(rest)[-1] == list(expected)[-1]
         assert_close(rest, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_example_is_started_by_mpirun(number: int, tmp_path: Path) -> None:
+    example = EXAMPLES[number]
+    for package in example.needs:
+        pytest.importorskip(package)
+    mpirun = [*mpirun_of("Open MPI"), "-n", "4", sys.executable]
+    found = losses(example, example.path, tmp_path / "mpirun", 4, start=mpirun)
+    expected = losses(example, example.path, tmp_path / "torchrun", 4)
+    assert found.keys() == expected.keys()
+    assert_close(found, expected)
+
+
+def test_a_pipeline_of_hosts_by_rpc() -> None:
+    """Two jobs of two ranks each, as on two hosts."""
+    path, hosts = ROOT / "examples" / "rpc_hosts.py", f"127.0.0.1:{free_port()}"
+    processes = [subprocess.Popen(
+        [sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "2", "--", sys.executable, str(path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**clean_environment(), "HOSTS": hosts, "HOST": str(host)}) for host in range(2)]
+    outputs = [process.communicate(timeout=150) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    found = [float(line.split()[2]) for line in outputs[0][0].splitlines() if line.startswith("step")]
+    assert found == pytest.approx(losses_in_one_process(path), rel=1e-6) and len(found) == 4
+
+
+def losses_in_one_process(path: Path) -> list[float]:
+    """The same two stages one after the other, by torch alone."""
+    names = runpy.run_path(str(path))
+    torch.manual_seed(0)
+    first, last = names["First"](), names["Last"]()
+    shape = names["STEPS"], names["ROWS"], names["WIDTH"]
+    batches, found = zip(torch.randn(shape), torch.randn(shape), strict=True), []
+    optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.1)
+    for x, y in batches:
+        loss = last(first(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
 
 
 def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:

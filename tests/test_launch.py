@@ -12,7 +12,7 @@ import pytest
 
 import autoparallel
 from autoparallel.errors import AutoparallelError, LaunchError
-from autoparallel.launch.environment import Identity, identity_of
+from autoparallel.launch.environment import Identity, identity_of, set_torch_variables
 from autoparallel.launch.local import free_port
 from tests.support.launching import clean_environment, guide, guides_model, loss_of_one_process, mpirun_of, output_of
 from tests.support.tiers import slow
@@ -93,6 +93,21 @@ def test_one_of_several_launchers_can_be_picked() -> None:
         "slurm", 0, "openmpi", 3)
 
 
+@pytest.mark.parametrize(("environment", "expected"), [
+    ({**OPENMPI, **HOST}, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+                           "MASTER_ADDR": "h", "MASTER_PORT": "29500"}),
+    ({**SLURM, "MASTER_PORT": "9"}, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gnode10",
+                                     "MASTER_PORT": "9"}),
+    (TORCHRUN, TORCHRUN), (SHELL, {}), ({}, {}),
+])
+def test_other_libraries_read_torchruns_variables(environment: dict[str, str], expected: dict[str, str]) -> None:
+    given = dict(environment)
+    set_torch_variables(given)
+    assert given == environment | expected
+    again = identity_of(given)
+    assert again is None or (again.rank, again.size) == ((3, 8) if expected else (0, 1))
+
+
 # ------------------------------------------------------------------------------------------------- real processes
 
 
@@ -142,6 +157,18 @@ def test_the_script_runs_under_launchers_that_are_emulated(kind: str, script: st
     assert outputs[0].splitlines()[-1] == f"{kind} 4 {expected}"
     if kind == "msrun":
         assert output_of([sys.executable, script], MS_ROLE="MS_SCHED", MS_WORKER_NUM="4") == ""
+
+
+@pytest.mark.ranks
+def test_the_mesh_is_laid_out_host_after_host(script: str, expected: str) -> None:
+    """Two hosts to which a launcher has dealt ranks in turn."""
+    path = Path(script)
+    path.write_text("import os, socket\nsocket.gethostname = lambda: 'host' + str(int(os.environ['RANK']) % 2)\n"
+                    + path.read_text().replace("autoparallel.init()", "autoparallel.init((2, 2), ('host', 'device'))")
+                    + "    print(world.mesh.mesh.tolist())\n")
+    lines = output_of([sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "4", "--", sys.executable, script]
+                      ).splitlines()
+    assert lines[-2:] == [f"torchrun 4 {expected}", "[[0, 2], [1, 3]]"]
 
 
 @pytest.mark.ranks

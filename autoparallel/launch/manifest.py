@@ -101,7 +101,7 @@ def skypilot(job: Job) -> str:
                     "file_mounts": {target: job.plan_file}, "envs": {PLAN_FILE: target}, "run": run})
 
 
-_RAY = '''"""Runs {words!r} on {ranks} Ray workers: python this-file.py, or ray job submit -- python this-file.py."""
+_RAY = '''{title!r}
 
 import os
 import runpy
@@ -137,8 +137,9 @@ def ray(job: Job) -> str:
     program, *arguments = job.command
     if not Path(program).name.startswith("python") or not arguments or not arguments[0].endswith(".py"):
         raise LaunchError(f"the command is {job.line}: Ray's workers run a script of Python: write -- python train.py")
-    return _RAY.format(words=job.line, ranks=job.ranks, variable=PLAN_FILE, plan_file=job.plan_file, gpus=job.gpus,
-                       arguments=arguments, resources={"GPU" if job.gpus else "CPU": 1})
+    return _RAY.format(title=f"Runs {job.line} on {job.ranks} Ray workers.", ranks=job.ranks, variable=PLAN_FILE,
+                       plan_file=job.plan_file, gpus=job.gpus, arguments=arguments,
+                       resources={"GPU" if job.gpus else "CPU": 1})
 
 
 def kubeflow(job: Job) -> str:
