@@ -64,7 +64,8 @@ def plan(
     alternatives: Annotated[int, typer.Option(min=0, help="so many other plans, by how much slower they are")] = 0,
     sensitivity: Annotated[bool, typer.Option(help="what half or twice the bandwidth or memory would mean (--html: "
                                               "always)")] = False,
-    time_limit: Annotated[float, typer.Option(help="seconds for the search, mostly CPU time")] = 60.0,
+    time_limit: Annotated[float, typer.Option(help="seconds of the search's work, counted: those of an idle core, "
+                                              "about")] = 60.0,
     output: Annotated[Path | None, typer.Option(help="write the plan here as JSON")] = None,
     html: plan_cli.Html = None,
     trace: plan_cli.Trace = None,

@@ -224,8 +224,9 @@ class Progress:
             self.status.stop()
 
     def __call__(self, phase: str, best_s: float, bound_s: float) -> None:
-        passed = time.monotonic() - self.started
-        self.says(progress_line(phase, best_s, bound_s, self.time_limit_s - passed))
+        from autoparallel.search import clock
+
+        self.says(progress_line(phase, best_s, bound_s, self.time_limit_s - clock.spent_s()))
 
     def says(self, line: str) -> None:
         """Show a line."""
@@ -239,7 +240,9 @@ class Progress:
 
 def progress_line(phase: str, best_s: float, bound_s: float, left_s: float | None = None) -> str:
     """How far the search is, in a line."""
-    left = "" if left_s is None else f", {left_s:.0f} s left" if left_s > 0 else ", ending with the best in full"
+    left = ""
+    if left_s is not None:
+        left = f", {left_s:.0f} s of work left" if left_s > 0 else ", ending with the best in full"
     if best_s == float("inf"):
         below = f", none below {bound_s:.4g} s" if bound_s > -float("inf") else ""
         return f"search ({phase}): no plan yet{below}{left}; Ctrl-C ends the search"

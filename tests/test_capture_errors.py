@@ -53,6 +53,17 @@ class WritesToAView(nn.Module):
         return x * 2
 
 
+class HidesALayer(nn.Module):
+    """Its second layer is in a list, which registers nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.others = nn.Linear(4, 4), [nn.Linear(4, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.others[0](self.first(x))
+
+
 class MakesASparseTensor(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.to_sparse()  # here
@@ -78,6 +89,19 @@ def test_a_number_out_of_data_is_refused() -> None:
 def test_sparse_tensors_are_refused() -> None:
     says(CaptureError, "a sparse tensor", f'"{__file__}"', "x.to_sparse()  # here", "keep it dense",
          of=lambda: plan_of(MakesASparseTensor()))
+
+
+@pytest.mark.parametrize("model", [HidesALayer(), nn.Sequential(HidesALayer(), nn.ReLU())], ids=["whole", "part"])
+def test_parameters_that_are_not_registered_are_refused(model: nn.Module) -> None:
+    """They would get no gradient."""
+    says(CaptureError, "reads a parameter float32[4, 4] that requires a gradient and is not registered",
+         f"at {__file__}:", "torch.nn.ModuleList", "requires_grad_(False)", of=lambda: plan_of(model))
+
+
+def test_layers_that_are_not_registered_nor_trained_are_constants() -> None:
+    model = HidesALayer()
+    model.others[0].requires_grad_(False)
+    assert plan_of(model).prediction.step_s > 0
 
 
 @pytest.mark.parametrize("backward", [

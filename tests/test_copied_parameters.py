@@ -82,6 +82,12 @@ def step_the_original(model: Any, parallel: Any) -> None:
     optimizer.step()
 
 
+def call_the_original(model: Any, parallel: Any) -> None:
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    model(X).sum().backward()
+    optimizer.step()
+
+
 def tie_the_original(model: Any, parallel: Any) -> None:
     model.first.bias = model.last.bias
     parallel(X)
@@ -101,6 +107,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "data": (assign_data, "assigning to the data of a DTensor"),
     "vector": (assign_from_vector, "assigning to the data of a DTensor"),
     "optimizer of the original": (step_the_original, "SGD has parameters of the model that was given to compile"),
+    "call of the original": (call_the_original, "SGD has parameters of a parallel module, which have no gradients"),
     "converted original": (lambda m, p: (m.double(), p(X)), "was converted to another dtype"),
     "tied original": (tie_the_original, "first has another bias than when it was compiled"),
     "part of the original": (replace_a_part, "the model has another first than when it was compiled"),
@@ -188,6 +195,31 @@ def test_what_is_done_to_the_original_is_told(pair: tuple[Any, Any], warned: lis
     assert sum(said in line for line in warned) == 1, warned
 
 
+#: How a script resets gradients after a step, and whether those of the parallel module are.
+RESETS: dict[str, tuple[Callable[[Any, Any, Any], object], bool]] = {
+    "original": (lambda model, parallel, optimizer: model.zero_grad(), False),
+    "none": (lambda model, parallel, optimizer: None, False),
+    "parallel": (lambda model, parallel, optimizer: parallel.zero_grad(), True),
+    "optimizer": (lambda model, parallel, optimizer: optimizer.zero_grad(), True),
+    "zeros": (lambda model, parallel, optimizer: optimizer.zero_grad(set_to_none=False), True),
+}
+
+
+@pytest.mark.parametrize("name", RESETS)
+@pytest.mark.parametrize("batches", [1, 2])
+def test_gradients_that_are_not_reset_after_a_step_are_told(pair: tuple[Any, Any], warned: list[str], name: str,
+                                                            batches: int) -> None:
+    (model, parallel), (reset, resets) = pair, RESETS[name]
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(batches):
+            parallel(X).sum().backward()
+        optimizer.step()
+        reset(model, parallel, optimizer)
+    told = [line for line in warned if line.startswith("gradients are added to those that SGD has stepped with")]
+    assert len(told) == (0 if resets else 1), warned
+
+
 def test_modes_and_requires_grad_of_the_original_are_shared(pair: tuple[Any, Any]) -> None:
     model, parallel = pair
     model.eval()
@@ -269,3 +301,13 @@ def numbers_of_parts() -> list[str]:
 def test_python_numbers_of_a_part_are_refused(ranks: Any) -> None:
     for said in ranks(2).run(numbers_of_parts, timeout_s=60):
         assert all("a Python number is asked of a DTensor []" in line for line in said), said
+
+
+@pytest.mark.parametrize("offload", [None, "host"])
+def test_a_meta_model_gets_its_values_wherever_optimizer_states_are(mesh_of_one: Any, offload: str | None) -> None:
+    """What is kept of its parameters are no weak references, which would keep `load_state_dict` from filling them."""
+    with torch.device("meta"):
+        model = nn.Linear(6, 6)
+    parallel: Any = autoparallel.compile(model, mesh_of_one, example_inputs=(X,), offload=offload)
+    parallel.load_state_dict((real := nn.Linear(6, 6)).state_dict())
+    torch.testing.assert_close(parallel(X), real(X))

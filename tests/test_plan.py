@@ -125,7 +125,7 @@ def test_the_report_has_its_parts() -> None:
     assert made.report() == text_report(made) != text
     for part in ("h100-sxm", made.fingerprint, "forward compute", "backward compute", "optimizer", "tensor parallel",
                  "exposed communication", "whole step", "memory of the fullest rank", "activations",
-                 "not searched: baseline tensor_parallel", "planning: capture"):
+                 "not searched: baseline tensor_parallel", "planning, seconds of a core: capture"):
         assert part in text, part
     for use in made.prediction.collectives:
         assert re.search(rf"{use.kind}\s+.\s+{use.axis}\s+.\s+{use.direction}\s+.\s+{use.count}\b", text), use

@@ -139,9 +139,11 @@ def test_plans_within_the_error_of_predictions_are_called_so(plans: dict[str, Pl
     others = tuple(Alternative(factor * step_s, 1.0, ("x: a -> b",)) for factor in (1.02, 1.1, 1.3))
     close = replace(plan, prediction=replace(plan.prediction, p50=0.05), record=replace(record, alternatives=others))
     assert "the same with other layouts" in close.summary() and "2.0 % slower" in close.summary()
-    assert "Another plan is within the error of predictions (5.0 %)." in close.summary()
+    assert "2.0 % slower (within the error of predictions, 5.0 %)" in close.summary()
+    assert "more plan" not in close.summary()
     wide = replace(close, prediction=replace(plan.prediction, p50=0.2))
-    assert "2 other plans are within the error of predictions (20 %)." in wide.summary()
+    assert "(within the error of predictions, 20 %)" in wide.summary()
+    assert "One more plan is within the error of predictions (20 %)." in wide.summary()
     exact = replace(close, prediction=replace(plan.prediction, p50=0.01))
     assert "within the error" not in exact.summary()
     table = text.alternatives_table(report_of(close))
@@ -158,7 +160,8 @@ def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:
               Alternative(1.5 * step_s, 1.0, (), "Pipeline parallel 4"))
     told = replace(plan, prediction=replace(plan.prediction, limit_bytes=2 * peak),
                    record=replace(record, alternatives=others)).summary().split("\n")[3]
-    assert told.startswith("Why no other: the usual plan by hand dp=4") and "20 % slower" in told
+    assert told.startswith("Why no other: the fastest of 2 usual plans by hand that were priced, dp=4")
+    assert "20 % slower" in told
     assert f"tp=4 needs {bytes_str(4 * peak)}" in told
     assert "the next that the search found: pipeline parallel 4" in told and "50 % slower" in told
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -64,11 +65,30 @@ def test_the_order_of_micro_batches_is_torchs(group: int, chunks: int, count: in
 def test_exposed_communication_of_micro_batches_has_a_row(plans: dict[str, Plan], name: str) -> None:
     plan, line = plans[name], timeline_of(plans[name])
     stages = plan.record.stages
-    wanted = plan.hybrid.micro_batches * sum(s.forward_communication_s + s.backward_communication_s for s in stages)
+    wanted = sum(plan.hybrid.micro_batches * (s.forward_communication_s + s.backward_communication_s)
+                 + s.once_communication_s for s in stages)
     rows = {number for number, row in enumerate(line.rows) if row.stream == "exposed communication"}
     drawn = sum(box.end_s - box.start_s for box in line.boxes if box.row in rows)
     assert drawn == pytest.approx(wanted) and len(rows) == (plan.hybrid.pipeline_ranks if wanted else 0)
     assert all(s.forward_communication_s <= s.forward_s and s.backward_communication_s <= s.backward_s for s in stages)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_boxes_of_pipelines_add_up_to_the_tables(plans: dict[str, Plan], name: str) -> None:
+    """Forward, recompute, backward and optimizer, each the mean over ranks; all work of a step but hidden seconds."""
+    plan, line = plans[name], timeline_of(plans[name])
+    p, ranks, drawn = plan.prediction, plan.hybrid.pipeline_ranks, Counter[str]()
+    for box in line.boxes:
+        if not box.name.startswith("send"):
+            drawn[box.kind] += (box.end_s - box.start_s) / ranks
+    stages, many = plan.record.stages, plan.hybrid.micro_batches
+    again_s = sum(many * s.recompute_s for s in stages) / ranks
+    assert drawn["recompute"] == pytest.approx(again_s) and (again_s > 0) == (plan.hybrid.recompute != "none")
+    assert drawn["optimizer"] == pytest.approx(p.optimizer_s)
+    assert drawn["forward"] + drawn["recompute"] + drawn["backward"] == pytest.approx(
+        p.forward_s + p.backward_s - p.ahead_s)
+    assert drawn["forward"] / drawn["backward"] == pytest.approx((p.forward_s - p.recompute_s) / p.backward_s, rel=0.05)
+    assert drawn["exchange"] == pytest.approx(p.exposed_s, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", PIPELINES)

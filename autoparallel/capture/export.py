@@ -46,12 +46,13 @@ def trace(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
     args, kwargs = as_tensors((args, kwargs), numbers)
     register_caches()
+    known = [*model.parameters(), *tensors_of((args, kwargs))]
     given = _Given()
     hooks = (model.register_forward_pre_hook(given.note, with_kwargs=True),
              model.register_forward_hook(given.check, with_kwargs=True), model.register_forward_hook(_returned))
     try:
         with (_quiet(), torch.enable_grad(), functions_as_ops(), without_checks(), traced_methods(),
-              flex_attention_as_ops(), rows_by_value(), TracedCalls(), as_symbols(model, numbers)):
+              flex_attention_as_ops(), rows_by_value(), TracedCalls(known), as_symbols(model, numbers)):
             return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
     except CaptureError:
         raise

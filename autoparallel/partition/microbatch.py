@@ -26,7 +26,7 @@ from autoparallel.errors import InfeasibleError, InputError
 from autoparallel.layout import Layout, Placement, RedistributionTable, local_shape
 from autoparallel.ops.arguments import SIZE_ARGUMENT
 from autoparallel.pricing import Prices, SpacePricer
-from autoparallel.search import solve
+from autoparallel.search import clock, solve
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import Cluster
 
@@ -79,6 +79,7 @@ def split_batch(graph: OpGraph, count: int) -> MicroBatches:
     if count < 1 or batch % count:
         counts = [n for n in range(1, batch + 1) if batch % n == 0]
         raise InputError(f"{count} micro-batches do not divide the batch of {batch}: take one of {counts}")
+    clock.did("decisions made", len(graph.nodes))
     space = StrategySpace(graph, (count,), ("micro_batch",))
     micro_batches = _BatchAxis(space, batch)
     pricer = SpacePricer(Prices(space, Cluster.load("local-cpu", num_devices=count)), penalties=micro_batches)

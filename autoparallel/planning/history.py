@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from autoparallel.plans import Plan
 from autoparallel.plans.record import Record
+from autoparallel.search import clock
 
 if TYPE_CHECKING:
     from autoparallel.search import Progress
@@ -19,15 +19,14 @@ MOST_POINTS = 500
 
 @dataclass
 class SearchHistory:
-    """Records the calls of a search's ``progress`` callback, and passes them on to the user's. ``points``: (seconds
-    since the start, phase, best, bound)."""
+    """Records the calls of a search's ``progress`` callback, and passes them on to the user's. ``points``: (seconds of
+    work as counted, phase, best, bound)."""
 
     progress: Progress | None = None
     points: list[tuple[float, str, float, float]] = field(default_factory=list)
-    started: float = field(default_factory=time.monotonic)
 
     def __call__(self, phase: str, best_s: float, bound_s: float) -> None:
-        self.points.append((round(time.monotonic() - self.started, 3), phase, best_s, bound_s))
+        self.points.append((round(clock.spent_s(), 3), phase, best_s, bound_s))
         if self.progress is not None:
             self.progress(phase, best_s, bound_s)
 

@@ -160,7 +160,7 @@ class JointSearch:
         while most > 0 and clock.now() < deadline and (candidate := order.next(best, patience)) is not None:
             most -= 1
             made = self.known[candidate.key] = self.estimate(candidate, best)
-            self.tell(len(self.known))
+            self.tell(sum(not one.is_bound for one in self.known.values()))
             order.learn(made)
             best = min(best, made.estimate_s)
 

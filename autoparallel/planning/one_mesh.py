@@ -187,8 +187,14 @@ def plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, optio
 
     Raises InfeasibleError (that of the plain step) if nothing fits; PinError, SearchError.
     """
+    with clock.counted(options.time_limit_s):
+        return _plan_call(space, micro, cluster, options, placed, hybrid)
+
+
+def _plan_call(space: StrategySpace, micro: MicroBatches, cluster: Cluster, options: Options,
+               placed: Mapping[str, Layout], hybrid: Hybrid) -> Plan:
     if options.offload == "auto":
-        return first_that_fits(options, cluster, lambda chosen: plan_call(space, micro, cluster, chosen, placed,
+        return first_that_fits(options, cluster, lambda chosen: _plan_call(space, micro, cluster, chosen, placed,
                                                                           replace(hybrid, offload=chosen.tier)))
     try:
         return plan_in(space, micro, cluster, options, placed, hybrid)

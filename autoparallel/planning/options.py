@@ -46,8 +46,9 @@ OPTIONS = """
         fragments, less the error of predictions (`memory_confidence`); inf no limit.
     memory_confidence: the share of runs with such a plan that fit in a device's memory, by published runs.
     optimizer: whose state is counted in memory, for example "adamw" or "sgd".
-    time_limit_s: seconds for the search, nine tenths CPU time and one tenth wall time: a busy machine takes longer to
-        find the same plan, ten times at most. Ctrl-C ends the search with the best plan so far.
+    time_limit_s: seconds of the search's work, counted (about as many of an idle core): every machine finds the same
+        plan, later where it is slow or busy. After twenty times as many by the wall clock it ends, and says so.
+        Ctrl-C ends the search with the best plan so far.
     micro_batches: the batch is run in so many parts, whose gradients add up.
     pipeline_stages: over the mesh's first axis, of whose size they are a multiple.
     stage_replicas: the ranks of that axis that share each stage's micro-batches, (1, 3) for two stages.

@@ -12,6 +12,7 @@ from autoparallel.planning.by_hand import ByHand
 from autoparallel.planning.departures import check_sequences
 from autoparallel.planning.one_mesh import plan_on
 from autoparallel.planning.options import Options
+from autoparallel.planning.study import StudyByHand
 from autoparallel.plans import Plan
 from cost_models import Cluster
 from cost_models.accuracy import usable_bytes
@@ -40,7 +41,9 @@ def plan_by_hand(split: Splits, cluster: Cluster, options: Options, hand: ByHand
     if limit is not None and needed > limit:
         raise InfeasibleError(f"the plan by hand ({hand}) needs {needed:.4g} bytes on a device, and memory_limit_bytes "
                               f"is {limit:.4g}: without a limit it is priced all the same")
-    return made
+    elsewhere = replace(options, memory_limit_bytes=None, progress=None)
+    return replace(made, study=StudyByHand(made, cluster,
+                                           lambda other: plan_by_hand(split, other, elsewhere, hand)))
 
 
 __all__ = ["plan_by_hand"]

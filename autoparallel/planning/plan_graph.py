@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,13 +28,34 @@ from autoparallel.plans.reports.asked import alternative_of
 from autoparallel.search import Progress, clock
 from cost_models import Cluster
 
+_LOG = logging.getLogger("autoparallel")
 #: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned.
 USUAL_SHARE, PLAIN_SHARE = 0.25, 0.125
 
 
 def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
                joint: bool, options: Options) -> Plan:
-    """The plan that `autoparallel.plan` returns, with the same arguments and errors."""
+    """The plan that `autoparallel.plan` returns, with the same arguments and errors.
+
+    Its search counts work in place of time (`search.clock`), so that an equal call finds an equal plan.
+    """
+    with clock.counted(options.time_limit_s):
+        return _told(_compared(graph, cluster, mesh_shape, axis_names, joint, options), options)
+
+
+def _told(plan: Plan, options: Options) -> Plan:
+    """The plan; where the wall clock ended its search, it says so."""
+    if not clock.was_late():
+        return plan
+    reason = (f"ended by the wall clock, after {clock.EMERGENCY:g} times time_limit_s={options.time_limit_s:g}: a "
+              "machine with less to do may find a better plan")
+    _LOG.warning("the search was %s", reason)
+    return replace(plan, evidence=replace(plan.evidence, stop_reason=f"{plan.evidence.stop_reason}; {reason}"))
+
+
+def _compared(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
+              joint: bool, options: Options) -> Plan:
+    """The plan, with usual plans by hand or the one that is asked for in its record."""
     split = Splits(graph)
     made = _planned(split, cluster, mesh_shape, axis_names, joint, options)
     hand = options.compare_by_hand

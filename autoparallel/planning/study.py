@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoparallel.errors import InfeasibleError, PlanError, SearchError
@@ -71,9 +71,7 @@ class Study:
 
         Raises PlanError for factors that are not positive numbers.
         """
-        numbers = isinstance(factors, Sequence) and all(isinstance(f, (int, float)) for f in factors)
-        if not numbers or not all(0 < f < math.inf for f in factors):
-            raise PlanError(f"sensitivity({factors!r}): give factors above 0, for example (0.5, 2.0)")
+        check_factors(factors)
         found = []
         for what, factor, cluster, limit in self._changes(factors):
             held, best, none_found = self.elsewhere(cluster, limit, True), None, False
@@ -94,14 +92,66 @@ class Study:
         """(what changes, factor, cluster, memory limit) of each variation."""
         cluster, limit = self.pricer.prices.cluster, self.pricer.limit_bytes
         crossed = {link.name for group in self.pricer.prices.groups for _, link, _ in group.crossed}
-        for link in cluster.links:
-            if link.name in crossed or self.pricer.counts.hybrid.stages > 1:
-                for factor in factors:
-                    other = replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)
-                    links = tuple(other if k is link else k for k in cluster.links)
-                    yield f"bandwidth of {link.name}", factor, replace(cluster, links=links), limit
+        if self.pricer.counts.hybrid.stages > 1:
+            crossed = {link.name for link in cluster.links}
+        for what, factor, other in with_links(cluster, crossed, factors):
+            yield what, factor, other, limit
         if limit < float("inf"):
             for factor in factors:
                 yield "memory limit", factor, cluster, factor * limit
+
+
+@dataclass(frozen=True, eq=False)
+class StudyByHand:
+    """A plan by hand, which is priced and not searched (implements `plans.answers.Study`). ``on``: the same plan on
+    another cluster."""
+
+    plan: Plan
+    cluster: Cluster
+    on: Callable[[Cluster], Plan]
+
+    def alternatives(self, k: int) -> list[Plan]:
+        raise self._not_searched()
+
+    def explain(self, name: str) -> list[Choice]:
+        raise self._not_searched()
+
+    def sensitivity(self, factors: Sequence[float]) -> list[Sensitivity]:
+        """The step time with the bandwidth of each link, or the memory limit, times each factor; the plan stays.
+
+        Raises PlanError for factors that are not positive numbers.
+        """
+        check_factors(factors)
+        found = []
+        for what, factor, cluster in with_links(self.cluster, {link.name for link in self.cluster.links}, factors):
+            step_s = self.on(cluster).prediction.step_s
+            found.append(Sensitivity(what, factor, step_s, step_s, 0))
+        now = self.plan.prediction
+        for factor in factors if now.limit_bytes else ():
+            step_s = now.step_s if now.peak_bytes <= factor * now.limit_bytes else math.inf
+            found.append(Sensitivity("memory limit", factor, step_s, step_s, 0))
+        return found
+
+    @staticmethod
+    def _not_searched() -> PlanError:
+        return PlanError("this plan is by hand: it was priced, and no search compared it with others\n"
+                         "  Leave by_hand out, or ask the plan of a search.")
+
+
+def check_factors(factors: Sequence[float]) -> None:
+    """Raises PlanError for factors that are not positive numbers."""
+    numbers = isinstance(factors, Sequence) and all(isinstance(f, (int, float)) for f in factors)
+    if not numbers or not all(0 < f < math.inf for f in factors):
+        raise PlanError(f"sensitivity({factors!r}): give factors above 0, for example (0.5, 2.0)")
+
+
+def with_links(cluster: Cluster, names: Container[str], factors: Sequence[float]
+               ) -> Iterator[tuple[str, float, Cluster]]:
+    """What changes, the factor, and the cluster, with the bandwidth of each of these links times each factor."""
+    for link in (link for link in cluster.links if link.name in names):
+        for factor in factors:
+            other = replace(link, bandwidth_bytes_per_s=factor * link.bandwidth_bytes_per_s)
+            links = tuple(other if k is link else k for k in cluster.links)
+            yield f"bandwidth of {link.name}", factor, replace(cluster, links=links)
 
 

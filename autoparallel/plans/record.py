@@ -48,7 +48,8 @@ class StageSeconds:
     """Seconds of one stage of a pipeline: forward and backward of a micro-batch, what is done once per step, and
     sending one micro-batch to the next stage. ``state_bytes`` stay for the step (parameters, gathered ones
     too, gradients, optimizer state, buffers), ``activation_bytes`` for each micro-batch in flight.
-    ``forward_communication_s``, ``backward_communication_s``: of those seconds, exposed communication."""
+    ``forward_communication_s``, ``backward_communication_s``, ``once_communication_s``: of those seconds, exposed
+    communication; ``recompute_s``: of backward, computing activations again."""
 
     forward_s: float
     backward_s: float
@@ -58,6 +59,8 @@ class StageSeconds:
     activation_bytes: float
     forward_communication_s: float = 0.0
     backward_communication_s: float = 0.0
+    recompute_s: float = 0.0
+    once_communication_s: float = 0.0
 
 
 #: A task of a rank: name, stream, start and end in seconds, and the numbers of the tasks of other streams that it

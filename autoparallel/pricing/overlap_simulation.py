@@ -35,6 +35,7 @@ from autoparallel.pricing.rank_reads import (
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed
 from autoparallel.schedule.async_windows import TOP, Pair
 from autoparallel.schedule.backward_gathers import Finish
+from autoparallel.search import clock
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models.timeline import Task, equal_slowdown, simulate
 
@@ -176,6 +177,7 @@ class StepTasks:
         """Seconds by which the simulated step is shorter than the sum of its tasks."""
         streams = sorted({task.stream for task in self.tasks} | {COMPUTE})
         alone = sum(task.duration_s for task in self.tasks)
+        clock.did("tasks simulated", len(self.tasks))
         return max(0.0, alone - simulate(self.tasks, equal_slowdown(streams, slowdown)).total_s)
 
 

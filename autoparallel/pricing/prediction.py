@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from autoparallel.pricing.problem import SpacePricer
 from autoparallel.pricing.step_cost import Move
 from autoparallel.pricing.unit_costs import Inside, Prices
 from autoparallel.schedule.pipeline_tasks import StageTimes, simulated_s
+from autoparallel.search import clock
 from autoparallel.search.model.problem import Problem
 from autoparallel.strategies.space import Strategy
 from cost_models import Cluster, collectives
@@ -105,8 +107,9 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
 
     ``sends``: what goes over each cut. Without a pipeline the parts sum to the
     search's objective. With one they are means over the ranks, and ``waiting_s`` is the rest of the schedule's step
-    time. In both cases ``hidden_s`` is the time saved by overlap.
+    time. In both cases ``hidden_s`` is the time saved by overlap, and by launches ahead of the device.
     """
+    clock.did("decisions read", len(strategies))
     hybrid, decisions, nodes = pricer.counts.hybrid, pricer.space.decisions, pricer.space.graph.nodes
     stages = [_Parts(ranks=len(hybrid.ranks_of(stage))) for stage in range(hybrid.stages)]
     found: Found = {}
@@ -118,12 +121,16 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
     by_rank = [_together([stages[stage] for stage in hybrid.stages_of(rank)]) for rank in range(ranks)]
     fullest = max(by_rank, key=lambda s: s.live_bytes)
     mean = _together(by_rank)
-    step, ahead, profile = mean.total, 0.0, pricer.prices.cluster.profile
+    profile = pricer.prices.cluster.profile
     if hybrid.stages > 1:
-        step = _pipelined_s(pricer, stages, sends, in_order=True)
-        hidden = step - _pipelined_s(pricer, stages, sends, strategies, in_order=True)
+        step = _pipelined_s(pricer, stages, sends, strategies, in_order=True)
+        ahead = sum(stages[stage].beside_s(profile, hybrid.micro_batches_on(stage))
+                    for rank in range(ranks) for stage in hybrid.stages_of(rank)) / ranks
+        overlap = sum(_hidden_s(pricer, strategies, hybrid.stages_of(rank)) for rank in range(ranks)) / ranks
+        bubbles = max(0.0, step + ahead + overlap - mean.total / ranks)
+        hidden = mean.total / ranks + bubbles - step
     else:
-        ahead = mean.beside_s(profile, hybrid.micro_batches)
+        ahead, bubbles = mean.beside_s(profile, hybrid.micro_batches), 0.0
         hidden = _hidden_s(pricer, strategies) + ahead
     waited = max(0.0, -hidden)    # ranks that wait for one another's hosts
     bar = error_bar(profile, None, list(_kinds(pricer, found)), pricer.prices.cluster.num_devices)
@@ -142,7 +149,7 @@ def predict(pricer: SpacePricer, problem: Problem, strategies: Sequence[Strategy
         repeated_ops=tuple(str(nodes[decisions[index].node]) for index in sorted(set(mean.repeated))),
         host_bytes=max(s.host_bytes + pricer.costs.states.host_bytes(s.tier_bytes) for s in by_rank),
         disk_bytes=max(s.tier_bytes for s in by_rank) if hybrid.offload.states == "disk" else 0.0,
-        waiting_s=(max(0.0, step - mean.total / ranks) if hybrid.stages > 1 else 0.0) + waited,
+        waiting_s=bubbles + waited,
         hidden_s=max(0.0, hidden),
         ahead_s=min(max(0.0, ahead), max(0.0, hidden)),
         fixed_s=fixed_s(pricer.prices.cluster, hybrid, pricer.prices.training),
@@ -182,6 +189,7 @@ def _hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Seque
 
 def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sends) -> float:
     """Seconds of a pipelined step without overlap, as in `predict`; memory is not checked."""
+    clock.did("decisions read", len(strategies))
     stages = [_Parts() for _ in range(pricer.counts.hybrid.stages)]
     _add_decisions(pricer, strategies, stages, {})
     _add_uses(pricer, strategies, stages, {})
@@ -190,6 +198,7 @@ def step_s(pricer: SpacePricer, strategies: Sequence[Strategy], sends: Sends) ->
 
 def estimate(pricer: SpacePricer, strategies: Sequence[Strategy]) -> float:
     """Seconds of a step with equal stages, for a reduced-depth model, which has no cuts."""
+    clock.did("decisions read", len(strategies))
     hybrid, stage = pricer.counts.hybrid, _Parts()
     _add_decisions(pricer, strategies, [stage], {})
     _add_uses(pricer, strategies, [stage], {})
@@ -258,16 +267,34 @@ def _pipelined_s(pricer: SpacePricer, stages: Sequence[_Parts], sends: Sends,
     closed = float(pipeline_s(of_group, hybrid.micro_batches, _virtual(hybrid), groups))
     if not in_order or len(stages) == len(groups):
         return closed + once
-    each = [(s.total - s.once - s.beside_s(profile, count)) / count for s, count in zip(stages, counts, strict=True)]
-    times = [StageTimes(share * seconds, (1 - share) * seconds, send_s) for seconds, share, send_s in
-             zip(each, map(_forward_share, stages), [*passed, 0.0], strict=True)]
+    clock.did("tasks simulated", 2 * len(stages) * hybrid.micro_batches)
+    each = [_micro_batch(s, profile, count) for s, count in zip(stages, counts, strict=True)]
+    times = [StageTimes(one.forward_s, one.backward_s, send_s) for one, send_s in
+             zip(each, [*passed, 0.0], strict=True)]
     return max(closed, simulated_s(hybrid, times)) + once
 
 
-def _forward_share(s: _Parts) -> float:
-    """The share of forward in a micro-batch's seconds; recompute is of backward."""
-    forward = max(0.0, s.forward + s.forward_communication - s.again - s.once_forward)
-    return forward / (s.total - s.once) if s.total > s.once else 0.0
+class _MicroBatch(NamedTuple):
+    """Seconds of a micro-batch on a stage. ``recompute_s`` is of backward; the last two are of both, exposed."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    forward_communication_s: float
+    backward_communication_s: float
+
+
+def _micro_batch(s: _Parts, profile: Profile | None, count: int) -> _MicroBatch:
+    """One of ``count``; what hosts launch ahead makes its compute shorter."""
+    once_backward = max(0.0, s.once - s.once_forward - s.optimizer)
+    forward_s = max(0.0, s.forward_communication - s.once_forward) / count
+    backward_s = max(0.0, s.backward_communication - once_backward) / count
+    compute_s = (s.forward + s.backward) / count
+    left_s = (s.total - s.once - s.beside_s(profile, count)) / count - forward_s - backward_s
+    share = max(0.0, left_s) / compute_s if compute_s else 0.0
+    again_s = share * s.again / count
+    return _MicroBatch(share * s.forward / count - again_s + forward_s,
+                       share * s.backward / count + again_s + backward_s, again_s, forward_s, backward_s)
 
 
 def _passed_s(pricer: SpacePricer, sends: Sends) -> list[float]:
@@ -303,16 +330,11 @@ def stage_seconds(pricer: SpacePricer, problem: Problem, strategies: Sequence[St
     _add_live_bytes(pricer, problem, strategies, stages)
     found, left = [], _left_of_once(pricer, stages, strategies)
     for number, (s, send_s) in enumerate(zip(stages, [*_passed_s(pricer, sends), 0.0], strict=True)):
-        count, held = hybrid.micro_batches_on(number), pricer.counts.in_flight[number]
-        whole_s = s.total - s.once - s.beside_s(profile, count)
-        share = _forward_share(s)
-        saved = max(0.0, s.live_bytes - s.always_bytes) / max(1, held)
-        each = whole_s / (s.total - s.once) / count if s.total > s.once else 0.0
-        once_backward = max(0.0, s.once - s.once_forward - s.optimizer)
-        exchanged = (max(0.0, s.forward_communication - s.once_forward),
-                     max(0.0, s.backward_communication - once_backward))
-        found.append(StageSeconds(share * whole_s / count, (1 - share) * whole_s / count, left[number] * s.once, send_s,
-                                  s.always_bytes, saved, *(each * seconds for seconds in exchanged)))
+        saved = max(0.0, s.live_bytes - s.always_bytes) / max(1, pricer.counts.in_flight[number])
+        each, once_s = _micro_batch(s, profile, hybrid.micro_batches_on(number)), left[number] * s.once
+        found.append(StageSeconds(each.forward_s, each.backward_s, once_s, send_s, s.always_bytes, saved,
+                                  each.forward_communication_s, each.backward_communication_s, each.recompute_s,
+                                  max(0.0, once_s - s.optimizer)))
     return tuple(found)
 
 

@@ -17,6 +17,7 @@ from autoparallel.pricing.live_intervals import Liveness
 from autoparallel.pricing.pipeline_buffers import Buffer
 from autoparallel.pricing.step_cost import ALL_EXPOSED, Exposed, StepCosts
 from autoparallel.pricing.unit_costs import Prices
+from autoparallel.search import clock
 from autoparallel.search.model.interned import firsts, paired
 from autoparallel.search.model.problem import Edge, Node, Problem, Repeats, unchecked
 from autoparallel.strategies.space import Strategy, StrategySet, StrategySpace, TensorUse
@@ -150,6 +151,7 @@ class _Builder:
         self.picks = self._picks()
 
     def problem(self) -> Problem:
+        clock.did("decisions read", len(self.chosen))
         edges = self.edges()
         single = [self._buffer(buffer) for buffer in self.counts.buffers]
         if self.counts.hybrid.prefetches:
@@ -189,6 +191,7 @@ class _Builder:
 
     def edges(self) -> Repeats[Edge]:
         """An edge per use, memoised by equivalence class and choices of its ends."""
+        clock.did("decisions read", len(self.space.uses))
         (sources, targets), (intervals, copies), uses = self.kinds.use_ends, self.live.copy_intervals, self.space.uses
         kinds = paired(paired(self.kinds.uses, self.picks[sources]), self.picks[targets])
         first, which = firsts(paired(kinds, np.unique(copies, return_inverse=True)[1]))
@@ -210,6 +213,7 @@ class _Builder:
     def _edge(self, use: TensorUse, copies: float) -> Edge:
         """An edge; different classes may share costs or usages."""
         rows, columns = self.chosen[use.source], self.chosen[use.target]
+        clock.did("cells priced", len(rows) * len(columns))
         key, of_parameter = self.costs.use_key(use, rows, columns), self.counts.of_parameter[use.source]
 
         def held() -> np.ndarray | None:

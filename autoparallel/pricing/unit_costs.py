@@ -19,6 +19,7 @@ from autoparallel.pricing.op_costs import CurveCosts, ProfileCosts, costs_of, dt
 from autoparallel.pricing.recomputing import Recomputing
 from autoparallel.pricing.redistribution_costs import RedistributionPrices
 from autoparallel.rules.rule import Exchange
+from autoparallel.search import clock
 from autoparallel.strategies.space import StrategySet, StrategySpace
 from cost_models import Cluster, Group, collectives, compute, memory
 
@@ -58,6 +59,7 @@ class Prices:
 
     def __init__(self, space: StrategySpace, cluster: Cluster, optimizer: str = "adamw", training: bool = True,
                  direct: bool = False, stages: int = 1, spread: int = 1) -> None:
+        clock.did("decisions made", len(space))
         self.space, self.cluster, self.optimizer, self.training = space, cluster, optimizer, training
         self.direct, self.spread = direct, spread
         self.device = cluster.working_device

@@ -6,23 +6,25 @@ with an alternative. (torch has a global hook for optimizers' steps, none for th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, MutableMapping
 from functools import cache
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoparallel.errors import InputError
 from autoparallel.runtime.dtensors import is_watched
 from autoparallel.runtime.offload.optimizer import OffloadedOptimizer
-from autoparallel.runtime.originals import refuse_originals
+from autoparallel.runtime.originals import refuse_idle, refuse_originals
 from autoparallel.runtime.shard_steps import step_shards, steps_shards
 from autoparallel.schedule.tiers import Offload
 
+_LOG = logging.getLogger("autoparallel")
 #: Class -> (reason, what to write instead).
 REFUSED: Mapping[str, tuple[str, str]] = {
     "torch.optim.Adafactor": (
@@ -41,27 +43,31 @@ REFUSED: Mapping[str, tuple[str, str]] = {
         "it broadcasts whole parameters from the rank that steps them",
         "the optimizer itself, and zero_stage=1 of autoparallel.compile, which cuts its state"),
 }
-_offloaded: MutableMapping[Tensor, Offload] = WeakIdKeyDictionary()
+#: By the owner of parameters, these. (Weak references to them would keep `init_weights` from filling them.)
+_offloaded: MutableMapping[object, tuple[frozenset[int], Offload]] = WeakKeyDictionary()
 _passed: WeakSet[torch.optim.Optimizer] = WeakSet()
+_stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
-def offload_states(parameters: Iterable[nn.Parameter], offload: Offload) -> None:
-    """Refuse, from now on, optimizers that would keep the states of these parameters on the device."""
-    for parameter in parameters:
-        _offloaded[parameter] = offload
+def offload_states(owner: object, parameters: Iterable[nn.Parameter], offload: Offload) -> None:
+    """Refuse, as long as their owner lives, optimizers that would keep the states of its parameters on the device."""
+    _offloaded[owner] = frozenset(map(id, parameters)), offload
 
 
 @cache
 def look_at_steps() -> None:
     """Refuse such optimizers from now on."""
     register_optimizer_step_pre_hook(_check)
+    register_optimizer_step_post_hook(_look_at_reset)
 
 
 def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """The step hook: raises InputError on every rank, before any communication."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(p.grad is None for p in parameters):
+        refuse_idle(optimizer, parameters)
     if optimizer in _passed:
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(is_watched(p) for p in parameters):
         refuse_originals(optimizer, parameters)
         return
@@ -78,8 +84,31 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     _passed.add(optimizer)
 
 
+def _look_at_reset(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After the first step: look whether its gradients are reset before others are added, and warn if not."""
+    if optimizer in _stepped:
+        return
+    _stepped.add(optimizer)
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    watched = next((p for p in parameters if is_watched(p) and p.grad is not None), None)
+    if watched is None or watched.grad is None:
+        return
+    gradient, version = ref(watched.grad), watched.grad._version
+
+    def added(parameter: Tensor) -> None:
+        handle.remove()
+        now = parameter.grad
+        if now is not None and now is gradient() and now._version == version + 1 and dist.get_rank() == 0:
+            _LOG.warning("gradients are added to those that %s has stepped with already\n  Reset them after each step: "
+                         "optimizer.zero_grad(), or parallel.zero_grad(). (That of the model that was compiled does "
+                         "not: the parallel module has parameters of its own.)", type(optimizer).__name__)
+
+    handle = watched.register_post_accumulate_grad_hook(added)
+
+
 def _check_tier(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
-    away = next((_offloaded[p] for p in parameters if p in _offloaded), None)
+    wanted = set(map(id, parameters))
+    away = next((offload for numbers, offload in _offloaded.values() if numbers & wanted), None)
     if away is not None:
         kind = type(optimizer).__name__
         raise InputError(f"the plan keeps optimizer states on the {away.states}, and "

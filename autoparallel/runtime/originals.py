@@ -9,12 +9,12 @@ write to its own) and parameters that two parallel modules have are warned of. (
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,21 @@ _LOG = logging.getLogger("autoparallel")
 #: Parameters of which parallel modules have copies, by id, and the model of the latest.
 _COPIED: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 _MODELS: dict[int, ref[nn.Module]] = {}
+#: Of all parallel modules. (Weak references to the copies themselves would keep `init_weights` from filling them.)
+_ALL: WeakSet[Originals] = WeakSet()
 _version, _kind = attrgetter("_version"), attrgetter("dtype", "device")
 _hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Originals:
-    """The parameters, buffers and submodules of ``model`` at the time they were copied."""
+    """The parameters, buffers and submodules of ``model`` at the time they were copied.
 
-    def __init__(self, model: nn.Module) -> None:
+    ``copies``: the parallel module's parameters and buffers, by the ids of ``model``'s."""
+
+    def __init__(self, model: nn.Module, copies: Mapping[int, torch.Tensor]) -> None:
         self.model = model
+        self.copies = [(copies[id(one)], one) for one in model.parameters() if id(one) in copies]
+        _ALL.add(self)
         self.paths = [path for path, _ in model.named_modules() for _ in range(2)]
         self.tables: list[dict[str, Any]] = [table for module in model.modules()
                                              for table in (module._parameters, module._modules)]
@@ -60,7 +66,8 @@ class Originals:
             _COPIED[id(parameter)], _MODELS[id(parameter)] = parameter, ref(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Originals:
-        return Originals(deepcopy(self.model, memo))
+        pairs = deepcopy(self.copies, memo)
+        return Originals(deepcopy(self.model, memo), {id(parameter): copied for copied, parameter in pairs})
 
     def _versions(self) -> list[Any]:
         """Of each tensor: changed by what writes to it, or gives it other memory."""
@@ -143,4 +150,14 @@ def refuse_originals(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]
                          f"{type(optimizer).__name__}(parallel.parameters(), ...).")
 
 
-__all__ = ["Originals", "refuse_originals"]
+def refuse_idle(optimizer: torch.optim.Optimizer, parameters: Iterable[Any]) -> None:
+    """Raises InputError for an optimizer of parallel modules' parameters without gradients, where those that they were
+    made of have some: the model was called in place of the parallel module."""
+    idle = set(map(id, parameters))
+    if any(id(copied) in idle and parameter.grad is not None for each in _ALL for copied, parameter in each.copies):
+        raise InputError(f"{type(optimizer).__name__} has parameters of a parallel module, which have no gradients, "
+                         "and the model that was compiled has some\n  Call the parallel module in its place: "
+                         "loss = parallel(...), loss.backward().")
+
+
+__all__ = ["Originals", "refuse_idle", "refuse_originals"]

@@ -61,8 +61,9 @@ def place(root: nn.Module, state: State, compiled: Compiled) -> None:
                     owner._non_persistent_buffers_set.add(leaf)
     state.offload = compiled.plan.hybrid.offload
     if state.offload.is_away:
-        offload_states((p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
-    state.attributes, state.places, state.originals = SharedAttributes(state.parts), Places(root), Originals(model)
+        offload_states(state, (p for p in placed.values() if isinstance(p, nn.Parameter)), state.offload)
+    state.attributes, state.places = SharedAttributes(state.parts), Places(root)
+    state.originals = Originals(model, placed)
 
 
 def check_conversion(fn: Callable[[torch.Tensor], torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

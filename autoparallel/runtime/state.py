@@ -29,7 +29,7 @@ from autoparallel.schedule.tiers import ON_DEVICE
 _training = attrgetter("training")
 
 
-@dataclass
+@dataclass(eq=False)
 class State:
     """State of a parallel module beside its parameters. ``calls``: calls that have drawn random numbers; ``gathers``:
     whether outputs are returned whole (within ``generate``); ``whole_outputs``: whether in eval mode, and of models

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -229,11 +230,17 @@ _STRIDES = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Ten
                       torch.Tensor.as_strided, torch.as_strided, torch.Tensor.dim_order})
 
 
-class TracedCalls(TorchFunctionMode):
-    """Calls that a trace would not see, as ops that it sees."""
+#: Tensors that are no stand-ins of a trace; functions whose results have no gradient.
+_REAL = (torch.Tensor, nn.Parameter)
+_DETACHED = frozenset({torch.Tensor.detach, torch.detach})
 
-    def __init__(self) -> None:
+
+class TracedCalls(TorchFunctionMode):
+    """Calls that a trace would not see, as ops that it sees. ``known``: the model's parameters and inputs."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
         super().__init__()
+        self._known = set(map(id, known))
         self._branches = Branches()
         self._drawn = WeakIdKeyDictionary()  # numbers from 0 on, below 1
 
@@ -286,4 +293,17 @@ class TracedCalls(TorchFunctionMode):
         made = function(*args, **(kwargs or {}))
         if function is torch.rand:
             self._drawn[made] = True
+        if isinstance(made, torch.Tensor) and function not in _DETACHED:
+            self._refuse_unregistered((*args, *(kwargs or {}).values()))
         return made
+
+    def _refuse_unregistered(self, args: Iterable[Any]) -> None:
+        """Raises CaptureError for a tensor that would be trained beside the parameters: it would get no gradient."""
+        for arg in chain.from_iterable(arg if isinstance(arg, list | tuple) else (arg,) for arg in args):
+            if type(arg) in _REAL and arg.requires_grad and id(arg) not in self._known and torch.is_grad_enabled():
+                kind = "a parameter" if isinstance(arg, nn.Parameter) else "a tensor"
+                raise CaptureError(
+                    f"forward reads {kind} {str(arg.dtype).removeprefix('torch.')}{list(arg.shape)} that requires a "
+                    f"gradient and is not registered in the model{users_caller()}\n  Layers in a plain list, a dict or "
+                    "another object are not the model's: put them in a torch.nn.ModuleList, ModuleDict or "
+                    "ParameterList. If it is not trained: requires_grad_(False).")

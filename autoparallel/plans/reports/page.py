@@ -93,7 +93,7 @@ def _timelines(plan: Plan, report: Report) -> list[pictures.Picture]:
     if report.record is None:
         return []
     try:
-        return pictures.timeline_pictures(timeline_of(plan), plan.prediction.step_s)
+        return pictures.timeline_pictures(timeline_of(plan), plan.prediction.step_s, plan.prediction.fixed_s)
     except PlanError as error:
         return [pictures.Picture(0, 0, (), note=str(error))]
 

@@ -18,6 +18,8 @@ MOST_BOXES, MOST_POINTS = 5000, 300
 FAR = 2.0
 #: Rows of a timeline; with more, each rank of a pipeline has one.
 MOST_ROWS = 24
+#: The least share of a step whose seconds a note tells.
+LEAST_TOLD = 0.001
 WIDTH, HEIGHT, ROW = 1000.0, 300.0, 24.0
 #: The height of the strip below the axis, for points without a place on it.
 BELOW = 24.0
@@ -58,15 +60,20 @@ class Picture:
     note: str = ""
 
 
-def timeline_pictures(line: Timeline, step_s: float) -> list[Picture]:
-    """Rows of boxes: the whole step, or, of more than `MOST_BOXES`, its beginning and its end."""
-    note = (f"Simulated: {seconds_str(line.total_s)}; predicted: {seconds_str(step_s)}, with what the framework takes "
-            "once a step.")
+def timeline_pictures(line: Timeline, step_s: float, fixed_s: float = 0.0) -> list[Picture]:
+    """Rows of boxes: the whole step, or, of more than `MOST_BOXES`, its beginning and its end. ``step_s``: predicted;
+    ``fixed_s``: what no box has, since the framework takes it once a step."""
+    note, more_s = f"Simulated: {seconds_str(line.total_s)}", step_s - fixed_s - line.total_s
+    note += f"; the framework takes {seconds_str(fixed_s)} once a step" if fixed_s >= LEAST_TOLD * step_s else ""
+    note += (f"; the prediction counts {seconds_str(more_s)} more of waiting, by the schedule's closed form"
+             if more_s >= LEAST_TOLD * step_s else "")
+    note += f": predicted {seconds_str(step_s)}."
     left_out = {number for number, row in enumerate(line.rows) if row.stream != "compute"} \
         if len(line.rows) > MOST_ROWS and line.pipelined else set()
     boxes = [box for box in line.boxes if box.end_s > box.start_s and box.row not in left_out]
     note += " Sends and exposed communication are left out." if left_out else \
-        " A micro-batch's exposed communication is drawn in one piece, at its end." if line.pipelined else ""
+        " A micro-batch's recompute is drawn before its backward, its exposed communication at its end." \
+        if line.pipelined else ""
     if len(boxes) <= MOST_BOXES:
         return [_window(line, boxes, (0.0, line.total_s), left_out, note)]
     half = MOST_BOXES // 2

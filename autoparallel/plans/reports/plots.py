@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WIDTH_IN, PER_100_IN = 10.0, 1.1
 HATCHES = ("", "//", "..", "xx", "\\\\", "--", "++", "oo")
 #: The kinds of a timeline's boxes, in the order of their colours, which are the same in all timelines.
-ORDER = ("forward", "backward", "optimizer", "gather", "reduce", "exchange", "other", "earlier")
+ORDER = ("forward", "recompute", "backward", "optimizer", "gather", "reduce", "exchange", "other", "earlier")
 #: The shapes that only tell what the mouse points at, and those drawn as lines.
 READING, LIMIT = "reading", "limit"
 
@@ -37,7 +37,8 @@ class Plots:
     def timeline(self) -> Figure:
         """The predicted step: a row for each stream (of each rank of a pipeline)."""
         line = timeline_of(self.plan)
-        return _figure(pictures.timeline_pictures(line, self.plan.prediction.step_s), "The predicted step")
+        p = self.plan.prediction
+        return _figure(pictures.timeline_pictures(line, p.step_s, p.fixed_s), "The predicted step")
 
     def memory(self) -> Figure:
         """Memory of the fullest rank by kind, along forward and backward, with the limit; of a pipeline also over its

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoparallel.plans.record import Alternative
@@ -13,6 +13,8 @@ from autoparallel.plans.reports.units import bytes_str, count_str, percent_str, 
 LEAST_SHARE = 0.005
 #: Gaps above this share are told as loose bounds.
 LOOSE = 0.5
+#: Plans slower by more than this share are told as so many times as slow.
+TIMES = 2.0
 
 
 def summary(report: Report) -> Report:
@@ -122,29 +124,37 @@ def _others(report: Report) -> str:
     by_hand = [one for one in others if one.by_hand]
     fit = [one for one in by_hand if _fits(report.memory, one.peak_bytes)]
     large = [one for one in by_hand if one not in fit]
-    parts = [_slower(report.speed, one, "the usual plan by hand ") for one in fit[:1]]
+    usual = f"the fastest of {len(by_hand)} usual plans by hand that were priced, " if len(by_hand) > 1 else \
+        "the usual plan by hand "
+    parts = [_slower(report.speed, one, usual) for one in fit[:1]]
     parts += [f"{one.by_hand} needs {bytes_str(one.peak_bytes)}" for one in large[:1]]
     found = [one for one in others if not one.by_hand]
     parts += [_slower(report.speed, one, "the next that the search found: ") for one in found[:1]]
     if not parts:
         return ""
-    near = report.speed.not_told_apart(one.step_s for one in others if _fits(report.memory, one.peak_bytes))
-    error = f" {_plans(len(near))} within the error of predictions ({percent_str(report.speed.p50)})." if near else ""
-    return f"Why no other: {'; '.join(parts)}.{error}{_untried(report)}"
+    named = [*fit[:1], *found[:1]]
+    rest = [one.step_s for one in others if one not in named and _fits(report.memory, one.peak_bytes)]
+    return f"Why no other: {'; '.join(parts)}.{_near(report.speed, rest)}{_untried(report)}"
 
 
-def _plans(count: int) -> str:
-    return "Another plan is" if count == 1 else f"{count} other plans are"
+def _near(speed: Speed, rest_s: Sequence[float]) -> str:
+    """How many plans that are not named the error of predictions does not tell apart from this one."""
+    count = len(speed.not_told_apart(rest_s))
+    some = "One more plan is" if count == 1 else f"{count} more plans are"
+    return f" {some} within the error of predictions ({percent_str(speed.p50)})." if count else ""
 
 
 def _untried(report: Report) -> str:
-    """Combinations that were estimated faster, and not planned in full."""
+    """Combinations that were estimated faster, and not planned in full; how many were not looked at."""
     trials, step_s = report.record.trials if report.record is not None else (), report.speed.step_s
     faster = [trial.step_s for trial in trials if trial.estimated and not trial.too_large and trial.step_s < step_s]
+    tried = report.proof.combinations
+    left = "" if tried is None or not tried.left else f" {tried.left:,} combinations were left for lack of time."
     if not faster:
-        return ""
-    return (f" {len(faster)} combination{'s' if len(faster) > 1 else ''} estimated faster, by up to "
-            f"{percent_str(1 - min(faster) / step_s)}, {'were' if len(faster) > 1 else 'was'} not planned in full.")
+        return left
+    some = f"{len(faster)} combinations estimated faster" if len(faster) > 1 else "One combination estimated faster"
+    return (f" {some}, by up to {percent_str(1 - min(faster) / step_s)}, {'were' if len(faster) > 1 else 'was'} not "
+            f"planned in full.{left}")
 
 
 def _fits(memory: Memory, peak_bytes: float) -> bool:
@@ -158,6 +168,10 @@ def _slower(speed: Speed, one: Alternative, what: str) -> str:
     name = f"{what}{one.by_hand or title}"
     slower = one.step_s / speed.step_s - 1 if speed.step_s else 0.0
     by = f"{percent_str(abs(slower))} {'slower' if slower >= 0 else 'faster'}"
+    if slower > TIMES:
+        by = f"{1 + slower:.2g} times as slow"
+    if speed.not_told_apart([one.step_s]):
+        by += f" (within the error of predictions, {percent_str(speed.p50)})"
     return f"{name}, {seconds_str(one.step_s)}, {by}"
 
 

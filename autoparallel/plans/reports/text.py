@@ -91,7 +91,8 @@ def _print_proof(report: Report, console: ReportConsole) -> None:
     if proof.step_bound_s is not None:
         console.print(f"no combination's step is below {seconds_str(proof.step_bound_s)} (ops divided evenly, no "
                       "communication)")
-    console.print("planning: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in proof.phases))
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in proof.phases)
+    console.print(f"planning, seconds of a core: {phases}")
     console.print(f"program {report.fingerprint} on {report.cluster}")
 
 

@@ -4,7 +4,8 @@ Without a pipeline it is that of one rank, as the prediction simulates it, stret
 that launch kernels late, or ahead of the device, change the whole step and no single task. With one, each rank's
 micro-batches are simulated from the seconds of its stages (`plans.record.StageSeconds`) in the order of the schedule
 (`schedule.pipeline_tasks`); the prediction is in closed form where that is more (`Timeline.total_s` beside the step).
-A micro-batch's exposed communication, which happens between its ops, is drawn in one piece at its end.
+A micro-batch's recompute is drawn in one piece at the begin of its backward, its exposed communication, which happens
+between its ops, in one piece at its end.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ EXPOSED = "exposed communication"
 #: The kinds of boxes by the beginnings of their names.
 KINDS = (("gather", "gather"), ("reduce", "reduce"), ("gradients of activations", "exchange"),
          ("activations", "exchange"), ("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"),
-         ("micro-batches", "earlier"), ("send", "exchange"), ("once", "optimizer"),
-         ("weight gradients", "backward"))
+         ("micro-batches", "earlier"), ("send", "exchange"), ("weight gradients", "backward"),
+         ("recompute", "recompute"))
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,8 @@ def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
                    for rank in range(hybrid.pipeline_ranks))
     pipeline = PipelineTasks(hybrid, tuple(StageTimes(s.forward_s, s.backward_s, s.send_s) for s in stages), once_s)
     tasks, line = pipeline.tasks, simulate(pipeline.tasks)
-    exposed = [_exposed_s(what, action, stages) for _, what, action in pipeline.issued]
-    streams = ("compute", EXPOSED, "send") if any(exposed) else ("compute", "send")
+    split = [_split_s(rank, what, action, stages, hybrid) for rank, what, action in pipeline.issued]
+    streams = ("compute", EXPOSED, "send") if any(exposed for _, exposed in split) else ("compute", "send")
     whole = [Box(name, kind_of(name), len(streams) * task.rank + streams.index(task.stream), float(start_s),
                  float(end_s), tuple(n for n in task.after
                                      if (tasks[n].rank, tasks[n].stream) != (task.rank, task.stream)))
@@ -127,10 +128,20 @@ def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
                                                    strict=True)]
     held = tuple(_held_by(len(streams) * rank, actions, stages, whole)
                  for rank, actions in enumerate(pipeline.orders))
-    boxes = [replace(box, end_s=max(box.start_s, box.end_s - seconds)) for box, seconds in
-             zip(whole, exposed, strict=True)]
-    boxes += [Box(f"{EXPOSED} in {box.name}", "exchange", box.row + 1, cut.end_s, box.end_s)
-              for box, cut, seconds in zip(whole, tuple(boxes), exposed, strict=True) if seconds]
+    boxes, more = list[Box](), list[Box]()
+    for box, (again_s, exposed_s) in zip(whole, split, strict=True):
+        if box.kind == "optimizer":  # gradients are reduced before it
+            turn = min(box.end_s, box.start_s + exposed_s)
+            boxes.append(replace(box, start_s=turn))
+            more.append(Box(f"{EXPOSED} of parameters and gradients, once a step", "exchange", box.row + 1, box.start_s,
+                            turn))
+            continue
+        end = max(box.start_s, box.end_s - exposed_s)
+        begin = min(end, box.start_s + again_s)
+        boxes.append(replace(box, start_s=begin, end_s=end))
+        more.append(Box(f"recompute in {box.name}", "recompute", box.row, box.start_s, begin))
+        more.append(Box(f"{EXPOSED} in {box.name}", "exchange", box.row + 1, end, box.end_s))
+    boxes += [box for box in more if box.end_s > box.start_s]
     rows = tuple(Row(rank, stream) for rank in range(hybrid.pipeline_ranks) for stream in streams)
     return Timeline(rows, tuple(boxes), line.total_s, held)
 
@@ -138,19 +149,29 @@ def _of_pipeline(stages: Sequence[StageSeconds], hybrid: Hybrid) -> Timeline:
 def _name(issued: tuple[int, str, Action | None]) -> str:
     _, what, action = issued
     if action is None:
-        return "once per step: parameters, gradients, optimizer"
+        return "optimizer"
     kind, stage, micro = action
     if what == "send":
         return f"send {'output' if kind == 'F' else 'gradient'} of micro-batch {micro}, stage {stage}"
     return f"{SAID[kind]} of micro-batch {micro}, stage {stage}"
 
 
-def _exposed_s(what: str, action: Action | None, stages: Sequence[StageSeconds]) -> float:
-    """Exposed communication of a forward or backward; that of the gradients of weights runs once a step."""
-    if what != "run" or action is None:
-        return 0.0
+def _split_s(rank: int, what: str, action: Action | None, stages: Sequence[StageSeconds], hybrid: Hybrid
+             ) -> tuple[float, float]:
+    """Of the seconds of a task, recompute and exposed communication. Where backward is in two parts (`PipelineTasks`),
+    each has half of its communication; the first has the recompute, as far as it is as long."""
+    if action is None:
+        return 0.0, sum(stages[stage].once_communication_s for stage in set(hybrid.stages_of(rank)))
     kind, stage, _ = action
-    return {"F": stages[stage].forward_communication_s, "B": stages[stage].backward_communication_s}.get(kind, 0.0)
+    if what != "run":
+        return 0.0, 0.0
+    s = stages[stage]
+    if kind == "F":
+        return 0.0, s.forward_communication_s
+    parts = 2 if hybrid.schedule == "zero_bubble" else 1
+    exposed_s = s.backward_communication_s / parts
+    again_s = min(s.recompute_s, s.backward_s / parts - exposed_s)
+    return (again_s if kind == "B" else s.recompute_s - again_s), exposed_s
 
 
 def _held_by(row: int, actions: Sequence[tuple[str, int, int]], stages: Sequence[StageSeconds], boxes: Sequence[Box]

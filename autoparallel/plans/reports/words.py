@@ -21,6 +21,8 @@ _SHARDED = {1: "optimizer states", 2: "gradients and optimizer states", 3: "para
 HEADS = "cut by heads (as DeepSpeed-Ulysses)"
 #: Modules named in a departure, at most.
 MOST_NAMES = 5
+#: Letters of a module's name, at most.
+LONGEST = 60
 _GENERIC = re.compile(r"axis\d+|devices")
 
 
@@ -120,7 +122,8 @@ def _short(name: str) -> str:
     >>> _short("model.layers.3.self_attn.q_proj"), _short("experts.3"), _short("3")
     ('q_proj', 'experts', 'module 3')
     """
-    return next((part for part in reversed(name.split(".")) if not part.isdigit()), f"module {name}")
+    found = next((part for part in reversed(name.split(".")) if not part.isdigit()), f"module {name}")
+    return found if len(found) <= LONGEST else f"{found[:LONGEST]}..."
 
 
 # ------------------------------------------------------------------------------------------ the whole as a sentence
@@ -178,7 +181,7 @@ def _product(axes: Iterable[AxisWords]) -> int:
 def _settings(plan: Plan) -> Iterator[str]:
     h = plan.hybrid
     if h.micro_batches > 1:
-        yield f"{h.micro_batches} micro-batches" + (f", run {h.copies} at a time" if h.copies > 1 else "")
+        yield f"{h.micro_batches} micro-batches" + (f", {h.copies} of them interleaved" if h.copies > 1 else "")
     if h.recompute != "none":
         how = "saved tensors in the host's memory" if h.recompute == "offload" else f"{h.recompute} recompute"
         every = {path for block in plan.blocks for path in block.paths if path != "outside blocks"}

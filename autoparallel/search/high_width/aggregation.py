@@ -383,6 +383,7 @@ def shrink(compact: Compact, limited: bool = True, outer: Shrunk | None = None, 
     ``until``: no round begins that would end later, if it takes as long as the last one.
     """
     start = clock.now()
+    _count(compact)
     found = _merge(compact, None, outer)
     known: dict[tuple[int, bytes], np.ndarray] = {}
     for _ in range(ROUNDS):
@@ -395,8 +396,15 @@ def shrink(compact: Compact, limited: bool = True, outer: Shrunk | None = None, 
         if fitting is found.compact and all(len(rows) == size for rows, size in
                                             zip(needed, fitting.sizes, strict=True)):
             break
+        _count(fitting)
         found = _merge(fitting, needed, found)
     return found
+
+
+def _count(compact: Compact) -> None:
+    """Count the work of a round."""
+    clock.did("nodes laid out", len(compact.costs) + len(compact.tables))
+    clock.did("cells passed", sum(table.size for table in compact.tables))
 
 
 def without_overfull(compact: Compact) -> Compact:

@@ -119,6 +119,7 @@ class Parts:
             cells += sum(table.size for _, w, table in self.compact.around[v] if w in inside)
             inside.add(v)
             fringe += [w for w in self._some(self._near[v]) if w not in inside]
+        clock.did("nodes laid out", len(inside))
         return sorted(inside)
 
     def _some(self, nodes: list[int]) -> list[int]:

@@ -91,6 +91,7 @@ class LocalSearch:
 
     def fits(self, v: int, pick: int) -> bool:
         """Whether no row is exceeded that v's move makes fuller."""
+        clock.did("moves tried")
         rows, rises = self.change(v, pick)
         if not len(rows) or rises.max() <= 0:
             return True
@@ -102,6 +103,7 @@ class LocalSearch:
         return bool((self.over[rows[0]:] + spread)[spread > 0].max(initial=-1.0) <= 0)
 
     def move(self, v: int, pick: int) -> None:
+        clock.did("moves tried")
         old = self.plan[v]
         rows, rises = self.change(v, pick)
         if len(rows):
@@ -137,6 +139,7 @@ class LocalSearch:
 
     def _relieve(self, excess: np.ndarray) -> bool:
         """A few moves that lower the sum of squares of the excess; whether one was found."""
+        clock.did("cells passed", len(self.local))
         weights = self.compact.slot_prices(excess / excess.max())
         weights = weights[:self.firsts[-1]]
         taken = self.taken
@@ -165,6 +168,7 @@ class LocalSearch:
         """Moves of one node that lower the cost and fit, the best first, until there is none."""
         dead: set[int] = set()
         while clock.now() < deadline:
+            clock.did("cells passed", len(self.local))
             gain = self.local[self.taken][self.owner] - self.local
             better = np.flatnonzero(gain > 1e-12 * self.limit)
             better = better[np.argsort(-gain[better], kind="stable")]

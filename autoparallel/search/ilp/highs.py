@@ -89,8 +89,8 @@ class _Process(threading.local):
         self._running: subprocess.Popen[bytes] | None = None
         self._parent = os.getpid()
 
-    def ask(self, model: dict[str, Any], deadline: float) -> Any:
-        """The answer, or None when the process was ended: by us at the deadline, or for memory."""
+    def ask(self, model: dict[str, Any], seconds: float) -> Any:
+        """The answer, or None when the process was ended: by us after so many seconds, or for memory."""
         if self._parent != os.getpid():  # of a forked process the helper is the parent's
             self._running, self._parent = None, os.getpid()
         if self._running is None or self._running.poll() is not None:
@@ -102,8 +102,8 @@ class _Process(threading.local):
         running = self._running
         assert running.stdin is not None and running.stdout is not None
         timer = None
-        if deadline < FORBIDDEN:
-            timer = threading.Timer(max(0.0, deadline - clock.now()), running.kill)
+        if seconds < FORBIDDEN:
+            timer = threading.Timer(max(0.0, seconds), running.kill)
             timer.name = "autoparallel deadline"
             timer.start()
         try:
@@ -152,11 +152,17 @@ def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN, br
     left = deadline - clock.now()
     if left <= 0:
         return Answer(None, -FORBIDDEN, "time limit")
+    if clock.is_counted():
+        most = left / (clock.RATES["variables branched"] * model.num_variables)
+        branches = min(branches or sys.maxsize, 1 + int(min(most, 1e9)))
+        left *= clock.EMERGENCY
     until = None if left == FORBIDDEN else time.time() + left - min(GRACE_S, GRACE_SHARE * left)
-    answer = _process.ask({**model.message(scale), "gap": RELATIVE_GAP, "nodes": branches, "until": until}, deadline)
+    answer = _process.ask({**model.message(scale), "gap": RELATIVE_GAP, "nodes": branches, "until": until}, left)
     if answer is None:
         return Answer(None, -FORBIDDEN, "time limit" if clock.now() >= deadline else "ended")
-    values, bound, reason = (None, 0.0, answer) if isinstance(answer, str) else answer
+    values, bound, reason, nodes, pivots = (None, 0.0, answer, 0, 0) if isinstance(answer, str) else answer
+    clock.did("variables branched", nodes * model.num_variables)
+    clock.did("rows pivoted", pivots * model.num_rows)
     if reason in ("INFEASIBLE", "INFEASIBLE_OR_UNBOUNDED"):
         return Answer(None, FORBIDDEN, "infeasible")
     if reason not in ("OPTIMAL", "FEASIBLE", "NO_SOLUTION_FOUND"):

@@ -22,8 +22,9 @@ import numpy as np
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
 
-def solve(model: dict[str, Any]) -> tuple[np.ndarray | None, float, str]:
-    """Values (None: none found), a lower bound, and MathOpt's name of the reason to stop."""
+def solve(model: dict[str, Any]) -> tuple[np.ndarray | None, float, str, int, int]:
+    """Values (None: none found), a lower bound, MathOpt's name of the reason to stop, nodes of the search tree, and
+    pivots of the simplex method."""
     from ortools.math_opt import model_pb2
     from ortools.math_opt.python import mathopt
     from ortools.math_opt.solvers import highs_pb2
@@ -55,8 +56,9 @@ def solve(model: dict[str, Any]) -> tuple[np.ndarray | None, float, str]:
         values = np.zeros(count)
         for variable, value in result.variable_values().items():
             values[variable.id] = value
-    termination = result.termination
-    return values, termination.objective_bounds.dual_bound, termination.reason.name
+    termination, did = result.termination, result.solve_stats
+    return (values, termination.objective_bounds.dual_bound, termination.reason.name, did.node_count,
+            did.simplex_iterations)
 
 
 def end_with(parent: int) -> None:

@@ -171,6 +171,7 @@ class Tables:
         known = self._seen.get(id(array))
         if known is None:
             row = array.reshape(-1) if array.ndim == 2 and min(array.shape) == 1 else array
+            clock.did("tables named")
             content = hashlib.blake2b(np.ascontiguousarray(row).data, digest_size=16).digest()
             known = self._seen[id(array)] = array, self.name((row.shape, content))
             self._arrays[known[1]] = row
@@ -187,6 +188,8 @@ class Tables:
         for step in steps:
             if step.name not in self.lowered:
                 self.look_at_clock()
+                clock.did("tables made")
+                clock.did("cells added", math.prod(step.slot.shape))
                 result = self._minimise(step)
                 lowest = float(result.min())
                 self.lowered[step.name] = lowest
@@ -209,6 +212,8 @@ class Tables:
         """
         rest = [tuple(axis for axis in range(len(shape)) if axis not in part) for part in onto]
         parts = self._parts(factors, len(shape))
+        clock.did("tables made", len(onto))
+        clock.did("cells added", math.prod(shape) * len(onto))
         rows = max(1, int(CHUNK_CELLS * shape[0] / math.prod(shape)))
         pieces: list[list[np.ndarray]] = [[] for _ in onto]
         for low in range(0, shape[0], rows):
@@ -361,6 +366,7 @@ class Eliminator:
     def __init__(self, sizes: Sequence[int] | np.ndarray, pairs: Sequence[tuple[int, int]] | np.ndarray) -> None:
         self.sizes, self.solved_s = np.asarray(sizes, np.int64), 0.0
         self._tables = Tables()
+        clock.did("nodes laid out", len(self.sizes) + len(pairs))
         ends = np.asarray(pairs, np.int64).reshape(-1, 2)
         self._lay_out(ends, repeated_pieces(self.sizes, ends))
         if self.max_cells > CHUNK_CELLS and self._pieces and len(self.sizes) <= WHOLE_NODES:  # it may be narrower

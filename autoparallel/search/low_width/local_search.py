@@ -181,6 +181,7 @@ class LocalState:
         """Cost of each choice of v plus its edges, the neighbours as they are."""
         known = self._known.get(v)
         if known is None:
+            clock.did("moves tried")
             known = self._known[v] = self.near.costs(v, self.choice)
         return known
 
@@ -202,6 +203,7 @@ class LocalState:
 
     def _rise(self, v: int, pick: int, at: int) -> float:
         """By how many bytes the load at a time rises if v moves."""
+        clock.did("moves tried")
         return sum(delta for low, high, delta in self.rises(v, pick) if low <= at < high)
 
     def improvable_pairs(self, deadline: float) -> list[int]:
@@ -249,6 +251,7 @@ class LocalState:
 
     def excess_after(self, v: int, pick: int) -> float:
         """Highest excess over the room, in bytes, within v's times if it moved (<= 0: it fits there)."""
+        clock.did("moves tried")
         changes = self.rises(v, pick)
         if not changes or max(delta for _, _, delta in changes) <= 0:
             return 0.0
@@ -303,6 +306,7 @@ def _reliefs(state: LocalState, at: int) -> list[tuple[float, int, float]]:
 def _relief(state: LocalState, v: int, at: int) -> tuple[float, int, float]:
     """The least cost per byte saved at a time by moving v, the choice (inf: none saves), and the most bytes that any
     saves: where so many are over the room, no fewer make a difference."""
+    clock.did("moves tried")
     saved = -sum(deltas for low, high, deltas in state.changes(v) if low <= at < high)
     if not isinstance(saved, np.ndarray) or saved.max() <= 0:
         return FORBIDDEN, 0, 0.0

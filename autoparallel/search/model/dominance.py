@@ -164,6 +164,7 @@ def _needed_choices(node: Node, edges: Sequence[tuple[Edge, bool]], memory: bool
     if not len(alive) or len(alive) > MAX_COMPARED:
         return alive if len(alive) else np.arange(len(node.costs))
     rows = rows[alive]
+    clock.did("rows compared", len(alive))
     order = np.lexsort((np.arange(len(alive)), np.where(np.isfinite(rows), rows, 1e30).sum(axis=1)))
     kept: list[int] = []
     for i in order:  # a dominating choice has the smaller sum, so it comes first

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from autoparallel.errors import InfeasibleError, SearchError
+from autoparallel.search import clock
 from autoparallel.search.model.interned import Shared
 
 FORBIDDEN = float("inf")
@@ -401,6 +402,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> Evaluation:
     """
     if len(choice) != len(problem.nodes):
         raise SearchError(f"{problem.name}: {len(choice)} choices for {len(problem.nodes)} nodes")
+    clock.did("nodes judged", len(problem.nodes) + len(problem.edges))
     picks = np.asarray(choice, np.int64)
     wrong = np.flatnonzero((picks < 0) | (picks >= problem.sizes))
     if len(wrong):

@@ -1,0 +1,74 @@
+"""The planner's search counts work in place of time: equal calls find equal plans, however busy the machine."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoparallel
+from autoparallel import Plan
+from autoparallel.search import clock
+from cost_models import Cluster
+from tests.support.captured import plan_of
+
+SOURCES = Path(autoparallel.__file__).parent
+
+
+def planned(time_limit_s: float) -> Plan:
+    return plan_of("llama", Cluster.load("h100-sxm", num_devices=8), joint=True, time_limit_s=time_limit_s)
+
+
+def answer(plan: Plan) -> tuple[Any, ...]:
+    return plan.mesh_shape, plan.hybrid, plan.strategies, plan.prediction.step_s, plan.evidence.combinations
+
+
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which each look at a clock finds that some seconds have passed."""
+    seconds, draw = itertools.count(0, 1), random.Random(0)
+    for name in ("thread_time", "process_time"):
+        monkeypatch.setattr(time, name, lambda: next(seconds) * draw.uniform(0.5, 3.0))
+
+
+def test_a_busy_machine_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that leaves some combinations out."""
+    quick = planned(0.8)
+    combinations = quick.evidence.combinations
+    assert combinations is not None and combinations.left > 0
+    slow(monkeypatch)
+    assert answer(planned(0.8)) == answer(quick)
+
+
+def test_more_time_estimates_more() -> None:
+    few, more = (planned(seconds).evidence.combinations for seconds in (0.8, 2.0))
+    assert few is not None and more is not None and more.estimated > few.estimated
+
+
+def test_the_wall_clock_ends_a_search_that_takes_too_long_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch
+                                                                              ) -> None:
+    monkeypatch.setattr(clock, "EMERGENCY", 0.0)
+    plan = planned(20.0)
+    assert "ended by the wall clock" in plan.evidence.stop_reason and clock.was_late()
+    monkeypatch.undo()
+    assert "wall clock" not in planned(0.8).evidence.stop_reason and not clock.was_late()
+
+
+def test_seconds_are_those_of_units() -> None:
+    with clock.counted(1.0):
+        before = clock.now()
+        clock.did("moves tried", 10)
+        with clock.counted(5.0):
+            clock.did("moves tried", 10)
+        assert clock.now() - before == pytest.approx(20 * clock.RATES["moves tried"])
+        assert clock.is_counted()
+    assert not clock.is_counted()
+
+
+def test_all_units_are_counted_somewhere() -> None:
+    used = {unit for path in SOURCES.rglob("*.py") for unit in re.findall(r'clock\.did\("([^"]+)"', path.read_text())}
+    assert used == clock.RATES.keys()
