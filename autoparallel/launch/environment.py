@@ -135,7 +135,7 @@ def _chosen(environment: Mapping[str, str], name: str | None) -> Family | None:
 def _identity(environment: Mapping[str, str], family: Family) -> Identity:
     rank, size = _place(environment, family)
     local_rank = _number(environment, family.local_rank)
-    local_size = _number(environment, family.local_size)
+    local_size = _tasks_of_node(environment) if family.name == "slurm" else _number(environment, family.local_size)
     address, port = _master(environment, family, size, local_size)
     return Identity(family.name, rank, size, local_rank, local_size, address, port)
 
@@ -174,6 +174,15 @@ def _port_of(environment: Mapping[str, str], family: Family) -> int:
     """A port that all processes of a job derive alike and other jobs otherwise; torchrun's without a job's name."""
     names = [environment[name] for name in family.jobs if name in environment]
     return 10_000 + zlib.crc32(" ".join(names).encode()) % 20_000 if names else _DEFAULT_PORT
+
+
+def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
+    """Slurm's tasks on this node, of its list by nodes: ``2(x3),1`` are three nodes with two tasks and one with one."""
+    text, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), _number(environment, ("SLURM_NODEID",))
+    counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    if len(set(counts)) == 1:
+        return counts[0]
+    return None if node is None or node >= len(counts) else counts[node]
 
 
 def first_host(nodes: str) -> str:
