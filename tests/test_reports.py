@@ -447,3 +447,16 @@ def test_the_usual_plan_is_the_fastest_of_them_that_fits() -> None:
     assert smaller.prediction.step_s >= plan.prediction.step_s
     none = usual_plans(split, cluster, Options(memory_limit_bytes=1.0))
     assert none.fastest is None and set(none.too_large) == set(recipes(4, 4))
+
+
+def test_a_plan_by_hand_says_how_sensitive_it_is_and_that_it_was_not_searched() -> None:
+    plan = made(by_hand="dp=4,zero=1")
+    found = {(one.what, one.factor): one for one in plan.sensitivity((0.5, 1.0, 2.0))}
+    link = next(what for what, _ in found if what.startswith("bandwidth"))
+    assert found[link, 0.5].held_s > found[link, 1.0].held_s > found[link, 2.0].held_s
+    assert found[link, 1.0].held_s == pytest.approx(plan.prediction.step_s)
+    assert found["memory limit", 2.0].held_s == plan.prediction.step_s
+    with pytest.raises(PlanError, match="this plan is by hand"):
+        plan.alternatives(2)
+    with pytest.raises(PlanError, match="above 0"):
+        plan.sensitivity((0.0,))

@@ -32,7 +32,8 @@ def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,zero=1,micro_batch=1']
     """
     yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",zero=1,micro_batch=1",
-                                                   ",zero=3,micro_batch=1", ",zero=3,recompute=full"))
+                                                   ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
+                                                   ",zero=3,recompute=full"))
     inner = min(devices, host_devices)
     if experts and inner > 1:
         yield f"dp={devices},ep={inner},zero=1"

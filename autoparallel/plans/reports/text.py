@@ -188,7 +188,8 @@ def comparison_table(found: Comparison) -> Table:
 
 def sensitivities(step_s: float, found: Sequence[Sensitivity]) -> Table:
     """The answers of `Study.sensitivity` as a table; ``step_s``: the plan's step time."""
-    table = _table(f"sensitivity of the step time of {seconds_str(step_s)}",
+    table = _table(f"sensitivity of the step time of {seconds_str(step_s)} (pipeline, mesh, micro-batches, recompute "
+                   "stay)",
                    ("what", "factor", "this plan", "best plan", "changed ops"),
                    right=("factor", "this plan", "best plan", "changed ops"))
     for s in found:
