@@ -275,11 +275,11 @@ def import_(
 def manifest(
     words: Annotated[list[str], typer.Argument(metavar="[PLAN.json] -- COMMAND", help="the plan (none with --servers), "
                                                "and what a rank runs")],
-    to: Annotated[str, typer.Option(help="slurm, kubeflow, pytorchjob, jobset, skypilot, mpi or ranktable")],
+    to: Annotated[str, typer.Option(help="slurm, kubeflow, pytorchjob, jobset, skypilot, ray, mpi or ranktable")],
     nodes: Annotated[int, typer.Option(min=1, help="hosts")] = 1,
     name: Annotated[str, typer.Option(help="of the job")] = "train",
     image: Annotated[str | None, typer.Option(help="container image with autoparallel and the script")] = None,
-    hosts: Annotated[str | None, typer.Option(help="addresses a,b,... for mpi and ranktable")] = None,
+    hosts: Annotated[str | None, typer.Option(help="addresses a,b,... (or @ranktable.json) for mpi, ranktable")] = None,
     gpus: Annotated[bool, typer.Option(help="whether each process (of servers' jobs: each worker) takes a GPU")] = True,
     servers: Annotated[int, typer.Option(min=0, help="parameter servers, for kubeflow: a job of a scheduler, servers "
                                          "and workers, without a plan")] = 0,
@@ -301,12 +301,18 @@ def manifest(
         text = role_manifest(to, RoleJob(name, servers, workers, tuple(words), image, gpus, claim))
     else:
         job = Job(name, Plan.load(words[0]), str(Path(words[0]).resolve()), nodes, tuple(words[1:]), image, gpus,
-                  tuple(hosts.split(",")) if hosts else ())
+                  _hosts(hosts))
         text = manifest(to, job)
     if output is None:
         typer.echo(text, nl=False)
     else:
         output.write_text(text)
+
+
+def _hosts(text: str | None) -> tuple[str, ...]:
+    from autoparallel.launch.rank_table import table_hosts
+
+    return () if not text else table_hosts(Path(text[1:])) if text.startswith("@") else tuple(text.split(","))
 
 
 @app.command()

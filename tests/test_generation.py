@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import autoparallel
-from autoparallel.kernels import rng
 from tests.support.models import CASES
 from tests.support.ranks import mesh_of
 
@@ -24,19 +24,23 @@ def generated(name: str, mesh: tuple[int, ...], how: dict[str, Any]) -> dict[str
     call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "use_cache": True, **how}
     greedy = parallel.generate(ids, do_sample=False, **call)
     compiled = parallel._state.forms.compiled - known
-    with torch.random.fork_rng():
-        torch.manual_seed(rng.mix(parallel._state.seed, parallel._state.calls))
-        expected = model.generate(ids, do_sample=True, **call)
-    drawn = parallel.generate(ids, do_sample=True, **call)
+    torch.manual_seed(3)
+    expected = [model.generate(ids, do_sample=True, **call) for _ in range(2)]
+    torch.manual_seed(3)
+    drawn = [parallel.generate(ids, do_sample=True, **call) for _ in range(2)]
+    torch.manual_seed(3 + dist.get_rank())  # a rank's own draws stay its own
+    again = parallel.generate(ids, do_sample=True, **call)
+    after, _ = torch.rand(()), torch.manual_seed(3 + dist.get_rank())
     return {"greedy": torch.equal(greedy, model.generate(ids, do_sample=False, **call)),
-            "drawn": torch.equal(drawn, expected), "compiled": compiled,
+            "drawn": all(map(torch.equal, drawn, expected)) and not torch.equal(*drawn), "compiled": compiled,
+            "first": torch.equal(again, drawn[0]), "own": bool(after == torch.rand(())) == (dist.get_rank() > 0),
             "more": parallel._state.forms.compiled - known - compiled}
 
 
 @pytest.mark.parametrize(("name", "mesh"), [pytest.param("llama", (2, 2), marks=pytest.mark.slow), ("gpt2", (4,))])
 def test_tokens_are_one_process_s_and_two_programs_suffice(ranks: Any, name: str, mesh: tuple[int, ...]) -> None:
     for found in ranks(4).run(generated, name, mesh, {}, timeout_s=200):
-        assert found == {"greedy": True, "drawn": True, "compiled": 2, "more": 0}
+        assert found == {"greedy": True, "drawn": True, "first": True, "own": True, "compiled": 2, "more": 0}
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize(("page", "number"), [
-    ("transformers.md", 0), slow("transformers.md", 1), slow("lightning.md", 0), slow("export.md", 0),
-    slow("inference.md", 0), slow("offload.md", 0), slow("parameter-servers.md", 0)])
+    ("transformers.md", 0), slow("transformers.md", 1), slow("lightning.md", 0), slow("lightning.md", 1),
+    slow("export.md", 0), slow("inference.md", 0), slow("offload.md", 0), slow("parameter-servers.md", 0)])
 def test_a_guides_script(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for needed in {"transformers.md": ("accelerate", "transformers"), "lightning.md": ("lightning",)}.get(page, ()):
         pytest.importorskip(needed)

@@ -12,7 +12,7 @@ import pytest
 
 import autoparallel
 from autoparallel.errors import AutoparallelError, LaunchError
-from autoparallel.launch.environment import Identity, identity_of
+from autoparallel.launch.environment import Identity, identity_of, set_torch_variables
 from autoparallel.launch.local import free_port
 from tests.support.launching import clean_environment, guide, guides_model, loss_of_one_process, mpirun_of, output_of
 from tests.support.tiers import slow
@@ -42,6 +42,9 @@ HOST = {"MASTER_ADDR": "h"}
     ({**MVAPICH, **HOST}, ("mvapich", 3, 8, 1, 2, "h", 29500)),
     ({**SLURM, "MASTER_PORT": "9"}, ("slurm", 3, 8, 1, None, "gnode10", 9)),
     ({**SLURM, "SLURM_STEP_NODELIST": "n7", "MASTER_PORT": "9"}, ("slurm", 3, 8, 1, None, "n7", 9)),
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x4)", "MASTER_PORT": "9"}, ("slurm", 3, 8, 1, 2, "gnode10", 9)),
+    ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)", "SLURM_NODEID": "1", "MASTER_PORT": "9"},
+     ("slurm", 3, 8, 1, 2, "gnode10", 9)),
     (MSRUN, ("msrun", 3, 8, None, None, "s", 8118)),
     ({**SLURM, **PMI, "MASTER_PORT": "9"}, ("mpich", 3, 8, 1, 2, "h", 9)),
     ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "x", **SLURM, "SLURM_PROCID": "0"}, ("torchrun", 3, 8, 1, 2, "a", 7)),
@@ -91,6 +94,21 @@ def test_one_of_several_launchers_can_be_picked() -> None:
     assert by_argument and by_variable
     assert (by_argument.launcher, by_argument.rank, by_variable.launcher, by_variable.rank) == (
         "slurm", 0, "openmpi", 3)
+
+
+@pytest.mark.parametrize(("environment", "expected"), [
+    ({**OPENMPI, **HOST}, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+                           "MASTER_ADDR": "h", "MASTER_PORT": "29500"}),
+    ({**SLURM, "MASTER_PORT": "9"}, {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gnode10",
+                                     "MASTER_PORT": "9"}),
+    (TORCHRUN, TORCHRUN), (SHELL, {}), ({}, {}),
+])
+def test_other_libraries_read_torchruns_variables(environment: dict[str, str], expected: dict[str, str]) -> None:
+    given = dict(environment)
+    set_torch_variables(given)
+    assert given == environment | expected
+    again = identity_of(given)
+    assert again is None or (again.rank, again.size) == ((3, 8) if expected else (0, 1))
 
 
 # ------------------------------------------------------------------------------------------------- real processes
@@ -147,6 +165,18 @@ def test_the_script_runs_under_launchers_that_are_emulated(kind: str, script: st
     assert outputs[0].splitlines()[-1] == f"{kind} 4 {expected}"
     if kind == "msrun":
         assert output_of([sys.executable, script], MS_ROLE="MS_SCHED", MS_WORKER_NUM="4") == ""
+
+
+@pytest.mark.ranks
+def test_the_mesh_is_laid_out_host_after_host(script: str, expected: str) -> None:
+    """Two hosts to which a launcher has dealt ranks in turn."""
+    path = Path(script)
+    path.write_text("import os, socket\nsocket.gethostname = lambda: 'host' + str(int(os.environ['RANK']) % 2)\n"
+                    + path.read_text().replace("autoparallel.init()", "autoparallel.init((2, 2), ('host', 'device'))")
+                    + "    print(world.mesh.mesh.tolist())\n")
+    lines = output_of([sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", "4", "--", sys.executable, script]
+                      ).splitlines()
+    assert lines[-2:] == [f"torchrun 4 {expected}", "[[0, 2], [1, 3]]"]
 
 
 @pytest.mark.ranks

@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 import autoparallel
+from autoparallel.cli import app
 from autoparallel.errors import LaunchError
+from autoparallel.launch.environment import identity_of
 from autoparallel.launch.local import free_port
 from autoparallel.launch.manifest import FORMATS, Job, manifest
+from autoparallel.launch.rank_table import table_hosts
 from tests.support.launching import clean_environment, guide, guides_model, loss_of_one_process, mpirun_of
 from tests.support.tiers import slow
 
@@ -28,6 +32,20 @@ for task in $(seq 0 $((tasks - 1))); do
     SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=$tasks SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=localhost "$@" &
 done
 wait
+"""
+FAKE_RAY = """
+# Ray Train on one host: the function in a process for each worker, with the variables and the group that Ray makes
+import os, torch.distributed as dist, torch.multiprocessing as mp
+def worker(rank, size, train, config):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    dist.init_process_group("gloo")
+    train(config)
+class TorchTrainer:
+    def __init__(self, train, *, train_loop_config, scaling_config):
+        self.job = scaling_config["num_workers"], train, train_loop_config
+        assert scaling_config["resources_per_worker"] == {"CPU": 1} and not scaling_config["use_gpu"]
+    def fit(self):
+        mp.spawn(worker, self.job, self.job[0])
 """
 
 
@@ -142,6 +160,41 @@ def test_the_command_of_a_container_runs(to: str, job: Job, tmp_path: Path, expe
     assert run(command, environment, tmp_path) == f"torchrun 4 {expected}"
 
 
+@pytest.mark.slow
+def test_ray_train_starts_it(job: Job, tmp_path: Path, expected: str) -> None:
+    train = tmp_path / "ray" / "train"
+    train.mkdir(parents=True)
+    (train / "torch.py").write_text(FAKE_RAY)
+    (train / "__init__.py").write_text("def ScalingConfig(**options):\n    return options\n")
+    script = written(tmp_path, "job.py", manifest("ray", job))
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert run([sys.executable, script], environment, tmp_path) == f"torchrun 4 {expected}"
+
+
+def test_the_hosts_of_a_rank_table_are_read(plan_file: Path, tmp_path: Path) -> None:
+    table = json.loads(manifest("ranktable", job_of(plan_file, nodes=2, hosts=("10.0.0.2", "10.0.0.1"))))
+    table["server_list"].reverse()
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+    assert table_hosts(path) == ("10.0.0.1", "10.0.0.2")
+    command = ["manifest", str(plan_file), "--to", "mpi", "--nodes", "2", "--hosts", f"@{path}", "--", "python", "a.py"]
+    made = CliRunner().invoke(app, command)
+    assert "10.0.0.1 slots=2\n10.0.0.2 slots=2\n" in made.stdout and "MASTER_ADDR=10.0.0.1" in made.stdout
+    found = identity_of({"RANK_ID": "3", "RANK_SIZE": "4", "RANK_TABLE_FILE": str(path)})
+    assert found and (found.rank, found.size, found.master_addr) == (3, 4, "10.0.0.1")
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    (None, "is no rank table: FileNotFoundError"), ("[]", "is no rank table: TypeError"),
+    ('{"server_list": [{"server_id": "a", "device": [{"rank_id": "1"}]}]}', "has the ranks [1]"),
+])
+def test_files_that_are_no_rank_tables_are_refused(text: str | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "table.json").write_text(text)
+    with pytest.raises(LaunchError, match=re.escape(said)):
+        table_hosts(tmp_path / "table.json")
+
+
 def test_rank_tables_number_devices_host_by_host(plan_file: Path) -> None:
     table = json.loads(manifest("ranktable", job_of(plan_file, nodes=2, hosts=("10.0.0.2", "10.0.0.1"))))
     assert (table["version"], table["server_count"], table["status"]) == ("1.0", "2", "completed")
@@ -156,6 +209,7 @@ def test_rank_tables_number_devices_host_by_host(plan_file: Path) -> None:
     ("slurm", {"nodes": 3}, "4 devices, which 3 hosts cannot share evenly"),
     ("slurm", {"command": ()}, "write the command of a rank after --"),
     ("kubeflow", {"image": None}, "containers need an image"),
+    ("ray", {"command": ("train.sh",)}, "Ray's workers run a script of Python"),
     ("mpi", {"nodes": 2}, "2 hosts are needed and ['localhost'] given"),
     ("skypilot", {"gpus": True}, "has devices that SkyPilot has no name for"),
 ])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -90,3 +91,13 @@ def test_the_manual_of_the_tests_names_each_file() -> None:
     absent = [pattern for pattern in named if not list((ROOT / "tests").glob(pattern))
               and not list((ROOT / "tests/support").glob(pattern))]
     assert not missing and not absent
+
+
+def test_the_docker_file_copies_what_the_package_needs_and_runs_the_demo() -> None:
+    """It cannot be built here. Its files are there, all packages among them, and its command is one of ours."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = {name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]}
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert all((ROOT / name).exists() for name in copied)
+    assert copied == {"pyproject.toml", "README.md", "LICENSE", *(name.rstrip("*") for name in packages)}
+    assert lines[-1] == 'CMD ["autoparallel", "demo"]'

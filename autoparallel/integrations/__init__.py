@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 from autoparallel.errors import InputError
+from autoparallel.launch.environment import set_torch_variables
 
 #: Name -> (file, what it needs installed).
 _HOMES = {
@@ -28,6 +30,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'autoparallel.integrations' has no attribute {name!r}")
     file, extra = _HOMES[name]
+    set_torch_variables(os.environ)  # mpirun's and srun's; the libraries read them before they call ours
     try:
         return getattr(importlib.import_module(f"autoparallel.integrations.{file}"), name)
     except ImportError as error:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from autoparallel.errors import LaunchError, shown
+from autoparallel.launch.rank_table import table_hosts
 
 #: Names the launcher that counts, where several tell a process different ranks.
 CHOICE = "AUTOPARALLEL_LAUNCHER"
@@ -74,6 +76,13 @@ class Identity:
                 raise LaunchError(f"{_BY_NAME[self.launcher].title} says {what} {number} of {count}: a number from 0 "
                                   f"to {count - 1} is required")
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The same as torchrun would say it, which other libraries read; LOCAL_RANK only if the launcher tells it."""
+        said = {"RANK": self.rank, "WORLD_SIZE": self.size, "LOCAL_RANK": self.local_rank,
+                "LOCAL_WORLD_SIZE": self.local_size, "MASTER_ADDR": self.master_addr, "MASTER_PORT": self.master_port}
+        return {name: str(value) for name, value in said.items() if value is not None}
+
 
 def identity_of(environment: Mapping[str, str], launcher: str | None = None) -> Identity | None:
     """The process that an environment describes, or None where no launcher has said anything.
@@ -84,6 +93,16 @@ def identity_of(environment: Mapping[str, str], launcher: str | None = None) -> 
     """
     chosen = _chosen(environment, launcher or environment.get(CHOICE))
     return None if chosen is None else _identity(environment, chosen)
+
+
+def set_torch_variables(environment: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables where another launcher has started this process, for libraries that read no others.
+
+    Raises LaunchError as `identity_of`.
+    """
+    identity = identity_of(environment)
+    if identity is not None and identity.launcher != "torchrun" and identity.size > 1:
+        environment.update(identity.variables)
 
 
 def is_scheduler(environment: Mapping[str, str]) -> bool:
@@ -116,7 +135,7 @@ def _chosen(environment: Mapping[str, str], name: str | None) -> Family | None:
 def _identity(environment: Mapping[str, str], family: Family) -> Identity:
     rank, size = _place(environment, family)
     local_rank = _number(environment, family.local_rank)
-    local_size = _number(environment, family.local_size)
+    local_size = _tasks_of_node(environment) if family.name == "slurm" else _number(environment, family.local_size)
     address, port = _master(environment, family, size, local_size)
     return Identity(family.name, rank, size, local_rank, local_size, address, port)
 
@@ -138,6 +157,8 @@ def _master(environment: Mapping[str, str], family: Family, size: int, local_siz
         address = None if address is None else first_host(address)
     if family.name == "msrun":
         address = address or environment.get("MS_SCHED_HOST")
+        if address is None and (table := environment.get("RANK_TABLE_FILE")):
+            address = table_hosts(Path(table))[0]
         port = _number(environment, ("MS_SCHED_PORT",)) if port is None else port
     if address is None and (size == 1 or local_size == size):
         address = "127.0.0.1"
@@ -153,6 +174,15 @@ def _port_of(environment: Mapping[str, str], family: Family) -> int:
     """A port that all processes of a job derive alike and other jobs otherwise; torchrun's without a job's name."""
     names = [environment[name] for name in family.jobs if name in environment]
     return 10_000 + zlib.crc32(" ".join(names).encode()) % 20_000 if names else _DEFAULT_PORT
+
+
+def _tasks_of_node(environment: Mapping[str, str]) -> int | None:
+    """Slurm's tasks on this node, of its list by nodes: ``2(x3),1`` are three nodes with two tasks and one with one."""
+    text, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), _number(environment, ("SLURM_NODEID",))
+    counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    if len(set(counts)) == 1:
+        return counts[0]
+    return None if node is None or node >= len(counts) else counts[node]
 
 
 def first_host(nodes: str) -> str:
@@ -187,4 +217,5 @@ def _number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | Non
     return int(text)
 
 
-__all__ = ["CHOICE", "FAMILIES", "Family", "Identity", "first_host", "identity_of", "is_scheduler"]
+__all__ = ["CHOICE", "FAMILIES", "Family", "Identity", "first_host", "identity_of", "is_scheduler",
+           "set_torch_variables"]

@@ -1,7 +1,7 @@
 """Files with which a platform starts a plan's job: `autoparallel manifest plan.json --to slurm`.
 
 Formats as of Kubeflow Trainer v2 (trainer.kubeflow.org/v1alpha1), JobSet v1alpha2, PyTorchJob v1, SkyPilot's task YAML,
-Slurm's sbatch, Open MPI's host files and Ascend's rank tables (1.0).
+Slurm's sbatch, Open MPI's host files, Ray Train and Ascend's rank tables (1.0).
 """
 
 from __future__ import annotations
@@ -101,6 +101,47 @@ def skypilot(job: Job) -> str:
                     "file_mounts": {target: job.plan_file}, "envs": {PLAN_FILE: target}, "run": run})
 
 
+_RAY = '''{title!r}
+
+import os
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+
+
+def train(config):
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder, "plan.json")
+        plan.write_text(config["plan"])
+        os.environ[{variable!r}] = str(plan)
+        sys.argv = config["arguments"]
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    resources = {resources!r}
+    config = {{"plan": Path({plan_file!r}).read_text(), "arguments": {arguments!r}}}
+    TorchTrainer(train, train_loop_config=config, scaling_config=ScalingConfig(
+        num_workers={ranks}, use_gpu={gpus!r}, resources_per_worker=resources, placement_strategy="PACK")).fit()
+'''
+
+
+def ray(job: Job) -> str:
+    """A program for Ray Train, which runs the script in its workers and sends them the plan. Raises LaunchError for a
+    command that is not ``python script.py ...``."""
+    program, *arguments = job.command
+    if not Path(program).name.startswith("python") or not arguments or not arguments[0].endswith(".py"):
+        raise LaunchError(f"the command is {job.line}: Ray's workers run a script of Python: write -- python train.py")
+    return _RAY.format(title=f"Runs {job.line} on {job.ranks} Ray workers.", ranks=job.ranks, variable=PLAN_FILE,
+                       plan_file=job.plan_file, gpus=job.gpus, arguments=arguments,
+                       resources={"GPU" if job.gpus else "CPU": 1})
+
+
 def kubeflow(job: Job) -> str:
     """A TrainJob for Kubeflow Trainer's runtime ``torch-distributed``, and a ConfigMap with the plan."""
     trainer = {"image": image_of(job.image), "command": ["torchrun", "--no-python", *job.command],
@@ -145,7 +186,7 @@ def jobset(job: Job) -> str:
 
 
 FORMATS: Mapping[str, Callable[[Job], str]] = {
-    "jobset": jobset, "kubeflow": kubeflow, "mpi": mpi, "pytorchjob": pytorchjob, "ranktable": ranktable,
+    "jobset": jobset, "kubeflow": kubeflow, "mpi": mpi, "pytorchjob": pytorchjob, "ranktable": ranktable, "ray": ray,
     "skypilot": skypilot, "slurm": slurm,
 }
 

@@ -57,7 +57,8 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
     (one rank). Also sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which other
     libraries read. A process group that is there already is kept. Groups are destroyed when the script ends.
 
-    mesh_shape, axis_names: the mesh's axes, slowest links first; None: the plan's, or one axis.
+    mesh_shape, axis_names: the mesh's axes, slowest links first; None: the plan's, or one axis. Devices are laid out
+        host after host, however the launcher numbered the ranks.
     plan: a plan or its file; None: the file that ``autoparallel launch plan.json`` names.
     launcher: the one that counts where several describe this process: torchrun, openmpi, mpich, mvapich, slurm, msrun.
     device: "cpu" or "cuda"; None: "cuda" where there is one.
@@ -81,7 +82,20 @@ def init(mesh_shape: Sequence[int] | None = None, axis_names: Sequence[str] | No
     _leave_at_exit()
     name = identity.launcher if identity else "alone" if dist.get_world_size() == 1 else "unknown"
     return World(name, dist.get_rank(), dist.get_world_size(), local_rank, local_size, mine,
-                 init_device_mesh(kind, shape, mesh_dim_names=names), chosen)
+                 _mesh(kind, shape, names), chosen)
+
+
+def _mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> DeviceMesh:
+    """The mesh, host after host: where a launcher deals ranks out in another way (mpirun --map-by node, srun
+    --distribution=cyclic), the last axes, with the fastest links, still lie within hosts."""
+    hosts = [""] * dist.get_world_size()
+    if len(hosts) > 1:
+        dist.all_gather_object(hosts, socket.gethostname())
+    order = sorted(range(len(hosts)), key=lambda rank: hosts.index(hosts[rank]))
+    if order == list(range(len(hosts))):
+        return init_device_mesh(kind, shape, mesh_dim_names=names)
+    _LOG.info("ranks of a host do not follow one another: the mesh takes them in the order %s", order)
+    return DeviceMesh(kind, torch.tensor(order).view(shape), mesh_dim_names=names)
 
 
 def _check(launcher: Any, backend: Any, timeout_s: Any) -> None:
@@ -148,8 +162,7 @@ def _join(identity: Identity | None, kind: str, backend: str | None, timeout: ti
         if not dist.is_initialized():
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return 0, 1
-    os.environ.update(RANK=str(identity.rank), WORLD_SIZE=str(identity.size), MASTER_ADDR=identity.master_addr,
-                      MASTER_PORT=str(identity.master_port))
+    os.environ.update(identity.variables)
     store = None
     if not dist.is_initialized():
         store, _, _ = next(iter(dist.rendezvous("env://", identity.rank, identity.size, timeout=timeout)))

@@ -15,6 +15,7 @@ from autoparallel.kernels.rng import mix
 from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.batch_form import Form, Placing
 from autoparallel.runtime.inputs import all_have
+from autoparallel.runtime.prefetch import CopyStream, copy_stream, placed
 from autoparallel.runtime.reading import Batch, Parts, Reader, Starting, as_read, drawing, seed_all
 from autoparallel.runtime.resume import check_state
 
@@ -87,7 +88,8 @@ class ShardedLoader:
     """Iterates over an epoch; batches have the structure of the model's call, with DTensors in the program's layouts.
 
     ``set_epoch(n)`` draws another order. ``state_dict()`` is the position, also within an epoch; after
-    ``load_state_dict`` the next iteration continues there, also on another number of ranks.
+    ``load_state_dict`` the next iteration continues there, also on another number of ranks. With a ``stream`` batches
+    are copied to the device one ahead; the position is that of the batches given out.
     """
 
     loader: DataLoader[Any]
@@ -95,6 +97,7 @@ class ShardedLoader:
     placing: Placing
     collate_name: str
     in_parts: bool = False
+    stream: CopyStream | None = None
     _position: int = field(default=0, init=False)
 
     @property
@@ -139,17 +142,23 @@ class ShardedLoader:
         if (found := all_have(f"{at}, {of}, drop_last {order.drop_last}", device)) is not None:
             raise InputError(f"ranks read different data: {found}\n  Make the loader with the same arguments on all "
                              "ranks, of the whole dataset, and call set_epoch on all.")
-        batches, order.start = iter(self.loader), 0
+        read = self._read(iter(self.loader), order.start)
+        order.start = 0
+        for batch, count in placed(read, self.placing.placed, self.stream):
+            self._position += count
+            yield batch
+
+    def _read(self, batches: Iterator[tuple[Any, str]], start: int) -> Iterator[tuple[Any, int]]:
+        """(rows that this rank has read, samples of the batch) from sample ``start``; the first batch is checked."""
+        order = self.order
         for number, (rows, wrong) in enumerate(batches):
+            device = self.placing.device
             if number == 0 and order.are_checked and (found := all_have(wrong, device, "")) is not None:
                 raise InputError(f"the dataset's {found}: the method `part` reads slices of what the dataset's items "
                                  "are" if self.in_parts else
                                  f"collate_fn {self.collate_name} does not treat each sample alone, as per_sample=True "
                                  f"promises: {found}\n  Leave out per_sample: each rank collates the whole batch then.")
-            left = order.num_samples - self._position
-            count = min(order.batch_size, left)
-            self._position += count
-            yield self.placing.placed(rows, count)
+            yield rows, min(order.batch_size, order.num_samples - start - number * order.batch_size)
 
 
 def sharded_loader(dataset: Dataset[Any], form: Form, device: torch.device, batch_size: int, *, shuffle: bool,
@@ -168,13 +177,15 @@ def sharded_loader(dataset: Dataset[Any], form: Form, device: torch.device, batc
         if given.pop(name, None if name != "in_order" else True) not in (None, True):
             raise InputError(f"{name} is not for this loader: {instead}")
     starting = given.pop("worker_init_fn", None)
+    stream = copy_stream(device, bool(given.get("pin_memory")))
+    given["pin_memory"] = stream is not None
     try:
         loader = DataLoader(cast(Any, reader), batch_sampler=cast(Any, order), collate_fn=cast(Any, as_read),
                             worker_init_fn=Starting(starting), **given)
     except (TypeError, ValueError) as error:
         raise InputError(f"torch's DataLoader does not take {dict(options)}: {error}") from error
     return ShardedLoader(loader, order, Placing(form, device, as_dtensors),
-                         getattr(collate, "__qualname__", shown(collate)), parts is not None)
+                         getattr(collate, "__qualname__", shown(collate)), parts is not None, stream)
 
 
 def _parts(dataset: Dataset[Any], form: Form) -> Parts | None:

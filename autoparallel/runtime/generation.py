@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 
 from autoparallel.capture.tracing.hf_caches import takes_static_cache
-from autoparallel.kernels import rng
+from autoparallel.runtime.agree import decide_once
 from autoparallel.runtime.state import State
 
 
@@ -18,8 +20,8 @@ from autoparallel.runtime.state import State
 def generating(module: Any, original: Any) -> Any:
     """A subclass of ``module`` (ParallelModule) and of the model's class ``original``, where ``generate`` looks for its
     methods and for the signature of ``forward``. Within ``generate``, calls return whole tensors (but for keys and
-    values of static caches) and all ranks draw the same numbers. It takes a static cache unless told otherwise: one
-    program for the prompt, and one for all further tokens, where a growing cache needs one for each token."""
+    values of static caches) and all ranks draw the first rank's numbers. It takes a static cache unless told otherwise:
+    one program for the prompt, and one for all further tokens, where a growing cache needs one for each token."""
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,8 +34,8 @@ def generating(module: Any, original: Any) -> Any:
             kwargs = {**kwargs, "cache_implementation": "static", "disable_compile": True}
         state.gathers = True
         try:
-            with torch.random.fork_rng():
-                torch.manual_seed(rng.mix(state.seed, state.calls))
+            state.together.agree("generate")
+            with first_ranks_draws(state.device):
                 return original.generate(self, *args, **kwargs)
         finally:
             state.gathers = False
@@ -42,6 +44,31 @@ def generating(module: Any, original: Any) -> Any:
         members.update(forward=forward, generate=generate, __doc__=module.__doc__)
 
     return types.new_class(f"Parallel{original.__name__}", (module, original), {}, namespace)
+
+
+@contextmanager
+def first_ranks_draws(device: torch.device) -> Iterator[None]:
+    """Within, torch's generators (of the CPU and of ``device``) are in the states of the first rank's: tokens are those
+    of one process with that seed. Ranks whose states were equal go on as it does, others with their own."""
+    mine = _generators(device)
+    first = decide_once(lambda: mine)
+    _set_generators(device, first)
+    try:
+        yield
+    finally:
+        if not all(torch.equal(own, other) for own, other in zip(mine, first, strict=True)):
+            _set_generators(device, mine)
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    found = [torch.get_rng_state()]
+    return found if device.type == "cpu" else [*found, torch.get_device_module(device).get_rng_state(device)]
+
+
+def _set_generators(device: torch.device, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 def _leaves_cache_open(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -300,7 +300,9 @@ class ParallelModule(nn.Module):
         different lengths: `autoparallel.padded_to` as the ``collate_fn``.
 
         ``drop_last`` (True, unlike torch's) skips a last incomplete batch; with False it is a call of another form.
-        Further options are those of torch's DataLoader; of a ``sampler`` all ranks take the first rank's order.
+        Further options are those of torch's DataLoader; of a ``sampler`` all ranks take the first rank's order. With
+        ``pin_memory=True`` batches are read into pinned memory and copied to the device one ahead, while the model
+        computes; two are then on the device. It changes nothing on a CPU.
 
         Raises InputError for a dataset smaller than a batch, or with tensors without a row per sample; while iterating,
         on all ranks, if they read different data or the promise does not hold.

@@ -20,6 +20,7 @@ from autoparallel.errors import InputError, shown
 from autoparallel.kernels.rng import mix
 from autoparallel.runtime.batch_form import Form, Placing
 from autoparallel.runtime.inputs import all_have, digest, form_text
+from autoparallel.runtime.prefetch import CopyStream, copy_stream, placed
 from autoparallel.runtime.reading import drawing, seed_all
 from autoparallel.runtime.resume import check_state
 
@@ -60,6 +61,7 @@ class StreamedLoader:
     form_of: Callable[[Any], Form]
     device: torch.device
     as_dtensors: bool
+    stream: CopyStream | None = None
     epoch: int = field(default=0, init=False)
     _placing: Placing | None = field(default=None, init=False)
     _position: int = field(default=0, init=False)
@@ -104,12 +106,20 @@ class StreamedLoader:
         with drawing():
             seed_all(mix(self.seed, self.epoch))
             batches = iter(self.loader)
-        for batch in islice(self._together(batches), skipped, None):
+        read = self._read(islice(self._together(batches), skipped, None))
+        for batch, count in placed(read, self._place, None if self._has_state else self.stream):
+            self._position += count
+            yield batch
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[tuple[Any, int]]:
+        """The batches with their numbers of samples; the model is compiled for the first."""
+        for batch in batches:
             if self._placing is None:
                 self._placing = Placing(self.form_of(batch), self.device, self.as_dtensors)
-            count = self._count(batch)
-            self._position += count
-            yield self._placing.placed(batch, count)
+            yield batch, self._count(batch)
+
+    def _place(self, batch: Any, count: int) -> Any:
+        return cast(Placing, self._placing).placed(batch, count)
 
     def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches. Raises InputError on all ranks if one has another than the others, none, or an error."""
@@ -160,11 +170,13 @@ def streamed_loader(dataset: Any, batch_size: int, form_of: Callable[[Any], Form
     if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
         raise InputError(f"batch_size is {batch_size!r}: give the samples of a batch over all ranks, 1 or more")
     source = dataset if isinstance(dataset, IterableDataset) else Stream(dataset)
+    stream = copy_stream(device, bool(given.get("pin_memory")))
+    given["pin_memory"] = stream is not None
     try:
         loader = DataLoader(cast(Any, source), batch_size, collate_fn=collate, drop_last=drop_last, **given)
     except (TypeError, ValueError) as error:
         raise InputError(f"torch's DataLoader does not take {dict(options)}: {error}") from error
-    return StreamedLoader(dataset, loader, batch_size, seed, form_of, device, as_dtensors)
+    return StreamedLoader(dataset, loader, batch_size, seed, form_of, device, as_dtensors, stream)
 
 
 def is_stream(dataset: Any) -> bool:
