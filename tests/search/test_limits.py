@@ -147,7 +147,7 @@ def test_a_search_leaves_nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> 
         gc.enable()
 
 
-@pytest.mark.parametrize("answer", ["StatusNotOk: kError", (None, 0.0, "NUMERICAL_ERROR"), None])
+@pytest.mark.parametrize("answer", ["StatusNotOk: kError", (None, 0.0, "NUMERICAL_ERROR", 0, 0), None])
 def test_failures_of_highs_lose_no_plan(answer: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """It errs on some of the contest's large instances, minutes after there is a plan."""
     asked = []

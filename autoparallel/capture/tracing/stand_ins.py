@@ -293,7 +293,7 @@ class TracedCalls(TorchFunctionMode):
         made = function(*args, **(kwargs or {}))
         if function is torch.rand:
             self._drawn[made] = True
-        if isinstance(made, torch.Tensor) and function not in _DETACHED:
+        if isinstance(made, torch.Tensor) and function not in _DETACHED and not torch.compiler.is_dynamo_compiling():
             self._refuse_unregistered((*args, *(kwargs or {}).values()))
         return made
 
