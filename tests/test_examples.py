@@ -89,7 +89,7 @@ def losses(example: Example, script: Path, folder: Path, ranks: int, killed: boo
     start = start or [sys.executable] if ranks == 0 or start else [
         sys.executable, "-m", "autoparallel.cli", "launch", "--ranks", str(ranks), "--", sys.executable]
     group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = {**clean_environment(), "ACCELERATE_USE_CPU": "1"} | (
+    environment = clean_environment() | (
         group if ranks == 0 and "torch.distributed" in script.read_text() else {})
     done = subprocess.run([*start, *command], capture_output=True, text=True, timeout=300, env=environment)
     assert (done.returncode != 0) == killed, done.stdout + done.stderr

@@ -160,7 +160,7 @@ def test_the_summary_says_why_no_other_plan(plans: dict[str, Plan]) -> None:
               Alternative(1.5 * step_s, 1.0, (), "Pipeline parallel 4"))
     told = replace(plan, prediction=replace(plan.prediction, limit_bytes=2 * peak),
                    record=replace(record, alternatives=others)).summary().split("\n")[3]
-    assert told.startswith("Why no other: the fastest of 2 usual plans by hand that were priced, dp=4")
+    assert told.startswith("Why no other: of 2 other plans by hand that were priced, the fastest that fits is dp=4")
     assert "20 % slower" in told
     assert f"tp=4 needs {bytes_str(4 * peak)}" in told
     assert "the next that the search found: pipeline parallel 4" in told and "50 % slower" in told

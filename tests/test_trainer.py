@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from autoparallel.errors import AutoparallelError
+from autoparallel import integrations
+from autoparallel.errors import AutoparallelError, InputError
 from tests.support.language import LENGTH, SAMPLES, Text, adapted, as_ranks, llama, reset_accelerate, whole
 from tests.support.ranks import mesh_of
 from tests.support.tiers import slow
@@ -268,3 +269,23 @@ def test_generation_in_evaluation(ranks: Any, tmp_path: Path) -> None:
     assert tokens.shape == (8, LENGTH + 4)  # padded by one, as the Trainer does
     for mine, my_loss in ranks(4).run(continuations, tmp_path / "four", timeout_s=250):
         assert torch.equal(mine, tokens) and my_loss == pytest.approx(loss, rel=1e-4)
+
+
+def test_accelerate_is_told_of_ranks_without_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes each of them for a job of its own otherwise, with batches of one rank."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert integrations.AutoparallelTrainer and "ACCELERATE_USE_CPU" not in os.environ
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert integrations.AutoparallelTrainer and os.environ["ACCELERATE_USE_CPU"] == "1"
+
+
+def test_arguments_for_other_ranks_than_were_started_are_refused(monkeypatch: pytest.MonkeyPatch,
+                                                                tmp_path: Path) -> None:
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match="are for 1 rank, and 4 were started"):
+        integrations.AutoparallelTrainer(nn.Linear(2, 2), arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import MutableMapping
 from typing import Any
 
 from autoparallel.errors import InputError
@@ -26,11 +27,20 @@ __all__ = ["AcceleratorWriter", "AutoparallelAccelerator", "AutoparallelFabricSt
            "AutoparallelTraining"]
 
 
+def _say_cpus(environment: MutableMapping[str, str]) -> None:
+    """Tell accelerate of ranks without accelerators: it takes each of them for a job of its own otherwise."""
+    import torch  # seconds to import
+
+    if int(environment.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available():
+        environment.setdefault("ACCELERATE_USE_CPU", "1")
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'autoparallel.integrations' has no attribute {name!r}")
     file, extra = _HOMES[name]
     set_torch_variables(os.environ)  # mpirun's and srun's; the libraries read them before they call ours
+    _say_cpus(os.environ)
     try:
         return getattr(importlib.import_module(f"autoparallel.integrations.{file}"), name)
     except ImportError as error:

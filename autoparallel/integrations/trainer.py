@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import convert_to_fp32
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -58,6 +60,11 @@ class AutoparallelTraining(_Base):
         """As the Trainer's, with accelerate's class replaced; refuses ways to distribute that would meet ours."""
         super().create_accelerator_and_postprocess()
         args = self.args
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if args.world_size != ranks:
+            raise InputError(f"TrainingArguments are for {args.world_size} rank{'s' * (args.world_size != 1)}, and "
+                             f"{ranks} were started: each would train batches of its own\n  Import "
+                             "autoparallel.integrations before you make them; on CPUs also use_cpu=True says it.")
         for name in ("fsdp", "deepspeed", "auto_find_batch_size", "torch_compile"):
             if getattr(args, name, None):
                 raise InputError(f"TrainingArguments({name}={shown(getattr(args, name))}): leave it out; what "

@@ -37,7 +37,7 @@ LEAST_ROOM = 0.5
 
 @dataclass(frozen=True)
 class JointResult:
-    """The best plan, the survey of candidates, the number of trial plans, and all combinations that were judged.
+    """The best plan, the survey of candidates, the number planned in full, and all combinations that were judged.
     ``runners_up``: the best plans of the other combinations, best first."""
 
     plan: Plan
@@ -71,7 +71,7 @@ def search_jointly(
             progress(phase, trials.best_s, bound_s)
 
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
-                         lambda count: tell(f"{count} combinations estimated"))
+                         lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"))
     trials = _TrialPlans(in_full, search.estimate, tell)
     for share_of_estimates, share_of_trials in ROUNDS:
         survey = search.run(started + share_of_estimates * time_limit_s)
@@ -87,7 +87,8 @@ def search_jointly(
     if trials.best is None:
         raise trials.nearest or _nothing_found(survey, fixed, cluster, limit_bytes, time_limit_s)
     trials.plan_others(started + time_limit_s)
-    return JointResult(trials.best, survey, trials.planned, tuple(trials.told(survey)), tuple(trials.runners_up()))
+    planned = len({candidate.key for candidate in trials.plans})
+    return JointResult(trials.best, survey, planned, tuple(trials.told(survey)), tuple(trials.runners_up()))
 
 
 def _nothing_found(survey: Survey, fixed: Fixed, cluster: Cluster, limit_bytes: float, time_limit_s: float
@@ -164,7 +165,12 @@ class _TrialPlans:
         """The combinations for the report: planned for the whole model, and only estimated."""
         planned = {candidate.key for candidate in self.plans}
         failed = {candidate.key for candidate, seconds in self.trial_s.items() if seconds == math.inf}
+        best = dict[object, tuple[Candidate, Plan]]()  # a combination may be planned more than once
         for candidate, made in self.plans.items():
+            known = best.setdefault(candidate.key, (candidate, made))
+            if made.prediction.step_s < known[1].prediction.step_s:
+                best[candidate.key] = candidate, made
+        for candidate, made in best.values():
             yield Trial(str(candidate), made.prediction.step_s, made.prediction.peak_bytes)
         for candidate in survey.candidates:
             if candidate.key not in planned and not candidate.is_bound and candidate.estimate_s < math.inf:
@@ -266,5 +272,6 @@ class _TrialPlans:
         if made.prediction.step_s < self.best_s:
             self.best = made
         self.plans[candidate] = replace(made, study=None, recorder=None)
-        self.tell(f"{len(self.plans)} combinations planned in full")
+        count = len({c.key for c in self.plans})
+        self.tell(f"{count} combination{'s' * (count > 1)} planned in full")
         return made.prediction.step_s

@@ -111,7 +111,8 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     The joint search plans few combinations in full, and may have had too little time. The usual plans are priced in
     `USUAL_SHARE` of the time limit, as many as it is enough for; then a plain step is planned in `PLAIN_SHARE` of it,
     if one of them fits."""
-    ends = clock.now() + options.time_limit_s
+    started = clock.now()
+    ends = started + options.time_limit_s
     usual = UsualPlans({}, {}, options.limit_bytes(cluster))
     if mesh_shape is None and not options.pins:
         usual = usual_plans(split, cluster, options, options.time_limit_s * USUAL_SHARE)
@@ -122,7 +123,9 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     tell = _below(options.progress, math.inf if best is None else best.prediction.step_s)
     within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
     try:
+        seconds = {"usual plans and plain step": clock.now() - started}
         found = plan_jointly(split, cluster, mesh_shape, within)
+        found = replace(found, evidence=replace(found.evidence, seconds={**found.evidence.seconds, **seconds}))
     except (InfeasibleError, SearchError):
         if best is None:
             raise

@@ -124,8 +124,8 @@ def _others(report: Report) -> str:
     by_hand = [one for one in others if one.by_hand]
     fit = [one for one in by_hand if _fits(report.memory, one.peak_bytes)]
     large = [one for one in by_hand if one not in fit]
-    usual = f"the fastest of {len(by_hand)} usual plans by hand that were priced, " if len(by_hand) > 1 else \
-        "the usual plan by hand "
+    usual = f"of {len(by_hand)} other plans by hand that were priced, the fastest that fits is " \
+        if len(by_hand) > 1 else "the usual plan by hand "
     parts = [_slower(report.speed, one, usual) for one in fit[:1]]
     parts += [f"{one.by_hand} needs {bytes_str(one.peak_bytes)}" for one in large[:1]]
     found = [one for one in others if not one.by_hand]
