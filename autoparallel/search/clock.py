@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-#: Seconds of a unit of work on one core, as fitted (docs/measurements/planning.md). What is not listed is done in
-#: proportion to these.
+#: Seconds of a unit of work on one core. Fitted to joint searches (docs/measurements/planning.md), which had too little
+#: of the last five kinds to tell: these are estimates. Work that is not listed is taken as in proportion to what is.
 RATES: Mapping[str, float] = {
     "decisions read": 1.2e-5, # of a strategy graph, into a search problem
     "decisions made": 6e-5,  # of a new strategy graph, with their unit costs
@@ -22,11 +22,11 @@ RATES: Mapping[str, float] = {
     "tables named": 3.5e-6,
     "tables made": 8e-5,     # in an elimination
     "cells added": 3.5e-9,   # in them
-    "cells passed": 3.5e-8,  # by a round of local search, or of merging nodes
     "messages sent": 9.5e-6,
+    "moves tried": 1e-5,     # by local search
+    "cells passed": 3.5e-8,  # by a round of local search, or of merging nodes
     "rows compared": 1e-6,
     "nodes judged": 1e-6,    # of a plan, and edges
-    "moves tried": 1e-5,     # by local search
     "variables branched": 1e-6,  # by HiGHS, at a node of its search tree
     "rows pivoted": 1e-8,
 }
@@ -86,6 +86,11 @@ def is_counted() -> bool:
     return _clock.until is not None
 
 
+def emergency_s() -> float:
+    """Seconds of the wall clock until all time is up, within `counted`."""
+    return 0.0 if _clock.until is None else max(0.0, _clock.until - time.monotonic())
+
+
 def spent_s() -> float:
     """Seconds that were counted within this thread's present, or last, `counted`."""
     return _clock.counted_s - _clock.started_s
@@ -107,4 +112,4 @@ def waiting() -> Iterator[None]:
         _clock.waited_s += max(0.0, time.monotonic() - wall - (time.thread_time() - cpu))
 
 
-__all__ = ["counted", "did", "is_counted", "now", "spent_s", "waiting", "was_late"]
+__all__ = ["counted", "did", "emergency_s", "is_counted", "now", "spent_s", "waiting", "was_late"]

@@ -155,7 +155,7 @@ def run_highs(model: LinearModel, deadline: float, cutoff: float = FORBIDDEN, br
     if clock.is_counted():
         most = left / (clock.RATES["variables branched"] * model.num_variables)
         branches = min(branches or sys.maxsize, 1 + int(min(most, 1e9)))
-        left *= clock.EMERGENCY
+        left = clock.emergency_s()
     until = None if left == FORBIDDEN else time.time() + left - min(GRACE_S, GRACE_SHARE * left)
     answer = _process.ask({**model.message(scale), "gap": RELATIVE_GAP, "nodes": branches, "until": until}, left)
     if answer is None:
