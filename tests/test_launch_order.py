@@ -62,6 +62,42 @@ def test_simulated_collectives_are_those_of_the_run(case_name: str, mesh_shape: 
     check_order(case.build(), *case.inputs(batch), mesh_shape, 0, hybrid, monkeypatch)
 
 
+def pipeline(schedule: str, zero_stage: int, recompute: str = "none", stages: int = 2, replicas: tuple[int, ...] = ()
+             ) -> Hybrid:
+    """Of four micro-batches; `check_order` draws the cuts."""
+    return Hybrid(4, stages, sum(replicas) or 2, schedule, zero_stage=zero_stage, recompute=recompute,
+                  replicas=replicas)
+
+
+@pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
+    ("mlp", (2,), pipeline("gpipe", 1)), ("gpt2", (2,), pipeline("1f1b", 3)),
+    ("bert", (2,), pipeline("interleaved", 2, "full", 4)), ("mlp", (2,), pipeline("zero_bubble", 2)),
+    slow("llama", (2,), pipeline("1f1b", 3, "selective")), slow("gpt2", (2,), pipeline("1f1b", 1, "full", 2, (1, 2))),
+], ids=str)
+def test_simulated_collectives_and_messages_of_pipelines_are_those_of_the_run(
+    case_name: str, mesh_shape: tuple[int, ...], hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = CASES[case_name]
+    check_order(case.build(), *case.inputs(8), mesh_shape, 0, hybrid, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 2), ("1f1b", 2), ("interleaved", 4)])
+@pytest.mark.parametrize(("case_name", "mesh_shape"), [("mlp", (4,)), ("gpt2", (2,)), ("bert", (2,)),
+                                                       ("llama", (2, 2)), ("vit", (2,)), ("t5", (2,))])
+def test_simulated_collectives_and_messages_of_pipelines_in_each_model(
+    case_name: str, mesh_shape: tuple[int, ...], schedule: str, stages: int, zero_stage: int, recompute: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if stages > 2 and recompute != "none":
+        pytest.skip("drawn cuts inside recomputed blocks: not the same yet (autoparallel/schedule/README.md)")
+    case, hybrid = CASES[case_name], pipeline(schedule, zero_stage, recompute, stages)
+    for seed in (1, 2):
+        check_order(case.build(), *case.inputs(8), mesh_shape, seed, hybrid, monkeypatch)
+
+
 #: Batch norm, and losses of routers over the batch.
 ACROSS_SAMPLES = {"resnet", "mixtral", "deepseek_v3"}
 

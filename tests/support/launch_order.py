@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from autoparallel.capture import capture
-from autoparallel.partition import split_batch
+from autoparallel.partition import split_batch, stages_of
+from autoparallel.partition.stages import flow_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.pricing.overlap_simulation import Launch, RankStep
-from autoparallel.strategies.space import StrategySpace
+from autoparallel.pricing.overlap_simulation import Launch, Passed, RankStep, Wait
+from autoparallel.pricing.pipeline_steps import PipelineRankStep
+from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
-from tests.support.recorded import Event, RecordedStep, recorded_step
+from tests.support.recorded import Event, Recorded
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=8)
 
@@ -29,34 +31,76 @@ def sorted_waits(events: Sequence[Event]) -> list[Event]:
             for event in (sorted(run) if waits else run)]
 
 
-def simulated(step: RankStep) -> list[Event]:
-    """What a rank launches and awaits in a step, as the simulation has it."""
+def simulated(communication: Iterable[Launch | Wait | Passed]) -> list[Event]:
+    """What a rank launches, awaits and sends in a step, as the simulation has it."""
     numbers, found = dict[int, int](), list[Event]()
-    for event in step.communication():
+    for event in communication:
         if isinstance(event, Launch):
             numbers[event.task] = sum(one[0] == "launch" for one in found)
             found.append(("launch", *event.message))
+        elif isinstance(event, Passed):
+            found.append(("send" if event.sent else "receive", event.peer, event.num_bytes))
         else:
             found.append(("wait", numbers[event.task]))
     return found
 
 
+@dataclass
+class Drawn:
+    """A model in micro-batches on a mesh, with random strategies: what a run launches, and what is simulated."""
+
+    model: torch.nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    mesh_shape: tuple[int, ...]
+    seed: int
+    hybrid: Hybrid
+    monkeypatch: pytest.MonkeyPatch
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(1)
+        self.micro = split_batch(capture(self.model, self.args, self.kwargs), self.hybrid.micro_batches)
+        self.space, self.draw = StrategySpace(self.micro.body, self.mesh_shape), random.Random(self.seed)
+        self.prices = Prices(self.space, CLUSTER, stages=self.hybrid.pipeline_ranks)
+        self.strategies = tuple(self.draw.choice(strategy_set.strategies) for strategy_set in self.space.strategy_sets)
+        self.recorded = self.recorded_with(self.strategies)
+
+    def recorded_with(self, strategies: Sequence[Strategy]) -> Recorded:
+        return Recorded(self.model, self.args, self.kwargs, self.micro, self.space, strategies, self.prices.path,
+                        self.monkeypatch)
+
+    def check_order(self) -> None:
+        """A rank launches and awaits what the simulation does: kind, axis, bytes and order. Interleaved micro-batches
+        give it the gradients that they have one after the other (not compared where ops draw random numbers: ranks that
+        are threads share torch's generator)."""
+        pricer = SpacePricer(self.prices, counts=ExecutionCounts(self.space, self.hybrid))
+        told, found = simulated(RankStep(pricer, self.strategies).communication()), self.recorded.step(self.hybrid)
+        assert sorted_waits(found.events) == sorted_waits(told)
+        if self.hybrid.copies > 1 and not any(s.rule is not None and s.rule.random for s in self.space.strategy_sets):
+            alone = self.recorded.step(replace(self.hybrid, copies=1))
+            torch.testing.assert_close(found.gradients, alone.gradients, rtol=1e-4, atol=1e-6)
+
+    def check_pipeline(self) -> None:
+        """The same on each rank of a pipeline with random cuts; with sends, and receives where they are awaited."""
+        assert self.micro.loss is not None
+        flow = flow_of(self.space, self.micro.loss)
+        ops = [self.space.decisions[index].name for index in flow.main if self.space.decisions[index].kind == "op"]
+        cuts = sorted(self.draw.sample(range(1, len(ops)), self.hybrid.stages - 1))
+        hybrid = replace(self.hybrid, cuts=tuple(ops[n] for n in cuts))
+        stages = stages_of(self.space, self.micro.loss, hybrid)
+        counts = ExecutionCounts(self.space, hybrid, stages.of_decisions(len(self.space)))
+        pricer, sent = SpacePricer(self.prices, counts=counts), stages.sent_values(self.space, self.strategies)
+        found = self.recorded.pipeline(hybrid, stages)
+        for rank, ran in enumerate(found):
+            told = simulated(PipelineRankStep(pricer, self.strategies, rank, sent).communication())
+            assert sorted_waits(ran.events) == sorted_waits(told), f"pipeline rank {rank}, cuts {hybrid.cuts}"
+
+
 def check_order(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_shape: tuple[int, ...],
                 seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the random plan of this seed, a rank launches and awaits what the simulation does: kind, axis, bytes and
-    order. Interleaved micro-batches give it the gradients that they have one after the other (not compared where ops
-    draw random numbers: ranks that are threads share torch's generator)."""
-    torch.set_num_threads(1)
-    micro = split_batch(capture(model, args, kwargs), hybrid.micro_batches)
-    space = StrategySpace(micro.body, mesh_shape)
-    draw, prices = random.Random(seed), Prices(space, CLUSTER)
-    strategies = tuple(draw.choice(strategy_set.strategies) for strategy_set in space.strategy_sets)
-    told = simulated(RankStep(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies))
-
-    def run(step: Hybrid) -> RecordedStep:
-        return recorded_step(model, args, kwargs, micro, space, strategies, prices.path, step, monkeypatch)
-
-    found = run(hybrid)
-    assert sorted_waits(found.events) == sorted_waits(told)
-    if hybrid.copies > 1 and not any(s.rule is not None and s.rule.random for s in space.strategy_sets):
-        torch.testing.assert_close(found.gradients, run(replace(hybrid, copies=1)).gradients, rtol=1e-4, atol=1e-6)
+    """`Drawn.check_order`; with stages `Drawn.check_pipeline`."""
+    drawn = Drawn(model, args, kwargs, mesh_shape, seed, hybrid, monkeypatch)
+    if hybrid.stages > 1:
+        drawn.check_pipeline()
+    else:
+        drawn.check_order()
