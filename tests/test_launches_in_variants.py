@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ from torch import nn
 from autoparallel.plans import Hybrid
 from autoparallel.pricing.unit_costs import Inside
 from autoparallel.strategies.space import Strategy, StrategySet
-from tests.support.launch_order import Drawn
-from tests.support.models import CASES
+from tests.support.launch_order import Drawn, drawn_of
 from tests.support.tiers import slow
 
 #: Launches by (action, bytes on the fullest rank).
@@ -57,10 +56,8 @@ def rows_of(s: StrategySet, variant: str) -> list[int]:
     return [number for number, row in enumerate(s.axis_strategies) if row.variant == variant and row.inside]
 
 
-def check(model: nn.Module, kwargs: Mapping[str, torch.Tensor], variant: str, monkeypatch: pytest.MonkeyPatch,
-          count: int = 1) -> None:
+def check(drawn: Drawn, variant: str, count: int = 1) -> None:
     """For the first ``count`` ops that have the variant, each alone in its plan."""
-    drawn = Drawn(model, (), kwargs, (RANKS,), 0, Hybrid(), monkeypatch)
     sets = drawn.space.strategy_sets
     plain = [next(st for st in s.strategies
                   if not any(s.axis_strategies[row].inside for row in s.array[s.position[st]].tolist())) for s in sets]
@@ -99,14 +96,19 @@ class Borders(nn.Module):
         return self.second(self.first(x)).square().sum()
 
 
+def drawn(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    return Drawn(model, (x,), {}, (RANKS,), 0, Hybrid(), monkeypatch)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_ring_attention(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(Attention(causal), {"x": torch.randn(2, 2, 16, 8)}, "ring", monkeypatch)
+    check(drawn(Attention(causal), torch.randn(2, 2, 16, 8), monkeypatch), "ring")
 
 
 @pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (1, 1), (3, 2)])
 def test_borders(kernel: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(Borders(kernel, stride), {"x": torch.randn(2, 3, 16, 16)}, "windows", monkeypatch, 2 if kernel > 1 else 1)
+    made = drawn(Borders(kernel, stride), torch.randn(2, 3, 16, 16), monkeypatch)
+    check(made, "windows", 2 if kernel > 1 else 1)
 
 
 @pytest.mark.parametrize(("case_name", "variant"), [
@@ -115,7 +117,4 @@ def test_borders(kernel: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> N
     slow("bert", "norms"), slow("vit", "norms"), slow("gpt2", "ring"),
 ])
 def test_variants_of_models(case_name: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[case_name]
-    args, kwargs = case.inputs(8)
-    assert not args
-    check(case.build(), kwargs, variant, monkeypatch)
+    check(drawn_of(case_name, (RANKS,), 0, Hybrid(), monkeypatch), variant)

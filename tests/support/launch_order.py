@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from autoparallel.capture import capture
+from autoparallel.capture import OpGraph, capture
 from autoparallel.partition import split_batch, stages_of
 from autoparallel.partition.stages import flow_of
 from autoparallel.plans import Hybrid
@@ -20,6 +20,8 @@ from autoparallel.pricing.overlap_simulation import Launch, Passed, RankStep, Wa
 from autoparallel.pricing.pipeline_steps import PipelineRankStep
 from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
+from tests.support.captured import graph_of
+from tests.support.models import CASES
 from tests.support.recorded import Event, Recorded
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=8)
@@ -45,23 +47,19 @@ def simulated(communication: Iterable[Launch | Wait | Passed]) -> list[Event]:
     return found
 
 
-@dataclass
 class Drawn:
-    """A model in micro-batches on a mesh, with random strategies: what a run launches, and what is simulated."""
+    """A model in micro-batches on a mesh, with random strategies: what a run launches, and what is simulated.
+    ``graph``: of the model, if it is captured already."""
 
-    model: torch.nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    mesh_shape: tuple[int, ...]
-    seed: int
-    hybrid: Hybrid
-    monkeypatch: pytest.MonkeyPatch
-
-    def __post_init__(self) -> None:
+    def __init__(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
+                 mesh_shape: tuple[int, ...], seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
+                 graph: OpGraph | None = None) -> None:
         torch.set_num_threads(1)
-        self.micro = split_batch(capture(self.model, self.args, self.kwargs), self.hybrid.micro_batches)
-        self.space, self.draw = StrategySpace(self.micro.body, self.mesh_shape), random.Random(self.seed)
-        self.prices = Prices(self.space, CLUSTER, stages=self.hybrid.pipeline_ranks)
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.hybrid, self.monkeypatch = hybrid, monkeypatch
+        self.micro = split_batch(graph or capture(model, args, kwargs), hybrid.micro_batches)
+        self.space, self.draw = StrategySpace(self.micro.body, mesh_shape), random.Random(seed)
+        self.prices = Prices(self.space, CLUSTER, stages=hybrid.pipeline_ranks)
         self.strategies = tuple(self.draw.choice(strategy_set.strategies) for strategy_set in self.space.strategy_sets)
         self.recorded = self.recorded_with(self.strategies)
 
@@ -96,11 +94,17 @@ class Drawn:
             assert sorted_waits(ran.events) == sorted_waits(told), f"pipeline rank {rank}, cuts {hybrid.cuts}"
 
 
-def check_order(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_shape: tuple[int, ...],
-                seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Drawn.check_order`; with stages `Drawn.check_pipeline`."""
-    drawn = Drawn(model, args, kwargs, mesh_shape, seed, hybrid, monkeypatch)
+def check_order(case_name: str, mesh_shape: tuple[int, ...], seed: int, hybrid: Hybrid,
+                monkeypatch: pytest.MonkeyPatch, batch: int = 8) -> None:
+    """`Drawn.check_order` of a case; with stages `Drawn.check_pipeline`."""
+    drawn = drawn_of(case_name, mesh_shape, seed, hybrid, monkeypatch, batch)
     if hybrid.stages > 1:
         drawn.check_pipeline()
     else:
         drawn.check_order()
+
+
+def drawn_of(case_name: str, mesh_shape: tuple[int, ...], seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
+             batch: int = 8) -> Drawn:
+    case = CASES[case_name]
+    return Drawn(case.build(), *case.inputs(batch), mesh_shape, seed, hybrid, monkeypatch, graph_of(case_name, batch))
