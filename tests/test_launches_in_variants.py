@@ -105,14 +105,14 @@ def test_ring_attention(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     check(drawn(Attention(causal), torch.randn(2, 2, 16, 8), monkeypatch), "ring")
 
 
-@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (1, 1), (3, 2)])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), slow(5, 1), (1, 1), slow(3, 2)])
 def test_borders(kernel: int, stride: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = drawn(Borders(kernel, stride), torch.randn(2, 3, 16, 16), monkeypatch)
     check(made, "windows", 2 if kernel > 1 else 1)
 
 
 @pytest.mark.parametrize(("case_name", "variant"), [
-    ("gpt2", "sections"), ("gpt2", "norms"), ("gpt2", "classes"), ("mixtral", "softmax"),
+    ("gpt2", "sections"), ("gpt2", "norms"), ("gpt2", "classes"), slow("mixtral", "softmax"),
     *(slow("llama", variant) for variant in ("ring", "classes")), slow("resnet", "windows"),
     slow("bert", "norms"), slow("vit", "norms"), slow("gpt2", "ring"),
 ])
