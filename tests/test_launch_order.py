@@ -88,8 +88,8 @@ def test_simulated_collectives_and_messages_of_pipelines_in_each_model(
     case_name: str, mesh_shape: tuple[int, ...], schedule: str, stages: int, zero_stage: int, recompute: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if stages > 2 and recompute != "none":
-        pytest.skip("drawn cuts inside recomputed blocks: not the same yet (autoparallel/schedule/README.md)")
+    if (case_name, stages, recompute) == ("llama", 4, "full"):
+        pytest.skip("a block cut apart is recomputed later than simulated (autoparallel/schedule/README.md)")
     for seed in (1, 2):
         check_order(case_name, mesh_shape, seed, pipeline(schedule, zero_stage, recompute, stages), monkeypatch)
 
