@@ -13,7 +13,7 @@ from typing import Protocol
 
 from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError, InfeasibleError, SearchError
-from autoparallel.planning.candidates import Candidate, Fixed
+from autoparallel.planning.candidates import Candidate, Combination, Fixed
 from autoparallel.planning.joint_candidates import JointSearch, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
@@ -64,13 +64,15 @@ class RecomputeLess(Protocol):
 
 def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
-    in_full: InFull, recompute_less: RecomputeLess | None = None, progress: Progress | None = None,
+    in_full: InFull, recompute_less: RecomputeLess | None = None, starts: Sequence[Candidate] = (),
+    progress: Progress | None = None,
 ) -> JointResult:
     """The best plan over all combinations that ``fixed`` leaves open.
 
-    Candidates are estimated, and the best of them get trial plans until no estimate beats the best trial plan. A second
-    round does the same with what the trial plans have shown. The best that recompute are tried with fewer recomputed
-    blocks (``recompute_less``; None: all or nothing). The remaining time goes to a full search from the best ones.
+    Candidates are estimated, and the best of them get trial plans until no estimate beats the best trial plan; so do
+    ``starts``, whose estimates are seconds of whole plans. A second round does the same with what the trial plans have
+    shown. The best that recompute are tried with fewer recomputed blocks
+    (``recompute_less``; None: all or nothing). The remaining time goes to a full search from the best ones.
     ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
     combinations. Raises InfeasibleError if nothing fits, or nothing was planned in time.
     """
@@ -83,6 +85,9 @@ def search_jointly(
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
                          lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"))
     trials = _TrialPlans(in_full, search.estimate, tell)
+    trials.left += starts
+    trials.sure |= {c.key for c in starts}
+    search.known.update({c.key: c for c in starts})
     for share_of_estimates, share_of_trials in ROUNDS:
         survey = search.run(started + share_of_estimates * time_limit_s)
         bound_s = survey.bound_s
@@ -138,7 +143,8 @@ def _figures(plan: Plan) -> tuple[object, ...]:
 
 
 class _TrialPlans:
-    """Trial plans of the whole model, in order of expected seconds.
+    """Trial plans of the whole model, in order of expected seconds. Estimates of ``sure`` combinations are seconds of
+    whole plans.
 
     Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline
     (stages are never quite equal, the less so the more there are). For a kind not tried yet it is the smallest ratio
@@ -158,6 +164,7 @@ class _TrialPlans:
         self.plans: dict[Candidate, Plan] = {}
         self.ratios: dict[tuple[int, int, str], float] = {}
         self.failed: dict[Hybrid, float] = {}
+        self.sure = set[Combination]()
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Add candidates; while none has a finite estimate, a few without one are taken."""
@@ -215,8 +222,8 @@ class _TrialPlans:
         """The expected seconds of a candidate's plan: those of its trial plan, if one fits. ``excess``: the assumed
         ratio of pipelines to their estimates, before the first trial plan of one."""
         trial_s = self.trial_s.get(candidate, math.inf)
-        if trial_s < math.inf:
-            return trial_s
+        if trial_s < math.inf or candidate.key in self.sure:
+            return trial_s if trial_s < math.inf else candidate.estimate_s
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
         typical = min(pipelined, default=excess) if candidate.hybrid.stages > 1 else 1.0
         ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
@@ -244,7 +251,7 @@ class _TrialPlans:
                 self.left.append(again)
             elif step_s == math.inf:  # estimates may be too low on other meshes as well
                 self.failed[candidate.hybrid] = FAILED_RATIO * self.failed.get(candidate.hybrid, 1.0)
-            elif math.isfinite(candidate.estimate_s):
+            elif math.isfinite(candidate.estimate_s) and candidate.key not in self.sure:
                 self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
 
     def recompute_less(self, of_plan: RecomputeLess, deadline: float) -> None:
