@@ -22,10 +22,11 @@ from cost_models import Cluster
 
 #: Smallest time limit of the final full search.
 LEAST_FULL_S = 10.0
-#: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round. The share
-#: at which trial plans with fewer recomputed blocks end; so many combinations get them at most.
-ROUNDS = ((0.4, 0.6), (0.65, 0.75))
-FEWER_RECOMPUTED, MOST_FEWER = 0.9, 3
+#: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round.
+ROUNDS = ((0.4, 0.6), (0.75, 0.85))
+#: The share that the second round leaves to trial plans with fewer recomputed blocks, if there is any use for them; the
+#: share at which these end; the number of combinations that get them at most.
+RESERVED, FEWER_RECOMPUTED, MOST_FEWER = 0.1, 0.9, 3
 #: Most trial plans; most that are tried without one that fits; factors on expected seconds after a failure, and of
 #: pipelines before the first trial plan; time limit of one trial plan.
 MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.15, 2.0
@@ -89,10 +90,11 @@ def search_jointly(
     trials.sure |= {c.key for c in starts}
     search.known.update({c.key: c for c in starts})
     for share_of_estimates, share_of_trials in ROUNDS:
-        survey = search.run(started + share_of_estimates * time_limit_s)
+        spare = RESERVED if recompute_less is not None and trials.recomputing else 0.0
+        survey = search.run(started + (share_of_estimates - spare) * time_limit_s)
         bound_s = survey.bound_s
         trials.add(survey.candidates)
-        trials.run(started + share_of_trials * time_limit_s)
+        trials.run(started + (share_of_trials - spare) * time_limit_s)
         search.known.update({c.key: c for c in trials.updated()})
     if recompute_less is not None:
         trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)
@@ -254,20 +256,25 @@ class _TrialPlans:
             elif math.isfinite(candidate.estimate_s) and candidate.key not in self.sure:
                 self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
 
+    @property
+    def recomputing(self) -> list[Candidate]:
+        """Those whose plans would be the best if they recomputed nothing, fastest first."""
+        def is_hopeful(plan: Plan) -> bool:
+            p = plan.prediction
+            return plan.hybrid.recompute != "none" and p.step_s - p.recompute_s < self.best_s
+
+        some = [candidate for candidate, plan in self.plans.items() if is_hopeful(plan)]
+        return sorted(some, key=lambda candidate: self.plans[candidate].prediction.step_s)
+
     def recompute_less(self, of_plan: RecomputeLess, deadline: float) -> None:
-        """Try the best trial plans that recompute with fewer recomputed blocks, where the best could be among them: at
-        least one, and `MOST_FEWER` at most until the deadline."""
-        tried = 0
-        for candidate in sorted(self.plans, key=lambda c: self.plans[c].prediction.step_s):
-            plan, p = self.plans[candidate], self.plans[candidate].prediction
-            if plan.hybrid.recompute == "none" or p.step_s - p.recompute_s >= self.best_s:
+        """Try the best trial plans with fewer recomputed blocks, if these could make one the best: the first, and up
+        to `MOST_FEWER` until the deadline."""
+        for tried, candidate in enumerate(self.recomputing[:MOST_FEWER]):
+            if (tried and clock.now() >= deadline) or candidate not in self.recomputing:
                 continue
-            if tried == MOST_FEWER or (tried and clock.now() >= deadline):
-                break
             share = (deadline - clock.now()) / (MOST_FEWER - tried)
-            tried += 1
-            made = of_plan(plan, clock.now() + max(share, LEAST_FULL_S), TRIAL_S, "local")
-            if made.prediction.step_s < p.step_s:
+            made = of_plan(self.plans[candidate], clock.now() + max(share, LEAST_FULL_S), TRIAL_S, "local")
+            if made.prediction.step_s < self.plans[candidate].prediction.step_s:
                 self._keep(candidate, made)
                 self.trial_s[candidate] = made.prediction.step_s
 
