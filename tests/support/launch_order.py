@@ -13,7 +13,7 @@ import torch
 
 from autoparallel.capture import OpGraph, capture
 from autoparallel.partition import split_batch, stages_of
-from autoparallel.partition.stages import flow_of
+from autoparallel.partition.stages import Stages, flow_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
 from autoparallel.pricing.overlap_simulation import Launch, Passed, RankStep, Wait
@@ -22,7 +22,7 @@ from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
 from tests.support.captured import graph_of
 from tests.support.models import CASES
-from tests.support.recorded import Event, Recorded
+from tests.support.recorded import Event, Recorded, RecordedStep
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=8)
 
@@ -79,7 +79,8 @@ class Drawn:
             torch.testing.assert_close(found.gradients, alone.gradients, rtol=1e-4, atol=1e-6)
 
     def check_pipeline(self) -> None:
-        """The same on each rank of a pipeline with random cuts; with sends, and receives where they are awaited."""
+        """The same on each rank of a pipeline with random cuts; with sends, and receives where they are awaited. Zero
+        bubble gives the gradients of 1F1B."""
         assert self.micro.loss is not None
         flow = flow_of(self.space, self.micro.loss)
         ops = [self.space.decisions[index].name for index in flow.main if self.space.decisions[index].kind == "op"]
@@ -92,6 +93,13 @@ class Drawn:
         for rank, ran in enumerate(found):
             told = simulated(PipelineRankStep(pricer, self.strategies, rank, sent).communication())
             assert sorted_waits(ran.events) == sorted_waits(told), f"pipeline rank {rank}, cuts {hybrid.cuts}"
+        if hybrid.schedule == "zero_bubble":
+            self.check_gradients(found, hybrid, stages)
+
+    def check_gradients(self, found: Sequence[RecordedStep], hybrid: Hybrid, stages: Stages) -> None:
+        expected = self.recorded.pipeline(replace(hybrid, schedule="1f1b"), stages)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine.gradients, theirs.gradients, rtol=1e-4, atol=1e-6)
 
 
 def check_order(case_name: str, mesh_shape: tuple[int, ...], seed: int, hybrid: Hybrid,
