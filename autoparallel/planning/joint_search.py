@@ -88,7 +88,6 @@ def search_jointly(
     trials = _TrialPlans(in_full, search.estimate, tell)
     trials.left += starts
     trials.sure |= {c.key for c in starts}
-    search.known.update({c.key: c for c in starts})
     for share_of_estimates, share_of_trials in ROUNDS:
         spare = RESERVED if recompute_less is not None and trials.recomputing else 0.0
         survey = search.run(started + (share_of_estimates - spare) * time_limit_s)
