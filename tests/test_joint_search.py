@@ -183,6 +183,34 @@ def test_trial_plans_are_ordered_by_the_ratios_of_their_kind() -> None:
     assert len(list(lost.in_order())) == 1 and lost.best is None
 
 
+def test_the_best_trial_plans_are_tried_with_fewer_recomputed_blocks() -> None:
+    """Where one of them could become the best: not those that are slower without any recompute."""
+    some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
+
+    def plan(micro_batches: int, step_s: float, recompute_s: float) -> autoparallel.Plan:
+        more = dataclasses.replace(some.prediction, waiting_s=step_s - some.prediction.step_s, recompute_s=recompute_s)
+        hybrid = Hybrid(micro_batches, recompute="full" if recompute_s else "none")
+        return dataclasses.replace(some, prediction=more, hybrid=hybrid)
+
+    plans = {1: plan(1, 1.0, 0.0), 2: plan(2, 1.1, 0.3), 4: plan(4, 1.2, 0.1)}
+
+    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
+        return plans[candidate.hybrid.micro_batches]
+
+    trial_plans, asked = _TrialPlans(in_full, lambda candidate, best_s: candidate), list[int]()
+    for made in plans.values():
+        candidate = Candidate(made.hybrid, (2,), 0.9, lambda space: [])
+        trial_plans.trial_s[candidate] = trial_plans.take(candidate, 1.0)
+
+    def less(made: autoparallel.Plan, deadline: float, seconds: float, search: str = "auto") -> autoparallel.Plan:
+        asked.append(made.hybrid.micro_batches)
+        return plan(2, 0.9, 0.1)
+
+    trial_plans.recompute_less(less, math.inf)
+    assert asked == [2] and trial_plans.best_s == pytest.approx(0.9)
+    assert next(iter(trial_plans.in_order())).hybrid.micro_batches == 2
+
+
 def test_candidates_above_their_estimated_memory_are_estimated_with_less() -> None:
     """A trial plan that does not fit is estimated again with less memory, by the factor of its excess, if possible."""
     some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))

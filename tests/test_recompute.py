@@ -15,6 +15,7 @@ from autoparallel.errors import InfeasibleError
 from autoparallel.kernels.variants import causal_queries
 from autoparallel.planning.recompute import fewest_recomputed
 from autoparallel.plans import Hybrid
+from autoparallel.schedule.in_flight import in_flight
 from tests.support.models import CASES
 from tests.support.plans import half_recomputed
 from tests.support.ranks import mesh_of
@@ -79,6 +80,32 @@ def test_stages_that_hold_more_recompute_more() -> None:
     best = fewest_recomputed(whole, [list("abcd"), list("efgh")], make)
     assert best.hybrid.recompute_blocks == ("a", "b") and len(tried) <= 3
     assert fewest_recomputed(whole, [list("abcd"), list("efgh")], make, deadline=0.0) is whole
+
+
+def test_ranks_keep_activations_where_the_fewest_are_in_flight() -> None:
+    """Of a rank with several stages first the later ones; at most as many as memory takes, with few plans tried."""
+    plan = half_recomputed(CASES["llama"], (2, 2))
+    blocks = [[f"{stage}.{block}" for block in range(4)] for stage in range(8)]
+    hybrid = Hybrid(16, 8, 2, schedule="interleaved", recompute="full")
+    held = [in_flight(hybrid, stage) for stage in range(8)]
+    limit, tried = 24.0, list[list[int]]()
+
+    def made(again: tuple[str, ...] | None) -> autoparallel.Plan:
+        kept = [0 if again is None else sum(path not in again for path in of_stage) for of_stage in blocks]
+        peaks = [sum(kept[s] * held[s] for s in hybrid.stages_of(rank)) for rank in range(2)]
+        if max(peaks) > limit:
+            raise InfeasibleError("too much")
+        prediction = dataclasses.replace(plan.prediction, limit_bytes=limit, peak_bytes=float(max(peaks)),
+                                         forward_s=plan.prediction.forward_s * (1 - sum(kept) / 100))
+        tried.append(kept)
+        return dataclasses.replace(plan, prediction=prediction,
+                                   hybrid=dataclasses.replace(hybrid, recompute_blocks=again))
+
+    best = fewest_recomputed(made(None), blocks, made)
+    kept = tried[-1]
+    assert held == sorted(held, reverse=True) and held[0] > held[-1]
+    assert all(kept[s] <= kept[s + 2] for s in range(6)) and best.prediction.peak_bytes > limit - held[0]
+    assert len(tried) <= 5 and not set(best.hybrid.recompute_blocks or ()) & {"7.3", "6.3"}
 
 
 @pytest.mark.parametrize(("micro_batches", "stages"), [(2, 1), (4, 2)])

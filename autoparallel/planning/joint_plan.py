@@ -57,20 +57,22 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
                 made = min(made, again, key=lambda p: p.prediction.step_s)
         return made
 
-    def with_blocks(whole: Plan, again: tuple[str, ...]) -> Plan:
-        candidate = Candidate(
-            replace(whole.hybrid, recompute_blocks=again), whole.mesh_shape, first=whole.strategies_on
-        )
-        return in_full(candidate, min(options.time_limit_s / RECOMPUTE_TRIES, deadline - clock.now()))
+    def recompute_less(plan: Plan, deadline: float, seconds: float, search: str = options.search) -> Plan:
+        def with_blocks(again: tuple[str, ...]) -> Plan:
+            hybrid = replace(plan.hybrid, recompute_blocks=again)
+            candidate = Candidate(hybrid, plan.mesh_shape, first=plan.strategies_on)
+            return in_full(candidate, min(seconds, deadline - clock.now()), search)
+
+        micro = split(plan.hybrid.micro_batches)
+        space = StrategySpace(micro.body, plan.mesh_shape)
+        blocks = stages_of(space, micro.loss, plan.hybrid).blocks(space)
+        return fewest_recomputed(plan, blocks, with_blocks, deadline)
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
-                           options.time_limit_s, in_full, options.progress)
+                           options.time_limit_s, in_full, recompute_less if open_ else None, options.progress)
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
-        micro = split(best.hybrid.micro_batches)
-        space = StrategySpace(micro.body, best.mesh_shape)
-        blocks = stages_of(space, micro.loss, best.hybrid).blocks(space)
-        best = fewest_recomputed(best, blocks, partial(with_blocks, best), deadline)
+        best = recompute_less(best, deadline, options.time_limit_s / RECOMPUTE_TRIES)
     evidence, seen = best.evidence, found.survey
     counts = Combinations(len(seen.candidates), seen.without_plan, found.planned, seen.pruned, seen.left)
     seconds = {**evidence.seconds, "joint": clock.now() - started}

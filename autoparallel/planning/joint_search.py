@@ -22,8 +22,10 @@ from cost_models import Cluster
 
 #: Smallest time limit of the final full search.
 LEAST_FULL_S = 10.0
-#: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round.
-ROUNDS = ((0.4, 0.6), (0.75, 0.85))
+#: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round. The share
+#: at which trial plans with fewer recomputed blocks end; so many combinations get them at most.
+ROUNDS = ((0.4, 0.6), (0.65, 0.75))
+FEWER_RECOMPUTED, MOST_FEWER = 0.9, 3
 #: Most trial plans; most that are tried without one that fits; factors on expected seconds after a failure, and of
 #: pipelines before the first trial plan; time limit of one trial plan.
 MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.15, 2.0
@@ -53,15 +55,23 @@ class InFull(Protocol):
     def __call__(self, candidate: Candidate, seconds: float, search: str = ...) -> Plan: ...
 
 
+class RecomputeLess(Protocol):
+    """The plan, or a faster one of the same combination that recomputes fewer blocks, found until `search.clock`
+    reaches ``deadline``; by trial plans of at most ``seconds`` each and the named search."""
+
+    def __call__(self, plan: Plan, deadline: float, seconds: float, search: str = ...) -> Plan: ...
+
+
 def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
-    in_full: InFull, progress: Progress | None = None,
+    in_full: InFull, recompute_less: RecomputeLess | None = None, progress: Progress | None = None,
 ) -> JointResult:
     """The best plan over all combinations that ``fixed`` leaves open.
 
     Candidates are estimated, and the best of them get trial plans until no estimate beats the best trial plan. A second
-    round does the same with what the trial plans have shown. The remaining time goes to a full search from the best
-    ones. ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
+    round does the same with what the trial plans have shown. The best that recompute are tried with fewer recomputed
+    blocks (``recompute_less``; None: all or nothing). The remaining time goes to a full search from the best ones.
+    ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
     combinations. Raises InfeasibleError if nothing fits, or nothing was planned in time.
     """
     started, bound_s = clock.now(), -math.inf
@@ -79,6 +89,8 @@ def search_jointly(
         trials.add(survey.candidates)
         trials.run(started + share_of_trials * time_limit_s)
         search.known.update({c.key: c for c in trials.updated()})
+    if recompute_less is not None:
+        trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)
     for candidate in trials.in_order():
         left = started + time_limit_s - clock.now()
         if trials.best is not None and (left <= 0 or trials.expected_s(candidate) > SEARCH_ON * trials.best_s):
@@ -235,6 +247,23 @@ class _TrialPlans:
             elif math.isfinite(candidate.estimate_s):
                 self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
 
+    def recompute_less(self, of_plan: RecomputeLess, deadline: float) -> None:
+        """Try the best trial plans that recompute with fewer recomputed blocks, where the best could be among them: at
+        least one, and `MOST_FEWER` at most until the deadline."""
+        tried = 0
+        for candidate in sorted(self.plans, key=lambda c: self.plans[c].prediction.step_s):
+            plan, p = self.plans[candidate], self.plans[candidate].prediction
+            if plan.hybrid.recompute == "none" or p.step_s - p.recompute_s >= self.best_s:
+                continue
+            if tried == MOST_FEWER or (tried and clock.now() >= deadline):
+                break
+            share = (deadline - clock.now()) / (MOST_FEWER - tried)
+            tried += 1
+            made = of_plan(plan, clock.now() + max(share, LEAST_FULL_S), TRIAL_S, "local")
+            if made.prediction.step_s < p.step_s:
+                self._keep(candidate, made)
+                self.trial_s[candidate] = made.prediction.step_s
+
     def plan_others(self, deadline: float) -> None:
         """With time left, make trial plans of the most promising of the rest, until `LEAST_KEPT` are kept."""
         rest = sorted((c for c in self.left if c.first is not None), key=self.expected_s)
@@ -262,16 +291,20 @@ class _TrialPlans:
         step's seconds (inf: no plan that fits was found)."""
         again = candidate
         if candidate in self.plans:
-            again = replace(candidate, hybrid=replace(self.plans[candidate].hybrid, cuts=candidate.hybrid.cuts))
+            h = self.plans[candidate].hybrid    # recomputed blocks belong to the stages that they were chosen in
+            again = replace(candidate, hybrid=h if h.recompute_blocks else replace(h, cuts=candidate.hybrid.cuts))
         try:
             made = self.in_full(again, seconds, *search)
         except (InfeasibleError, SearchError) as error:
             self.failure = error
             self.nearest = min(self.nearest or error, error, key=_needed_bytes)
             return math.inf
+        self._keep(candidate, made)
+        return made.prediction.step_s
+
+    def _keep(self, candidate: Candidate, made: Plan) -> None:
         if made.prediction.step_s < self.best_s:
             self.best = made
         self.plans[candidate] = replace(made, study=None, recorder=None)
         count = len({c.key for c in self.plans})
         self.tell(f"{count} combination{'s' * (count > 1)} planned in full")
-        return made.prediction.step_s

@@ -44,7 +44,7 @@ def _speed(speed: Speed) -> str:
     if speed.mfu is not None and speed.hfu is not None:
         text += f", {percent_str(speed.mfu)} MFU"
         same = percent_str(speed.hfu) == percent_str(speed.mfu)
-        text += "" if same else f" ({percent_str(speed.hfu)} HFU)"
+        text += "" if same else f" ({percent_str(speed.hfu)} HFU, with recompute and repeated work)"
     return text
 
 

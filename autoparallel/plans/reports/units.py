@@ -17,7 +17,13 @@ def duration_str(seconds: float) -> str:
 
 
 def seconds_str(seconds: float) -> str:
-    """Seconds with three digits (or all before the point) and a unit: 12.3 ms."""
+    """Seconds with three digits (or all before the point) and a unit; what is below 1 ns is rounding, and 0.
+
+    >>> seconds_str(0.0123), seconds_str(4e-17)
+    ('12.3 ms', '0 s')
+    """
+    if abs(seconds) < 1e-9:
+        return "0 s"
     if seconds < 0:
         return f"-{seconds_str(-seconds)}"
     scale, unit = next(((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
