@@ -197,7 +197,7 @@ def launch(
     """
     from autoparallel.launch.agent import run_command
 
-    plan_file = Path(words[0]) if words[0].endswith(".json") else None
+    plan_file = Path(words[0]) if words[0].endswith((".json", ".json.gz")) else None
     command = words if plan_file is None else words[1:]
     done = run_command(command, plan=plan_file, ranks=ranks, nodes=nodes, node_rank=node_rank, master=master,
                        max_restarts=max_restarts)
