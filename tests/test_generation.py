@@ -43,6 +43,30 @@ def test_tokens_are_one_process_s_and_two_programs_suffice(ranks: Any, name: str
         assert found == {"greedy": True, "drawn": True, "first": True, "own": True, "compiled": 2, "more": 0}
 
 
+def searched_by_beams(name: str, mesh: tuple[int, ...], hows: list[dict[str, Any]]) -> list[tuple[bool, int]]:
+    model: Any = CASES[name].build().eval()
+    ids = torch.arange(20).reshape(4, 5)
+    parallel: Any = autoparallel.compile(model, mesh_of(*mesh), example_kwargs={"input_ids": ids}, baseline="ddp")
+    found = []
+    for how in hows:
+        known = parallel._state.forms.compiled
+        call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "use_cache": True, **how}
+        torch.manual_seed(3)
+        expected = model.generate(ids, **call)
+        torch.manual_seed(3)
+        found.append((torch.equal(parallel.generate(ids, **call), expected), parallel._state.forms.compiled - known))
+    return found
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("gpt2", (4,)), pytest.param("llama", (2, 2), marks=pytest.mark.slow)])
+def test_beams_take_two_programs_too(ranks: Any, name: str, mesh: tuple[int, ...]) -> None:
+    """Beams move between the rows of the cache, which lie in shards."""
+    hows = [{"num_beams": 3, "do_sample": False}, {"num_beams": 3, "do_sample": True, "length_penalty": 0.5},
+            {"num_beams": 3, "do_sample": False, "num_return_sequences": 2, "early_stopping": True}]
+    for found in ranks(4).run(searched_by_beams, name, mesh, hows, timeout_s=200):
+        assert found == [(True, 2), (True, 0), (True, 0)]
+
+
 @pytest.mark.slow
 def test_a_dynamic_cache_may_be_asked_for(ranks: Any) -> None:
     for found in ranks(4).run(generated, "llama", (4,), {"cache_implementation": "dynamic"}, timeout_s=300):
