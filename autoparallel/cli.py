@@ -261,7 +261,8 @@ def advise(
     memory_limit: Annotated[str | None, typer.Option(help="per device, for example 70GiB")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
-    time_limit: Annotated[float, typer.Option(help="seconds for a joint search beside plans by hand; 0: none")] = 60.0,
+    time_limit: Annotated[float, typer.Option(help="seconds of a joint search's work, beside plans by hand; 0: none")
+                          ] = 10.0,
     uneven: Annotated[float, typer.Option(min=0, max=1, help="by how much workers' steps vary, for parameter servers; "
                                           "0.3: 30 %")] = 0.0,
     output: Annotated[Path | None, typer.Option(help="a folder for the plan, and for its files by framework")] = None,
@@ -273,8 +274,10 @@ def advise(
 
     machine = autoparallel.Cluster.load(cluster, num_devices=devices, software=software)
     network, args, kwargs = load_model(model, global_batch or 2 * devices, sequence_length, dtype)
-    found = autoparallel.advise(network, machine, example_inputs=args, example_kwargs=kwargs, optimizer=optimizer,
-                                memory_limit_bytes=_bytes(memory_limit), search_s=time_limit, uneven=uneven)
+    with plan_cli.Progress(time_limit) as progress:
+        found = autoparallel.advise(network, machine, example_inputs=args, example_kwargs=kwargs, optimizer=optimizer,
+                                    memory_limit_bytes=_bytes(memory_limit), search_s=time_limit, uneven=uneven,
+                                    progress=progress.says)
     print_advice(found, ReportConsole())
     if output is not None and found.best is not None and found.best.plan is not None:
         output.mkdir(parents=True, exist_ok=True)
