@@ -25,7 +25,11 @@ Gradients = dict[str, Tensor]
 
 
 def model_of(name: str) -> Any:
-    model: Any = build(name)
+    model: Any = build(name.removesuffix(" of 4 layers"))
+    if name.endswith(" of 4 layers"):
+        torch.manual_seed(4)
+        model.config.num_hidden_layers = 4
+        model = type(model)(model.config)
     if name == "mixtral":  # its auxiliary loss is of the whole batch: the mean over ranks of theirs is another
         model.config.output_router_logits = False
     return model
@@ -105,7 +109,12 @@ MORE = [("gpt2", "dp=4,zero=3,shards=2,recompute=selective"),
         ("gpt2", "dp=2,tp=2,micro_batch=1"), ("llama", "dp=2,cp=2"), ("gpt2", "dp=2,pp=2,micro_batch=1"),
         ("mixtral", "dp=4,ep=2"), ("mixtral", "dp=4"), ("mixtral", "dp=4,zero=3,recompute=full"),
         ("mixtral", "dp=4,zero=3,shards=2"), ("mixtral", "dp=2,tp=2,sequence_parallel"),
-        ("mixtral", "dp=2,pp=2,micro_batch=2,schedule=gpipe")]
+        ("mixtral", "dp=2,pp=2,micro_batch=2,schedule=gpipe"),
+        ("llama", "tp=2,pp=2,micro_batch=2,schedule=zero_bubble"),
+        ("mixtral", "dp=2,pp=2,micro_batch=2,zero=3,schedule=zero_bubble"),
+        ("llama of 4 layers", "dp=2,pp=2,virtual=2,zero=3,micro_batch=1"),
+        ("llama of 4 layers", "pp=4,micro_batch=2,schedule=zero_bubble"),
+        ("llama of 4 layers", "dp=2,pp=2,virtual=2,micro_batch=1,schedule=zero_bubble,recompute=full")]
 
 
 @pytest.mark.parametrize(("name", "by_hand"), FEW)
@@ -192,6 +201,12 @@ def test_a_batch_without_rows_for_more_ranks_is_refused_with_the_list() -> None:
     odd = replace(plan, model=replace(plan.model, inputs={"input_ids": (2, 16), "labels": (2, 16)}))
     with pytest.raises(PlanError, match=r"not expressible: the sequence over 2 ranks .*4 do not divide a batch of 2"):
         export_plan(odd, "fsdp2")
+
+
+def test_a_schedule_with_which_torch_loses_gradients_is_listed_and_another() -> None:
+    made = exported("mixtral", "dp=2,pp=2,micro_batch=2,zero=3,schedule=zero_bubble")
+    assert "loses gradients with fully_shard" in made.lost[-1].what and made.by_hand.schedule is None
+    assert "schedule = Schedule1F1B(" in made.files["parallel_fsdp2.py"]
 
 
 def test_idle_and_uneven_ranks_are_data_parallel_instead() -> None:

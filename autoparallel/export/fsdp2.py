@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +47,19 @@ def _expressible(plan: Plan, d: Degrees) -> Degrees:
                     "layers, norm and head, with a weight of its own, are modules in this order)")
     if why := _no_styles(plan, d):
         d = as_data(plan, d, "tensor", f"products over {d.hand.tp} tensor-parallel ranks ({why})")
-    return d
+    wraps = d.dp > 1 or d.hand.recompute != "none"
+    return _without_zero_bubble(d) if wraps and d.hand.pp > 1 and d.roles.schedule == "zero_bubble" else d
+
+
+def _without_zero_bubble(d: Degrees) -> Degrees:
+    """fully_shard and checkpoint_wrapper know of whole backwards only: of a backward without the weights' gradients
+    they lose these, unsaid."""
+    fits = d.roles.micro_batches >= d.hand.pp * d.hand.virtual
+    schedule = "interleaved" if d.hand.virtual > 1 else "1f1b" if fits else "gpipe"
+    roles = replace(d.roles, schedule=schedule)
+    lost = Lost("schedule zero_bubble (torch's loses gradients with fully_shard and checkpoint_wrapper)",
+                f"schedule {schedule}")
+    return replace(d, roles=roles).losing([lost], schedule="gpipe" if schedule == "gpipe" else None)
 
 
 def _styles(plan: Plan, d: Degrees) -> Styles | None:
