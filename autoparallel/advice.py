@@ -120,7 +120,7 @@ def fastest(alternatives: Sequence[Alternative]) -> Alternative | None:
 
 def advise(model: nn.Module, cluster: Cluster | str | Path, *, example_inputs: Sequence[Any] | None = None,
            example_kwargs: Mapping[str, Any] | None = None, memory_limit_bytes: float | None = None,
-           optimizer: str = "adamw", search_s: float = 10.0, uneven: float = 0.0,
+           optimizer: str = "adamw", search_s: float = 5.0, uneven: float = 0.0,
            progress: Callable[[str], object] | None = None) -> Advice:
     """Which techniques to use for one training step of ``model`` on ``cluster``, by the planner's prices.
 

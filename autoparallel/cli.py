@@ -262,7 +262,7 @@ def advise(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     optimizer: Annotated[str, typer.Option(help="whose state is counted: adamw, sgd, ...")] = "adamw",
     time_limit: Annotated[float, typer.Option(help="seconds of a joint search's work, beside plans by hand; 0: none")
-                          ] = 10.0,
+                          ] = 5.0,
     uneven: Annotated[float, typer.Option(min=0, max=1, help="by how much workers' steps vary, for parameter servers; "
                                           "0.3: 30 %")] = 0.0,
     output: Annotated[Path | None, typer.Option(help="a folder for the plan, and for its files by framework")] = None,
