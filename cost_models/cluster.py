@@ -272,6 +272,17 @@ class Group:
             found = max(found, 1 / bandwidth, 1 / alone + link.relay_s_per_byte)
         return found
 
+    @cached_property
+    def ring_alpha_s(self) -> float:
+        """The latency of the n - 1 steps of a ring through all ranks: on each level as many as there are boundaries of
+        it."""
+        parts, seconds = self.size, 0.0
+        for level, (_, link) in enumerate(self.levels):
+            domains = min(parts, math.prod(count for count, _ in self.levels[level + 1:]))
+            seconds += (parts - domains) * link.alpha_s
+            parts = domains
+        return seconds
+
     @property
     def burst_bytes(self) -> float:
         """Of the outermost link crossed."""

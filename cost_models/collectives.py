@@ -114,18 +114,8 @@ def _least(costs: list[Any]) -> Any:
     return least
 
 
-def _ring_alpha_s(group: Group) -> float:
-    """n - 1 steps: on each level as many as there are boundaries of it."""
-    parts, seconds = group.size, 0.0
-    for level, (_, link) in enumerate(group.levels):
-        domains = min(parts, math.prod(count for count, _ in group.levels[level + 1:]))
-        seconds += (parts - domains) * link.alpha_s
-        parts = domains
-    return seconds
-
-
 def _ring(b: Any, group: Group) -> Any:
-    return _ring_alpha_s(group) + (group.size - 1) / group.size * b * group.pace_s_per_byte
+    return group.ring_alpha_s + (group.size - 1) / group.size * b * group.pace_s_per_byte
 
 
 def _by_levels(b: Any, group: Group) -> Any:
@@ -162,7 +152,7 @@ def _tree_alpha_s(group: Group) -> float:
 
 
 def _broadcast(b: Any, group: Group) -> Any:
-    chain = _ring_alpha_s(group) + b * group.pace_s_per_byte
+    chain = group.ring_alpha_s + b * group.pace_s_per_byte
     tree = sum(math.ceil(math.log2(count)) * (link.alpha_s + b / bandwidth) for count, link, bandwidth in group.crossed)
     return np.minimum(chain, tree)
 

@@ -104,6 +104,7 @@ def test_block_by_block_with_dropout(ranks: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_experts_run_between_compiled_graphs(ranks: Any) -> None:
     check(ranks, "mixtral", ((2, 2), {"random": 0}))
 
@@ -135,6 +136,7 @@ def test_nothing_of_the_process_changes(ranks: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_more_of_llama(ranks: Any) -> None:
     check(ranks, "llama", FSDP, ((2, 2), {}), ((4,), {"baseline": "fsdp", "recompute": "full"}),
           ((4,), {"micro_batches": 2, "zero_stage": 1}), ((2, 2), {"by_block": True, "recompute": "full"}),
@@ -149,12 +151,14 @@ def test_gpt2_by_inductor_under_a_drawn_plan(ranks: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 def test_dropout_draws_the_numbers_of_eager(ranks: Any) -> None:
     check(ranks, "gpt2_dropout", DDP, ((4,), {"baseline": "ddp", "recompute": "full"}), backend="inductor",
           timeout_s=900)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("case_name", ["mlp", "transformer_encoder", "gpt2", "llama", "bert", "vit", "resnet"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_whole_table(ranks: Any, case_name: str, backend: str) -> None:
@@ -163,6 +167,7 @@ def test_the_whole_table(ranks: Any, case_name: str, backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("case_name", ["llama", "gpt2", "bert", "resnet"])
 def test_random_plans(ranks: Any, case_name: str) -> None:
     check(ranks, case_name, *(((4,), {"random": seed}) for seed in range(10)),
@@ -170,6 +175,7 @@ def test_random_plans(ranks: Any, case_name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_zero_stages(ranks: Any, zero_stage: int) -> None:
     check(ranks, "llama", ((4,), {"micro_batches": 2, "zero_stage": zero_stage}),
@@ -178,6 +184,7 @@ def test_zero_stages(ranks: Any, zero_stage: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("options", [{"schedule": "gpipe"}, {"schedule": "1f1b"},
                                      {"schedule": "interleaved", "pipeline_stages": 4},
                                      {"schedule": "1f1b", "recompute": "full"},
@@ -187,6 +194,7 @@ def test_pipelines(ranks: Any, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_recompute(ranks: Any, recompute: str, backend: str) -> None:

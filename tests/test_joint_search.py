@@ -19,7 +19,7 @@ from autoparallel.partition.stages import stages_of
 from autoparallel.planning.candidates import Candidate, CandidateSpace, Fixed
 from autoparallel.planning.estimate_order import EstimateOrder
 from autoparallel.planning.joint_candidates import WORTH, JointSearch
-from autoparallel.planning.joint_search import _TrialPlans
+from autoparallel.planning.joint_search import PIPELINE_EXCESS, _TrialPlans
 from autoparallel.planning.reduced_model import reduced_model
 from autoparallel.plans import Hybrid
 from autoparallel.plans.reports.units import percent_str
@@ -181,6 +181,26 @@ def test_trial_plans_are_ordered_by_the_ratios_of_their_kind() -> None:
     lost.add([dataclasses.replace(two, estimate_s=math.inf, first=None)])
     lost.run(-math.inf)
     assert len(list(lost.in_order())) == 1 and lost.best is None
+
+
+def test_plans_that_are_known_are_expected_to_take_their_seconds() -> None:
+    """The estimates of others are multiplied by what trial plans of their kind took beyond them, these not."""
+    some = plan_of("mlp", Cluster.load("h100-sxm", num_devices=2), mesh_shape=(2,))
+    took = {4: 1.6, 8: 1.2, 16: 1.1}
+
+    def in_full(candidate: Candidate, seconds: float, search: str = "auto") -> autoparallel.Plan:
+        more = took[candidate.hybrid.micro_batches] - some.prediction.step_s
+        return dataclasses.replace(some, prediction=dataclasses.replace(some.prediction, waiting_s=more))
+
+    known, first, last = (Candidate(Hybrid(count, 2, 2), (2,), estimate_s, lambda space: [])
+                          for count, estimate_s in ((8, 1.3), (4, 1.0), (16, 1.29)))
+    trial_plans = _TrialPlans(in_full, lambda candidate, best_s: candidate)
+    trial_plans.left, trial_plans.sure = [known], {known.key}
+    trial_plans.add([first, last])
+    assert trial_plans.expected_s(known) == 1.3 and trial_plans.expected_s(first) == 1.0 * PIPELINE_EXCESS
+    trial_plans.run(math.inf)    # 4 (1.6 for 1.15), then 8 before 16, of which 1.6 times 1.29 s are expected
+    assert [candidate.hybrid.micro_batches for candidate in trial_plans.trial_s] == [4, 8]
+    assert trial_plans.expected_s(last) == pytest.approx(1.6 * 1.29)
 
 
 def test_the_best_trial_plans_are_tried_with_fewer_recomputed_blocks() -> None:

@@ -26,9 +26,11 @@ gathered or cut further on the innermost of them.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -88,8 +90,11 @@ class Step:
         return ACTIONS[self.source.kind, self.target.kind][1]
 
 
+#: Steps on one axis, as arrays: (axis, source placement, target placement, layout numbers before, after).
+Steps = tuple[int, Placement, Placement, np.ndarray, np.ndarray]
 #: Seconds (forward and, where the tensor needs a gradient, backward) of steps on one axis, given arrays over steps:
-#: (axis, source placement, target placement, largest local bytes before, after) -> seconds.
+#: (axis, source placement, target placement, largest local bytes before, after) -> seconds. Unless it is said to be
+#: ``by_dim``, it tells dims of shards apart by whether they are dim 0 only.
 StepCost = Callable[[int, Placement, Placement, np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -135,8 +140,18 @@ class LayoutSpace:
         ])
 
     @cached_property
-    def single_steps(self) -> list[tuple[int, Placement, Placement, np.ndarray, np.ndarray]]:
-        """(axis, source, target, layout numbers before, after) of all steps on one axis between legal layouts."""
+    def steps_alike(self) -> list[Steps]:
+        """`single_steps`, of which those are together whose placements differ in dims above 0 only."""
+        alike = defaultdict[tuple[Any, ...], list[Steps]](list)
+        for steps in self.single_steps:
+            axis, *placements = steps[:3]
+            alike[axis, *((p.kind, p.is_shard and p.dim > 0) for p in placements)].append(steps)
+        return [(*some[0][:3], np.concatenate([steps[3] for steps in some]),
+                 np.concatenate([steps[4] for steps in some])) for some in alike.values()]
+
+    @cached_property
+    def single_steps(self) -> list[Steps]:
+        """All steps on one axis between legal layouts, by axis and placements."""
         base, found = len(self.placements), []
         numbers = np.arange(len(self.layouts))
         codes = (numbers[:, None] // self.radices) % base
@@ -172,7 +187,7 @@ class RedistributionTable:
 
     def __init__(self, space: LayoutSpace, item_bytes: int, step_cost: StepCost, direct: bool = False) -> None:
         self.space, self.item_bytes = space, item_bytes
-        self.seconds = self._single_steps(step_cost, item_bytes)
+        self.seconds = self._single_steps(step_cost)
         count = len(space.layouts)
         if direct:
             self.seconds += DIRECT_S * (1 - np.eye(count))
@@ -193,18 +208,18 @@ class RedistributionTable:
             np.copyto(via, via[:, k, None].copy(), where=better)
         self.seconds[among], self._via[among] = seconds, via
 
-    def _single_steps(self, step_cost: StepCost, item_bytes: int) -> np.ndarray:
+    def _single_steps(self, step_cost: StepCost, by_dim: bool = False) -> np.ndarray:
         count = len(self.space.layouts)
         seconds = np.full((count, count), np.inf)
         np.fill_diagonal(seconds, 0.0)
-        local_bytes = self.space.local_elements * item_bytes
-        for axis, p, q, before, after in self.space.single_steps:
+        local_bytes = self.space.local_elements * self.item_bytes
+        for axis, p, q, before, after in self.space.single_steps if by_dim else self.space.steps_alike:
             seconds[before, after] = step_cost(axis, p, q, local_bytes[before], local_bytes[after])
         return seconds
 
-    def sum_along(self, value: StepCost) -> np.ndarray:
+    def sum_along(self, value: StepCost, by_dim: bool = False) -> np.ndarray:
         """Sums along the cheapest paths of another value of single steps (seconds, bytes), by (source, target)."""
-        single = self._single_steps(value, self.item_bytes)
+        single = self._single_steps(value, by_dim)
         rows = np.arange(len(single))[:, None]
         total = np.zeros_like(single)
         for _ in range(3 * len(self.space.mesh_shape)):  # no cheapest path is longer

@@ -127,7 +127,7 @@ class Baseline:
             ) -> np.ndarray:
                 return np.full(len(before), step_penalty(self.role_of(use, axis), of_parameter, meta, source, target))
 
-            self._made[key] = table.sum_along(penalty)
+            self._made[key] = table.sum_along(penalty, by_dim=True)
         return self._made[key]
 
     def reads_parameter(self, use: TensorUse) -> bool:

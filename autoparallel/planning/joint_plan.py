@@ -25,9 +25,10 @@ from autoparallel.strategies.space import StrategySpace
 from cost_models import Cluster
 
 
-def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options) -> Plan:
+def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | None, options: Options,
+                 starts: Sequence[Plan] = ()) -> Plan:
     """The best of pipelines, meshes, micro-batches, ZeRO and recompute; what options fix stays. With time left, the
-    best recomputes fewer blocks, if it may."""
+    best recomputes fewer blocks, if it may. ``starts``: plans of the program that the search begins with."""
     graph = split.graph
     started, open_ = clock.now(), options.recompute in (None, "auto")
     deadline = started + options.time_limit_s
@@ -69,7 +70,8 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
         return fewest_recomputed(plan, blocks, with_blocks, deadline)
 
     found = search_jointly(graph, cluster, fixed, options.optimizer, options.limit_bytes(cluster),
-                           options.time_limit_s, in_full, recompute_less if open_ else None, options.progress)
+                           options.time_limit_s, in_full, recompute_less if open_ else None,
+                           [_again(plan) for plan in starts], options.progress)
     best = found.plan
     if open_ and best.hybrid.recompute != "none":
         best = recompute_less(best, deadline, options.time_limit_s / RECOMPUTE_TRIES)
@@ -82,6 +84,11 @@ def plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | No
     return replace(best, evidence=replace(evidence, seconds=seconds, step_bound_s=seen.bound_s,
                                           combinations=counts),
                    recorder=recorder, study=study)
+
+
+def _again(plan: Plan) -> Candidate:
+    """The combination of a plan, to begin with its strategies."""
+    return Candidate(replace(plan.hybrid, cuts=()), plan.mesh_shape, plan.prediction.step_s, plan.strategies_on)
 
 
 def _with_others(recorder: Callable[[], Record], trials: tuple[Trial, ...], others: tuple[Alternative, ...]) -> Record:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from autoparallel.capture import OpGraph
 from autoparallel.errors import AutoparallelError, InfeasibleError, SearchError
-from autoparallel.planning.candidates import Candidate, Fixed
+from autoparallel.planning.candidates import Candidate, Combination, Fixed
 from autoparallel.planning.joint_candidates import JointSearch, Survey
 from autoparallel.plans import Hybrid, Plan
 from autoparallel.plans.record import Trial
@@ -22,10 +22,11 @@ from cost_models import Cluster
 
 #: Smallest time limit of the final full search.
 LEAST_FULL_S = 10.0
-#: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round. The share
-#: at which trial plans with fewer recomputed blocks end; so many combinations get them at most.
-ROUNDS = ((0.4, 0.6), (0.65, 0.75))
-FEWER_RECOMPUTED, MOST_FEWER = 0.9, 3
+#: The shares of the time limit at which estimates, and trial plans, end: in the first and the second round.
+ROUNDS = ((0.4, 0.6), (0.75, 0.85))
+#: The share that the second round leaves to trial plans with fewer recomputed blocks, if there is any use for them; the
+#: share at which these end; the number of combinations that get them at most.
+RESERVED, FEWER_RECOMPUTED, MOST_FEWER = 0.1, 0.9, 3
 #: Most trial plans; most that are tried without one that fits; factors on expected seconds after a failure, and of
 #: pipelines before the first trial plan; time limit of one trial plan.
 MOST_TRIALS, MOST_FAILED, FAILED_RATIO, PIPELINE_EXCESS, TRIAL_S = 40, 8, 1.5, 1.15, 2.0
@@ -64,13 +65,15 @@ class RecomputeLess(Protocol):
 
 def search_jointly(
     graph: OpGraph, cluster: Cluster, fixed: Fixed, optimizer: str, limit_bytes: float, time_limit_s: float,
-    in_full: InFull, recompute_less: RecomputeLess | None = None, progress: Progress | None = None,
+    in_full: InFull, recompute_less: RecomputeLess | None = None, starts: Sequence[Candidate] = (),
+    progress: Progress | None = None,
 ) -> JointResult:
     """The best plan over all combinations that ``fixed`` leaves open.
 
-    Candidates are estimated, and the best of them get trial plans until no estimate beats the best trial plan. A second
-    round does the same with what the trial plans have shown. The best that recompute are tried with fewer recomputed
-    blocks (``recompute_less``; None: all or nothing). The remaining time goes to a full search from the best ones.
+    Candidates are estimated, and the best of them get trial plans until no estimate beats the best trial plan; so do
+    ``starts``, whose estimates are seconds of whole plans. A second round does the same with what the trial plans have
+    shown. The best that recompute are tried with fewer recomputed blocks
+    (``recompute_less``; None: all or nothing). The remaining time goes to a full search from the best ones.
     ``progress`` is told of each estimate and plan, with the best step so far and the bound on that of all
     combinations. Raises InfeasibleError if nothing fits, or nothing was planned in time.
     """
@@ -83,11 +86,15 @@ def search_jointly(
     search = JointSearch(graph, cluster, fixed, optimizer, limit_bytes,
                          lambda count: tell(f"{count} combination{'s' * (count != 1)} estimated"))
     trials = _TrialPlans(in_full, search.estimate, tell)
+    trials.left += starts
+    trials.sure |= {c.key for c in starts}
+    search.known.update({c.key: c for c in starts})
     for share_of_estimates, share_of_trials in ROUNDS:
-        survey = search.run(started + share_of_estimates * time_limit_s)
+        spare = RESERVED if recompute_less is not None and trials.recomputing else 0.0
+        survey = search.run(started + (share_of_estimates - spare) * time_limit_s)
         bound_s = survey.bound_s
         trials.add(survey.candidates)
-        trials.run(started + share_of_trials * time_limit_s)
+        trials.run(started + (share_of_trials - spare) * time_limit_s)
         search.known.update({c.key: c for c in trials.updated()})
     if recompute_less is not None:
         trials.recompute_less(recompute_less, started + FEWER_RECOMPUTED * time_limit_s)
@@ -138,7 +145,8 @@ def _figures(plan: Plan) -> tuple[object, ...]:
 
 
 class _TrialPlans:
-    """Trial plans of the whole model, in order of expected seconds.
+    """Trial plans of the whole model, in order of expected seconds. Estimates of ``sure`` combinations are seconds of
+    whole plans.
 
     Expected seconds are the estimate times the ratio of trial plan to estimate seen with the same kind of pipeline
     (stages are never quite equal, the less so the more there are). For a kind not tried yet it is the smallest ratio
@@ -158,6 +166,7 @@ class _TrialPlans:
         self.plans: dict[Candidate, Plan] = {}
         self.ratios: dict[tuple[int, int, str], float] = {}
         self.failed: dict[Hybrid, float] = {}
+        self.sure = set[Combination]()
 
     def add(self, candidates: Sequence[Candidate]) -> None:
         """Add candidates; while none has a finite estimate, a few without one are taken."""
@@ -215,8 +224,8 @@ class _TrialPlans:
         """The expected seconds of a candidate's plan: those of its trial plan, if one fits. ``excess``: the assumed
         ratio of pipelines to their estimates, before the first trial plan of one."""
         trial_s = self.trial_s.get(candidate, math.inf)
-        if trial_s < math.inf:
-            return trial_s
+        if trial_s < math.inf or candidate.key in self.sure:
+            return trial_s if trial_s < math.inf else candidate.estimate_s
         pipelined = [ratio for (stages, *_), ratio in self.ratios.items() if stages > 1]
         typical = min(pipelined, default=excess) if candidate.hybrid.stages > 1 else 1.0
         ratio = self.ratios.get(self._kind(candidate), typical) if candidate.room == 1.0 else 1.0
@@ -244,23 +253,28 @@ class _TrialPlans:
                 self.left.append(again)
             elif step_s == math.inf:  # estimates may be too low on other meshes as well
                 self.failed[candidate.hybrid] = FAILED_RATIO * self.failed.get(candidate.hybrid, 1.0)
-            elif math.isfinite(candidate.estimate_s):
+            elif math.isfinite(candidate.estimate_s) and candidate.key not in self.sure:
                 self.ratios[self._kind(candidate)] = step_s / candidate.estimate_s
 
+    @property
+    def recomputing(self) -> list[Candidate]:
+        """Those whose plans would be the best if they recomputed nothing, fastest first."""
+        def is_hopeful(plan: Plan) -> bool:
+            p = plan.prediction
+            return plan.hybrid.recompute != "none" and p.step_s - p.recompute_s < self.best_s
+
+        some = [candidate for candidate, plan in self.plans.items() if is_hopeful(plan)]
+        return sorted(some, key=lambda candidate: self.plans[candidate].prediction.step_s)
+
     def recompute_less(self, of_plan: RecomputeLess, deadline: float) -> None:
-        """Try the best trial plans that recompute with fewer recomputed blocks, where the best could be among them: at
-        least one, and `MOST_FEWER` at most until the deadline."""
-        tried = 0
-        for candidate in sorted(self.plans, key=lambda c: self.plans[c].prediction.step_s):
-            plan, p = self.plans[candidate], self.plans[candidate].prediction
-            if plan.hybrid.recompute == "none" or p.step_s - p.recompute_s >= self.best_s:
+        """Try the best trial plans with fewer recomputed blocks, if these could make one the best: the first, and up
+        to `MOST_FEWER` until the deadline."""
+        for tried, candidate in enumerate(self.recomputing[:MOST_FEWER]):
+            if (tried and clock.now() >= deadline) or candidate not in self.recomputing:
                 continue
-            if tried == MOST_FEWER or (tried and clock.now() >= deadline):
-                break
             share = (deadline - clock.now()) / (MOST_FEWER - tried)
-            tried += 1
-            made = of_plan(plan, clock.now() + max(share, LEAST_FULL_S), TRIAL_S, "local")
-            if made.prediction.step_s < p.step_s:
+            made = of_plan(self.plans[candidate], clock.now() + max(share, LEAST_FULL_S), TRIAL_S, "local")
+            if made.prediction.step_s < self.plans[candidate].prediction.step_s:
                 self._keep(candidate, made)
                 self.trial_s[candidate] = made.prediction.step_s
 

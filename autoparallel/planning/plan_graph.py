@@ -31,6 +31,8 @@ from cost_models import Cluster
 _LOG = logging.getLogger("autoparallel")
 #: The shares of a joint search's time limit in which usual plans by hand are priced, and a plain step is planned.
 USUAL_SHARE, PLAIN_SHARE = 0.25, 0.125
+#: Most usual plans that the joint search begins with.
+MOST_STARTS = 2
 
 
 def plan_graph(graph: OpGraph, cluster: Cluster, mesh_shape: Sequence[int] | None, axis_names: Sequence[str] | None,
@@ -110,7 +112,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
 
     The joint search plans few combinations in full, and may have had too little time. The usual plans are priced in
     `USUAL_SHARE` of the time limit, as many as it is enough for; then a plain step is planned in `PLAIN_SHARE` of it,
-    if one of them fits."""
+    if one of them fits. The joint search begins with the fastest usual plans that fit."""
     started = clock.now()
     ends = started + options.time_limit_s
     usual = UsualPlans({}, {}, options.limit_bytes(cluster))
@@ -124,7 +126,7 @@ def _plan_jointly(split: Splits, cluster: Cluster, mesh_shape: Sequence[int] | N
     within = replace(options, time_limit_s=max(0.0, ends - clock.now()), progress=tell)
     try:
         seconds = {"usual plans and plain step": clock.now() - started}
-        found = plan_jointly(split, cluster, mesh_shape, within)
+        found = plan_jointly(split, cluster, mesh_shape, within, [plan for _, plan in usual.fitting[:MOST_STARTS]])
         found = replace(found, evidence=replace(found.evidence, seconds={**found.evidence.seconds, **seconds}))
     except (InfeasibleError, SearchError):
         if best is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -24,16 +24,16 @@ EXPERTS = "routed_experts"
 
 
 def recipes(devices: int, host_devices: int, experts: bool = False) -> Iterator[str]:
-    """DDP, ZeRO-1 and FSDP (also in micro-batches, and with recompute); on several hosts also tensor parallelism inside
-    a host, alone and with pipelines over hosts (with less recompute, or a smaller bubble); with experts also expert
-    parallelism inside a host.
+    """DDP, ZeRO-1 and FSDP (also in micro-batches, with recompute, with both); on several hosts also tensor
+    parallelism inside a host, alone and with pipelines over hosts (with less recompute, or a smaller bubble); with
+    experts also expert parallelism inside a host.
 
     >>> list(recipes(8, 8))[:4]
     ['dp=8', 'dp=8,zero=1', 'dp=8,zero=3', 'dp=8,zero=1,micro_batch=1']
     """
     yield from (f"dp={devices}{more}" for more in ("", ",zero=1", ",zero=3", ",zero=1,micro_batch=1",
                                                    ",zero=3,micro_batch=1", ",zero=3,micro_batch=1,recompute=selective",
-                                                   ",zero=3,recompute=full"))
+                                                   ",zero=3,recompute=full", ",zero=3,micro_batch=1,recompute=full"))
     inner = min(devices, host_devices)
     if experts and inner > 1:
         yield f"dp={devices},ep={inner},zero=1"
@@ -56,11 +56,15 @@ class UsualPlans:
     limit_bytes: float
 
     @property
+    def fitting(self) -> Sequence[tuple[str, Plan]]:
+        """The texts and plans of those that fit, fastest first."""
+        return sorted(((text, plan) for text, plan in self.priced.items()
+                       if plan.prediction.peak_bytes <= self.limit_bytes), key=lambda item: item[1].prediction.step_s)
+
+    @property
     def fastest(self) -> tuple[str, Plan] | None:
         """The text and plan of the fastest that fits."""
-        fitting = [(text, plan) for text, plan in self.priced.items()
-                   if plan.prediction.peak_bytes <= self.limit_bytes]
-        return min(fitting, key=lambda item: item[1].prediction.step_s, default=None)
+        return next(iter(self.fitting), None)
 
     @property
     def plain_fits(self) -> bool:

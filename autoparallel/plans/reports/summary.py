@@ -20,7 +20,7 @@ TIMES = 2.0
 def summary(report: Report) -> Report:
     """The report with its summary."""
     lines = (f"{report.title}." + _unusual(report),
-             " ".join([f"{_speed(report.speed)}; {_memory(report.memory)}.", *_costs(report.speed)]),
+             " ".join([f"{_speed(report)}; {_memory(report.memory)}.", *_costs(report.speed)]),
              " ".join([_where(report), _proof(report.proof, any(axis.role == "pipeline" for axis in report.axes))]),
              _others(report))
     return replace(report, summary=tuple(line for line in lines if line))
@@ -36,7 +36,8 @@ def _unusual(report: Report) -> str:
 # ------------------------------------------------------------------------------------------------- fast, full, dear
 
 
-def _speed(speed: Speed) -> str:
+def _speed(report: Report) -> str:
+    speed = report.speed
     up_to = f" (p90 {seconds_str(speed.p90_s)})" if speed.p90 else ""
     text = f"{seconds_str(speed.step_s)} a step{up_to}"
     if speed.per_device_per_s is not None:
@@ -44,7 +45,8 @@ def _speed(speed: Speed) -> str:
     if speed.mfu is not None and speed.hfu is not None:
         text += f", {percent_str(speed.mfu)} MFU"
         same = percent_str(speed.hfu) == percent_str(speed.mfu)
-        text += "" if same else f" ({percent_str(speed.hfu)} HFU, with recompute and repeated work)"
+        why = "recompute" if report.seconds_of("recompute") else "work that ranks repeat"
+        text += "" if same else f" ({percent_str(speed.hfu)} HFU, with {why})"
     return text
 
 
