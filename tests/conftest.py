@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ from tests.support.ranks import RankPool, pool_of, stop_pools
 if TYPE_CHECKING:
     from autoparallel import Plan
 
+# Bytecode is written: without it both workers, and each process that a test starts, compile all modules anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tiny models gain nothing from threads, and on a busy machine lose tenfold: OpenMP's threads wait for each other.
 torch.set_num_threads(1)
 # One example may take long on a busy machine; what takes too long altogether has a time limit of its own.

@@ -84,9 +84,12 @@ DDP: Way = ((4,), {"baseline": "ddp"})
 FSDP: Way = ((4,), {"baseline": "fsdp"})
 
 
-@pytest.mark.parametrize("way", [slow(DDP), ((2, 2), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3})])
-def test_llama_traced(ranks: Any, way: Way) -> None:
-    check(ranks, "llama", way)
+RECOMPUTED: Way = ((2, 2), {"baseline": "fsdp", "recompute": "full", "zero_stage": 3})
+
+
+@pytest.mark.parametrize(("case_name", "way"), [("gpt2", RECOMPUTED), slow("llama", RECOMPUTED), slow("llama", DDP)])
+def test_transformers_traced(ranks: Any, case_name: str, way: Way) -> None:
+    check(ranks, case_name, way)
 
 
 def test_mlp_by_inductor(ranks: Any) -> None:

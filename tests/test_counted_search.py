@@ -35,17 +35,21 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(time, name, lambda: next(seconds) * draw.uniform(0.5, 3.0))
 
 
-def test_a_busy_machine_finds_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit that leaves some combinations out."""
-    quick = planned(0.8)
+@pytest.fixture(scope="module")
+def quick() -> Plan:
+    """The plan of a limit that leaves some combinations out."""
+    return planned(0.8)
+
+
+def test_a_busy_machine_finds_the_same_plan(quick: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     combinations = quick.evidence.combinations
     assert combinations is not None and combinations.left > 0
     slow(monkeypatch)
     assert answer(planned(0.8)) == answer(quick)
 
 
-def test_more_time_estimates_more() -> None:
-    few, more = (planned(seconds).evidence.combinations for seconds in (0.8, 2.0))
+def test_more_time_estimates_more(quick: Plan) -> None:
+    few, more = (plan.evidence.combinations for plan in (quick, planned(1.4)))
     assert few is not None and more is not None and more.estimated > few.estimated
 
 

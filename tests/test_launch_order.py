@@ -43,23 +43,55 @@ def strategies_of(case_name: str, space: StrategySpace, options: dict[str, Any])
 
 @pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
     ("mlp", (2, 2), Hybrid()), ("gpt2", (2, 2), Hybrid()), ("bert", (4,), Hybrid(bucket_bytes=0)),
-    ("resnet", (2, 2), Hybrid(bucket_bytes=20_000)), ("mixtral", (2, 2), Hybrid(bucket_bytes=20_000)),
+    ("resnet", (2, 2), Hybrid(bucket_bytes=20_000)), slow("mixtral", (2, 2), Hybrid(bucket_bytes=20_000)),
     ("gpt2", (4,), Hybrid(recompute="full")), slow("llama", (2, 2), Hybrid(recompute="full", bucket_bytes=20_000)),
-    ("gpt2", (2, 2), Hybrid(2, zero_stage=1)), ("llama", (4,), Hybrid(3, zero_stage=0, bucket_bytes=20_000)),
+    ("gpt2", (2, 2), Hybrid(2, zero_stage=1)), slow("llama", (4,), Hybrid(3, zero_stage=0, bucket_bytes=20_000)),
     ("gpt2", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),  # gathers of no use are left out
-    ("gpt2", (2, 2), Hybrid(zero_stage=3)), ("mixtral", (2, 2), Hybrid(zero_stage=3, bucket_bytes=20_000)),
+    slow("gpt2", (2, 2), Hybrid(zero_stage=3)), ("mixtral", (2, 2), Hybrid(zero_stage=3, bucket_bytes=20_000)),
     ("bert", (2, 2), Hybrid(zero_stage=3)), ("mlp", (2, 2), Hybrid(zero_stage=3)),
     ("gpt2", (2, 2), Hybrid(2, zero_stage=3)), ("bert", (4,), Hybrid(2, zero_stage=3, bucket_bytes=20_000)),
-    ("gpt2", (2, 2), Hybrid(2)), ("vit", (2, 2), Hybrid(4)), ("llama", (4,), Hybrid(3)),
+    ("gpt2", (2, 2), Hybrid(2)), slow("vit", (2, 2), Hybrid(4)), slow("llama", (4,), Hybrid(3)),
     ("gpt2_dropout", (2, 2), Hybrid(recompute="full")), ("bert", (2, 2), Hybrid(recompute="selective")),
     ("llama", (4,), Hybrid(2, zero_stage=3, recompute="selective", bucket_bytes=20_000)),
-    ("llama", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),
+    slow("llama", (2, 2), Hybrid(zero_stage=3, recompute="full", bucket_bytes=20_000)),
 ], ids=str)
 def test_simulated_collectives_are_those_of_the_run(case_name: str, mesh_shape: tuple[int, ...], hybrid: Hybrid,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[case_name]
-    batch = 24 if hybrid.micro_batches == 3 else 8
-    check_order(case.build(), *case.inputs(batch), mesh_shape, 0, hybrid, monkeypatch)
+    check_order(case_name, mesh_shape, 0, hybrid, monkeypatch, 24 if hybrid.micro_batches == 3 else 8)
+
+
+def pipeline(schedule: str, zero_stage: int, recompute: str = "none", stages: int = 2, replicas: tuple[int, ...] = ()
+             ) -> Hybrid:
+    """Of four micro-batches; `check_order` draws the cuts."""
+    return Hybrid(4, stages, sum(replicas) or 2, schedule, zero_stage=zero_stage, recompute=recompute,
+                  replicas=replicas)
+
+
+@pytest.mark.parametrize(("case_name", "mesh_shape", "hybrid"), [
+    ("mlp", (2,), pipeline("gpipe", 1)), ("gpt2", (2,), pipeline("1f1b", 3)),
+    ("bert", (2,), pipeline("interleaved", 2, "full", 4)), ("mlp", (2,), pipeline("zero_bubble", 2)),
+    slow("llama", (2,), pipeline("1f1b", 3, "selective")), slow("gpt2", (2,), pipeline("1f1b", 1, "full", 2, (1, 2))),
+], ids=str)
+def test_simulated_collectives_and_messages_of_pipelines_are_those_of_the_run(
+    case_name: str, mesh_shape: tuple[int, ...], hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_order(case_name, mesh_shape, 0, hybrid, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 2), ("1f1b", 2), ("interleaved", 4)])
+@pytest.mark.parametrize(("case_name", "mesh_shape"), [("mlp", (4,)), ("gpt2", (2,)), ("bert", (2,)),
+                                                       ("llama", (2, 2)), ("vit", (2,)), ("t5", (2,))])
+def test_simulated_collectives_and_messages_of_pipelines_in_each_model(
+    case_name: str, mesh_shape: tuple[int, ...], schedule: str, stages: int, zero_stage: int, recompute: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if (case_name, stages, recompute) == ("llama", 4, "full"):
+        pytest.skip("a block cut apart is recomputed later than simulated (autoparallel/schedule/README.md)")
+    for seed in (1, 2):
+        check_order(case_name, mesh_shape, seed, pipeline(schedule, zero_stage, recompute, stages), monkeypatch)
 
 
 #: Batch norm, and losses of routers over the batch.
@@ -78,9 +110,8 @@ def test_simulated_collectives_are_those_of_the_run_in_each_model(
 ) -> None:
     if hybrid.micro_batches > 1 and case_name in ACROSS_SAMPLES:
         pytest.skip("the model computes across its samples: no micro-batches")
-    case = CASES[case_name]
     for seed in (1, 2):
-        check_order(case.build(), *case.inputs(8), mesh_shape, seed, hybrid, monkeypatch)
+        check_order(case_name, mesh_shape, seed, hybrid, monkeypatch)
 
 
 @pytest.mark.parametrize(("baseline", "mesh_shape"), [("ddp", (2, 2)), ("fsdp", (4,))])

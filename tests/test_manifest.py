@@ -60,17 +60,23 @@ def expected() -> str:
 
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
+    return saved_plan(tmp_path / "plan.json", (2, 2))
+
+
+def saved_plan(path: Path, mesh_shape: tuple[int, ...]) -> Path:
     model, batch = guides_model()
-    plan = autoparallel.plan(model, "local-cpu", example_inputs=batch, mesh_shape=(2, 2), baseline="tensor_parallel")
-    plan.save(tmp_path / "plan.json")
-    return tmp_path / "plan.json"
+    plan = autoparallel.plan(model, "local-cpu", example_inputs=batch, mesh_shape=mesh_shape,
+                             baseline="tensor_parallel")
+    plan.save(path)
+    return path
 
 
 @pytest.fixture
-def job(plan_file: Path, tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> Job:
+    """The script of the guide to launchers on two ranks."""
     script = tmp_path / "train.py"
     script.write_text(guide("launch.md"))
-    return job_of(plan_file, (sys.executable, str(script)))
+    return job_of(saved_plan(tmp_path / "two.json", (2,)), (sys.executable, str(script)))
 
 
 def job_of(plan_file: Path, command: tuple[str, ...] = ("python", "train.py"), **more: Any) -> Job:
@@ -137,7 +143,7 @@ def run(command: list[str], environment: dict[str, str], cwd: Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=cwd,
                           env={**clean_environment(), **environment})
     assert done.returncode == 0, done.stdout + done.stderr
-    return next(line for line in reversed(done.stdout.splitlines()) if re.match(r"\w+ 4 ", line))
+    return next(line for line in reversed(done.stdout.splitlines()) if re.match(r"\w+ 2 ", line))
 
 
 def written(folder: Path, name: str, text: str) -> str:
@@ -152,7 +158,7 @@ def test_slurm_starts_it(job: Job, tmp_path: Path, expected: str) -> None:
     script = written(tmp_path, "job.sh", manifest("slurm", job))
     written(tmp_path, "srun", FAKE_SRUN)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "BATCH_SCRIPT": script}
-    assert run(["bash", script], path, tmp_path) == f"slurm 4 {expected}"
+    assert run(["bash", script], path, tmp_path) == f"slurm 2 {expected}"
 
 
 @pytest.mark.ranks
@@ -161,7 +167,7 @@ def test_mpirun_starts_it(job: Job, tmp_path: Path, expected: str) -> None:
     written(tmp_path, "mpirun", f'#!/bin/bash\nexec {" ".join(command)} "$@"\n')
     script = written(tmp_path, "job.sh", manifest("mpi", job))
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": str(free_port())}
-    assert run(["bash", script], path, tmp_path) == f"openmpi 4 {expected}"
+    assert run(["bash", script], path, tmp_path) == f"openmpi 2 {expected}"
 
 
 @pytest.mark.ranks
@@ -170,7 +176,7 @@ def test_the_command_of_a_container_runs(to: str, job: Job, tmp_path: Path, expe
     """In the environment that the platform makes, with the plan where it mounts it."""
     documents = list(yaml.safe_load_all(manifest(to, job)))
     spec, port = documents[-1].get("spec", documents[-1]), str(free_port())
-    environment = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1",
+    environment = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1",
                    "PET_MASTER_PORT": port}
     if to == "kubeflow":
         command, mounted = spec["trainer"]["command"], spec["trainer"]["env"][0]["value"]
@@ -195,7 +201,7 @@ def test_the_command_of_a_container_runs(to: str, job: Job, tmp_path: Path, expe
         plan.write_bytes(mounted_plan(documents[0]))
     written(tmp_path, "torchrun", f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
     environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "AUTOPARALLEL_PLAN": str(plan)}
-    assert run(command, environment, tmp_path) == f"torchrun 4 {expected}"
+    assert run(command, environment, tmp_path) == f"torchrun 2 {expected}"
 
 
 @pytest.mark.slow
@@ -206,7 +212,7 @@ def test_ray_train_starts_it(job: Job, tmp_path: Path, expected: str) -> None:
     (train / "__init__.py").write_text("def ScalingConfig(**options):\n    return options\n")
     script = written(tmp_path, "job.py", manifest("ray", job))
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    assert run([sys.executable, script], environment, tmp_path) == f"torchrun 4 {expected}"
+    assert run([sys.executable, script], environment, tmp_path) == f"torchrun 2 {expected}"
 
 
 def test_the_hosts_of_a_rank_table_are_read(plan_file: Path, tmp_path: Path) -> None:

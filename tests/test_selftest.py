@@ -16,14 +16,16 @@ from autoparallel.selftest import checks
 from autoparallel.selftest.checks import Check
 from autoparallel.selftest.job import Request, _worst, as_page
 from tests.support.ranks import mesh_of
+from tests.support.tiers import slow
 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_small_models_pass(tmp_path: Path) -> None:
-    """Equality, and a rank's failure; JSON and page say the same."""
-    asked = ["selftest", "--ranks", "2", "--minutes", "0.5", "--models", "mlp", "--output", str(tmp_path / "self.json")]
-    result = CliRunner().invoke(app, asked)
+@pytest.mark.parametrize("minutes", ["0.1", slow("0.5")])
+def test_small_models_pass(minutes: str, tmp_path: Path) -> None:
+    """Equality, and a rank's failure, with more time also a race and a prediction; JSON and page say the same."""
+    asked = ["--ranks", "2", "--minutes", minutes, "--models", "mlp", "--output", str(tmp_path / "self.json")]
+    result = CliRunner().invoke(app, ["selftest", *asked])
     assert result.exit_code == 0, result.output
     told = json.loads((tmp_path / "self.json").read_text())
     by_status: dict[str, list[str]] = {}

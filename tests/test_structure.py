@@ -69,6 +69,16 @@ def files_named(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", MANUALS, ids=short)
+def test_manuals_of_rooms_are_short(page: Path) -> None:
+    """Two screens, with the data that comes in and goes out, an example and how to change it."""
+    text = page.read_text()
+    assert len(text.splitlines()) <= (120 if page.parent.name == "cost_models" else 100)
+    if page.parent.name not in ("autoparallel", "cost_models"):
+        assert re.search(r"\bIn: .*\bOut:\s", text, re.S) and ">>> " in text
+        assert re.search(r"^## How to (change|add)", text, re.M)
+
+
+@pytest.mark.parametrize("page", MANUALS, ids=short)
 def test_manuals_list_the_files_there_are(page: Path) -> None:
     """Files named in tables exist, and all files of the folder are named: themselves, or a folder within that has
     them. Folders with a README of their own are left to that."""

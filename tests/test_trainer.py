@@ -108,7 +108,7 @@ FSDP, TENSOR = {"baseline": "fsdp"}, {"baseline": "tensor_parallel"}
     slow((2, 2), TENSOR, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}, 2),
     ((4,), FSDP, {"gradient_accumulation_steps": 3, "dataloader_drop_last": False, "max_grad_norm": 0.0}, None),
     ((2, 2), {"pipeline_stages": 2}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "max_steps": 4}, 2),
-    ((2, 2), TENSOR, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, None),
+    slow((2, 2), TENSOR, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}, None),
     slow((4,), FSDP, {"compute_loss_func": squared}, 1),
     slow((4,), FSDP,
          {"padded": False, "data_collator": collated, "gradient_accumulation_steps": 2, "max_steps": 3}, None),

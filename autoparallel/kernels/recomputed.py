@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoparallel.kernels import groups, numbers, rng
+from autoparallel.kernels.regather import gathers_parameter
 
 #: Ops whose results "selective" recompute keeps (`KEPT_CLASSES` in pricing is the same list for prices).
 KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product", "aten::convolution",
@@ -112,5 +113,5 @@ def on_host(own: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(KEPT)
+    kept = isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(KEPT) and not gathers_parameter()
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

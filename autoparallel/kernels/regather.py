@@ -74,6 +74,12 @@ class _Saved:
 
 
 _run: ContextVar[_Run | None] = ContextVar("run", default=None)
+_gathers: ContextVar[bool] = ContextVar("gathers", default=False)
+
+
+def gathers_parameter() -> bool:
+    """Whether `gather_parameter` runs."""
+    return _gathers.get()
 
 
 @contextmanager
@@ -124,6 +130,16 @@ def gather(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if run is not None and made.untyped_storage()._cdata != value.untyped_storage()._cdata:
         run.add(made, _Gather(begin, (kept,)), 0)
     return made
+
+
+def gather_parameter(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`gather` on the path of a stored parameter, whose result recompute="selective" does not keep, unlike those of
+    other collectives."""
+    token = _gathers.set(True)
+    try:
+        return gather(value, *args, **kwargs)
+    finally:
+        _gathers.reset(token)
 
 
 def begin_gathers(axis: str, steps: Sequence[tuple[str, str, Sizes]], *values: torch.Tensor, place: int,

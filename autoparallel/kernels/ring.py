@@ -1,7 +1,8 @@
 """Ring attention (Liu, Zaharia, Abbeel 2023): queries, keys and values are cut along the sequence.
 
 Keys and values pass once around the ring. Each rank attends to one shard of keys per round and combines the results by
-their log-sum-exp. Backward passes them around again, together with the gradients of keys and values.
+their log-sum-exp. Backward passes them around again; the gradients of keys and values follow one rank behind and
+come home with the last message.
 """
 
 from __future__ import annotations
@@ -52,16 +53,23 @@ class _Ring(torch.autograd.Function):
         axis, causal, scale = ctx.call
         q, k, v, out, logs = ctx.saved_tensors
         key, value = k, v
-        dq = dk = dv = q.new_empty(0)  # step 0 sees this rank's own keys
+        dq = own_dk = own_dv = dk = dv = q.new_empty(0)  # step 0 sees this rank's own keys
         for step, seen, own in _around(axis, causal):
             if step:
-                key, value, dk, dv = *shifted((key, value), axis), *shifted((dk, dv), axis)
+                key, value = shifted((key, value), axis)
+            if step > 1:  # gradients begin with the first rank after the owner
+                dk, dv = shifted((dk, dv), axis)
             if seen:
                 parts = flash.attend_backward(gradient, q, key, value, out, logs, causal and own, scale,
                                               ctx.state)
-                dq, dk, dv = ((whole + part for whole, part in zip((dq, dk, dv), parts, strict=True)) if step
-                              else (part.to(logs.dtype) for part in parts))
-        dk, dv = shifted((dk, dv), axis)
+                if step:
+                    dq, dk, dv = (whole + part for whole, part in zip((dq, dk, dv), parts, strict=True))
+                else:
+                    dq, own_dk, own_dv = (part.to(logs.dtype) for part in parts)
+                    dk, dv = torch.zeros_like(own_dk), torch.zeros_like(own_dv)
+        if axis.size > 1:
+            dk, dv = shifted((dk, dv), axis)
+        dk, dv = own_dk + dk, own_dv + dv
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 

@@ -18,7 +18,7 @@ from torch.fx import Node as FxNode
 
 from autoparallel.kernels.collectives import item
 from autoparallel.kernels.recomputed import Recomputed
-from autoparallel.kernels.regather import begin_gathers, end, gather
+from autoparallel.kernels.regather import begin_gathers, end, gather, gather_parameter
 from autoparallel.lower import overlap_pass
 
 
@@ -82,6 +82,6 @@ def gather_again(program: GraphModule, gathers: Callable[[Any], bool]) -> GraphM
         elif node.target is overlap_pass.end and node.args[0].target is begin_gathers:
             node.target = end
         elif node.target is not item and gathers(node):
-            node.target = gather
+            node.target = gather_parameter if node.meta["reads"] else gather
     program.recompile()
     return program

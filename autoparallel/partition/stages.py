@@ -11,15 +11,17 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autoparallel.capture import TensorMeta
 from autoparallel.capture.blocks import block_path, equal_blocks
 from autoparallel.errors import InfeasibleError, InputError, PlanError
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import Prices, decision_seconds
+from autoparallel.pricing.pipeline_steps import SentValue
 from autoparallel.schedule.stage import Part, Value
 from autoparallel.strategies.space import Strategy, StrategySpace, TensorUse
 from cost_models import ClusterError, collectives
@@ -41,10 +43,10 @@ class Stages:
         return len(self.parts)
 
     def of_decisions(self, num_decisions: int) -> list[tuple[int, ...]]:
-        """By decision, the stages that have it, in order; decisions that no stage needs count on the first."""
+        """By decision, the stages that have it, in order."""
         if len(self) == 1:
             return [(0,)] * num_decisions
-        return [tuple(s for s, part in enumerate(self.parts) if index in part.decisions) or (0,)
+        return [tuple(s for s, part in enumerate(self.parts) if index in part.decisions)
                 for index in range(num_decisions)]
 
     def blocks(self, space: StrategySpace) -> list[list[str]]:
@@ -53,7 +55,7 @@ class Stages:
         seen: set[str] = set()
         for decision, on in zip(space.decisions, self.of_decisions(len(space)), strict=True):
             path = block_path(space.graph.nodes[decision.node].module_path) if decision.kind == "op" else None
-            if path is not None and path not in seen:
+            if path is not None and on and path not in seen:
                 seen.add(path)
                 found[on[0]].append(path)
         return found
@@ -62,15 +64,25 @@ class Stages:
         """Over each cut, per micro-batch and in one direction: bytes that one rank sends, and the bytes of its part if
         ranks with the same values share them out."""
         ranks, found = math.prod(space.mesh_shape), []
+        for values in self._sent(space, strategies):
+            found.append((sum(local for local, _ in values),
+                          sum(min(local, meta.num_bytes / ranks) for local, meta in values)))
+        return found
+
+    def sent_values(self, space: StrategySpace, strategies: Sequence[Strategy]) -> list[list[SentValue]]:
+        """By cut, the values that cross it."""
+        return [[SentValue(local, meta.requires_grad) for local, meta in values]
+                for values in self._sent(space, strategies)]
+
+    def _sent(self, space: StrategySpace, strategies: Sequence[Strategy]) -> Iterator[list[tuple[float, TensorMeta]]]:
+        """By cut, bytes on a rank and form of each value."""
         for part in self.parts[:-1]:
-            sent, shared = 0.0, 0.0
+            values = list[tuple[float, TensorMeta]]()
             for decision, o in part.sent:
                 s = space.strategy_sets[decision]
                 meta, number = s.output_metas[o], s.outputs[o][s.position[strategies[decision]]]
-                local = float(space.spaces(meta).local_elements[number]) * meta.dtype.itemsize
-                sent, shared = sent + local, shared + min(local, meta.num_bytes / ranks)
-            found.append((sent, shared))
-        return found
+                values.append((float(space.spaces(meta).local_elements[number]) * meta.dtype.itemsize, meta))
+            yield values
 
 
 @dataclass(frozen=True)

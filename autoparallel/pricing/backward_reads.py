@@ -34,7 +34,7 @@ class BackwardReads:
         self._views: dict[int, Gathered] = {}  # by view of a parameter
         found = defaultdict[int, list[View[None]]](list)
         self.by_decision: Mapping[int, Sequence[View[None]]] = found
-        if not self.counts.hybrid.prefetches:
+        if self.counts.hybrid.zero_stage < 3:
             return
         for action, pair in itertools.chain.from_iterable(events for _, events in sorted(reads.windows.events.items())):
             if action == "launch" and pair.steps[0] in self._bucket_of:
@@ -58,7 +58,7 @@ class BackwardReads:
         blocks, inputs = self.counts.blocks, dict[tuple[Block, int, int], tuple[int, View[None]]]()
         for index, uses in sorted(self.space.uses_by.items()):
             block, needed = blocks.of[index], self.counts.saved.inputs_needed(index)
-            if self.reads.stage_of[index] is None:
+            if not self.reads.here[index]:
                 continue
             for use in reversed(uses) if block is None else uses:  # what an op reads last, its backward needs first
                 view = self._of(use) if block is None else self._into(block, use)
@@ -89,9 +89,14 @@ class BackwardReads:
         return view
 
     def _into(self, block: Block, use: TensorUse) -> Gathered:
-        """The gathered value that a recomputed block reads for a use: redistributions of views are its own."""
+        """The gathered value that a recomputed block reads for a use: redistributions of views are its own, and those
+        of parameters unless they are prefetched."""
         if self.counts.of_parameter[use.source]:
-            return self._of(use)
+            if not self.reads.synchronous:
+                return self._of(use)
+            is_shared = self.space.decisions[use.source].kind == "shared_read"
+            outside = is_shared and self.counts.blocks.of[use.source] != block
+            return self._of(self.space.uses_by[use.source][0]) if outside else None
         return None if self.counts.blocks.of[use.source] == block else self._views.get(use.source)
 
     def _start_of(self, block: Block) -> int:

@@ -44,7 +44,8 @@ class ExecutionCounts:
     """Counts of one step (`Hybrid`) over one strategy graph.
 
     ``stages_of``: by decision, the stages that run it, in order (several for tied parameters and side computations; the
-    default is one stage). In a reduced-depth model (`planning.reduced_model`) a decision counts for ``multiplicities``
+    default is one stage; none for what no stage needs, whose values count on the first and whose work does not,
+    ``unused``). In a reduced-depth model (`planning.reduced_model`) a decision counts for ``multiplicities``
     decisions, and one rank holds ``held`` times the values that a decision of the first stage has in a step.
     ``recomputing``: how the software recomputes. ``blocks``: the recomputed blocks. ``saved``: the values kept for
     backward. ``of_parameter``, ``views``: by decision, whether its value is a parameter (also read by several), or a
@@ -58,7 +59,8 @@ class ExecutionCounts:
         self.space, self.hybrid = space, hybrid or Hybrid()
         self.multiplicities, self.held = multiplicities or [1] * len(space), held or [1] * len(space)
         self.one_for_all = held is not None
-        self.stages_of = stages_of if stages_of is not None else [(0,)] * len(space)
+        self.stages_of = [stages or (0,) for stages in stages_of] if stages_of is not None else [(0,)] * len(space)
+        self.unused = frozenset(index for index, stages in enumerate(stages_of or ()) if not stages)
         self._by_group = [self.hybrid.micro_batches_on(group) for group in range(len(self.hybrid.groups))]
         self.in_one = [*map(len, set(self.stages_of))] == [1]  # all decisions on one stage
         self.blocks = RecomputedBlocks(space, self.hybrid, self.stages_of, recomputing or Recomputing())
@@ -80,6 +82,8 @@ class ExecutionCounts:
         """Executions of a use's redistribution per step, on a rank of the stage. ``choice``: the number of the target's
         strategy (None: one that saves what the op does)."""
         some = self.multiplicities[use.target]
+        if use.target in self.unused:
+            return UseTimes(0, 0, 0)
         count, again = self.count(use.target, stage) * some, self.reads_again(use)
         if choice is not None and (skips := self.skips(use)) is not None:
             again &= not skips[choice]
@@ -93,6 +97,8 @@ class ExecutionCounts:
 
     def count(self, index: int, stage: int | None = None) -> int:
         """Micro-batches per rank of a stage that has the decision (default: the first such stage)."""
+        if index in self.unused:
+            return 0
         return self.micro_batches_on(self.stages_of[index][0] if stage is None else stage)
 
     def micro_batches_on(self, stage: int) -> int:
@@ -102,7 +108,8 @@ class ExecutionCounts:
     def reads_again(self, use: TensorUse) -> bool:
         """Whether the redistribution runs again for backward: in a recomputed block, or as a ZeRO-3 gather."""
         block = self.blocks.of[use.target] if self.hybrid.recompute == "full" else None
-        if self.of_parameter[use.source] or block is None:
+        before_block = self.of_parameter[use.source] and (self.hybrid.zero_stage < 3 or self.hybrid.prefetches)
+        if before_block or block is None:
             return self.gathers_again(use)
         return use.target <= self.blocks.starts.get(block, -1) or use.target < self.blocks.ends[block]
 
@@ -166,7 +173,7 @@ class ExecutionCounts:
         if self.hybrid.micro_batches == 1:
             return 0
         trainable = self.space.decisions[use.source].kind == "parameter" and self._trainable(use.meta)
-        return (self.count(use.target) - 1) * self.multiplicities[use.target] if trainable else 0
+        return max(0, self.count(use.target) - 1) * self.multiplicities[use.target] if trainable else 0
 
     @cached_property
     def in_flight(self) -> list[int]:

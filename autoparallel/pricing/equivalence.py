@@ -34,7 +34,7 @@ class Equivalence:
         if self.prices.cluster.profile is not None:  # hosts launch ahead in blocks only
             facts.append([bool(block) for block in self.space.blocks])
         if not counts.in_one:
-            facts.append(_numbered(counts.stages_of))
+            facts += [_numbered(counts.stages_of), [index in counts.unused for index in range(count)]]
         if counts.hybrid.recompute != "none":
             facts += [[index in counts.blocks.runs_again for index in range(count)],
                       list(map(counts.offloads, range(count)))]

@@ -10,7 +10,7 @@ from autoparallel.pricing.rank_reads import RankReads, TimedStep
 
 class Leaves:
     """``steps``: all steps that run once, in program order; ``reduced``: by decision, paths of steps whose backward
-    reduces the gradients that the decision completes, in order."""
+    reduces the gradients that the decision completes, in order; ``backward``: all of these, path by path."""
 
     def __init__(self, reads: RankReads) -> None:
         self.reads, self.space = reads, reads.space
@@ -25,6 +25,10 @@ class Leaves:
         for index, paths in self.reduced.items():
             if reads.in_several_ops(index):
                 paths.reverse()
+
+    @property
+    def backward(self) -> list[TimedStep]:
+        return [timed for first, path in self._paths.items() if first in self._place for timed in reversed(path)]
 
     def _note(self) -> None:
         made = dict[int, tuple[int, int] | None]()  # by shared read whose steps all run once, the use of the first

@@ -59,14 +59,18 @@ def hidden_s(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequen
     if not _hides(pricer):
         return 0.0
     slowdown = pricer.prices.device.overlap_slowdown
-    return pricer.costs.memo.once(("hidden", tuple(strategies), tuple(stages)),
-                       lambda: RankStep(pricer, strategies, stages).hidden_s(slowdown))
+
+    def of(stage: int) -> float:
+        return pricer.costs.memo.once(("hidden", tuple(strategies), stage),
+                                      lambda: RankStep(pricer, strategies, stage).hidden_s(slowdown))
+
+    return sum(map(of, stages))
 
 
-def spans(pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> list[Span]:
-    """The timeline of one rank of these stages as `hidden_s` simulates it; where nothing overlaps, one task after the
-    other."""
-    step = RankStep(pricer, strategies, stages).step()
+def spans(pricer: SpacePricer, strategies: Sequence[Strategy]) -> list[Span]:
+    """The timeline of one rank without a pipeline as `hidden_s` simulates it; where nothing overlaps, one task after
+    the other."""
+    step = RankStep(pricer, strategies).step()
     if _hides(pricer):
         streams = sorted({task.stream for task in step.tasks} | {COMPUTE})
         line = simulate(step.tasks, equal_slowdown(streams, pricer.prices.device.overlap_slowdown))
@@ -98,8 +102,7 @@ def _overlaps_parameters(hybrid: Hybrid) -> bool:
     """Whether communication of parameters overlaps with compute: in every micro-batch, or if parameters are gathered
     and gradients reduced once per step. (Zero bubble computes weight gradients last, so nothing is left to overlap
     with.)"""
-    put_off = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
-    return micro_batches_are_equivalent(hybrid) or (hybrid.zero_stage < 2 and not put_off)
+    return micro_batches_are_equivalent(hybrid) or (hybrid.zero_stage < 2 and not hybrid.puts_off_weights)
 
 
 #: What a task does, and the first and the last decision for which.
@@ -120,14 +123,23 @@ class Wait(NamedTuple):
     task: int
 
 
+class Passed(NamedTuple):
+    """A message to another pipeline rank, where it is ``sent``; or from one, where it is awaited."""
+
+    sent: bool
+    peer: int
+    num_bytes: float
+
+
 class StepTasks:
     """The tasks of one rank in issue order; the program awaits some of them. ``labels``: of each task; ``events``: the
-    launches and waits of collectives, in the order in which the rank's program makes them."""
+    launches and waits of collectives (in pipelines also messages), in the order in which the rank's program makes
+    them."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
         self.labels: list[Label] = []
-        self.events: list[Launch | Wait] = []
+        self.events: list[Launch | Wait | Passed] = []
         self._compute_s = 0.0
         self._label: Label | None = None
         self._after: tuple[int, ...] = ()
@@ -186,7 +198,7 @@ def _nothing(index: int) -> None:
 
 
 #: Task numbers by the async window that launched them.
-_Pending = dict[Pair, list[int]]
+Pending = dict[Pair, list[int]]
 
 
 def _targets(what: str, steps: Sequence[TimedStep]) -> Label:
@@ -196,22 +208,22 @@ def _targets(what: str, steps: Sequence[TimedStep]) -> Label:
 
 
 class RankStep:
-    """The simulated step of a plan on a rank of some stages, in ``count`` rounds of as many micro-batches as run
+    """The simulated step of a plan on a rank of one stage, in ``count`` rounds of as many micro-batches as run
     interleaved (`Hybrid.copies`). Equal rounds are simulated as one of their total length."""
 
-    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> None:
+    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
-        self.strategies, self.stages = strategies, tuple(stages)
-        self.reads = RankReads(pricer, strategies, stages)
+        self.strategies, self.stage = strategies, stage
+        self.reads = RankReads(pricer, strategies, stage)
         self.leaves = Leaves(self.reads)
         self.windows, self.numbers = self.reads.windows, self.reads.numbers
         self.copies = self.counts.hybrid.copies
-        self.rounds = self.counts.micro_batches_on(stages[0]) // self.copies
+        self.rounds = self.counts.micro_batches_on(stage) // self.copies
         self.count = 1 if self.reads.equivalent else self.rounds
         self.interleaved = (InterleavedRound(self.reads, len(self.space), self.copies)
                             if self.copies > 1 else None)
 
-    def communication(self) -> list[Launch | Wait]:
+    def communication(self) -> list[Launch | Wait | Passed]:
         """The launches and waits of a whole step, in the order in which the rank makes them."""
         events = self.step(each=True).events
         return events * (self.rounds if self.reads.equivalent else 1)
@@ -234,56 +246,91 @@ class RankStep:
     def step(self, each: bool = False) -> StepTasks:
         """The tasks of a step: forward, backward in reverse order, optimizer. ``each``: micro-batches without overlap
         one by one, rather than as one task of their total length."""
-        step, pending = StepTasks(), _Pending()
-        if self.reads.equivalent:
-            marked = self.windows.events.keys() - {TOP}
-            self._read_once(step)
-            self._read(step, TOP, pending)
-            self._forward(step, marked, lambda index: self._read(step, index, pending))
-
-            again = BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps))
-            marked = {*marked, *again.by_decision, *self._sums_s, *self.leaves.reduced}
-            self._backward(step, marked, again.read, lambda index: self._reduce(step, index, pending),
-                           lambda index: self._arrived(step, index))
-            self._reduce(step, TOP, pending)
-            again.settle()
-        else:
-            self._in_micro_batches(step, pending, each)
+        step, pending = StepTasks(), Pending()
+        self.begin(step, pending)
+        for _ in range(self.count - 1 if each else 0):
+            self.forward(step, pending)
+            self.backward(step, pending, last=False)
+        if self.count > 1 and not each:
+            hidden = self._hidden_early_s(self.pricer.prices.device.overlap_slowdown)
+            step.compute((self.count - 1) * (self._round_s() - hidden)
+                         + (self._adding - 1) * sum(self._sums_s.values()), ("micro-batches before the last", TOP, TOP))
+        self.forward(step, pending)
+        self.backward(step, pending, last=True)
+        self.finish(step, pending)
         step.compute(self._updates_s(), ("optimizer", TOP, TOP))
         step.flush()
         return step
 
-    def _in_micro_batches(self, step: StepTasks, pending: _Pending, each: bool) -> None:
-        """Parameters are gathered, then the micro-batches run without overlap. The last of several launches the
-        reduction of a bucket once its last gradient arrives, if micro-batches read its result directly. All other
-        gradients are reduced at the end."""
-        places = sorted({TOP, *self.windows.events})
+    def begin(self, step: StepTasks, pending: Pending) -> None:
+        """Before all micro-batches: read the parameters that these do not read themselves."""
         self._read_once(step)
-        for place in places:
+        for place in self._read_before:
             self._read(step, place, pending)
-        for _ in range(self.count - 1 if each else 0):
-            self._forward(step)
-            self._backward(step, self.leaves.reduced, arrived=lambda index: self._arrived(step, index))
-        if not each:
-            hidden = self._hidden_early_s(self.pricer.prices.device.overlap_slowdown) if self.count > 1 else 0.0
-            step.compute((self.count - 1) * (self._round_s() - hidden)
-                         + (self._adding - 1) * sum(self._sums_s.values()), ("micro-batches before the last", TOP, TOP))
-        early, pairs = defaultdict[int, list[Pair]](list), dict[Pair, tuple[int, int]]()
-        for pair in (*self.windows.reduced, *self.windows.gathered):
-            if self.counts.hybrid.zero_stage < 2 and all(self.windows.is_last(n) for n in pair.steps):
-                pairs[pair] = max(map(self.reads.arrival, pair.steps))
-        for pair in sorted(pairs, key=pairs.__getitem__):
-            early[-pairs[pair][0]].append(pair)
 
-        def reduce(index: int) -> None:
+    def forward(self, step: StepTasks, pending: Pending) -> None:
+        """Forward of a round."""
+        if self.reads.equivalent:
+            self._read(step, TOP, pending)
+            self._forward(step, self.windows.events.keys() - {TOP}, lambda index: self._read(step, index, pending))
+        else:
+            self._forward(step)
+
+    def backward(self, step: StepTasks, pending: Pending, last: bool) -> None:
+        """Backward of a round. The ``last`` of several launches the reduction of a bucket once its last gradient
+        arrives, if micro-batches read its result directly."""
+        if self.reads.equivalent:
+            again = BackwardReads(self.reads, lambda *steps: self._begin_again(step, *steps))
+            marked = {*self.windows.events.keys() - {TOP}, *again.by_decision, *self._sums_s, *self.leaves.reduced}
+            self._backward(step, marked, again.read, lambda index: self._reduce(step, index, pending),
+                           lambda index: self._arrived(step, index))
+            self._reduce(step, TOP, pending)
+            again.settle()
+            return
+
+        early = self._reduced_early if last else {}
+
+        def arrived(index: int) -> None:
             self._arrived(step, index)
             for pair in early.get(index, ()):
                 self._issue(step, pair, pending)
 
-        self._forward(step)
-        self._backward(step, {*early, *self._sums_s, *self.leaves.reduced}, arrived=reduce)
-        for place in reversed(places):
+        self._backward(step, {*early, *self._sums_s, *self.leaves.reduced}, arrived=arrived)
+
+    def backward_of_inputs(self, step: StepTasks) -> None:
+        """The first part of a backward in two parts; of the first stage nothing."""
+        if self.stage:
+            self._backward(step, ())
+
+    def backward_of_weights(self, step: StepTasks, pending: Pending) -> None:
+        """The second part, which reduces the gradients of weights; of the first stage all of backward."""
+        if not self.stage:
+            self.backward(step, pending, last=False)
+        else:
+            for timed in self.leaves.backward:
+                step.run(timed.backward.per(self.count), _targets("reduce", [timed]))
+
+    def finish(self, step: StepTasks, pending: Pending) -> None:
+        """After all micro-batches: reduce the gradients that these have not."""
+        for place in reversed(self._read_before):
             self._reduce(step, place, pending)
+
+    @cached_property
+    def _read_before(self) -> Sequence[int]:
+        """The program points whose parameters are read before all micro-batches."""
+        return () if self.reads.equivalent else sorted({TOP, *self.windows.events})
+
+    @cached_property
+    def _reduced_early(self) -> Mapping[int, Sequence[Pair]]:
+        """By decision, the buckets whose last gradient its backward completes, if their reduction is launched then."""
+        hybrid, pairs, early = self.counts.hybrid, dict[Pair, tuple[int, int]](), defaultdict[int, list[Pair]](list)
+        for pair in (*self.windows.reduced, *self.windows.gathered):
+            if (hybrid.zero_stage < 2 and not hybrid.puts_off_weights
+                    and all(self.windows.is_last(n) for n in pair.steps)):
+                pairs[pair] = max(map(self.reads.arrival, pair.steps))
+        for pair in sorted(pairs, key=pairs.__getitem__):
+            early[-pairs[pair][0]].append(pair)
+        return early
 
     def _read_once(self, step: StepTasks) -> None:
         """Make the leaves that micro-batches read."""
@@ -311,7 +358,7 @@ class RankStep:
         """The rounds that add gradients to others: all but the first, or all if each has several micro-batches."""
         return max(1, self.count - 1) if self.copies == 1 else self.count
 
-    def _read(self, step: StepTasks, place: int, pending: _Pending) -> None:
+    def _read(self, step: StepTasks, place: int, pending: Pending) -> None:
         for action, pair in self.windows.events.get(place, ()):
             steps = self._of(pair)
             forward, label = [timed.forward for timed in steps], _targets("gather", steps)
@@ -323,7 +370,7 @@ class RankStep:
             else:
                 step.run(forward[0], label)
 
-    def _reduce(self, step: StepTasks, place: int, pending: _Pending) -> None:
+    def _reduce(self, step: StepTasks, place: int, pending: Pending) -> None:
         for action, pair in reversed(self.windows.events.get(place, ())):
             if action == "launch":
                 step.wait(pending[pair])
@@ -344,7 +391,7 @@ class RankStep:
         """The decisions of each block that is run again, by the one whose backward starts it."""
         blocks, found = self.counts.blocks, defaultdict[int, list[int]](list)
         for index, block in enumerate(blocks.of):
-            if block is not None and self.reads.stage_of[index] is not None:
+            if block is not None and self.reads.here[index]:
                 found[blocks.starts.get(block, blocks.last[block])].append(index)
         return found
 
@@ -362,7 +409,7 @@ class RankStep:
 
         return finish
 
-    def _issue(self, step: StepTasks, pair: Pair, pending: _Pending) -> None:
+    def _issue(self, step: StepTasks, pair: Pair, pending: Pending) -> None:
         steps = self._of(pair)  # one all_reduce for the bucket
         pending[pair] = [step.issue([timed.backward for timed in steps], _targets("reduce", steps))]
 
@@ -441,12 +488,11 @@ class RankStep:
     def _seconds(self) -> tuple[list[tuple[float, float, float, float]], np.ndarray]:
         """Seconds (forward, recompute, backward, optimizer) of each equivalence class; the class of each decision."""
         costs = self.pricer.costs
-        return costs.memo.each(("seconds", self.stages), costs.kinds.decision_codes(self.strategies), self._priced)
+        return costs.memo.each(("seconds", self.stage), costs.kinds.decision_codes(self.strategies), self._priced)
 
     def _priced(self, index: int) -> tuple[float, float, float, float]:
-        stage = self.reads.stage_of[index]
-        if stage is None:
+        if not self.reads.here[index]:
             return 0.0, 0.0, 0.0, 0.0
-        cost = self.pricer.costs.of(index, stage)
+        cost = self.pricer.costs.of(index, self.stage)
         forward, again, backward, _, update = (float(s[self.numbers[index]]) for s in cost)
         return forward, again, backward, update

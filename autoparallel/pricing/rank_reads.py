@@ -60,31 +60,32 @@ class TimedStep(NamedTuple):
 
 
 class RankReads:
-    """The redistributions of a plan on a rank of some stages.
+    """The redistributions of a plan on a rank of one stage.
 
-    ``stage_of``: by decision, its stage on this rank (None: not here). ``sent``: redistribution steps of activations,
-    by decision; ``paths``: the same by operand, without ``shared_views``: those of views of parameters, by decision, if
-    interleaved micro-batches share them. ``parameter_steps``: the steps of parameters, in the order of
-    ``windows.events``; ``last_step``: by use (target, position) of a parameter, the number of the last step on the path
-    to it. ``once``: by move, the number of its first steps that run once for all
+    ``equivalent``: all micro-batches do the same, and each gathers and reduces. ``here``: by decision, whether the
+    stage has it. ``sent``: redistribution steps of activations, by decision; ``paths``: the same by operand, without
+    ``shared_views``: those of views of parameters, by decision, if interleaved micro-batches share them.
+    ``parameter_steps``: the steps of parameters, in the order of ``windows.events``, or if they are ``synchronous``
+    (ZeRO-3 in a pipeline) among those of ``sent``; ``last_step``: by use (target, position) of a parameter, the number
+    of the last step on the path to it. ``once``: by move, the number of its first steps that run once for all
     micro-batches, though gradients are reduced after each; ``once_steps``: these steps by use.
     """
 
-    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stages: Sequence[int] = (0,)) -> None:
+    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], stage: int = 0) -> None:
         self.pricer, self.space, self.counts = pricer, pricer.space, pricer.counts
         hybrid = self.counts.hybrid
-        self.equivalent = micro_batches_are_equivalent(hybrid)
-        self.reduces_each = not hybrid.is_plain and (hybrid.zero_stage == 2 or hybrid.prefetches)
-        held = {holders: next((stage for stage in holders if stage in stages), None)
-                for holders in set(self.counts.stages_of)}
-        self.stage_of = [held[holders] for holders in self.counts.stages_of]
+        self.stage, self.equivalent = stage, hybrid.is_plain or hybrid.zero_stage == 3
+        self.reduces_each = not hybrid.is_plain and hybrid.zero_stage >= 2
+        self.here = [stage in holders and index not in self.counts.unused
+                     for index, holders in enumerate(self.counts.stages_of)]
         self.numbers = pricer.costs.kinds.numbers(strategies)
         self.parameter_steps: list[TimedStep] = []
         self._times: dict[int, list[tuple[Any, ...]]] = {}
-        self.moves = [move for move in pricer.costs.moves(strategies) if self.stage_of[move.use.target] is not None]
+        self.moves = [move for move in pricer.costs.moves(strategies) if self.here[move.use.target]]
         self.once = self._once()
         self.reads, self.last_step = self._reads(self.once)
-        self.windows = AsyncWindows(self.reads, self.counts.hybrid.bucket_bytes)
+        self.synchronous = hybrid.zero_stage == 3 and not hybrid.prefetches
+        self.windows = AsyncWindows([] if self.synchronous else self.reads, hybrid.bucket_bytes)
         sent = defaultdict[int, list[TimedStep]](list)
         self.once_steps = dict[tuple[int, int], list[TimedStep]]()
         self.paths = defaultdict[int, list[list[TimedStep]]](list)
@@ -95,6 +96,7 @@ class RankReads:
             if self.counts.of_parameter[move.use.source]:
                 self.once_steps[move.use.target, move.use.position] = steps[:before]
                 self.parameter_steps += steps[before:]
+                sent[move.use.target] += steps[before:] if self.synchronous else []
             else:
                 sent[move.use.target] += steps
                 if self.counts.views[move.use.source] and hybrid.copies > 1:
@@ -106,7 +108,7 @@ class RankReads:
         self.sent = {target: steps for target, steps in sent.items() if steps}
 
     def _once(self) -> list[int]:
-        """`once`: with ZeRO-2 all steps of parameters, with ZeRO-3 (not in a pipeline) those before the first that
+        """`once`: with ZeRO-2 all steps of parameters, with ZeRO-3 those before the first that
         communicates (as `lower.parameter_reads.split_reads`)."""
         found, shared_reads, hybrid = [0] * len(self.moves), set[int](), self.counts.hybrid
         for number, (use, path, _) in enumerate(self.moves if self.reduces_each else ()):
@@ -157,7 +159,7 @@ class RankReads:
         runs |= {
             decision.index
             for decision in self.space.decisions
-            if decision.kind == "op" and self.stage_of[decision.index] is not None
+            if decision.kind == "op" and self.here[decision.index]
         }
         return places((index, self.counts.blocks.of[index]) for index in sorted(runs)).__getitem__
 
@@ -169,7 +171,7 @@ class RankReads:
 
     def _times_of(self, use: TensorUse, priced: PricedStep) -> tuple[Any, ...]:
         step, seconds, _ = priced
-        times = self.counts.use_times(use, self.stage_of[use.target], int(self.numbers[use.target]))
+        times = self.counts.use_times(use, self.stage, int(self.numbers[use.target]))
         message = self._message(use.meta, step, step.forward, step.before, step.after, 1.0)
         forward = Timed(times.forward * seconds[0], self._stream(step.axis, message), message)
         message = None
@@ -219,7 +221,7 @@ class RankReads:
         if self.space.decisions[target].kind != "shared_read":
             return target
         readers = self.space.readers_of.get(target, ())
-        return min((reader for reader in readers if self.stage_of[reader] is not None), default=target)
+        return min((reader for reader in readers if self.here[reader]), default=target)
 
 
 def _communicates(use: TensorUse, step: Step) -> bool:

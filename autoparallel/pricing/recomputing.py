@@ -71,7 +71,7 @@ class RecomputedBlocks:
         """By block, the decision before which its recompute stops: the last op that saves an input, or after the last
         op that saves what it makes (torch's early stop); the end of the block with zero bubble, whose backward has two
         parts."""
-        if not self.how.early_stop or (self.hybrid.schedule == "zero_bubble" and self.hybrid.stages > 1):
+        if not self.how.early_stop or self.hybrid.puts_off_weights:
             return {block: last + 1 for block, last in self.last.items()}
         found = dict.fromkeys(self.last, 0)
         for block, index in self.starts.items():

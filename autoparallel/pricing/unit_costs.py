@@ -144,8 +144,8 @@ class Prices:
             for exchange in row.inside if not (stored and row.variant == "sections") else ():
                 elements = self.space.spaces(s.input_metas[exchange.input]).local_elements[s.inputs[exchange.input]]
                 for axis, group in enumerate(self.groups):
-                    shards = group.size if exchange.whole else 1
-                    num_bytes = elements * shards * exchange.bytes_per_element
+                    each = np.full(len(elements), group.size) if exchange.ranks else elements
+                    num_bytes = each * (group.size if exchange.whole else 1) * exchange.bytes_per_element
                     uses = s.array[:, axis] == number
                     if uses.any():
                         seconds = np.where(uses, _exchange_s(exchange.action, num_bytes, group), 0.0)

@@ -30,7 +30,8 @@ class Exchange:
     """Communication inside a variant, along its axis: ``action`` (all_reduce, all_gather, all_to_all, ring: a piece
     goes once around) on ``bytes_per_element`` for each element of the piece of input ``input``, so often forward and
     backward. ``kept``: the op works on an exchanged copy of its piece, which lives as long as what it makes. ``whole``:
-    for each element of what the axis cuts, as of neighbours, who send as much however short pieces are."""
+    for each element of what the axis cuts, as of neighbours, who send as much however short pieces are. ``ranks``: for
+    each rank of the axis, instead of each element."""
 
     action: str
     input: int
@@ -39,6 +40,7 @@ class Exchange:
     backward: int = 0
     kept: bool = False
     whole: bool = False
+    ranks: bool = False
 
 
 @dataclass(frozen=True)

@@ -118,12 +118,14 @@ class _Stage(torch_pp.PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self.backwards += 1
-        if (
-            self.backwards == len(self.micro_batches) and self.hybrid.schedule != "zero_bubble"
-        ):  # zero bubble computes weight gradients later
+        if self.backwards == len(self.micro_batches) and not self.hybrid.puts_off_weights:
             self.module.reduce_overlapped(len(self.micro_batches) == 1)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._move(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self.module.reduce_weights()
 
 
 #: (computation or communication in torch's letters, stage, micro-batch)

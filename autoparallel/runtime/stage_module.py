@@ -83,8 +83,7 @@ def _kept_less(module: GraphModule, hybrid: Hybrid) -> GraphModule:
         module = gather_again(module, repeats)
     if hybrid.recompute == "none":
         return module
-    in_parts = hybrid.schedule == "zero_bubble" and hybrid.stages > 1
-    return with_recompute(module, hybrid.recompute, _recomputed(hybrid), in_parts)
+    return with_recompute(module, hybrid.recompute, _recomputed(hybrid), hybrid.puts_off_weights)
 
 
 def _recomputed(hybrid: Hybrid) -> Callable[[FxNode], str | None]:
@@ -158,7 +157,7 @@ class StageModule(nn.Module):
         copies = [results] if self.copies == 1 else results
         _, self.updates, sent = copies[-1]
         if self.loss is not None:
-            return tuple(scaled(outputs[self.loss]) for outputs, *_ in copies)
+            return tuple(_without_view(scaled(outputs[self.loss])) for outputs, *_ in copies)
         return tuple(_Sent.apply(x) for x in sent)
 
     def reduce_overlapped(self, is_first: bool) -> None:
@@ -177,6 +176,13 @@ class StageModule(nn.Module):
             values = tuple(self.values[n] for n in numbers)
             issue_gradients(values, tuple(None if (made := self.leaves[n].grad) is None else made.to(value.dtype)
                                          for n, value in zip(numbers, values, strict=True)))
+
+    def reduce_weights(self) -> None:
+        """Reduce the gradients that a backward in parts left in the leaves, of ZeRO-2 and 3. (Its second part sets them
+        without hooks.)"""
+        if self.each_micro_batch:
+            for numbers in self.reduced_at_once:
+                _reduce_leaves([(self.leaves[n], self.values[n]) for n in numbers])
 
     def finish(self) -> None:
         """End a step: reduce the remaining gradients and accumulate them in the model's parameters."""
@@ -217,18 +223,32 @@ class _Sent(torch.autograd.Function):
         return gradient
 
 
+def _without_view(loss: torch.Tensor) -> torch.Tensor:
+    """The loss, which torch's zero-bubble schedule detaches in place."""
+    made: torch.Tensor = _Sent.apply(loss) if loss._is_view() else loss
+    return made
+
+
+def _reduce_leaves(pairs: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """For pairs (leaf, value), move the leaves' gradients through the backward of the values, which reduces them."""
+    found = list[tuple[torch.Tensor, torch.Tensor]]()
+    for leaf, value in pairs:
+        if leaf.grad is not None:
+            found.append((value, leaf.grad.to(value.dtype)))
+            leaf.grad = None
+    if found:
+        torch.autograd.backward([value for value, _ in found], [grad for _, grad in found], retain_graph=True)
+
+
 def _reduce_now(pairs: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
     """For pairs (leaf, value), reduce the leaves' gradients in each backward: once all have arrived, or at its end
     those that have."""
     arrived = list[tuple[nn.Parameter, torch.Tensor]]()
 
     def reduce() -> None:
-        found = [(value, leaf.grad.to(value.dtype)) for leaf, value in arrived if leaf.grad is not None]
-        for leaf, _ in arrived:
-            leaf.grad = None
+        some = tuple(arrived)
         arrived.clear()
-        if found:  # none: gathered together with others, which have a gradient
-            torch.autograd.backward([value for value, _ in found], [grad for _, grad in found], retain_graph=True)
+        _reduce_leaves(some)
 
     def arrive(pair: tuple[nn.Parameter, torch.Tensor], _: torch.Tensor) -> None:
         if not arrived and len(pairs) > 1:

@@ -149,6 +149,12 @@ class Hybrid:
         return self.zero_stage == 3 and self.stages == 1
 
     @property
+    def puts_off_weights(self) -> bool:
+        """Whether backward computes the gradients of weights after those of inputs, for several micro-batches (zero
+        bubble)."""
+        return self.schedule == "zero_bubble" and self.stages > 1
+
+    @property
     def sum_dtype(self) -> torch.dtype | None:
         """``reduce_dtype`` as a torch dtype."""
         import torch  # not above: plans are read and shown without it

@@ -239,8 +239,8 @@ def test_memory_at_prices(seed: int) -> None:
 def test_time_limit_returns_the_best_so_far(search: str) -> None:
     free = solve(block_chain(30), "exact")
     start = clock.now()
-    found = solve(block_chain(30, limit=free.peak_bytes * 0.6), search, time_limit_s=5.0)
-    assert clock.now() - start < 5.0 * 1.05 + lateness()
+    found = solve(block_chain(30, limit=free.peak_bytes * 0.6), search, time_limit_s=2.0)
+    assert clock.now() - start < 2.0 * 1.05 + lateness()
     assert found.stop_reason in ("time limit", "optimal", "gap") and found.lower_bound <= found.objective
 
 

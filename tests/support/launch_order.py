@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from autoparallel.capture import capture
-from autoparallel.partition import split_batch
+from autoparallel.capture import OpGraph, capture
+from autoparallel.partition import split_batch, stages_of
+from autoparallel.partition.stages import Stages, flow_of
 from autoparallel.plans import Hybrid
 from autoparallel.pricing import ExecutionCounts, Prices, SpacePricer
-from autoparallel.pricing.overlap_simulation import Launch, RankStep
-from autoparallel.strategies.space import StrategySpace
+from autoparallel.pricing.overlap_simulation import Launch, Passed, RankStep, Wait
+from autoparallel.pricing.pipeline_steps import PipelineRankStep
+from autoparallel.strategies.space import Strategy, StrategySpace
 from cost_models import Cluster
-from tests.support.recorded import Event, RecordedStep, recorded_step
+from tests.support.captured import graph_of
+from tests.support.models import CASES
+from tests.support.recorded import Event, Recorded, RecordedStep
 
 CLUSTER = Cluster.load("h100-sxm", num_devices=8)
 
@@ -29,34 +33,86 @@ def sorted_waits(events: Sequence[Event]) -> list[Event]:
             for event in (sorted(run) if waits else run)]
 
 
-def simulated(step: RankStep) -> list[Event]:
-    """What a rank launches and awaits in a step, as the simulation has it."""
+def simulated(communication: Iterable[Launch | Wait | Passed]) -> list[Event]:
+    """What a rank launches, awaits and sends in a step, as the simulation has it."""
     numbers, found = dict[int, int](), list[Event]()
-    for event in step.communication():
+    for event in communication:
         if isinstance(event, Launch):
             numbers[event.task] = sum(one[0] == "launch" for one in found)
             found.append(("launch", *event.message))
+        elif isinstance(event, Passed):
+            found.append(("send" if event.sent else "receive", event.peer, event.num_bytes))
         else:
             found.append(("wait", numbers[event.task]))
     return found
 
 
-def check_order(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mesh_shape: tuple[int, ...],
-                seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the random plan of this seed, a rank launches and awaits what the simulation does: kind, axis, bytes and
-    order. Interleaved micro-batches give it the gradients that they have one after the other (not compared where ops
-    draw random numbers: ranks that are threads share torch's generator)."""
-    torch.set_num_threads(1)
-    micro = split_batch(capture(model, args, kwargs), hybrid.micro_batches)
-    space = StrategySpace(micro.body, mesh_shape)
-    draw, prices = random.Random(seed), Prices(space, CLUSTER)
-    strategies = tuple(draw.choice(strategy_set.strategies) for strategy_set in space.strategy_sets)
-    told = simulated(RankStep(SpacePricer(prices, counts=ExecutionCounts(space, hybrid)), strategies))
+class Drawn:
+    """A model in micro-batches on a mesh, with random strategies: what a run launches, and what is simulated.
+    ``graph``: of the model, if it is captured already."""
 
-    def run(step: Hybrid) -> RecordedStep:
-        return recorded_step(model, args, kwargs, micro, space, strategies, prices.path, step, monkeypatch)
+    def __init__(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any],
+                 mesh_shape: tuple[int, ...], seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
+                 graph: OpGraph | None = None) -> None:
+        torch.set_num_threads(1)
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.hybrid, self.monkeypatch = hybrid, monkeypatch
+        self.micro = split_batch(graph or capture(model, args, kwargs), hybrid.micro_batches)
+        self.space, self.draw = StrategySpace(self.micro.body, mesh_shape), random.Random(seed)
+        self.prices = Prices(self.space, CLUSTER, stages=hybrid.pipeline_ranks)
+        self.strategies = tuple(self.draw.choice(strategy_set.strategies) for strategy_set in self.space.strategy_sets)
+        self.recorded = self.recorded_with(self.strategies)
 
-    found = run(hybrid)
-    assert sorted_waits(found.events) == sorted_waits(told)
-    if hybrid.copies > 1 and not any(s.rule is not None and s.rule.random for s in space.strategy_sets):
-        torch.testing.assert_close(found.gradients, run(replace(hybrid, copies=1)).gradients, rtol=1e-4, atol=1e-6)
+    def recorded_with(self, strategies: Sequence[Strategy]) -> Recorded:
+        return Recorded(self.model, self.args, self.kwargs, self.micro, self.space, strategies, self.prices.path,
+                        self.monkeypatch)
+
+    def check_order(self) -> None:
+        """A rank launches and awaits what the simulation does: kind, axis, bytes and order. Interleaved micro-batches
+        give it the gradients that they have one after the other (not compared where ops draw random numbers: ranks that
+        are threads share torch's generator)."""
+        pricer = SpacePricer(self.prices, counts=ExecutionCounts(self.space, self.hybrid))
+        told, found = simulated(RankStep(pricer, self.strategies).communication()), self.recorded.step(self.hybrid)
+        assert sorted_waits(found.events) == sorted_waits(told)
+        if self.hybrid.copies > 1 and not any(s.rule is not None and s.rule.random for s in self.space.strategy_sets):
+            alone = self.recorded.step(replace(self.hybrid, copies=1))
+            torch.testing.assert_close(found.gradients, alone.gradients, rtol=1e-4, atol=1e-6)
+
+    def check_pipeline(self) -> None:
+        """The same on each rank of a pipeline with random cuts; with sends, and receives where they are awaited. Zero
+        bubble gives the gradients of 1F1B."""
+        assert self.micro.loss is not None
+        flow = flow_of(self.space, self.micro.loss)
+        ops = [self.space.decisions[index].name for index in flow.main if self.space.decisions[index].kind == "op"]
+        cuts = sorted(self.draw.sample(range(1, len(ops)), self.hybrid.stages - 1))
+        hybrid = replace(self.hybrid, cuts=tuple(ops[n] for n in cuts))
+        stages = stages_of(self.space, self.micro.loss, hybrid)
+        counts = ExecutionCounts(self.space, hybrid, stages.of_decisions(len(self.space)))
+        pricer, sent = SpacePricer(self.prices, counts=counts), stages.sent_values(self.space, self.strategies)
+        found = self.recorded.pipeline(hybrid, stages)
+        for rank, ran in enumerate(found):
+            told = simulated(PipelineRankStep(pricer, self.strategies, rank, sent).communication())
+            assert sorted_waits(ran.events) == sorted_waits(told), f"pipeline rank {rank}, cuts {hybrid.cuts}"
+        if hybrid.schedule == "zero_bubble":
+            self.check_gradients(found, hybrid, stages)
+
+    def check_gradients(self, found: Sequence[RecordedStep], hybrid: Hybrid, stages: Stages) -> None:
+        expected = self.recorded.pipeline(replace(hybrid, schedule="1f1b"), stages)
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine.gradients, theirs.gradients, rtol=1e-4, atol=1e-6)
+
+
+def check_order(case_name: str, mesh_shape: tuple[int, ...], seed: int, hybrid: Hybrid,
+                monkeypatch: pytest.MonkeyPatch, batch: int = 8) -> None:
+    """`Drawn.check_order` of a case; with stages `Drawn.check_pipeline`."""
+    drawn = drawn_of(case_name, mesh_shape, seed, hybrid, monkeypatch, batch)
+    if hybrid.stages > 1:
+        drawn.check_pipeline()
+    else:
+        drawn.check_order()
+
+
+def drawn_of(case_name: str, mesh_shape: tuple[int, ...], seed: int, hybrid: Hybrid, monkeypatch: pytest.MonkeyPatch,
+             batch: int = 8) -> Drawn:
+    case = CASES[case_name]
+    return Drawn(case.build(), *case.inputs(batch), mesh_shape, seed, hybrid, monkeypatch, graph_of(case_name, batch))

@@ -16,15 +16,18 @@ from autoparallel.capture import Ref
 from autoparallel.kernels import collectives, groups, rng
 from autoparallel.layout import Layout, local_box
 from autoparallel.lower import emit
-from autoparallel.lower.emit import PathFinder
+from autoparallel.lower.emit import PathFinder, Program
 from autoparallel.partition import MicroBatches
+from autoparallel.partition.stages import Stages
 from autoparallel.plans import Hybrid
 from autoparallel.runtime.interpret import values_of
+from autoparallel.runtime.pipeline import Pipeline
 from autoparallel.runtime.stage_module import StageModule
 from autoparallel.runtime.step import Forward, run_micro_batches
 from autoparallel.strategies.space import Decision, Strategy, StrategySpace
 from benchmarks import in_process
 from benchmarks.in_process import on_every_rank
+from tests.support.pipelines_in_process import pipelines_in_process
 
 #: ("launch", action, axis, bytes) and ("wait", number of the launch).
 Event = tuple[Any, ...]
@@ -53,18 +56,21 @@ class Recorder:
 
 
 def _within_an_op() -> bool:
+    """Not where a block is recomputed for the backward of an op, which reads what it saved."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
         code = frame.f_code
+        if code.co_filename.endswith("/kernels/recomputed.py"):
+            return False
         if code.co_name == "exchanged_rows" or code.co_filename.endswith(tuple(f"/kernels/{n}" for n in _VARIANTS)):
             return True
     return False
 
 
 @contextmanager
-def recording(monkeypatch: Any) -> Iterator[Recorder]:
-    """Record what each thread launches and awaits, but for the communication within ops."""
+def recording(monkeypatch: Any, within_ops: bool = False) -> Iterator[Recorder]:
+    """Record what each thread launches and awaits, but for the communication within ops; or only this."""
     recorder, begin, step = Recorder(), collectives._begin, collectives._Redistribute
     forward, backward = step.forward, step.backward
 
@@ -72,7 +78,7 @@ def recording(monkeypatch: Any) -> Iterator[Recorder]:
         before = in_process.collectives_run()
         finish = begin(op, sent, *args, **kwargs)
         runs = in_process.collectives_run() > before  # else an earlier result is taken again
-        if not runs or getattr(recorder.inside, "on", False) or _within_an_op():
+        if not runs or within_ops != (getattr(recorder.inside, "on", False) or _within_an_op()):
             return finish
         number = recorder.launched(op, sent, args)
 
@@ -101,55 +107,101 @@ def recording(monkeypatch: Any) -> Iterator[Recorder]:
 
 
 class RecordedStep(NamedTuple):
-    """What the first rank launches and awaits in a step, and the gradients of its local parameters (None: none)."""
+    """What a rank launches and awaits in a step, and the gradients of its local parameters (None: none)."""
 
     events: list[Event]
     gradients: list[torch.Tensor | None]
 
 
-def recorded_step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], micro: MicroBatches,
-                  space: StrategySpace, strategies: Sequence[Strategy], path: PathFinder, hybrid: Hybrid,
-                  monkeypatch: Any) -> RecordedStep:
-    """A step (without the optimizer) on the first rank as the runtime runs it, without a pipeline."""
-    state = {**dict(model.named_parameters(remove_duplicate=False)),
-             **dict(model.named_buffers(remove_duplicate=False)), **space.graph.constant_tensors}
-    leaves = pytree.tree_leaves((tuple(args), dict(sorted(kwargs.items()))))
-    known = {Ref(node.index): leaves[int(node.path)] for node in micro.whole.of_kind("input")}
-    known |= {Ref(node.index): state[node.path] for node in micro.whole.of_kind("buffer")}
-    fed = values_of(micro.whole, [feed.ref for feed in micro.feeds if feed.ref.node >= 0], known, torch.device("cpu"))
+class Recorded:
+    """Steps of a model, without the optimizer, on ranks that are threads, as the runtime runs them."""
 
-    def value(decision: Decision, number: int) -> torch.Tensor:
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], micro: MicroBatches,
+                 space: StrategySpace, strategies: Sequence[Strategy], path: PathFinder, monkeypatch: Any) -> None:
+        self.micro, self.space, self.strategies, self.path = micro, space, strategies, path
+        self.monkeypatch = monkeypatch
+        self.state = {**dict(model.named_parameters(remove_duplicate=False)),
+                      **dict(model.named_buffers(remove_duplicate=False)), **space.graph.constant_tensors}
+        leaves = pytree.tree_leaves((tuple(args), dict(sorted(kwargs.items()))))
+        known = {Ref(node.index): leaves[int(node.path)] for node in micro.whole.of_kind("input")}
+        known |= {Ref(node.index): self.state[node.path] for node in micro.whole.of_kind("buffer")}
+        self.fed = values_of(micro.whole, [feed.ref for feed in micro.feeds if feed.ref.node >= 0], known,
+                             torch.device("cpu"))
+
+    def step(self, hybrid: Hybrid) -> RecordedStep:
+        """A step without a pipeline, on the first rank."""
+        return self.steps(hybrid)[(0,) * len(self.space.mesh_shape)]
+
+    def steps(self, hybrid: Hybrid, within_ops: bool = False) -> dict[tuple[int, ...], RecordedStep]:
+        """The same by rank; ``within_ops``: as `recording`."""
+        def rank(coordinate: tuple[int, ...]) -> RecordedStep:
+            program = emit(self.space, self.strategies, self.path, coordinate)
+            placed = list(zip(program.placeholders, program.placeholder_layouts, strict=True))
+            parameters = self._parameters(program, coordinate)
+            with rng.use_seed(0):
+                if hybrid.is_plain:
+                    inputs, read = iter(self._inputs(program, coordinate, 0)), iter(parameters)
+                    given = [next(read if decision.kind == "parameter" else inputs) for decision, _ in placed]
+                    outputs = Forward(program, hybrid, "eager")(*given)[0]
+                    outputs[self.micro.loss].backward()
+                else:
+                    stage = StageModule(program, self.micro.loss, hybrid, groups.bound())
+                    numbers = range(hybrid.micro_batches)
+                    stage.begin(parameters, {n: self._inputs(program, coordinate, n) for n in numbers}, 0)
+                    run_micro_batches(stage, numbers)
+                    stage.finish()
+            return RecordedStep(recorder.mine(), [parameter.grad for parameter in parameters])
+
+        with recording(self.monkeypatch, within_ops) as recorder:
+            return on_every_rank(self.space.mesh_shape, self.space.axis_names, rank)
+
+    def pipeline(self, hybrid: Hybrid, stages: Stages) -> list[RecordedStep]:
+        """A step of a pipeline, by pipeline rank; messages are ("send" or "receive", peer, bytes), in this order with
+        the collectives. Gradients of values that a rank reads, stage by stage."""
+        mesh_shape, ranks = self.space.mesh_shape, hybrid.pipeline_ranks
+
+        def rank(coordinate: tuple[int, ...]) -> RecordedStep:
+            place, cell = coordinate[0], coordinate[1:]
+            messages.enter(place, cell)
+            axes, read, modules = groups.bound(), list[torch.Tensor](), dict[int, StageModule]()
+            numbers = hybrid.micro_batches_of(place)
+            for index in hybrid.stages_of(place):
+                program = emit(self.space, self.strategies, self.path, cell, part=stages.parts[index])
+                loss = self.micro.loss if index == hybrid.stages - 1 else None
+                module = modules[index] = StageModule(program, loss, hybrid, axes)
+                parameters = self._parameters(program, cell)
+                module.begin(parameters, {n: self._inputs(program, cell, n) for n in numbers}, 0)
+                read += parameters
+            group: Any = "the pipeline"
+            Pipeline(hybrid, modules, group, torch.device("cpu")).run()
+            for module in modules.values():
+                module.finish()
+            return RecordedStep(recorder.mine(), [parameter.grad for parameter in read])
+
+        with (recording(self.monkeypatch) as recorder,
+              pipelines_in_process(ranks, lambda event: recorder.mine().append(event), self.monkeypatch) as messages):
+            found = on_every_rank((ranks, *mesh_shape), ("pipeline", *self.space.axis_names), rank)
+        return [found[place, *(0,) * len(mesh_shape)] for place in range(ranks)]
+
+    def _parameters(self, program: Program, coordinate: Sequence[int]) -> list[torch.Tensor]:
+        return self._local(program, coordinate, ("parameter",), 0)
+
+    def _inputs(self, program: Program, coordinate: Sequence[int], number: int) -> list[torch.Tensor]:
+        return self._local(program, coordinate, ("buffer", "input"), number)
+
+    def _local(self, program: Program, coordinate: Sequence[int], kinds: Sequence[str], number: int
+               ) -> list[torch.Tensor]:
+        placed = zip(program.placeholders, program.placeholder_layouts, strict=True)
+        return [_shard(self._value(decision, number), layout, self.space.mesh_shape, coordinate)
+                for decision, layout in placed if decision.kind in kinds]
+
+    def _value(self, decision: Decision, number: int) -> torch.Tensor:
         if decision.kind != "input":
-            return state[decision.path]
-        feed = micro.feeds[int(decision.path)]
-        whole = fed[feed.ref]
-        return whole.chunk(micro.count, feed.dim)[number] if feed.dim >= 0 and micro.count > 1 else whole
-
-    def rank(coordinate: tuple[int, ...]) -> RecordedStep:
-        program = emit(space, strategies, path, coordinate)
-        placed = list(zip(program.placeholders, program.placeholder_layouts, strict=True))
-
-        def local(kinds: Sequence[str], number: int) -> list[torch.Tensor]:
-            return [_shard(value(decision, number), layout, space.mesh_shape, coordinate)
-                    for decision, layout in placed if decision.kind in kinds]
-
-        parameters = local(("parameter",), 0)
-        with rng.use_seed(0):
-            if hybrid.is_plain:
-                inputs, read = iter(local(("buffer", "input"), 0)), iter(parameters)
-                given = [next(read if decision.kind == "parameter" else inputs) for decision, _ in placed]
-                outputs = Forward(program, hybrid, "eager")(*given)[0]
-                outputs[micro.loss].backward()
-            else:
-                stage = StageModule(program, micro.loss, hybrid, groups.bound())
-                numbers = range(hybrid.micro_batches)
-                stage.begin(parameters, {n: local(("buffer", "input"), n) for n in numbers}, 0)
-                run_micro_batches(stage, numbers)
-                stage.finish()
-        return RecordedStep(recorder.mine(), [parameter.grad for parameter in parameters])
-
-    with recording(monkeypatch) as recorder:
-        return on_every_rank(space.mesh_shape, space.axis_names, rank)[(0,) * len(space.mesh_shape)]
+            return self.state[decision.path]
+        feed = self.micro.feeds[int(decision.path)]
+        whole = self.fed[feed.ref]
+        split = feed.dim >= 0 and self.micro.count > 1
+        return whole.chunk(self.micro.count, feed.dim)[number] if split else whole
 
 
 def _shard(value: torch.Tensor, layout: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> torch.Tensor:

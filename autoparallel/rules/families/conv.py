@@ -68,7 +68,7 @@ def _halo(op: OpView, window: Window, dim: int, name: str) -> AxisStrategy:
         (cut,),
         name,
         variant="windows",
-        inside=(border,),
+        inside=(border,) if window.border else (),
         apart=frozenset({row, name}),
     )
 

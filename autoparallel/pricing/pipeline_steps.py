@@ -1,0 +1,62 @@
+"""The communication of each rank of a pipeline in a step: that of its stages (`overlap_simulation`) in the order of
+forwards and backwards (`schedule.pipeline_tasks`), with the messages between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autoparallel.pricing.overlap_simulation import Launch, Passed, Pending, RankStep, StepTasks, Wait
+from autoparallel.pricing.problem import SpacePricer
+from autoparallel.schedule.pipeline_tasks import Action, order_of
+from autoparallel.strategies.space import Strategy
+
+
+class SentValue(NamedTuple):
+    """A value that crosses a cut: its bytes on a rank, and whether its gradient comes back."""
+
+    num_bytes: float
+    trained: bool
+
+
+class PipelineRankStep:
+    """The step of a plan on pipeline rank ``rank``. ``sent``: by cut, the values that cross it, in order."""
+
+    def __init__(self, pricer: SpacePricer, strategies: Sequence[Strategy], rank: int,
+                 sent: Sequence[Sequence[SentValue]]) -> None:
+        self.hybrid, self.rank, self.sent = pricer.counts.hybrid, rank, sent
+        self.stages = {stage: (RankStep(pricer, strategies, stage), Pending())
+                       for stage in self.hybrid.stages_of(rank)}
+
+    def communication(self) -> list[Launch | Wait | Passed]:
+        """Launches and waits of collectives, sends, and waits for what is received, in the order of the rank."""
+        step, left = StepTasks(), dict.fromkeys(self.stages, len(self.hybrid.micro_batches_of(self.rank)))
+        for own, pending in self.stages.values():
+            own.begin(step, pending)
+        for action in order_of(self.hybrid, self.rank):
+            kind, stage, _ = action
+            own, pending = self.stages[stage]
+            step.events += self._passed(action, sent=False)
+            if kind == "F":
+                own.forward(step, pending)
+            elif kind == "W":
+                own.backward_of_weights(step, pending)
+            elif self.hybrid.puts_off_weights:
+                own.backward_of_inputs(step)
+            else:
+                left[stage] -= 1
+                own.backward(step, pending, last=not left[stage])
+            step.events += self._passed(action, sent=True)
+        for own, pending in self.stages.values():
+            own.finish(step, pending)
+        return step.events
+
+    def _passed(self, action: Action, sent: bool) -> list[Passed]:
+        """What a forward or backward receives, or sends: values, or their gradients."""
+        kind, stage, micro_batch = action
+        other = stage + 1 if (kind == "F") == sent else stage - 1
+        if kind == "W" or not 0 <= other < self.hybrid.stages:
+            return []
+        peer = self.hybrid.rank_of(other, micro_batch)
+        return [Passed(sent, peer, value.num_bytes) for value in self.sent[min(stage, other)]
+                if kind == "F" or value.trained]
